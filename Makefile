@@ -1,9 +1,9 @@
 # Every target installs its requirements into the virtual environment .venv, or into one that is put in front of it. It
 # installs again only after a change of pyproject.toml, the native sources, or the files in .ci that list packages.
 
-PYTHON ?= $(shell for candidate in python3 python3.12 python3.11; do \
-	$$candidate -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null \
-	&& echo $$candidate && break; done)
+SERVES := -c 'import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' >/dev/null 2>&1
+PYTHON ?= $(or $(shell for candidate in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$candidate $(SERVES) && echo $$candidate && break; done),python3)
 BIN := .venv/bin
 # Runs test files in parallel, each file in one process, in the order of their names; the last files are short. There
 # are no more processes than cores, and tests/whole_run.py divides the cores among them: a thread that waits for a core
@@ -15,13 +15,18 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 # Tests start hundreds of processes that import torch. This compiles each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-gpu test-integrations test-verl test-newest test-floors fuzz siege chaos lint docs clean
+.PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-newest test-floors test-wheel fuzz siege \
+	chaos lint docs wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
 
 test: .venv/.dev
 	@$(BIN)/pytest $(IN_PARALLEL)
+
+# One test or a few for each promise.
+test-quick: .venv/.dev
+	@$(BIN)/pytest $(IN_PARALLEL) @.ci/quick.txt
 
 # Includes the tests marked `exhaustive`, which `make test` leaves out.
 test-all: .venv/.dev
@@ -47,6 +52,10 @@ test-newest: .venv/.dev
 test-floors: .venv-floors/.done
 	@.venv-floors/bin/python -P -m pytest @.ci/promises.txt
 
+# Installs the wheel into an environment without a compiler, and compares its bits with those of .venv.
+test-wheel: wheel
+	@$(BIN)/pytest tests/integrations/wheel
+
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
 	@$(BIN)/python -P tests/fuzz/run.py --messages 200000 --http
@@ -67,10 +76,14 @@ lint: .venv/.dev
 docs: .venv/.dev
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
+# The source archive and a wheel for Linux on x86_64, in dist.
+wheel: .venv-wheel/.done
+	@.venv-wheel/bin/python .ci/wheel.py
+
 # Removes the old library first: if the new one does not compile, nothing may run on a library older than the sources.
 define install
-	@test -n "$(PYTHON)" || { echo "no Python 3.11 or 3.12 with venv and pip found;" \
-		"install one, or name it: make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) $(SERVES) || { echo "trueroll needs Python 3.11 to 3.14 with venv and pip; $(PYTHON) is" \
+		"$$($(PYTHON) --version 2>&1 || true); name another one: make PYTHON=/path/to/python" >&2; exit 1; }
 	@rm -f kernels/cpu/*.so
 	@$(PYTHON) .ci/install.py $(@D) $(1)
 	@touch $@
@@ -101,7 +114,12 @@ endef
 	@$(BIN)/python .ci/install.py $(@D) $<
 	@touch $@
 
+.venv-wheel/.done: .ci/wheel.txt | .venv/.dev
+	@$(BIN)/python .ci/install.py $(@D) $<
+	@touch $@
+
 clean:
-	@rm -rf .venv .venv-integrations .venv-verl .venv-newest .venv-floors build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-integrations .venv-verl .venv-newest .venv-floors .venv-wheel build dist *.egg-info
+	@rm -rf .pytest_cache .ruff_cache .hypothesis
 	@rm -f kernels/cpu/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

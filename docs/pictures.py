@@ -1,6 +1,7 @@
-"""Draws docs/images/mismatch.png from two runs of examples/grpo.py: `python docs/pictures.py ALIGNED UNALIGNED`.
+"""Draw docs/images/mismatch.png from two runs of examples/grpo.py: `python docs/pictures.py ALIGNED UNALIGNED`.
 
-The runs: `python examples/grpo.py --out ALIGNED --seed 1`, and the same with `--out UNALIGNED --unaligned`.
+The runs are `python examples/grpo.py --out ALIGNED --seed 1` and `python examples/grpo.py --out UNALIGNED --seed 1
+--unaligned`.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Admission: checks each request, opens its samples, and finds or creates the sequence that computes its prompt.
 
-Owns the checks that decide whether a request can be served, and the order of arrival. A rejected request changes
-nothing. An accepted request is in the ledger and in the scheduler when `add` returns.
+Owns the order in which requests arrive, and the checks that decide whether a request can be served. A rejected request
+changes nothing. An accepted request is in the ledger and in the scheduler when `add` returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .scheduling.sequence import Generation, Sequence
 
 
 class Admission:
-    """Adds requests to `ledger` and `scheduler`.
+    """Checks each request and adds it to `ledger` and `scheduler`.
 
     `model`: the model's folder, with the tokenizer that is used to find stop strings. `num_added`: the number of
     requests added so far. `joined_tokens`: prompt tokens of requests that joined another request's computation of the
@@ -72,7 +72,7 @@ class Admission:
         self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
-        """Return the request with `max_tokens` set. Raise InvalidRequestError if the request cannot be served."""
+        """Return the request with `max_tokens` filled in. Raise InvalidRequestError if the request cannot be served."""
         info, num_prompt_tokens = self._info, len(request.prompt_token_ids)
         params = request.params.with_max_tokens(num_prompt_tokens, info.max_model_len)
         if params.seed is None:
@@ -125,7 +125,8 @@ class Admission:
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
         """Return the sequence that computes the prompt.
 
-        If a sequence of another request computes the same prompt, join the sequence. Otherwise, make a new sequence.
+        If a sequence of another request already computes the same prompt, add the samples to that sequence. Otherwise,
+        make a new sequence.
         """
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
         chain = self._scheduler.cache.identity.new_chain(params.cache_salt, request.spans, params.return_routed_experts)
@@ -177,7 +178,7 @@ class Admission:
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
     """Return the vocabulary of a model folder.
 
-    If the vocabulary cannot be loaded, return the error text for requests with stop strings.
+    If the vocabulary cannot be loaded, return the text of the error that rejects requests with stop strings.
     """
     try:
         return load_vocabulary(folder)
@@ -199,7 +200,7 @@ def _check_prior(request: GenerateRequest) -> None:
         )
     if request.num_prior_tokens and request.params.n > 1:
         raise InvalidRequestError(
-            f"num_prior_tokens requires n = 1, because it continues a single sample (got n = {request.params.n})",
+            f"num_prior_tokens requires n = 1, because only one sample can be continued (got n = {request.params.n})",
             field="n",
             value=request.params.n,
             limit=1,

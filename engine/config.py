@@ -36,12 +36,13 @@ _OF_DEVICE: Any = None  # a placeholder until the device is known
 class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    The bits of samples depend only on `model`, `dtype`, `device`, `backend` and the instruction set of the backend.
+    Of the settings, only `model`, `dtype`, `device` and `backend` affect the bits of samples. The instruction set that
+    the backend uses also affects the bits of samples.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
-    float32 if config.json has no dtype. Weights stored in another dtype are converted. `backend`: `auto` is `triton` on
-    a GPU and `cpu` elsewhere; if that backend cannot serve the model, `auto` is `reference`.
+    float32 if config.json has no dtype. Weights stored in another dtype are converted. `backend`: `auto` selects
+    `triton` on a GPU and `cpu` elsewhere, or `reference` if that backend cannot serve the model.
 
     `block_size`: tokens per KV block; must be even, because native kernels store tokens in pairs. At most one of
     `num_blocks`, `kv_memory` and `kv_memory_fraction` sets the size of the KV cache. `num_blocks`: the number of

@@ -4,14 +4,14 @@ Connects the parts of the engine. `admission` accepts requests, `pipeline` track
 by step, and `running.executor` runs each step on the device. `Engine` owns the order of operations when weights, memory
 and requests change together. The engine has no locks: a single thread must make all calls.
 
-Promises:
+Guarantees:
 
 - Every accepted request gets exactly one output per sample, or exactly one output if it is a score request. Outputs are
   returned by `step`, `settle`, `abort`, `commit_weights`, `sleep` and `interrupt`.
 - The concatenated deltas of a sample are a bitwise-identical prefix of the sample's output.
 - The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set and dtype.
-- The output records the version of the weights that produced each token. A token is never computed from KV of other
-  weights.
+- The output records the version of the weights that produced each token. A token is never computed with one version of
+  the weights from KV of another version.
 - The engine computes a prompt once for all samples and requests that share the prompt.
 
 After `step` has raised an exception, the state of the engine is undefined. Discard the engine.
@@ -46,8 +46,8 @@ from .stats import EngineStats
 class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
-    `loaded`: the result of `load_model` for the same model, dtype, device and backend. Pass a loaded model to share
-    weights among engines.
+    `loaded`: the result of `load_model` for a configuration with the same model, dtype, device and backend as `config`.
+    Pass a loaded model to share weights among engines.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
@@ -89,7 +89,7 @@ class Engine:
         """Abort a score, one sample, or all unfinished samples of a request, and return the outputs.
 
         The output of an aborted sample has the tokens drawn so far. The output of an aborted score has no log-probs.
-        Raise UnknownRequestError if no such score or sample is unfinished.
+        Raise UnknownRequestError if the score or sample is unknown or finished.
         """
         return [self._pipeline.abort(entry) for entry in self._ledger.find(request_id, index)]
 
@@ -110,8 +110,8 @@ class Engine:
     def step(self) -> list[Output]:
         """Compute one chunk of every scheduled sequence, draw the next tokens, and return complete outputs.
 
-        On a GPU, queue this step, wait for the previous step and return the outputs of the previous step. If the
-        previous step finished the last open request, wait for this step, too.
+        On a GPU, queue the new step, wait for the previous step and return the outputs of the previous step. If the
+        previous step finished the last open request, also wait for the new step.
         """
         return self._pipeline.step()
 
@@ -124,12 +124,12 @@ class Engine:
 
         Return the outputs of the step in flight and of aborted requests.
 
-        `in_flight`: how to treat requests that have started. `recompute`: samples keep their tokens, but their KV is
+        `in_flight`: what happens to requests that have started. `recompute`: samples keep their tokens, but their KV is
         computed again; scores restart. `abort`: every started request is aborted. `drain`: the caller has already
         drained the engine, so no request may be unfinished, running or waiting.
 
-        Raise RuntimeError if a request is unfinished under `drain`, or if the weights sleep. Raise ValueError if the
-        staging is incomplete. A call that raises one of these errors changes nothing.
+        Raise RuntimeError if a request is unfinished under `drain`, or if the weights are asleep. Raise ValueError if
+        the staging is incomplete. A call that raises RuntimeError or ValueError changes nothing.
         """
         self._check_drained(in_flight)
         self._executor.commit(staging)
@@ -144,8 +144,8 @@ class Engine:
 
         `level`: 1 keeps the weights in host memory; 2 drops the weights, so that new weights must be committed after
         `wake_up`. Cached prefixes are dropped at both levels. `in_flight`: as in `commit_weights`. Under `recompute`,
-        running requests keep their KV blocks if only the weights sleep. Raise RuntimeError, with nothing changed, if a
-        request is unfinished under `drain`.
+        running requests keep their KV blocks if only the weights are put to sleep. Raise RuntimeError, with nothing
+        changed, if a request is unfinished under `drain`.
         """
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
@@ -159,7 +159,7 @@ class Engine:
     def wake_up(self, tags: Collection[Tag]) -> None:
         """Reallocate the memory of `tags`. Weights that `sleep` dropped are incomplete until the next commit.
 
-        When no memory sleeps any more, the CUDA graphs are captured again.
+        The CUDA graphs are captured again when weights and KV cache are both awake.
         """
         self._executor.wake_up(tags)
 
@@ -184,7 +184,7 @@ class Engine:
         return outputs
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that `weights` and `kv_cache` hold now. Memory that sleeps holds 0 bytes.
+        """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep.
 
         For a model with experts, `routed_experts` is the host memory, in bytes, of all recorded expert ids.
         """

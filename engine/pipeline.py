@@ -77,7 +77,7 @@ class Ledger:
     def find(self, request_id: str, index: int | None) -> list[Entry]:
         """Return the score, the sample with this index, or all unfinished samples of a request.
 
-        Raise UnknownRequestError if no such score or sample is unfinished.
+        Raise UnknownRequestError if the score or sample is unknown or finished.
         """
         entry = self.open.get(request_id)
         if isinstance(entry, OpenScore) and index is None:
@@ -223,7 +223,7 @@ class Pipeline:
         return outputs if drawn is None else outputs + self._begin(queued, drawn)
 
     def abort(self, entry: Entry) -> Output:
-        """End a sample or a score and return its output. A sample keeps its current tokens."""
+        """End a sample or a score and return its output. The output of a sample has the tokens drawn so far."""
         sequence = self._ledger.sequence_of(entry)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
@@ -250,7 +250,7 @@ class Pipeline:
     def _expect(self, queued: _QueuedStep) -> None:
         """Count the tokens that the queued step draws, so that the next step can compute their KV.
 
-        The host sees these tokens only after it has queued the next step.
+        The host sees the drawn tokens only after it has queued the next step.
         """
         chunks, takers, lanes = queued.chunks, queued.takers, self._scheduler.running.lanes
         lanes.expect(takers.decodes)

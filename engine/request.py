@@ -2,9 +2,9 @@
 
 Owns the meaning and the range of every sampling parameter. Also owns the table of columns. A column is a value recorded
 for each token of a sample, such as the token's log-prob. All code that slices, joins or creates columns, from the
-engine to the front end, uses this table. To add a column, change only three places: the fields of outputs, the protocol
-message, and the code that computes the column. Routed experts are not a column, because they are also recorded for the
-tokens of the prompt (`outputs.routes`).
+engine to the front end, uses the table of columns. To add a column, change only three places: the fields of outputs,
+the protocol message, and the code that computes the column. Routed experts are not a column, because they are also
+recorded for the tokens of the prompt (`outputs.routes`).
 
 Knows nothing about models, blocks or sockets. Does not import torch, so that clients can use these types without torch.
 """
@@ -32,8 +32,8 @@ from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, bri
 class Column:
     """A value that is recorded for each token. Each column is a single object, compared by identity.
 
-    `name`: the field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one element. Each token
-    has one element, or `top_logprobs` elements if `is_listed` is set.
+    `name`: the name of the column's field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one
+    element. Each token has one element, or `top_logprobs` elements if `is_listed` is set.
     """
 
     name: str
@@ -83,7 +83,7 @@ def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns
 
 
 def join_columns(first: Columns, rest: Columns) -> Columns:
-    """Concatenate the columns of two adjacent ranges of tokens. `rest`: the same columns for the later tokens."""
+    """Concatenate the columns of two adjacent ranges of tokens. `rest`: the columns of the second range."""
     return {name: np.concatenate((values, rest[name])) for name, values in first.items()}
 
 
@@ -96,7 +96,7 @@ class GrowingColumns:
         self._content = [bytearray() for _ in columns]
 
     def append(self, values: Sequence[bytes]) -> None:
-        """Append a token. `values`: the token's bytes for each column."""
+        """Append a token. `values`: for each column, the bytes of the token's value."""
         self._num_tokens += 1
         for content, value in zip(self._content, values, strict=True):
             content += value
@@ -143,8 +143,8 @@ class Distribution(BaseModel):
     equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. `top_k` (-1:
     off) keeps the k tokens with the highest logits. Among equal logits, lower token ids win. `top_p` keeps the smallest
     set of most probable tokens with a total probability of at least p. `min_p` drops tokens with a probability below
-    min_p times the highest probability. The filters apply in this order, and each filter sees only the tokens that the
-    previous filter kept.
+    min_p times the highest probability. The filters apply in the order `top_k`, `top_p`, `min_p`. Each filter sees only
+    the tokens that the previous filter kept.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -172,7 +172,7 @@ class Distribution(BaseModel):
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether the most probable token is chosen without random sampling."""
+        """Return whether sampling is greedy: the most probable token is chosen, not a random one."""
         return self.temperature == 0.0
 
     @property
@@ -190,7 +190,8 @@ class Distribution(BaseModel):
 class SamplingParams(Distribution):
     """How the samples of one prompt are drawn, when they end, and what is recorded. Numbers may be numpy scalars.
 
-    `seed`: the seed of the request; with None, the worker uses `seed_of`. Sample i uses `derive_seed(seed, i)`.
+    `seed`: the seed of the request; with None, the worker derives a seed with `seed_of`. Sample i uses
+    `derive_seed(seed, i)`.
 
     A sample ends at an end-of-sequence token of the model, at a token in `stop_token_ids` or at a string in `stop` (one
     string or several). Before a sample has `min_tokens` tokens, no end-of-sequence token, stop token or stop string
@@ -199,12 +200,12 @@ class SamplingParams(Distribution):
     `ignore_eos`, end-of-sequence tokens do not end a sample. `max_tokens` limits the tokens of a sample; with None, a
     sample may fill the model's context.
 
-    `logprobs`: the distribution to which the log-probs refer. `processed`: the distribution of the draw, after
-    temperature and filters. `temperature`: after temperature, without filters. `raw`: the model's own distribution.
-    None: no log-probs. `top_logprobs`: how many of the most probable tokens to record for each token of the sample,
-    together with the entropy of the distribution; 0 records only the entropy, None records neither.
-    `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
-    experts. `cache_salt`: a request reuses cached prefixes only of requests with the same salt.
+    `logprobs`: the distribution under which the log-probs of tokens are computed. `processed`: the distribution from
+    which tokens are drawn, after temperature and filters. `temperature`: after temperature, without filters. `raw`: the
+    model's own distribution. None: no log-probs. `top_logprobs`: how many of the most probable tokens to record for
+    each token of the sample, together with the entropy of the distribution; 0 records only the entropy, None records
+    neither. `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a
+    mixture of experts. `cache_salt`: a request reuses cached prefixes only of requests with the same salt.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -309,7 +310,7 @@ def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) 
 def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
     """Return `field`, `value` and `limit` for the first fault of a pydantic error.
 
-    `first_part`, `num_parts`: select the parts of the fault's location that name the field.
+    `first_part`, `num_parts`: which parts of pydantic's location of the fault form the field name.
     """
     fault = error.errors()[0]
     found, limit = _found_and_limit(fault)
@@ -352,7 +353,7 @@ def _describe_fault(fault: Any) -> str:
 
 
 def _plain_demand(message: str) -> str:
-    """Return the requirement in a pydantic message in plain words, such as `must be at least 2`."""
+    """Restate the requirement of a pydantic message in plain words, such as `must be at least 2`."""
     message = re.sub(r"^\w+ should ", "must ", message).replace("greater than or equal to", "at least")
     message = re.sub(r" after validation, not \w+$", "", message.replace("less than or equal to", "at most"))
     return message[:1].lower() + message[1:]
@@ -410,7 +411,7 @@ class GenerateRequest:
 
     `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
     disjoint. `params.seed` must be set. `num_prior_tokens`: if the request continues a sample, the number of tokens at
-    the end of the prompt that belong to that sample. A stop string may begin in these tokens.
+    the end of the prompt that belong to that sample. A stop string may begin in these `num_prior_tokens` tokens.
     """
 
     id: str
@@ -459,17 +460,18 @@ class SampleOutput:
     `num_cached_tokens`: the number of prompt tokens with KV that was found in the cache, or that is shared with another
     request's computation of the same prompt. `error`: if the finish reason is `error`, a description of the error.
 
-    `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. These fields describe
-    the distribution to which `logprobs` refers. `entropy`: float32 [num_tokens], in nats. `top_token_ids`: int32
-    [num_tokens, k], the most probable tokens in descending order of logit; equal logits are sorted by ascending id.
-    `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the filters kept fewer than k tokens,
-    the lists are filled with dropped tokens, lowest ids first, with log-prob -inf.
+    `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. The entropy and the
+    top tokens belong to the distribution under which `logprobs` is computed. `entropy`: float32 [num_tokens], in nats.
+    `top_token_ids`: int32 [num_tokens, k], the most probable tokens in descending order of logit; equal logits are
+    sorted by ascending id. `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the filters
+    kept fewer than k tokens, the lists are filled with dropped tokens, lowest ids first, with log-prob -inf.
 
     `routed_experts`: uint8, or uint16 with more than 256 experts, [num_prompt_tokens + num_tokens - 1, layers with
-    experts, experts per token]. None unless `return_routed_experts` was requested and the sample has a token. Row t
-    lists, in ascending order of id, the experts chosen for token t of prompt and sample. The last token has no row,
-    because it was never fed to the model. If token t + 1 was drawn, row t was computed with the weights that drew token
-    t + 1. The rows before the last prompt token were computed with the weights that drew the first token.
+    experts, experts per token]. `routed_experts` is None unless `return_routed_experts` was requested and the sample
+    has a token. Row t of `routed_experts` lists, in ascending order of id, the experts chosen for token t of prompt and
+    sample. The last token of a sample has no row, because it was never fed to the model. If token t + 1 was drawn, row
+    t was computed with the weights that drew token t + 1. The rows before the last prompt token were computed with the
+    weights that drew the first token.
     """
 
     request_id: str
@@ -508,7 +510,7 @@ class SampleDelta:
 
     A delta without tokens occurs only if the sample restarted (`start` is 0) and then ended without a token.
 
-    `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: as in `SampleOutput`, for these tokens.
+    `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: as in `SampleOutput`, for the new tokens.
     """
 
     request_id: str
@@ -576,7 +578,7 @@ def seed_before(sample_seed: int) -> int:
 
 
 def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError if prompt and new tokens exceed `max_model_len`. `field`: the field of the prompt."""
+    """Raise InvalidRequestError if prompt and new tokens exceed `max_model_len`. `field`: the field with the prompt."""
     if prompt_len + num_new > max_model_len:
         raise InvalidRequestError(
             f"length: prompt and max_tokens together exceed max_model_len = {max_model_len} tokens (got "
@@ -590,7 +592,7 @@ def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) 
 def seed_of(id: str, prompt: bytes) -> int:
     """Derive a 63-bit seed from the id and the prompt of a request without a seed.
 
-    If the same request is sent again, to any worker, it draws the same samples.
+    If the same request is sent again, to any worker, the worker draws the same samples.
     """
     digest = hashlib.blake2b(len(id).to_bytes(8, "little") + id.encode() + prompt, digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

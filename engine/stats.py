@@ -1,4 +1,4 @@
-"""The engine's counters and gauges, for monitoring and for the tests of the exactness matrix."""
+"""The engine's counters and gauges, for monitoring and for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The block pool of the layers with the same window.
+    """The block pool that the layers with one attention window share.
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
     free blocks that hold a prefix in the cache's index. `empty`: free blocks that hold no prefix in the cache's index.
@@ -58,8 +58,9 @@ class EngineStats:
 
     `drafts`: one entry per drafter; empty if nothing is drafted.
 
-    `expert_tokens`: the number of tokens routed to each expert, without the step in flight. The value is the
-    little-endian bytes of an int64 array [layers with experts, experts per layer]. Empty for models without experts.
+    `expert_tokens`: the number of tokens routed to each expert, without the step in flight. `expert_tokens` holds the
+    little-endian bytes of an int64 array [layers with experts, experts per layer], and is empty for models without
+    experts.
     """
 
     steps: int

@@ -1,14 +1,14 @@
 """GRPO with a tool: `python examples/agent_grpo.py --out FOLDER`. Reuses the trainer, worker and files of `grpo.py`.
 
-SmolLM2-135M learns to ask a calculator. A conversation begins with a question, such as `What is 37 * 24?`. The model
-either calls the calculator, as in `<calc>37 * 24</calc>`, and the result becomes the user's next turn, or it gives the
-final answer. All conversations of a step run concurrently, each at its own pace. The conversations about one question
-form a group.
+SmolLM2-135M learns to call a calculator. A conversation begins with a question, such as `What is 37 * 24?`. In each
+turn the model either calls the calculator, as in `<calc>37 * 24</calc>`, or gives the final answer. The result of a
+call becomes the user's next turn. All conversations of a step run concurrently, and none waits for another. The
+conversations about one question form a group.
 
 A conversation is one append-only sequence of token ids. The prompt of a turn is the prompt of the previous turn, the
-tokens sampled in that turn, and the tokens of the calculator's result. Sampled text is never encoded again. The trainer
-computes each whole conversation in one forward pass. Only sampled tokens count in the loss, and the log-probs of all
-turns equal those of the worker, bit for bit. Each step prints, for each turn, how many prompt tokens came from the
+tokens sampled in that turn, and the tokens of the calculator's result. Sampled text is never retokenized. The trainer
+computes each whole conversation in one forward pass. The loss covers only sampled tokens. The trainer's log-probs of
+all turns equal the worker's, bit for bit. Each step prints, for each turn, how many prompt tokens came from the
 worker's prefix cache. Each turn has its own seed, so a run with the same seed gives the same metrics.
 """
 
@@ -35,7 +35,8 @@ from trueroll.rollout import AsyncRolloutClient, SampleOutput, SamplingParams, d
 
 TURNS = 3
 MAX_TOKENS = 20  # per turn
-MAX_LENGTH = 64  # characters of an expression; without powers, its value has at most that many digits
+# Maximum characters of an expression. Powers are not supported, so a value has no more digits than this.
+MAX_LENGTH = 64
 CHECKPOINT_EVERY = 10
 CALL_ENDS = "</calc>"
 INSTRUCTION = "You compute with a calculator."
@@ -51,7 +52,9 @@ OPERATORS: dict[type, Callable[..., Fraction]] = {
 
 
 def calculate(expression: str) -> str:
-    """Return the value of an expression of numbers, + - * / and parentheses, or a text that begins with `error: `."""
+    """Evaluate an expression of numbers, + - * / and parentheses. Return the value, or a text that begins with `error:
+    `.
+    """
     if len(expression) > MAX_LENGTH:
         return "error: too long"
     if not re.fullmatch(r"[\d.+\-*/() ]+", expression, re.ASCII):
@@ -69,7 +72,8 @@ def calculate(expression: str) -> str:
 def evaluate(node: ast.expr) -> Fraction:
     """Return the value of a syntax tree.
 
-    Raise ZeroDivisionError on division by zero, and ValueError for anything but numbers and the operators above.
+    Raise ZeroDivisionError on division by zero. Raise ValueError for anything other than numbers and the operators
+    above.
     """
     match node:
         case ast.Constant(value=int() | float() as number):
@@ -92,7 +96,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """The policy's output after `prompt_len` tokens, its text, and the calculator's `result` (None without a call)."""
+    """One turn of the policy: the output sampled after `prompt_len` tokens, the output's text, and the calculator's
+    `result` (None if the turn has no call).
+    """
 
     prompt_len: int
     output: SampleOutput
@@ -101,14 +107,16 @@ class Turn:
 
 
 class Conversation:
-    """`ids`: all tokens so far. `is_own`: for each token, True if the policy sampled it. Both lists only grow."""
+    """`ids`: all tokens so far. `is_own`: for each token, True if the policy sampled it. `ids` and `is_own` are
+    append-only.
+    """
 
     def __init__(self, prompt: list[int]) -> None:
         self.turns: list[Turn] = []
         self.ids, self.is_own = list(prompt), [False] * len(prompt)
 
     def add(self, turn: Turn, seen: list[int]) -> None:
-        """Append a turn and `seen`, the tokens that present its result to the policy."""
+        """Append a turn and `seen`, the tokens that show the turn's result to the policy."""
         self.turns.append(turn)
         self.ids += turn.output.token_ids + seen
         self.is_own += [True] * len(turn.output.token_ids) + [False] * len(seen)
@@ -140,7 +148,7 @@ class Calculations:
         return Task(prompt, int(calculate(f"{a} {sign} {b}")), seed)
 
     def between(self, result: str) -> list[int]:
-        """Return the tokens between a call and the next turn. The first one ends the policy's turn."""
+        """Return the tokens between a call and the next turn. The first token ends the policy's turn."""
         said = [("user", "?"), ("assistant", "CALL"), ("user", result)]
         chat = [{"role": role, "content": content} for role, content in said]
         text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -167,13 +175,13 @@ def has_called(conversation: Conversation) -> bool:
 
 
 def is_right(conversation: Conversation, task: Task) -> bool:
-    """Return whether the conversation has a final answer that ends with the right number."""
+    """Return whether the conversation has a final answer that ends with the correct number."""
     last = conversation.turns[-1]
     return last.result is None and re.findall(r"-?\d+", last.text)[-1:] == [str(task.answer)]
 
 
 class Conversations(Rollouts):
-    """Rollouts of several turns. All conversations of a step run concurrently."""
+    """Multi-turn rollouts. All conversations of a step run concurrently."""
 
     max_model_len = 512
 
@@ -201,7 +209,9 @@ class Conversations(Rollouts):
 
 
 def hits(conversations: list[Conversation]) -> str:
-    """Return, for each turn over all conversations: prompt tokens found in the worker's cache, and prompt tokens."""
+    """Return two sums for each turn, over all conversations: the prompt tokens found in the worker's cache, and all
+    prompt tokens.
+    """
     rows = []
     for number in range(TURNS):
         turns = [each.turns[number] for each in conversations if number < len(each.turns)]

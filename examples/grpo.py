@@ -1,18 +1,18 @@
 """A complete GRPO trainer: `python examples/grpo.py --out FOLDER`. `--help` lists the options.
 
 SmolLM2-135M learns to complete questions that end in a sum, such as `4 - 9 =`, with the number alone. At each step a
-worker samples a group of answers to each of a few tasks of reasoning-gym. The trainer scores the answers, takes one
-step on PPO's clipped objective with advantages relative to the group, and pushes its weights. Each step prints the
-largest difference between the log-probs of worker and trainer: 0.0, unless `--unaligned` selects the plain forward
-pass.
+worker samples a group of answers for each of several reasoning-gym tasks. The trainer scores the answers and computes
+advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer pushes the new
+weights. Each step prints the largest difference between the log-probs of worker and trainer: 0.0, unless `--unaligned`
+selects the plain forward pass.
 
-`--workers 2` serves with two workers on Ray (pip install 'trueroll[ray]'). The metrics stay the same.
+`--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). The metrics are the same as with one worker.
 
-`--staleness 1` generates the next batch while the trainer computes. Each token has the version of the weights that
-sampled it, and its importance ratio is relative to the log-prob it was sampled with. Ratios are truncated. Where
-ratios can differ from 1 (`--staleness 1` or `--unaligned`), each step also prints how far trainer and rollout are
-apart. Without `--staleness 1` a run is reproducible to the bit, even if the worker is killed, or if the trainer is
-killed and continues with `--resume`.
+`--staleness 1` generates the next batch while the trainer computes. Each sampled token records its weight version. A
+token's importance ratio is relative to the log-prob at sampling time. Ratios are truncated. With `--staleness 1` or
+`--unaligned`, ratios can differ from 1, and each step also prints the difference between trainer and rollout. Without
+`--staleness 1`, a run is reproducible to the bit. A killed worker does not change the run, and neither does a killed
+trainer that is continued with `--resume`.
 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.
@@ -23,14 +23,16 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # busy-waiting threads would slow down a worker on the same cores
 
 import numpy as np
 import reasoning_gym
@@ -45,6 +47,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from trueroll.kernels.importance import diagnose, truncated_weights
 from trueroll.kernels.training import align, token_log_probs
@@ -70,15 +73,17 @@ LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 3e-4
 CLIP = 0.2
 CAP = 2.0  # upper limit of importance ratios
 CHUNK = 64  # samples per forward pass
-WORKER_TIMEOUT = 15.0  # seconds without a sign of life from the worker
+WORKER_TIMEOUT = 15.0  # seconds without any message from the worker
+
+disable_progress_bar()  # of loading the weights
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with its answer.
+    """A prompt and the answer that the policy sampled.
 
-    `ids`: int64 [num_tokens]. `is_own`: bool [num_tokens], True for tokens that the policy sampled. `log_probs`
-    float32 and `versions` int64 (of the weights) have one entry per sampled token.
+    `ids`: int64 [num_tokens]. `is_own`: bool [num_tokens], True for tokens that the policy sampled. `log_probs`:
+    float32, one entry per sampled token. `versions`: int64, the weight version of each sampled token.
     """
 
     ids: torch.Tensor
@@ -90,7 +95,7 @@ class Sample:
 
 
 def relative(rewards: list[float]) -> list[float]:
-    """Return the advantage of each reward over its group."""
+    """Return the advantage of each reward relative to its group."""
     group = torch.tensor(rewards)
     return ((group - group.mean()) / (group.std() + 1e-4)).tolist()
 
@@ -133,7 +138,9 @@ class Tasks:
 
 
 class Trainer:
-    """A model with float32 weights that computes in bfloat16, and its optimizer. `version`: steps taken so far."""
+    """A model with its optimizer. The weights are float32, and the model computes in bfloat16. `version`: number of
+    steps so far.
+    """
 
     rank, num_ranks = 0, 1
     learning_rate, pushes_adapters = LEARNING_RATE, False
@@ -147,6 +154,11 @@ class Trainer:
         self._shard()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.learning_rate, weight_decay=0.0, fused=True)
 
+    @property
+    def weight_version(self) -> int:
+        """The version of the current weights for workers. Version 0 is the checkpoint that a new worker has loaded."""
+        return self.version + 1
+
     def step(self, samples: list[Sample]) -> dict[str, Any]:
         """Take one optimizer step and return its metrics."""
         versions = torch.cat([sample.versions for sample in samples])
@@ -157,7 +169,8 @@ class Trainer:
         losses, log_probs = (torch.cat(self._of_all_ranks(part)) for part in each)
         sampled = torch.cat([sample.log_probs for sample in samples])
         differences = (log_probs - sampled).abs()
-        fresh, stale = differences[versions == self.version].tolist(), differences[versions < self.version].tolist()
+        is_fresh = versions == self.weight_version
+        fresh, stale = differences[is_fresh].tolist(), differences[~is_fresh].tolist()
         grad_norm = self._clip_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -170,9 +183,8 @@ class Trainer:
 
     def push(self, publisher: WeightPublisher) -> None:
         """Push the weights to the workers of `publisher`."""
-        # The version does not always increase: a new worker starts at version 0, which is also the version of the
-        # untrained model, and after a restart a version may be pushed again.
-        publisher.push(self.model, self.version, allow_older=True, adapters=self.pushes_adapters)
+        # A worker that has served another run may have a higher version.
+        publisher.push(self.model, self.weight_version, allow_older=True, adapters=self.pushes_adapters)
 
     def state(self) -> dict[str, Any]:
         return dict(model=self.model.state_dict(), optimizer=self.optimizer.state_dict())
@@ -203,16 +215,17 @@ class Trainer:
     def _backward(self, samples: list[Sample], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the gradients of a micro-batch. Return the loss and the log-prob of each sampled token."""
         with torch.autocast("cpu", torch.bfloat16):
-            log_probs = self._log_probs(samples)
+            log_probs = self.log_probs(samples)
         sampled = torch.cat([sample.log_probs for sample in samples])
         advantages = torch.cat([torch.full_like(sample.log_probs, sample.advantage) for sample in samples])
-        # PPO's ratio, truncated: the weight is a constant. The other factor equals 1 and carries the gradient.
+        # PPO's ratio, truncated. `truncated_weights` is a constant for autograd. The other factor equals 1 and has the
+        # ratio's gradient.
         ratios = truncated_weights(log_probs, sampled, cap=CAP) * (log_probs - log_probs.detach()).exp()
         losses = -torch.minimum(ratios * advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * advantages) / num_tokens
         (losses.sum() * self.num_ranks).backward()  # FSDP averages the gradients of the ranks
         return losses.detach(), log_probs.detach()
 
-    def _log_probs(self, samples: list[Sample]) -> torch.Tensor:
+    def log_probs(self, samples: list[Sample]) -> torch.Tensor:
         """Return the log-probs of all tokens that the policy sampled, concatenated: float32."""
         ids = pad_sequence([sample.ids for sample in samples], batch_first=True, padding_value=-1)
         is_own = pad_sequence([sample.is_own for sample in samples], batch_first=True)
@@ -224,7 +237,9 @@ class Trainer:
 
 
 class AdapterTrainer(Trainer):
-    """Trains a LoRA adapter and pushes only the adapter. The worker merges it with the checkpoint it has loaded."""
+    """Trains a LoRA adapter and pushes only the adapter. The worker merges the adapter with the checkpoint that the
+    worker loaded.
+    """
 
     learning_rate, pushes_adapters = LORA_LEARNING_RATE, True
 
@@ -233,13 +248,13 @@ class AdapterTrainer(Trainer):
         super().__init__(*arguments)
 
     def _adapt(self) -> None:
-        torch.manual_seed(0)  # for the matrices A; B starts with zeros
+        torch.manual_seed(0)  # the matrices A start with random values, the matrices B with zeros
         config = LoraConfig(r=self.lora, lora_alpha=self.lora, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = get_peft_model(self.model, config)
 
 
 def gathered(state: Any) -> Any:
-    """Return a state in which sharded tensors are replaced by whole ones."""
+    """Return a copy of a state with whole tensors instead of sharded tensors."""
     if isinstance(state, dict):
         return {name: gathered(part) for name, part in state.items()}
     return state.full_tensor() if isinstance(state, DTensor) else state
@@ -251,7 +266,7 @@ def like(own: DTensor, whole: torch.Tensor) -> torch.Tensor:
 
 
 class ShardedTrainer(Trainer):
-    """A trainer on each of several ranks. `follow` repeats the calls of rank 0 on the other ranks."""
+    """A trainer that runs on several ranks. On each rank other than 0, `follow` repeats the calls of rank 0."""
 
     def __init__(self, *arguments: Any) -> None:
         self.rank, self.num_ranks = distributed.get_rank(), distributed.get_world_size()
@@ -260,13 +275,13 @@ class ShardedTrainer(Trainer):
 
     def follow(self) -> None:
         """Repeat the calls of rank 0 until rank 0 closes."""
-        publisher = WeightPublisher("shared")  # without workers: only rank 0 is connected to them
+        publisher = WeightPublisher("shared")  # pushes to no worker, because only rank 0 is connected to workers
         while (call := self._share(None))[0] != "close":
             name, *arguments = call
             try:
                 getattr(self, name)(*([publisher] if name == "push" else arguments))
             except PushError:
-                pass  # rank 0 gets the same error and handles it
+                pass  # the same error occurs on rank 0, which handles it
 
     def close(self) -> None:
         """Stop the other ranks."""
@@ -313,7 +328,7 @@ class ShardedTrainer(Trainer):
             fully_shard(module, mp_policy=policy)
 
     def _of_all_ranks(self, own: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors of all ranks in the order of the samples, which are dealt to the ranks in turn."""
+        """Return the tensors of all ranks in the order of the samples. Samples are assigned to the ranks in turn."""
         parts: list[Any] = [None] * self.num_ranks
         distributed.all_gather_object(parts, own)
         return [part for of_each in zip(*parts, strict=True) for part in of_each]
@@ -323,7 +338,7 @@ class ShardedTrainer(Trainer):
 
 
 def join_ranks(meeting: str, rank: int, num_ranks: int) -> None:
-    """Join the process group. `meeting`: path of a file that only these ranks know."""
+    """Join the process group. `meeting`: path of the file through which the ranks find each other."""
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
 
 
@@ -335,7 +350,9 @@ def follow(meeting: str, rank: int, num_ranks: int, *arguments: Any) -> None:
 
 
 def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Trainer:
-    """Start all ranks and return the trainer of rank 0. The other ranks end with `resources` or with this process."""
+    """Start all ranks and return the trainer of rank 0. The other ranks exit when `resources` closes or this process
+    ends.
+    """
     meeting = resources.enter_context(tempfile.TemporaryDirectory()) + "/ranks"
     context = multiprocessing.get_context("spawn")
     for rank in range(1, num_ranks):
@@ -350,10 +367,9 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
 
 
 class Rollouts:
-    """Owns the worker process, or a fleet of `num_workers`, which serves the weights of `trainer`, and the connections.
-
-    A dead worker is replaced. Its successor gives the same samples, because a sample depends only on weights, prompt
-    and seed. A fleet replaces its own workers.
+    """Owns a worker process, or a fleet of `num_workers`, that serves the weights of `trainer`. Also owns the
+    connections. A dead worker is replaced. A fleet replaces its own workers. The new worker gives the same samples,
+    because a sample depends only on weights, prompt and seed.
     """
 
     max_model_len = 256
@@ -371,7 +387,9 @@ class Rollouts:
         self.pending = self.background.submit(self._generate, step)
 
     def finish(self, step: int) -> list[Any]:
-        """Return the samples of `step`, one group per prompt. Generates them if `start` did not, or failed."""
+        """Return the samples of `step`, one group per prompt. Generate the samples now if `start` was not called or the
+        background generation failed.
+        """
         pending, self.pending = self.pending, None
         try:
             if pending is not None:
@@ -437,11 +455,13 @@ PANELS = {
     "response_length": "mean answer, tokens",
     "mismatch": "largest |rollout log-prob - trainer log-prob|",
 }
-"""The panels of the plot: a column of the metrics, and its title."""
+"""The panels of the plot: for each, a column of the metrics and a title."""
 
 
 class Record:
-    """The folder of a run. After a kill at any moment it holds a complete checkpoint and the metrics up to it."""
+    """The folder of a run. Even after a kill, the folder holds a complete checkpoint and the metrics up to that
+    checkpoint.
+    """
 
     def __init__(self, folder: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -457,7 +477,9 @@ class Record:
             return
         settings = torch.load(self.checkpoint, weights_only=True, mmap=True)["settings"]
         if settings != self.settings:
-            raise typer.BadParameter(f"--resume: the run was started with {settings}, found {self.settings}")
+            raise typer.BadParameter(
+                f"--resume: the run was started with {settings}, but the options now are {self.settings}"
+            )
         self.trainer.load(self.checkpoint)
         lines = self.metrics.read_bytes().splitlines(keepends=True)[: self.trainer.version + 1]
         os.truncate(self.metrics, len(b"".join(lines)))
@@ -479,37 +501,61 @@ class Record:
             print("    KL {k3:.1e} nats a token, perplexity gap {perplexity_gap:.1e},".format(**row), end=" ")
             print("largest ratio {largest_ratio:.2f}, {clipped_share:.1%} of the tokens truncated".format(**row))
 
-    def draw(self) -> None:
-        rows = np.genfromtxt(self.metrics, delimiter=",", names=True, ndmin=1)
-        width = min(5, len(rows))  # steps in the moving average
+    def draw(self, beside: Path | None = None) -> None:
+        """Draw the metrics. `beside`: folder of another run; the panel of the mismatch shows both runs."""
+        rows = read_rows(self.metrics)
         figure = Figure(figsize=(8, 8), layout="constrained")
         for axes, (name, title) in zip(figure.subplots(3, sharex=True), PANELS.items(), strict=True):
             axes.plot(rows["step"], rows[name], ".", label="step")
-            mean = np.convolve(rows[name], np.full(width, 1 / width), "valid")
-            axes.plot(rows["step"][width - 1 :], mean, label=f"mean of {width} steps")
+            if name == "mismatch" and beside is not None:
+                others = read_rows(beside / self.metrics.name)
+                axes.plot(others["step"], others[name], "s", markersize=4, label=f"step of {beside.name}")
+            else:
+                draw_mean(axes, rows["step"], rows[name])
             axes.set_title(title)
-            axes.set_ylim(bottom=0, top=None if rows[name].any() else 1)
+            axes.set_ylim(bottom=0, top=None if axes.dataLim.y1 else 1)
             axes.legend()
+        figure.suptitle("GRPO: " + ", ".join(f"{name} {value}" for name, value in self.settings.items() if value))
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         figure.savefig(self.plot)
+
+
+def read_rows(metrics: Path) -> Any:
+    return np.genfromtxt(metrics, delimiter=",", names=True, ndmin=1)
+
+
+def draw_mean(axes: Any, steps: Any, values: Any) -> None:
+    width = min(5, len(values))  # steps in the moving average
+    mean = np.convolve(values, np.full(width, 1 / width), "valid")
+    axes.plot(steps[width - 1 :], mean, label=f"mean of {width} steps")
+
+
+def seconds_between(times: list[float]) -> list[float]:
+    """Return the seconds from the first of `times` to the last, and from each to the next."""
+    return [times[-1] - times[0], *(end - start for start, end in pairwise(times))]
 
 
 def train(record: Record, tasks: Tasks, rollouts: Rollouts, steps: int, staleness: int, sleep: int, every: int) -> None:
     with Progress() as progress:
         bar = progress.add_task("", total=steps, completed=record.trainer.version)
         for step in range(record.trainer.version, steps):
+            times = [time.perf_counter()]
             progress.update(bar, description="generate")
             groups = rollouts.finish(step)
+            times.append(time.perf_counter())
             if staleness and step + 1 < steps:
                 rollouts.start(step + 1)
             if sleep:
                 rollouts.sleep(sleep)
             progress.update(bar, description="train")
             metrics = record.trainer.step(list(tasks.score(step, groups)))
+            times.append(time.perf_counter())
             progress.update(bar, description="push")
             rollouts.publish()
+            times.append(time.perf_counter())
             record.add(dict(step=step) | metrics)
+            print("    {:.1f} s: generate {:.1f} s, train {:.1f} s, push {:.1f} s".format(*seconds_between(times)))
             if (step + 1) % every == 0 or step + 1 == steps:
                 record.save()
             progress.advance(bar)
@@ -529,12 +575,17 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="2 or more: a fleet on Ray, one thread per worker.")] = 1,
     fsdp: Annotated[int, typer.Option(min=1, max=2, help="Number of training processes (FSDP2).")] = 1,
     lora: Annotated[int, typer.Option(min=0, help="Rank of the LoRA adapter to train; 0: train all weights.")] = 0,
+    beside: Annotated[
+        Path | None, typer.Option(help="Folder of another run; the plot shows the mismatch of both runs.")
+    ] = None,
 ) -> None:
     """Train a small language model to do sums."""
     if sleep and staleness:
         raise typer.BadParameter("--sleep needs --staleness 0: with --staleness 1 the worker generates during training")
     if lora and (sleep == 2 or fsdp > 1):
         raise typer.BadParameter("--lora needs --fsdp 1 and --sleep 0 or 1: the worker must keep its base weights")
+    if beside is not None and not (beside / "metrics.csv").exists():
+        raise typer.BadParameter(f"--beside: {beside} has no metrics.csv; give the --out of a finished run")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
     settings |= dict(lora=lora)
     folder = resolve_model(model)
@@ -548,7 +599,7 @@ def main(
         record.begin(resume)
         rollouts = Rollouts(resources, folder, trainer, tasks, workers, staleness)
         train(record, tasks, rollouts, steps, staleness, sleep, checkpoint_every)
-    record.draw()
+    record.draw(beside)
 
 
 if __name__ == "__main__":

@@ -16,4 +16,4 @@ with launch_worker(model, device="cpu") as worker, RolloutClient(worker.address)
     sample = groups[0].samples[0]
     logprobs = client.score([[1, 2, 3, *sample.token_ids]])[0].logprobs[2:]
     assert sample.logprobs is not None and logprobs.tobytes() == sample.logprobs.tobytes()
-    print("scoring the sample anew gave the same bits:", len(logprobs), "log-probs")
+    print("scoring the sample again gave the same bits:", len(logprobs), "log-probs")

@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer with trueroll in place of vLLM: `python examples/trl_grpo.py [MODEL] [STEPS]`, on a CPU.
+"""Run TRL's GRPOTrainer with trueroll in place of vLLM: `python examples/trl_grpo.py [MODEL] [STEPS]`, on a CPU.
 
-The reward is for using the letter e. After each step TRL reports the difference between its log-probs and the worker's:
-it is 0.
+The reward is the share of the letter e in an answer. After each step, TRL reports the difference between its log-probs
+and the worker's. The difference is 0.
 """
 
 import os
@@ -23,14 +23,14 @@ dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Describe 
 
 
 def share_of_e(completions, **_):
-    """Return the share of the letter e in each answer."""
+    """Return one reward per answer: the share of the letter e."""
     return [answer["content"].lower().count("e") / max(1, len(answer["content"])) for [answer] in completions]
 
 
 folder = tempfile.TemporaryDirectory()
 args = GRPOConfig(
     output_dir=folder.name,
-    use_vllm=True,  # with this and vllm_mode, TRL generates through the client of trueroll_generation
+    use_vllm=True,  # together with vllm_mode="server": TRL generates through the client of trueroll_generation
     vllm_mode="server",
     use_cpu=True,
     bf16=False,

@@ -1,9 +1,8 @@
-"""Find the weights of a PEFT model that a LoRA adapter (Hu et al. 2022) changes, and the modules that are trained
-whole.
+"""In a PEFT model, find the weights with a LoRA adapter (Hu et al. 2022), and the modules that are trained whole.
 
-A PEFT model changes weights in two ways. A weight with an adapter becomes `Backend.merge` of the weight, A and B, all
-three in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by its active copy. This module
-recognizes PEFT's classes by module and name, and does not import PEFT.
+A PEFT model changes weights in two ways. A weight with an adapter is replaced by `Backend.merge` of the weight and the
+adapter's matrices A and B, each in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by
+its active copy. This module recognizes PEFT's classes by module and name, and does not import PEFT.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class AdaptedTensors:
     """The tensors of a PEFT model, named as in the base model without PEFT.
 
     `tensors`: all tensors, without adapters. `replaced`: the names of the tensors that come from active copies of
-    modules in `modules_to_save`. `adapters`: the adapters, each under the name of the weight that it changes.
+    modules in `modules_to_save`. `adapters`: maps the name of each adapted weight to the weight's adapter.
     """
 
     tensors: Mapping[str, Tensor]
@@ -77,8 +76,8 @@ class AdaptedTensors:
 
 
 def check_adapters(model: Any) -> None:
-    """Check that a PEFT model only computes W + scale * B A and active copies of modules. Raise AlignmentError
-    otherwise.
+    """Check that a PEFT model uses no other features than plain LoRA (W + scale * B A) and active copies of modules.
+    Raise AlignmentError otherwise.
     """
     active = list(_read(model, "active_adapters"))
     if len(active) != 1:
@@ -109,9 +108,7 @@ def _check_fields(config: Any) -> None:
 
 
 def _read(of_peft: Any, name: str) -> Any:
-    """Return an attribute of one of PEFT's objects. Raise AlignmentError if this version of PEFT lacks the
-    attribute.
-    """
+    """Return an attribute of a PEFT object. Raise AlignmentError if this version of PEFT lacks the attribute."""
     try:
         return getattr(of_peft, name)
     except AttributeError:
@@ -119,7 +116,8 @@ def _read(of_peft: Any, name: str) -> Any:
 
 
 def check_modules(base: nn.Module) -> None:
-    """Check that PEFT modules in `base` only compute W + scale * B A or an active copy. Raise AlignmentError otherwise.
+    """Check that each PEFT module in `base` is either plain LoRA (W + scale * B A) or has an active copy. Raise
+    AlignmentError otherwise.
 
     `base`: the model without PEFT's outer wrapper, or a model that PEFT never wrapped.
     """
@@ -135,8 +133,8 @@ def check_tie(base: Any, is_tied: bool) -> None:
     is_apart = trained(head).weight is not trained(embedding).weight or adapter_of(head) is not None
     if is_tied and is_apart:
         raise AlignmentError(
-            "lm_head is trained separately from the embedding, but the model's config ties them, and so does a worker; "
-            "leave both modules out of modules_to_save and target_modules"
+            "lm_head is trained separately from the embedding, but the model's config and the workers tie the two "
+            "modules; leave both modules out of modules_to_save and target_modules"
         )
 
 
@@ -178,8 +176,8 @@ def copies_of(module: Any) -> list[nn.Module]:
 def adapter_of(module: Any, name: str = "") -> Adapter | None:
     """Return the adapter that a module adds to its weight, or None if the module has no enabled adapter.
 
-    Raise AlignmentError, with `name` for the module, if the adapter is merged, if several adapters are active, or if
-    the adapter is not plain LoRA.
+    Raise AlignmentError, which gives the module's `name`, if the adapter is merged, if several adapters are active, or
+    if the adapter is not plain LoRA.
     """
     if _kind(module) != _LINEAR:
         return None
@@ -216,7 +214,7 @@ def read_tensors(model: Any) -> AdaptedTensors:
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield a module and all its submodules, each with the prefix of its parameters' names.
+    """Yield a module and all its submodules, each together with the prefix of its parameters' names.
 
     Does not descend into PEFT modules. A supported wrapper does not change the prefix of the module that it wraps.
     """
@@ -237,8 +235,8 @@ def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
 
 
 def _active(module: Any, among: Any) -> str | None:
-    """Return the name of a PEFT module's active adapter, out of the names `among`; None if adapters are disabled. Raise
-    AlignmentError if several are active.
+    """Return the name in `among` that is the active adapter of a PEFT module; None if there is none, or adapters are
+    disabled. Raise AlignmentError if several are active.
     """
     active = [name for name in _read(module, "active_adapters") if name in among]
     if _read(module, "disable_adapters") or not active:
@@ -255,8 +253,8 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _kind(module: Any) -> tuple[str, str]:
-    """Return the module and the name of a module's class. For an aligned class, return the module and the name of the
-    original class.
+    """Return the Python module and the name of the class of an nn.Module. For an aligned class, return the Python
+    module and the name of the original class.
     """
     found = plain_class(type(module))
     return found.__module__, found.__name__

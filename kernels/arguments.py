@@ -1,8 +1,8 @@
 """The arguments of an aligned model's forward pass: which arguments are supported, ignored or refused.
 
-The module is an allow-list: aligned models refuse any argument of transformers that is not listed. `check_signature`
-checks the signature of the forward pass when a model is aligned. `check_call` checks each call. An aligned model
-therefore never silently ignores an argument that a new release of transformers adds.
+This file is an allow-list: aligned models refuse any argument of transformers that is not listed here.
+`check_signature` checks the signature of the forward pass when a model is aligned. `check_call` checks each call. An
+aligned model therefore never silently ignores an argument that a new release of transformers adds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def check_signature(original: type) -> None:
 def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of `forward`, an unbound method of transformers, by name.
 
-    Raise AlignmentError for a refused or unknown argument with a value other than None or the default, and for
-    boundaries of packed sequences without `position_ids`.
+    Raise AlignmentError for a refused or unknown argument with a value other than None or the default. Also raise
+    AlignmentError for arguments that give the boundaries of packed sequences, unless `position_ids` is given too.
     """
     parameters = _parameters(forward)
     if len(args) > len(parameters):

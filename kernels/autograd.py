@@ -1,15 +1,15 @@
 """The ops of a layer and of the head, with gradients: `GradientOps`.
 
-The forward pass of each op is the backend's op, so its results have the bits of a rollout. The backward pass uses torch
-in the dtype of the forward pass and promises gradients within rounding. Three parts of the backward pass use backend
-ops too: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of a recurrence recomputes
-the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form of a chunk, so one state
-is kept per chunk instead of one state per token. Forward and backward passes disable autocast, which would change
-dtypes inside an op. The caller casts instead.
+The forward pass of each op calls the backend's op, so the results are bit-identical to a rollout. The backward pass
+uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Three parts of the backward
+pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of
+a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form of
+a chunk, so one state is kept per chunk instead of one state per token. Forward and backward passes disable autocast,
+which would change dtypes inside an op. The caller casts instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
 one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's
-layout again. Packed weights are not cached, because torch's version counter misses changes through `.data`.
+layout anew. Packed weights are not cached, because torch's version counter misses changes through `.data`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Product(Function):
 
 
 class _Merge(Function):
-    """A weight with a merged adapter. The gradient treats the rounding of the merged weight as the identity."""
+    """A weight with a merged adapter. The gradient ignores the rounding of the merged weight."""
 
     @staticmethod
     @_without_autocast
@@ -163,7 +163,9 @@ class _GateMul(Function):
 
 
 def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up from the gradient of `gate_mul(gate, up)`, all of the same shape."""
+    """Return the gradients of gate and up, given the gradient of `gate_mul(gate, up)`. All tensors have the same
+    shape.
+    """
     if activation == "sigmoid":
         sigmoid = torch.sigmoid(gate)
         return torch.ops.aten.sigmoid_backward(grad * up, sigmoid), grad * sigmoid
@@ -200,7 +202,7 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the softmax that gives the gates. The choice of experts has no gradient."""
+        """Return the gradient through the softmax that computes the gates. The choice of experts has no gradient."""
         logits, experts, gates = ctx.saved_tensors
         products = gates * grad
         share = products.sum(-1, keepdim=True)
@@ -271,7 +273,8 @@ def _expert_gradients(
     down: Tensor,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of x [M, H], the gates [M] and one expert's four parameters, for the expert's M rows.
+    """Return, for the M rows that go to one expert, the gradients of x [M, H], of the gates [M] and of the expert's
+    four parameters.
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
@@ -286,8 +289,8 @@ def _expert_gradients(
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each of the `count` experts that occurs in `experts` [M, k], yield (expert, rows, columns) of its
-    occurrences.
+    """For each of the `count` experts that occurs in `experts` [M, k], yield the expert and the rows and columns in
+    which it occurs.
     """
     flat = experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=count).tolist()
@@ -298,7 +301,7 @@ def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences of `lens` tokens, packed one after the other as rows.
+    """Sequences with the lengths `lens`, packed one after the other as rows.
 
     `positions`: int64 [M], the position of each row in its sequence, from 0.
     """
@@ -308,12 +311,12 @@ class Packed:
 
     @classmethod
     def of(cls, lens: Sequence[int], device: torch.device) -> Packed:
-        """Return sequences of these lengths, with their positions on `device`."""
+        """Return sequences with these lengths; the tensor of positions is on `device`."""
         return cls(lens, torch.cat([torch.arange(n, device=device) for n in lens]))
 
     @cached_property
     def batch(self) -> AttentionBatch:
-        """The attention batch: each row attends to its sequence's rows up to and including itself. Each sequence has
+        """The attention batch: each row attends to the earlier rows of its sequence and to itself. Each sequence has
         its own cache blocks.
         """
         counts = torch.tensor([-(-n // _BLOCK_SIZE) for n in self.lens], device=self.positions.device)
@@ -338,7 +341,9 @@ class Packed:
         return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
     def groups(self) -> list[list[int]]:
-        """Group the sequences by length. Padding a group to its longest sequence less than doubles its tokens."""
+        """Group the sequences by length. If each sequence is padded to the longest sequence of its group, the number of
+        tokens less than doubles.
+        """
         alike: dict[int, list[int]] = defaultdict(list)
         for i, length in enumerate(self.lens):
             alike[length.bit_length()].append(i)
@@ -390,8 +395,8 @@ class _Attention(Function):
 def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec) -> list[Tensor]:
     """Return the gradients of q, k and v, and float32 gradients of `sinks` [heads] if there are sinks.
 
-    `padded`: q, k, v and the gradient of the output, each [B, T, heads, D]. Sequences are padded on the right, so under
-    causal attention no real query sees padding.
+    `padded`: q, k, v and the gradient of the output, each padded to [B, T, heads, D]. Sequences are padded on the
+    right, so under causal attention no real query sees padding.
     """
     *inputs, grad = (x.transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
@@ -453,7 +458,7 @@ def _float32_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]
 
 
 def _convolve(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    """Compute `Backend.convolve` with torch for sequences without a tail: x [M, C], weight [C, 1, K]."""
+    """Compute `Backend.convolve` with torch, for x [M, C] and weight [C, 1, K]. Each sequence starts without a tail."""
     out, size = torch.zeros_like(x), weight.shape[2]
     for back in range(size):
         earlier = F.pad(x, (0, 0, back, 0))[: len(x)].where((positions >= back)[:, None], 0.0)
@@ -524,7 +529,7 @@ def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tenso
 
 
 def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a chunk and the state after it (Yang et al. 2024).
+    """Return the outputs of a chunk and the state after the chunk (Yang et al. 2024).
 
     Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i with the state
     that token i finds: the state before the chunk plus the changes by tokens j < i, with all decays up to token i. The
@@ -542,7 +547,7 @@ def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, r
 
 
 def _decays_between(logs: Tensor) -> Tensor:
-    """Return [..., T, T] with element (i, j) = e^(logs[j + 1] + ... + logs[i]), or 0 for j > i.
+    """Return a tensor [..., T, T]; element (i, j) is e^(logs[j + 1] + ... + logs[i]), or 0 for j > i.
 
     Differences of cumulative sums are not used, since they would lose small terms next to large ones.
     """
@@ -551,7 +556,7 @@ def _decays_between(logs: Tensor) -> Tensor:
 
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
-    """Return a request for the log-prob of one token in each row."""
+    """Return the `Wanted` that requests the log-prob of one given token in each row."""
     # The cast turns a temperature beyond float32 into infinity; torch.full would raise.
     divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
     unused = torch.zeros_like(token_ids)
@@ -571,7 +576,7 @@ class _LogProbs(Function):
         temperature: float,
         found: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-probs. `found`: the log-probs, if the caller has already computed the log-probs."""
+        """Return the log-probs. `found`: the log-probs, if the caller has already computed them."""
         ctx.ops, ctx.temperature = ops, temperature
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
@@ -584,8 +589,8 @@ class _LogProbs(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
 
-        The probabilities come from the op's own logits. Division by a low temperature would turn a rounding difference
-        in the logits into a large error.
+        The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
+        would turn a rounding difference in the logits into a large error.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = _backend_weight(ctx.ops, weight)
@@ -624,7 +629,9 @@ class GradientOps:
     def project_back(
         self, x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
     ) -> Tensor:
-        """`Backend.project_back`. For any number of pieces, the backward pass is the same as for `linear`."""
+        """`Backend.project_back`. The backward pass is the same as for `linear`, whatever the number of pieces along
+        K.
+        """
 
         def product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
             return self.backend.project_back(x, weight, None, bias, pieces)
@@ -641,7 +648,7 @@ class GradientOps:
         return _Rope.apply(self.backend, x, *rotation)  # type: ignore[return-value]
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(linear(x, gate)) * linear(x, up) for gate and up [I, H]: [M, I]."""
+        """Return activation(linear(x, gate)) * linear(x, up) for weights gate and up [I, H]: [M, I]."""
         return self.gate_mul(self.linear(x, gate), self.linear(x, up), activation)
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -651,8 +658,8 @@ class GradientOps:
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
 
-        `chosen`: experts that replace the choice by highest logits, int32 [M, top_k], ascending in each row. The gates
-        have gradients; the choice of experts has no gradient.
+        `chosen`: int32 [M, top_k], ascending in each row: the experts to use instead of the experts with the highest
+        logits. The gates have gradients; the choice of experts has no gradient.
         """
         return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
 
@@ -665,7 +672,7 @@ class GradientOps:
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply each row's experts, as `route` returns them, to x [M, H] and add `shared`: [M, H].
+        """Apply the experts that `route` returns for each row to x [M, H], and add `shared`: [M, H].
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """
@@ -714,8 +721,8 @@ class GradientOps:
     def statistics(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
     ) -> TokenStatistics:
-        """Return `log_probs` with gradients, and entropy and the k most probable tokens of each row without
-        gradients.
+        """Return `log_probs` with gradients. Also return, without gradients, the entropy and the k most probable tokens
+        of each row.
         """
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)

@@ -41,7 +41,9 @@ def locate(
 def unpad(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Packed]:
-    """`locate` for padded tokens. A sequence begins at each row of `input_ids`, and wherever `position_ids` is 0."""
+    """`locate` for padded tokens. A sequence begins at the start of each row of `input_ids`, and wherever
+    `position_ids` is 0.
+    """
     indices = _unpadded_indices(input_ids, attention_mask)
     if not len(indices):
         raise AlignmentError("attention_mask marks every token as padding; skip such batches")
@@ -62,7 +64,7 @@ def unpad(
 
 
 def spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Return `found` [M, ...] scattered to flat `places` of [*shape, ...]; all other elements are 0."""
+    """Return a tensor [*shape, ...] with the rows of `found` [M, ...] at the flat indices `places`, and 0 elsewhere."""
     spread = found.new_zeros(shape.numel(), *found.shape[1:]).index_copy(0, places, found)
     return spread.view(*shape, *found.shape[1:])
 
@@ -127,7 +129,7 @@ def _check_ids(routes: Tensor, count: int) -> None:
 
 
 def _sequences(begins: Tensor) -> Packed:
-    """Return the sequences that begin where `begins` (bool [M]) is True. The first element must be True."""
+    """Return the sequences that begin where `begins` (bool [M]) is True. The first element of `begins` must be True."""
     starts = [*begins.nonzero().flatten().tolist(), len(begins)]
     return Packed.of([end - start for start, end in pairwise(starts)], begins.device)
 

@@ -1,27 +1,28 @@
-"""The ops of a decoder and the contract they keep. `selection` chooses the backend that computes the ops.
+"""The ops of a decoder, and the contract that every backend keeps. `selection` chooses the backend that computes the
+ops.
 
 The contract: **a row's result depends on that row's inputs and on absolute positions only**, with one fixed order of
 accumulation. The result does not depend on the number of rows in the call, the index of the row, or the contents of
-other rows. The chunks of a prompt, the block size of the cache and the number of threads do not matter either. Equality
-means equal bits.
+other rows. Nor does the result depend on the chunks of a prompt, the block size of the cache or the number of threads.
+Equality means equal bits.
 
 - Matrix products accumulate over K in one order for every number of rows.
 - Attention reads keys and values back from the paged cache, as stored. Prefill and decode both split the key axis at
   absolute multiples of a length that each backend fixes. Each split is reduced in one order, and splits are folded from
-  left to right. A split that lies entirely before a query's window cannot change the query's result, so a backend may
-  skip the split.
+  left to right. A split that ends before a query's window cannot change the query's result, so a backend may skip the
+  split.
 - A recurrence processes a sequence's tokens one by one and in order, both in prompts and in decodes. The state of a
-  recurrence is float32 and never rounded, so the state is the same for any chunks of a prompt.
+  recurrence is float32 and never rounded, so the state does not depend on how a prompt is cut into chunks.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
 - The outputs of a row's experts are added by ascending id. The product with an expert's matrix accumulates in the same
   order for any number of rows.
-- Ties go to the lower vocabulary id, or the lower expert id.
+- Among equal logits, the lower vocabulary id or the lower expert id wins.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, without state. Two runs on the same
-backend give equal bits. Results of different backends agree within rounding, but `merge` gives the same bits on every
-backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the bits of its steps run
-one by one, each rounded to the dtype.
+backend give bit-identical results. Results of different backends agree within rounding, but `merge` gives the same bits
+on every backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the same bits as
+its steps run one by one, with the result of each step rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """The states that the sequences of a step read and write, for a mixed batch as in `AttentionBatch`.
+    """The recurrent states that the sequences of a step read and write. The batch is mixed, as in `AttentionBatch`.
 
     Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads[i]`: the slot of the state
     before the rows of sequence i, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
-    these rows. `reads` and `writes` are int64 [num_sequences], on the device of the memory.
+    the rows of sequence i. `reads` and `writes` are int64 [num_sequences], on the device of the memory.
 
     A sequence that continues in place reads and writes the same slot. A sequence that restores a checkpoint or forks
     reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may read
@@ -105,11 +106,11 @@ class StateBatch:
 
 
 class Pages(NamedTuple):
-    """The places of keys and values in the cache, for a step of M tokens.
+    """Where a step of M tokens stores and reads keys and values in the cache.
 
-    `slots`: int64 [M], the place of each token's key and value: block * block_size + offset. `batch`: the location of
-    all tokens that the M tokens attend to. Layers with the same window share blocks, and so share pages. A block
-    table's entries before the windows of all queries of a sequence are never read.
+    `slots`: int64 [M], the cache slot of each token's key and value: block * block_size + offset. `batch`: the cached
+    tokens that the M tokens attend to. Layers with the same window share blocks of the cache, and therefore share
+    `Pages`. A block table's entries before the windows of all queries of a sequence are never read.
     """
 
     slots: Tensor
@@ -120,9 +121,9 @@ class Pages(NamedTuple):
 class AttentionWeights:
     """The weights of an attention.
 
-    `q`: [heads * D, H], or [heads * 2 * D, H] with an output gate. `k` and `v`: [kv_heads * D, H]. `biases`: of q, k
-    and v, or None. `qk_norms`: the norms of q and k, or None. The norms are [D], or [heads * D] and [kv_heads * D] if
-    one norm covers all heads. `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
+    `q`: [heads * D, H], or [heads * 2 * D, H] with an output gate. `k` and `v`: [kv_heads * D, H]. `biases`: the biases
+    of q, k and v, or None. `qk_norms`: the norms of q and k, or None. The norms are [D], or [heads * D] and [kv_heads *
+    D] if one norm covers all heads. `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
     """
 
     q: Weight
@@ -139,10 +140,11 @@ class AttentionWeights:
 class DeltaNetWeights:
     """The weights of a delta net.
 
-    `inputs`: the matrices of (q, k, v), z, b and a. These matrices have `channels`, `value_size`, value_heads and
-    value_heads rows of length H. If joined, `inputs` holds the matrices of (q, k, v, z) and (b, a). `convolution`:
-    [channels, 1, kernel_size], the weight of the oldest token first. `decay` (the logarithm of the decay rate) and
-    `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
+    `inputs`: the matrices of (q, k, v), z, b and a. The four matrices have `channels`, `value_size`, value_heads and
+    value_heads rows, in this order, each row of length H. If `DeltaNetSpec.joined` is set, `inputs` holds two matrices:
+    one of (q, k, v, z) and one of (b, a). `convolution`: [channels, 1, kernel_size], the weight of the oldest token
+    first. `decay` (the logarithm of the decay rate) and `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H,
+    value_size].
     """
 
     inputs: tuple[Weight, ...]
@@ -214,9 +216,10 @@ class Wanted:
     """M requests to `next_tokens`.
 
     `rows`: int64, the index of the hidden state that each request reads; several requests may read the same hidden
-    state. `targets`: int64, SAMPLE, GREEDY, or the id of the token to score. `temperatures`: float32, divide the
-    logits; 1 for greedy rows. `raw`: bool, compute the log-prob from the logits without the temperature. `seeds` (the
-    bits of an unsigned 64-bit number) and `positions`: int64, read for SAMPLE rows only.
+    state. `targets`: int64, SAMPLE, GREEDY, or the id of the token to score. `temperatures`: float32, the divisors of
+    the logits; 1 for greedy rows. `raw`: bool, whether to compute the log-prob from the logits before they are divided
+    by the temperature. `seeds` (the bits of an unsigned 64-bit number) and `positions`: int64, read for SAMPLE rows
+    only.
     """
 
     rows: Tensor
@@ -243,7 +246,9 @@ class TokenStatistics(NamedTuple):
 
 
 class Weight(Protocol):
-    """A matrix [rows, columns] in a layout that its backend's products read. A plain tensor is a `Weight` too."""
+    """A matrix [rows, columns] in the memory layout that the backend's matrix products need. A plain tensor is a
+    `Weight` too.
+    """
 
     @property
     def shape(self) -> torch.Size: ...
@@ -255,8 +260,8 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
     def copy_(self, source: Tensor | Self, /) -> object:
-        """Store a tensor or a weight of the same shape. A tensor is converted to the weight's dtype; a weight must have
-        the same layout.
+        """Store a tensor or a weight of the same shape. If the source is a tensor, it is converted to the weight's
+        dtype; if it is a weight, it must have the same layout.
         """
         ...
 
@@ -267,9 +272,9 @@ class Weight(Protocol):
         ...
 
     def narrow(self, dim: int, start: int, length: int, /) -> Self:
-        """Return rows [start, start + length) as a weight that shares memory with this weight. `dim` is 0.
+        """Return rows [start, start + length) as a weight that shares this weight's memory. `dim` is 0.
 
-        `start` is a multiple of 16. `length` is a multiple of 16 too, unless the rows reach the end of the weight.
+        `start` is a multiple of 16. `length` is a multiple of 16, unless the rows reach the end of the weight.
         """
         ...
 
@@ -292,25 +297,25 @@ class Backend(Protocol):
     def prepare(self, compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
         """Compile everything that `compute(rows)` needs on `device` for any number of rows from 1 to `most_rows`.
 
-        Later calls then compile nothing. For a backend that never compiles, `prepare` is a no-op. `compute` runs this
-        backend on tensors without memory (device meta), and must accept any number of rows in this range. Raise
-        ConfigError if the compiler's own files or its output files cannot be used.
+        Later calls then compile nothing. In a backend that never compiles, `prepare` is a no-op. `compute` runs this
+        backend on tensors without memory (device meta), and must accept any number of rows up to `most_rows`. Raise
+        ConfigError if the compiler, or the folder for its output, cannot be used.
         """
         ...
 
     def new_weight(self, rows: int, columns: int, empty: Callable[..., Tensor]) -> Weight:
-        """Return an uninitialized matrix for the products below, in memory from `empty(*shape)`.
+        """Return an uninitialized matrix for the backend's products, in memory from `empty(*shape)`.
 
         `empty` returns uninitialized tensors of one dtype on one device. Each tensor begins at a multiple of 64 bytes.
         """
         ...
 
     def new_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """Convert layers to the form that `layers` reads. Many calls of `layers` share one conversion.
+        """Convert layers to the form that the op `layers` reads. Many calls of `layers` share one conversion.
 
-        The layers' tensors are contiguous and must stay the same objects. The contents of these tensors may change, and
-        their memory may move between calls. Raise ValueError for a tensor that is not contiguous, if the backend
-        requires it.
+        The layers' tensors must be contiguous and must stay the same objects. The contents of these tensors may change,
+        and their memory may move between calls. Raise ValueError for a tensor that is not contiguous, if the backend
+        requires contiguous tensors.
         """
         ...
 
@@ -325,7 +330,8 @@ class Backend(Protocol):
         ...
 
     def merge_into(self, out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
-        """Store `merge(weight, a, b, scale)` in `out` [N, K] of weight's dtype. Return whether all values are finite.
+        """Store `merge(weight, a, b, scale)` in `out` [N, K], which has the dtype of weight. Return whether all values
+        are finite.
 
         Synchronizes the device. May run concurrently with other ops.
         """
@@ -359,8 +365,8 @@ class Backend(Protocol):
         `pieces` is a power of two. With several pieces, L is K / pieces rounded up, and piece i is the float32 product
         over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree: four pieces as (0 + 1)
         + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is rounded once. A process can
-        therefore compute any subtree without changing the bits. Raise ConfigError for a number of pieces that the
-        backend does not compute.
+        therefore compute any subtree of the sum without changing the bits. Raise ConfigError for a number of pieces
+        that the backend does not support.
         """
         ...
 
@@ -380,10 +386,10 @@ class Backend(Protocol):
         """Return (experts, gates) for a router's logits [M, E]: int32 and float32 [M, top_k].
 
         A row's experts are the `top_k` with the highest logits, the lower id first among equal logits. If `chosen`
-        (int32 [M, top_k], ascending) is given, the experts are those in `chosen`. Returned experts are in ascending
-        order in each row. A gate is e^(logit - peak), divided by a sum of these exponentials, in float32. If
-        `spec.normed`, the sum covers the row's experts, added by ascending id; otherwise the sum covers all experts. A
-        row with NaN gets NaN gates and arbitrary distinct ids below E.
+        (int32 [M, top_k], ascending) is given, a row's experts are the experts in its row of `chosen`. Returned experts
+        are in ascending order in each row. A gate is e^(logit - highest logit), divided by a sum of these exponentials,
+        in float32. If `spec.normed`, the denominator is the sum over the row's experts, added by ascending id;
+        otherwise it is the sum over all experts. A row with NaN gets NaN gates and arbitrary distinct ids below E.
         """
         ...
 
@@ -396,12 +402,12 @@ class Backend(Protocol):
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply each row's experts, as `route` returns them, to x [M, H]: [M, H].
+        """Apply the experts that `route` returns for each row to x [M, H]: [M, H].
 
         An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. The product of the inner
-        row with `down` stays in float32. Adding the bias and multiplying by the gate are float32 operations too. A
-        row's experts are added by ascending id, then `shared` [M, H] is added, and the result is rounded once. Does not
-        read the weights of the router and of the shared expert.
+        row with `down` stays in float32. The bias is added and the gate is multiplied in float32. A row's experts are
+        added by ascending id, then `shared` [M, H] is added, and the result is rounded once. Does not read the weights
+        of the router and of the shared expert.
         """
         ...
 
@@ -429,8 +435,8 @@ class Backend(Protocol):
         v_cache: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """Return the queries [M, heads, D] of x [M, H], as `layer.project` makes them, and store keys and values in the
-        caches as `write_kv` does.
+        """Return the queries [M, heads, D] of x [M, H], like `layer.project`, and store the keys and values in the
+        caches, like `write_kv`.
 
         With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D].
         """
@@ -439,7 +445,7 @@ class Backend(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """Store k and v [M, kv_heads, D] at `slots` (int64 [M], block * block_size + offset) of the caches.
 
-        A cache is [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend.
+        A cache has shape [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend.
         """
         ...
 
@@ -467,9 +473,9 @@ class Backend(Protocol):
         """Return SiLU of a causal convolution of each channel: [M, C] for x [M, C] and weight [C, 1, K].
 
         Before SiLU, row t of a sequence is the sum over j of weight[:, 0, j] times row t - (K - 1) + j. The sum is in
-        float32, starts with the oldest row, and is rounded once, after SiLU. The rows before a sequence's first row are
-        its tail. `tails`: [slots, K - 1, C]. The new tail is the last K - 1 rows of the old tail followed by the
-        sequence's rows.
+        float32, starts with the oldest row, and is rounded once, after SiLU. The K - 1 rows before a sequence's first
+        row are the sequence's tail. `tails`: [slots, K - 1, C]. The new tail is the last K - 1 rows of the old tail
+        followed by the sequence's rows.
         """
         ...
 
@@ -487,7 +493,7 @@ class Backend(Protocol):
 
         `qkv`: [M, channels], q and k [key_heads, K] and v [value_heads, V] side by side. `b` and `a`: [M, value_heads],
         the inputs of the gates. `states`: float32 [slots, value_heads, K, V]. Value head h reads key head h * key_heads
-        // value_heads. Each token and value head computes in float32:
+        // value_heads. For each token and value head, the following is computed in float32:
 
             q = q / (sqrt(q . q + L2_EPS) * sqrt(K)),  k = k / sqrt(k . k + L2_EPS)
             S = S * e^(-e^decay * softplus(a + bias))
@@ -521,14 +527,15 @@ class Backend(Protocol):
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
         `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
-        The choice is `sample`; for greedy rows, it is the highest logit with the lowest id.
+        The token is chosen by `sample`; for greedy rows, it is the token with the highest logit (the lowest id if
+        several logits are equal).
         """
         ...
 
     def next_token_statistics(
         self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
     ) -> tuple[Tensor, TokenStatistics, Tensor]:
-        """Return `next_tokens`, with `token_statistics` of the same logits instead of log-probs."""
+        """Like `next_tokens`, but return `token_statistics` of the same logits instead of log-probs."""
         ...
 
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
@@ -543,13 +550,13 @@ class Backend(Protocol):
         """Return `log_probs` of float32 logits [M, V] at `token_ids` (int64 [M]), entropy, and the k best tokens of
         each row.
 
-        `k`: from 0 to V. A listed log-prob has the same bits as `log_probs` of that token. A row with NaN, or without a
-        finite peak, has NaN as log-probs and entropy, and arbitrary ids.
+        `k`: from 0 to V. A listed log-prob has the same bits as `log_probs` of that token. A row with NaN, or with no
+        finite maximum, gets NaN as log-probs and entropy, and arbitrary ids.
         """
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """Return float32 logits [M, V] with the tokens that a row's filters drop set to -inf.
+        """Return float32 logits [M, V] in which each token that its row's filters drop has -inf.
 
         `top_k`: int64 [M], -1 if off. `top_p` and `min_p`: float32 [M]. The filters apply in the order top_k, top_p,
         min_p. No filter drops the token with the highest logit. A row with NaN is returned unchanged.

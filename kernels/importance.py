@@ -1,9 +1,9 @@
 """Importance weights for a loss, and measures of how far trainer and rollout differ.
 
 The ratio of a token is r = p / q. `log_probs` is log p under the policy in training. `sampled` is log q under the
-policy that drew the token. That policy has older weights, or the same weights with different arithmetic. For tokens
-sampled with its current weights, an aligned trainer has r = 1 exactly. For these tokens, every weight of this module is
-exactly 1.
+policy that drew the token. The policy that drew the token has older weights, or the same weights with different
+arithmetic. If a token was sampled with the trainer's current weights, an aligned trainer computes r = 1 exactly. For
+tokens with r = 1, every importance weight is exactly 1.
 
 All functions take the same tensors. `log_probs` and `sampled` have any float dtype. `log_probs` and `sampled` are
 either padded [B, T], with one sequence per row, or packed [M]. Packed tensors need the `lengths` of the sequences (0 or
@@ -11,16 +11,16 @@ more each), unless `level` is `token`. `mask` (bool, in the shape of `log_probs`
 tokens. Values outside the mask, NaN included, are not read. Ratios and sums are float64. A sequence's ratios and sums
 depend only on its own tokens. Padding and packing do not change the bits of ratios and sums.
 
-`level` says which ratio a token gets:
+`level` selects the ratio that a token gets:
 
-- `token`: the token's own ratio. The weight is biased, since the ratios of earlier tokens are ignored.
-- `sequence`: the product of the ratios in the token's sequence. The weight is unbiased if no ratio is truncated or
-  masked. The variance grows with the length of the sequence.
+- `token`: the token's own ratio. The token's weight is biased, since the ratios of earlier tokens are ignored.
+- `sequence`: the product of the ratios in the token's sequence. The product is an unbiased weight if no ratio is
+  truncated or masked. The variance of the weight grows with the length of the sequence.
 - `geometric`: the geometric mean of the ratios in the token's sequence, as in GSPO (Zheng et al. 2025, "Group Sequence
-  Policy Optimization", arXiv 2507.18071). The ratio is comparable across short and long sequences, but biased.
+  Policy Optimization", arXiv 2507.18071). The geometric mean is comparable across short and long sequences, but biased.
 
-No gradient flows through any returned value: a weight is a constant of the loss. The gradient of the loss comes from
-the `log_probs` that the weight multiplies.
+No gradient flows through any returned value: the loss treats a weight as a constant. The gradient of the loss comes
+from the `log_probs` that the weight multiplies.
 
 All functions raise AlignmentError for invalid bounds, for shapes or lengths that do not fit together, for a mask that
 selects no token, and for log-probs in the mask that are not finite.
@@ -48,10 +48,10 @@ class Diagnostics(NamedTuple):
 
     `k1`, `k2`, `k3`: means over the tokens of Schulman's estimators of KL[rollout, trainer], in nats per token (2020,
     "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be negative. `k2`
-    = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but one
-    large ratio dominates it. `perplexity_gap`: the trainer's perplexity minus the rollout's perplexity of the tokens.
-    `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`: the largest ratio. If a ratio
-    exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
+    = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but a
+    single large ratio dominates the mean. `perplexity_gap`: the perplexity of the tokens under the trainer minus their
+    perplexity under the rollout. `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`:
+    the largest ratio. If a ratio exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
     """
 
     k1: float
@@ -85,9 +85,9 @@ def truncated_weights(
 ) -> Tensor:
     """Return min(r, cap) of each token: float32 in the shape of `log_probs`, 0.0 outside of `mask`. `cap`: at least 1.
 
-    This is truncated importance sampling, which trades variance for bias (Ionides 2008, "Truncated Importance
-    Sampling"). Truncation between the policies of rollout and trainer is known as TIS (Yao et al. 2025, "Your Efficient
-    RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
+    The method is truncated importance sampling, which reduces variance at the cost of bias (Ionides 2008, "Truncated
+    Importance Sampling"). Truncation between the policies of rollout and trainer is known as TIS (Yao et al. 2025,
+    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
     """
     _check_bound("cap", cap, 1.0, _LARGEST)
     own, mask = _own_log_ratios(log_probs, sampled, mask)
@@ -108,8 +108,8 @@ def masked_weights(
     """Return r of each token if low <= r <= high, else 0.0: float32 in the shape of `log_probs`, 0.0 outside of `mask`.
 
     `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
-    of the policies are dropped instead of trained on with a smaller weight. The method is known as MIS (Liu, Li et al.
-    2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+    of the two policies are dropped. They are not trained on with a smaller weight. The method is known as MIS (Liu, Li
+    et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
     richardli.xyz/rl-collapse). At level `token` with both bounds, the method is known as IcePop (Ling Team 2025, "Every
     Step Evolves", arXiv 2510.18855). With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A
     loss that divides by the number of tokens must decide whether to count dropped tokens.
@@ -130,10 +130,10 @@ def diagnose(
     low: float = 0.0,
     high: float,
 ) -> Diagnostics:
-    """Return the values to log at each step.
+    """Return the measures to log at each training step.
 
-    `level` and the bounds affect `clipped_share` and `largest_ratio` only. Pass the bounds that the loss uses; for
-    truncated weights, pass their `cap` as `high`.
+    `level` and the bounds affect `clipped_share` and `largest_ratio` only. Pass the bounds that the loss uses. If the
+    loss uses truncated weights, pass the `cap` of `truncated_weights` as `high`.
     """
     _check_bounds(low, high)
     own, mask = _own_log_ratios(log_probs, sampled, mask)
@@ -158,7 +158,9 @@ def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> 
 
 
 def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: Level) -> Tensor:
-    """Return the log ratio of each token at this level, [N]. `own`: the tokens' own log ratios [N], by sequence."""
+    """Return the log ratio of each token at this level, [N]. `own`: the tokens' own log ratios [N], one sequence after
+    the other.
+    """
     if level == "token":
         return own
     if level not in ("sequence", "geometric"):
@@ -181,7 +183,7 @@ def _counts(mask: Tensor, lengths: Sequence[int] | None) -> list[int]:
 
 
 def _spread(own: Tensor, mask: Tensor) -> Tensor:
-    """Return `own` [N] at the N tokens of the mask, and 0 elsewhere."""
+    """Return a tensor in the shape of `mask`: `own` [N] at the N tokens of the mask, and 0 elsewhere."""
     return own.new_zeros(mask.shape).masked_scatter(mask, own)
 
 
@@ -197,7 +199,7 @@ def _check_bounds(low: float, high: float) -> None:
 def _check_bound(name: str, bound: float, least: float, most: float) -> None:
     if not least <= bound <= most:
         raise AlignmentError(
-            f"{name} must be from {least:.4g} to {most:.4g} (got {bound}); a ratio of 1 must stay unchanged"
+            f"{name} must be from {least:.4g} to {most:.4g} (got {bound}); the bounds must leave a ratio of 1 unchanged"
         )
 
 

@@ -1,7 +1,7 @@
 """The arithmetic of a layer, defined once in terms of the ops.
 
 A worker runs a layer on a backend, with the layer's memory (`run_layers`). A trainer runs a layer on ops with gradients
-(`training`). A backend that fuses steps, or runs of layers, gives the same bits as this definition.
+(`training`). A backend may fuse steps or whole layers, but it gives the same bits as this definition.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.we
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """Return a layer with weights from `get`. Each call of `make_layer` requests the weights from `get` in the same
-    order.
+    """Return a layer with the weights that `get` returns. Each call of `make_layer` requests the weights from `get` in
+    the same order.
     """
     spec, hidden = decoder.layers[index], decoder.hidden_size
 
@@ -167,15 +167,15 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` is 1. Used by backends without support for several pieces in
-    `Backend.project_back`.
+    """Raise ConfigError unless `pieces` is 1. Backends that support only one piece in `Backend.project_back` call this
+    check.
     """
     if pieces != 1:
         raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
-    """Return x [M, H] times `scale`, which is first rounded to x's dtype: [M, H]."""
+    """Multiply x [M, H] by `scale`, after rounding `scale` to x's dtype: [M, H]."""
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
 
 
@@ -183,7 +183,7 @@ def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) 
     """Return the rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: the tensor form of
     `spec.inv_freq`.
 
-    If all axes have equal positions, the result has the same bits as for [M] positions.
+    If the positions are equal on all axes, the result has the same bits as for positions of shape [M].
     """
     if positions.ndim == 1:
         return ops.rotation(positions, inv_freq, spec.scale)
@@ -239,8 +239,8 @@ def _added(
     after: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return x plus the product of `inner` with `weight`. If the norm `after` is given, the product is normed before
-    the sum.
+    """Return x plus the product of `inner` with `weight`. If the norm `after` is given, the product is normalized
+    before the sum.
     """
     if after is None:
         return ops.project_back(inner, weight, x, bias, layer.pieces)
@@ -279,7 +279,7 @@ def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tenso
 
 
 def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, recur: Recur) -> Tensor:
-    """Return the outputs of the heads for hidden states x [M, H]: [M, value_size]."""
+    """Return the outputs of a delta net's heads for hidden states x [M, H]: [M, value_size]."""
     qkv, z, b, a = _project_delta_net(ops, x, spec, weights)
     out = recur(qkv, b, a, spec, weights)
     normed = ops.rmsnorm(out.reshape(-1, spec.value_head_dim), weights.norm, spec.norm)
@@ -302,7 +302,7 @@ def _project_delta_net(
 
 
 def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-    """Return x [M, heads * D], normed in pieces of the weight's size."""
+    """Return x [M, heads * D], normalized separately in each slice of the weight's length."""
     return ops.rmsnorm(x.reshape(-1, len(weight)), weight, norm).view_as(x)
 
 
@@ -316,7 +316,7 @@ def run_layers(
     states: StateBatch | None = None,
     routes: Tensor | None = None,
 ) -> Tensor:
-    """Compute `Backend.layers` from the backend's other ops."""
+    """Compute `Backend.layers` with the other ops of the backend."""
     records = iter(()) if routes is None else iter(routes)
 
     def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:

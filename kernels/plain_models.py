@@ -1,4 +1,4 @@
-"""Recognize plain transformers models, and return their spec."""
+"""Recognize transformers models that are not aligned, and return the spec of a model."""
 
 from __future__ import annotations
 

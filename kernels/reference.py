@@ -1,11 +1,11 @@
-"""Every op in plain torch, on any device: the definition that other backends are tested against.
+"""Every op in plain torch, on any device. Other backends are tested against these definitions.
 
 Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
-of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums into
-pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of every
-sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Only elementwise functions with
-equal bits in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded arithmetic,
-but not silu or sigmoid.
+of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums are cut
+into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
+every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Only elementwise functions
+with equal bits in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded
+arithmetic, but not silu or sigmoid.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def instruction_set() -> str:
 
 
 def prepare(compute: Callable[[int], object], most_rows: int, device: torch.device) -> None:
-    """Do nothing, since this backend compiles no kernels."""
+    """Do nothing, since the reference backend compiles no kernels."""
 
 
 def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> Tensor:
@@ -115,7 +115,7 @@ def _whole_columns(x: Tensor) -> Tensor:
 
 
 def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
-    """Pad x [M, K] with zero rows and cut it into at least one tile [ROW_TILE, K]."""
+    """Pad x [M, K] with rows of zeros, and cut x into one or more tiles [ROW_TILE, K]."""
     padding = -len(x) % ROW_TILE if len(x) else ROW_TILE
     return F.pad(x, (0, 0, 0, padding)).split(ROW_TILE)
 
@@ -298,7 +298,7 @@ def paged_attention(
 
 @dataclass(frozen=True, eq=False)
 class _EqualQueries:
-    """Attention for sequences with the same number of queries, longest context first.
+    """Attention for a group of sequences with the same number of queries, in descending order of context length.
 
     Products have two shapes: a query tile [TILE, D] by keys [D, KV_SPLIT], and weights [TILE, KV_SPLIT] by values
     [KV_SPLIT, D]. The rows of a tile are (query, head) pairs. All heads of a tile share one key-value head.
@@ -319,7 +319,7 @@ class _EqualQueries:
         return torch.tensor(self.contexts, device=self.tables.device)
 
     def __call__(self, q: Tensor) -> Tensor:
-        """Compute attention for scaled queries q, float32 [U, num_queries, heads, D], in the same shape."""
+        """Compute attention for scaled queries q, float32 [U, num_queries, heads, D]; the result has the same shape."""
         units, queries, heads, size = q.shape
         kv_heads = self.k_cache.shape[2]
         group = heads // kv_heads
@@ -354,19 +354,21 @@ class _EqualQueries:
         return out / total
 
     def _of_rows(self, values: Tensor, group: int, rows: Tensor) -> Tensor:
-        """Spread per-head `values` [heads] over the rows: [kv_heads, tiles, TILE, 1]."""
+        """Expand per-head `values` [heads] to one value for each row: [kv_heads, tiles, TILE, 1]."""
         _, kv_heads, tiles, tile, _ = rows.shape
         heads = torch.arange(tiles * tile, device=values.device) % group
         return values.view(kv_heads, group)[:, heads].view(kv_heads, tiles, tile, 1)
 
     def _first_split(self) -> int:
-        """Return the start of the first split that any query sees. The first query of the shortest context sees
-        furthest back.
+        """Return the start of the first split that any query sees. The first query of the shortest context sees the
+        earliest key.
         """
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
     def _first_tile(self, start: int, group: int, tile: int) -> int:
-        """Return the first tile with a query that sees key `start`. The longest context sees the key earliest."""
+        """Return the first tile with a query that sees key `start`. That tile belongs to the sequence with the longest
+        context.
+        """
         first_query = start - (self.contexts[0] - self.num_queries)
         return max(0, first_query) * group // tile
 
@@ -410,7 +412,9 @@ def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
 
 
 def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Fold the split `right` into the partial softmax `left`. Rows that see no key of the split keep their bits."""
+    """Fold the split `right` into the partial softmax `left`. Rows that see no key of the split `right` keep their
+    bits.
+    """
     (left_peak, left_total, left_out), (right_peak, right_total, right_out) = left, right
     seen = right_peak != -torch.inf
     peak = torch.maximum(left_peak, right_peak)
@@ -460,7 +464,7 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
 
 
 def _read_slots(memory: Tensor, slots: Tensor) -> Tensor:
-    """Return the contents of `slots` of a memory [slots, ...]: [N, ...], with zeros for NO_SLOT."""
+    """Return the contents of the N slots `slots` of a memory [slots, ...]: [N, ...], with zeros for NO_SLOT."""
     is_fresh = (slots == NO_SLOT).view(-1, *[1] * (memory.dim() - 1))
     return memory[slots.clamp(min=0)].masked_fill(is_fresh, 0.0)
 
@@ -503,7 +507,9 @@ def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tensor]:
-    """Return each token's decay of the states, [M, value_heads, 1, 1], and its update rate, [M, value_heads, 1]."""
+    """Return the decay of the states at each token, [M, value_heads, 1, 1], and the update rate of each token, [M,
+    value_heads, 1].
+    """
     wide = a.float() + weights.bias.float()
     softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
     decays = torch.exp(-torch.exp(weights.decay.float()) * softplus)
@@ -557,8 +563,8 @@ def _tiles(wanted: Wanted) -> list[Wanted]:
 
 
 def _choose(logits: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the token ids, the logits that their log-probs are computed from, and whether the tokens' logits are
-    finite.
+    """Return the token ids, the logits from which the log-probs of these tokens are computed, and whether the tokens'
+    logits are finite.
     """
     scaled = logits / wanted.temperatures[:, None]
     token_ids = torch.where(wanted.targets == GREEDY, scaled.argmax(-1), wanted.targets)
@@ -603,8 +609,8 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Return standard Gumbel noise, float32 [M, vocab_size].
 
-    The noise is -log(E), with E = -log1p(-u) exponential. Small values of u, which give the largest noise, keep full
-    float32 resolution.
+    The noise is -log(E), where E = -log1p(-u) has an exponential distribution. Small values of u, which give the
+    largest noise, keep full float32 resolution.
     """
     uniform = (philox(seeds, positions, vocab_size).float() + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))
@@ -616,8 +622,8 @@ _MASK = 0xFFFFFFFF
 def philox(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
     """Return random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
 
-    The key is the two halves of the seed. The counter is (id // 4, low half of the position, high half of the position,
-    0). Vocabulary id `id` gets output word id % 4.
+    The Philox key consists of the two halves of the seed. The counter is (id // 4, low half of the position, high half
+    of the position, 0). The random word for vocabulary id `id` is output word id % 4.
     """
     ids = torch.arange(-(-count // 4), device=seeds.device)
     c0 = ids.expand(len(seeds), -1)

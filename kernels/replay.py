@@ -1,6 +1,6 @@
 """Replay a rollout's expert choices in the plain forward pass of transformers, for trainers without an aligned model.
 
-Without an aligned model, one different choice of a router changes a log-prob more than all rounding differences
+Without an aligned model, a single router choice that differs changes a log-prob more than all rounding differences
 together. Replaying the rollout's choices (Ma et al. 2025) leaves only the rounding differences. For an aligned model,
 pass the choices to `training.token_log_probs` instead.
 """
@@ -32,12 +32,12 @@ def replayed(
     The gates are computed from the routers' own logits and have gradients.
 
     `model`: a transformers model of a supported family, without its wrapper. In the context, call the model or its
-    wrapper. `routed_experts`: integers. For padded tokens [B, T], the shape is [B, T, layers with experts, experts per
-    token], and `attention_mask` must be the mask of the forward pass; None without padding. For packed tokens [1, M],
-    the shape is [M, layers with experts, experts per token], and `lengths` must give the lengths of the sequences.
-    Entries for padding and for the last token of each sequence are not read: the model chooses the experts of these
-    tokens. With checkpointed layers, which are recomputed in the backward pass, keep the context open until the
-    backward pass is done.
+    wrapper. `routed_experts`: integers. For padded tokens [B, T], `routed_experts` has shape [B, T, layers with
+    experts, experts per token], and `attention_mask` must be the mask of the forward pass; None without padding. For
+    packed tokens [1, M], `routed_experts` has shape [M, layers with experts, experts per token], and `lengths` must
+    give the lengths of the sequences. Entries for padding and for the last token of each sequence are not read: the
+    model chooses the experts of these tokens. With checkpointed layers, which are recomputed in the backward pass, keep
+    the context open until the backward pass is done.
 
     Raise AlignmentError for a model that is aligned or of no supported family, for `routed_experts` that do not fit the
     model, and for a forward pass with a different number of tokens.
@@ -90,7 +90,9 @@ def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: A
 
 
 def _check_output(output: Any, router: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, gates and experts from a router's output. Raise AlignmentError if the output has another form."""
+    """Return logits, gates and experts from a router's output. Raise AlignmentError if the router's output has another
+    form.
+    """
     if isinstance(output, tuple) and len(output) == 3:
         logits, gates, own = output
         if gates.shape == own.shape and logits.shape[:-1] == own.shape[:-1] and not own.is_floating_point():

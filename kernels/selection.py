@@ -1,4 +1,6 @@
-"""Select the backend for a model on a device. Each backend states the models that it cannot serve, and the reason."""
+"""Select the backend for a model on a device. Each backend reports whether it can serve a model, and if not, the
+reason.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ BACKENDS = ("cpu", "triton", "reference")
 class SelectedBackend:
     """The backend for a model.
 
-    `note`: why a faster backend is not used, or empty. `can_capture`: whether a CUDA graph can capture the backend's
-    calls.
+    `note`: the reason that `auto` fell back to a slower backend; empty if it did not. `can_capture`: whether a
+    CUDA graph can capture the backend's calls.
     """
 
     name: str
@@ -52,7 +54,7 @@ def select_backend(
 
 
 def _obstacle(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return the reason that the backend cannot serve this decoder, or an empty string."""
+    """Return the reason that the backend cannot serve this decoder; empty if it can."""
     from . import cpu, triton
 
     return (triton if name == "triton" else cpu).obstacle(device, dtype, spec)

@@ -36,7 +36,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory that the part takes."""
+        """The memory size of the part in bytes."""
         return self.own.nbytes
 
     @property
@@ -45,7 +45,9 @@ class Shard:
         return self.own.shape[self.part.dim]
 
     def copy_(self, source: Tensor | Shard) -> None:
-        """Store this part of a whole tensor, or a shard of the same part. Raise ValueError for another shape."""
+        """Store the part of a whole tensor that this shard holds, or copy another shard of the same part. Raise
+        ValueError for another shape.
+        """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         if isinstance(source, Shard):
@@ -63,7 +65,9 @@ class Shard:
         self.own.put_(own[is_own], source[is_own])
 
     def narrow(self, dim: int, start: int, length: int) -> Shard:
-        """Return rows [start, start + length) of the whole tensor, as a shard that shares memory. `dim` is 0."""
+        """Return rows [start, start + length) of the whole tensor, as a shard that shares this shard's memory. `dim` is
+        0.
+        """
         if self.part.dim != 0:
             return Shard(self.own.narrow(0, start, length), self.part)
         begin, end = max(start, self.part.start), min(start + length, self.part.start + self.length)

@@ -1,7 +1,7 @@
 """The description of a decoder in plain numbers, which worker and trainer both read.
 
-A family (`families`) makes a `DecoderSpec` from a config.json. `layer` defines the computation of a layer, and
-`contract` defines the ops of a layer. Each backend states the specs that it supports.
+A family (see `families`) converts a config.json to a `DecoderSpec`. `layer` defines the computation of a layer, and
+`contract` defines the ops of a layer. Each backend reports the specs that it supports.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class NormSpec:
 class RotationSpec:
     """A rotary embedding (Su et al. 2021).
 
-    `inv_freq`: the float32 frequencies of a head's rotated pairs. `scale`: multiplies cosines and sines. `axes`: for
-    positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis of each pair. () if
-    all pairs use the first axis.
+    `inv_freq`: the float32 frequencies of the rotated pairs of elements in a head. `scale`: multiplies cosines and
+    sines. `axes`: for positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis
+    of each pair. () if all pairs use the first axis.
     """
 
     inv_freq: tuple[float, ...]
@@ -46,10 +46,10 @@ class AttentionSpec:
     tokens that a query sees, including the query's own token; None for all tokens up to the query. `soft_cap`: a score
     s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
     separately, or all heads at once with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the
-    sigmoid of a gate. In the product with q's weights, each head's query is followed by its gate. `rotated`: the number
-    of leading elements of a head that are rotated; None for all. `sinks`: each head has an extra score, a learned
-    weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the product back to hidden
-    states has a bias.
+    sigmoid of a gate. In the product with q's weights, the query of each head is followed by the gate of the head.
+    `rotated`: the number of leading elements of a head that are rotated; None for all elements. `sinks`: each head has
+    an extra score, a learned weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the
+    product back to hidden states has a bias.
     """
 
     num_heads: int
@@ -70,13 +70,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class DeltaNetSpec:
-    """A gated delta net (Yang et al. 2024) after a short causal convolution: a mixer with a state as its memory.
+    """A gated delta net (Yang et al. 2024) after a short causal convolution: a token mixer with a recurrent state
+    instead of a KV cache.
 
     Each value head has a state [key_head_dim, value_head_dim]. Each key head serves the same number of consecutive
     value heads. `kernel_size`: the number of tokens that the convolution of q, k and v sees, including the current one.
-    `norm`: the norm of each head's output, before the output gate. `joined`: q, k, v and the output gate come from one
-    matrix, and the gates of the recurrence from a second matrix, with rows ordered by key head. Otherwise there are
-    four matrices: one for q, k and v, and one for each gate.
+    `norm`: the norm of each head's output, before the output gate. `joined`: one matrix computes q, k, v and the output
+    gate, and a second matrix computes the gates of the recurrence. The rows of both matrices are ordered by key head.
+    Without `joined`, there are four matrices: one for q, k and v together, and one for each of the three gates.
     """
 
     num_key_heads: int
@@ -89,12 +90,12 @@ class DeltaNetSpec:
 
     @property
     def key_size(self) -> int:
-        """The total size of the keys of all heads, and of the queries."""
+        """The total size of the keys of all heads, which is also the total size of the queries."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def value_size(self) -> int:
-        """The total size of the values of all heads, and of the output gate."""
+        """The total size of the values of all heads, which is also the size of the output gate."""
         return self.num_value_heads * self.value_head_dim
 
     @property
@@ -126,11 +127,11 @@ class ExpertsSpec:
     """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts` experts. The experts'
     outputs are multiplied by gates and added.
 
-    `normed`: the gates are the softmax over the router's scores of the chosen experts only, instead of all experts.
-    `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the shared
-    expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router and the
-    experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], with rows of gate and
-    up alternating.
+    `normed`: the gates are the softmax over the scores of only the chosen experts, instead of the scores of all
+    experts. `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the
+    shared expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router
+    and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], with rows of
+    gate and up alternating.
     """
 
     num_experts: int
@@ -145,9 +146,10 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A mixer of tokens followed by an MLP or experts. Mixer and MLP each add their output to their input.
+    """A layer: a token mixer (attention or a delta net) followed by an MLP or experts. Mixer and MLP each add their
+    output to their input.
 
-    `norm` applies before the mixer and before the MLP, after each of the two, or in both places.
+    `norm` applies before the mixer and the MLP, after the mixer and the MLP, or both before and after.
     """
 
     mixer: AttentionSpec | DeltaNetSpec
@@ -207,7 +209,7 @@ LAYER_NAMES = {
 class Slice:
     """A part of a checkpoint's tensor: the part begins at `start` along axis `dim`, which has length `total`.
 
-    The length of the part is the length of the weight along that axis.
+    The length of the part is the weight's length along axis `dim`.
     """
 
     dim: int
@@ -232,14 +234,15 @@ PLAIN = WeightSpec()
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder, and the names of its weights in a checkpoint.
+    """A decoder, including the names of the decoder's weights in a checkpoint.
 
-    `dtype`: the dtype of the checkpoint. `embed_scale`: multiplies embeddings; rounded to their dtype first. `norm`:
-    the norm after the last layer. `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`: maps
-    alternative prefixes of names in a checkpoint to the standard prefix. `others`: prefixes of names in a checkpoint
-    that do not belong to the decoder. `pieces`: the number of pieces along K in each `Backend.project_back`. `pieces`
-    is a power of two, and the same for worker and trainer. `held`: how a layer's weights are held, by role; weights of
-    other roles are whole and in the model's dtype.
+    `dtype`: the dtype of the checkpoint. `embed_scale`: the factor of the embeddings, which is first rounded to the
+    dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names by role, without
+    `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard prefix. `others`:
+    prefixes of names in a checkpoint that do not belong to the decoder. `pieces`: the number of pieces along K in each
+    `Backend.project_back`. `pieces` is a power of two, and the same for worker and trainer. `held`: for some roles of a
+    layer's weights, the dtype and part in which the weight is held; weights of other roles are whole and in the model's
+    dtype.
     """
 
     architecture: str
@@ -270,7 +273,7 @@ class DecoderSpec:
 
     @cached_property
     def experts(self) -> list[ExpertsSpec]:
-        """The experts of all layers with experts, in order."""
+        """The `ExpertsSpec` of each layer with experts, in the order of the layers."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]
 
     @property
@@ -282,7 +285,7 @@ class DecoderSpec:
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtypes, by role, of the weights that are not held in `dtype`, the model's dtype."""
+        """Return, by role, the dtypes of the weights that are held in a dtype other than `dtype`, the model's dtype."""
         own = {role: held.dtype for role, held in self.held.items() if held.dtype is not None}
         return {role: found for role, found in own.items() if found != dtype}
 

@@ -20,7 +20,7 @@ _NUMBERED = re.compile(r"(.*\.)(0|[1-9][0-9]{0,5})(\..*)", re.DOTALL)
 
 
 class Part(NamedTuple):
-    """Rows [start, start + shape[0]) of one expert's matrix in a stack, as a tensor of that shape."""
+    """A part: rows [start, start + shape[0]) of one expert's matrix in a stack, as a tensor of shape `shape`."""
 
     stack: str
     expert: int
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 class Spellings:
-    """The names under which tensors of given shapes may arrive."""
+    """The names under which a model's tensors may arrive in a push or checkpoint."""
 
     def __init__(self, shapes: Mapping[str, Shape], parts: Parts) -> None:
         self._shapes, self._parts = shapes, parts
@@ -40,7 +40,7 @@ class Spellings:
         }
 
     def part(self, name: str) -> Part | None:
-        """Return the part of a stack that has this name, or None."""
+        """Return the part with this name, or None if no stack has such a part."""
         match = _NUMBERED.fullmatch(name) if self._places else None
         if match is None or (found := self._places.get((match[1], match[3]))) is None:
             return None
@@ -57,7 +57,7 @@ class Spellings:
         return None if part is None else part.shape
 
     def count(self, name: str) -> int:
-        """Return the number of parts of a stack; 0 for a tensor that cannot come in parts."""
+        """Return the number of parts that may replace a stack; 0 for a tensor that cannot come in parts."""
         return len(self._parts[name]) * self._shapes[name][0] if name in self._parts else 0
 
     def parts(self, name: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The matrices of a layer's experts in one weight of the backend.
 
-A backend holds E matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor of the same elements, [E, R,
-C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single elements of a tensor, in the
-checkpoint's layout.
+A backend holds the E experts' matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor with the same
+elements, either in the shape [E, R, C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single
+elements of a tensor, in the checkpoint's layout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StackLayout:
         return torch.Size((shape[0], *reversed(shape[1:])) if self.transposed else shape)
 
     def rows_first(self, tensor: Tensor) -> Tensor:
-        """Convert a checkpoint's tensor to matrices [E, R, C] or biases [E, R]; a view where possible."""
+        """Convert a checkpoint's tensor to matrices [E, R, C] or biases [E, R], without a copy where possible."""
         tensor = tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
         return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.in_turn else tensor
 
@@ -84,7 +84,7 @@ class Stack:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory of the stack."""
+        """The memory size of the stack in bytes."""
         return self.matrix.nbytes
 
     def copy_(self, source: Tensor | Stack) -> None:
@@ -98,11 +98,11 @@ class Stack:
         self.matrix.put_(self.layout.places(index, self.own_shape), source)
 
     def narrow(self, dim: int, start: int, length: int) -> Stack:
-        """Return experts [start, start + length), sharing memory. `dim` is 0."""
+        """Return experts [start, start + length), as a stack that shares this stack's memory. `dim` is 0."""
         return Stack(self._part(start, length), (length, *self.own_shape[1:]), self.layout)
 
     def part(self, expert: int, start: int, length: int) -> Weight:
-        """Return rows [start, start + length) of one expert's matrix, sharing memory."""
+        """Return rows [start, start + length) of one expert's matrix, as a weight that shares this stack's memory."""
         return self.matrix.narrow(0, expert * self.own_shape[1] + start, length)
 
     def to_dense(self) -> Tensor:

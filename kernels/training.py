@@ -1,21 +1,23 @@
 """The trainer's side: make transformers models compute with the ops of a rollout, and compute log-probs of given
 tokens.
 
-`align` replaces the forward passes of a model of one of the `families`. `align` also replaces the forward passes of the
-decoder, embedding, layers, last norm and head inside the model. Parameters, names and checkpoints stay unchanged.
-`unalign` restores the original forward passes. An aligned forward pass drops padding, computes the tokens of all
-sequences as rows, and keeps no KV cache. A layer computes `layer.run_layer` with `autograd.GradientOps`. Each of these
-modules is called and reads its own parameters during the call; the model is called through its wrapper. Hooks that a
-wrapper adds to these modules therefore run, for example to gather weights or to reduce gradients. The modules inside a
-layer are never called: the layer reads their parameters.
+`align` replaces the forward pass of a model that belongs to one of the `families`. `align` also replaces the forward
+passes of these modules inside the model: decoder, embedding, layers, last norm and head. Parameters, names and
+checkpoints stay unchanged. `unalign` restores the original forward passes. An aligned forward pass drops padding,
+computes the tokens of all sequences as rows, and keeps no KV cache. An aligned layer's forward pass is
+`layer.run_layer` with the ops `autograd.GradientOps`. Each module with a replaced forward pass is called and reads its
+own parameters during the call; the model is called through its wrapper. Hooks that a wrapper adds to an aligned module
+therefore run, for example to gather weights or to reduce gradients. The modules inside a layer are never called: the
+layer reads the parameters of these modules.
 
-Promises: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns the bits of the
-worker's log-probs, for any micro-batch, padding or packing. `token_statistics` likewise returns the bits of the
-worker's `top_logprobs`. Gradients agree with the unaligned model's gradients within rounding. Under bfloat16 autocast,
-float32 parameters give the bits of a bfloat16 worker that received these parameters. `aligned_with` returns the
-backend, instruction set and dtype of a model. If the fastest backend cannot serve the model, the fallback backend is
-logged on first use. A mixture-of-experts model uses the same experts as the worker: the model chooses the experts
-itself, or the caller passes them. For a model that is not aligned, use `replayed` to pass experts.
+Guarantees: with a worker's backend, instruction set, dtype and weights, `token_log_probs` returns log-probs that are
+bit-identical to the worker's, for any micro-batch, padding or packing. `token_statistics` returns values that are
+bit-identical to the worker's `top_logprobs`. Gradients agree with the unaligned model's gradients within rounding.
+Under bfloat16 autocast, a model with float32 parameters gives the same bits as a bfloat16 worker that received these
+parameters. `aligned_with` returns the backend, instruction set and dtype of a model. If the fastest backend cannot
+serve the model, the fallback backend is logged on first use. A mixture-of-experts model uses the same experts as the
+worker: the model chooses the experts itself, or the caller passes them. For a model that is not aligned, use `replayed`
+to pass experts.
 """
 
 from __future__ import annotations
@@ -79,9 +81,7 @@ head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
 
 
 class _Aligned(NamedTuple):
-    """What an aligned module holds besides its own parameters. `index`: the number of the layer, or -1 for other
-    modules.
-    """
+    """The data that `align` adds to a module. `index`: the number of the layer, or -1 for other modules."""
 
     backend: str
     spec: DecoderSpec
@@ -89,10 +89,10 @@ class _Aligned(NamedTuple):
 
 
 class _Rows:
-    """The inputs of a layer besides hidden states [M, H].
+    """The inputs of a layer in addition to the hidden states [M, H].
 
-    `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple, because wrappers cast
-    floats inside dataclasses and tuples, such as rotations, to the dtype of a policy.
+    `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple, because a wrapper
+    would cast float tensors inside a dataclass or tuple, such as rotations, to the dtype of its mixed-precision policy.
     """
 
     def __init__(
@@ -119,7 +119,8 @@ def align(model: Any, backend: str = "auto") -> None:
     `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a
     LoRA adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
     float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
-    DistributedDataParallel may wrap the model before or after `align`; accelerate only after `align`.
+    DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap the model only after
+    `align`.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
     pass with an unknown argument. A later release of transformers may add an unknown argument. Raise ConfigError for a
@@ -151,7 +152,7 @@ def unalign(model: Any) -> None:
 
 
 def aligned_with(model: Any) -> Arithmetic:
-    """Return the arithmetic of an aligned model, under its wrapper and the autocast around this call.
+    """Return the arithmetic that an aligned model uses under its wrapper and under the autocast around this call.
 
     The model's log-probs equal a worker's only if `aligned_with(model)._asdict().items() <=
     client.health().engine.items()`. `aligned_with` runs a forward pass of one token. If weights are sharded, every rank
@@ -171,9 +172,9 @@ def aligned_with(model: Any) -> Arithmetic:
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
 
-    Each tensor has its name without PEFT. Tensors are in `dtype`, except those with another dtype fixed by the family.
-    Adapters are merged into the weights (`Backend.merge`, the same bits on any device). Raise AlignmentError for a
-    model without PEFT, or with adapters that `align` does not support.
+    Each tensor has the name that it would have without PEFT. Tensors are in `dtype`, except tensors for which the
+    family fixes another dtype. Adapters are merged into the weights by `Backend.merge`, with the same bits on any
+    device. Raise AlignmentError for a model without PEFT, or with adapters that `align` does not support.
     """
     adapted = adapted_inside(model)
     if adapted is None:
@@ -216,13 +217,13 @@ def token_log_probs(
     or integers) if there is padding, on either side. Packed [M], with the `lengths` of the sequences. Packed [B, T],
     with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
     for greedy samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`):
-    the tokens that get a log-prob. All other tokens get 0.0, and so do padding and the first token of each sequence.
+    the tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of each sequence.
     Mixed precision follows the wrapper and the autocast around this call.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
     in any order. Gradients flow through the gates. With the arithmetic of the worker, `routed_experts` can be left out,
     since the model chooses the worker's experts itself. Entries for padding and for the last token of each sequence are
-    not read. A sample's record has no row for its last token.
+    not read. A rollout's record of experts has no row for the last token of a sample.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` that do not fit the model, and for a
     model that is not aligned.
@@ -245,14 +246,14 @@ def token_statistics(
     top_logprobs: int,
     gradient: bool = False,
 ) -> TokenStatistics:
-    """Return the values of a worker's `top_logprobs`.
+    """Return the statistics that a worker returns for `top_logprobs`, computed by the trainer.
 
-    The other arguments are documented at `token_log_probs`. `logprobs` has the bits of `token_log_probs` and, with
-    `gradient`, its gradient, so a loss needs no second forward pass. The other values have no gradient. `entropy`:
-    float32 in the shape of `input_ids`, the entropy in nats of the distribution that each token comes from.
-    `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the most probable tokens,
-    highest logit first, the lower id first among equal logits. All values of a token without a log-prob are 0, as in
-    `token_log_probs`.
+    The other arguments are documented at `token_log_probs`. `logprobs` has the bits of `token_log_probs`. With
+    `gradient`, `logprobs` also has a gradient, so a loss needs no second forward pass. Entropy, top ids and top
+    log-probs have no gradient. `entropy`: float32 in the shape of `input_ids`, the entropy in nats of the distribution
+    that each token comes from. `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the
+    most probable tokens, highest logit first, the lower id first among equal logits. All values of a token without a
+    log-prob are 0, as in `token_log_probs`.
 
     Raise AlignmentError in the cases of `token_log_probs`, and unless `top_logprobs` is from 0 to the vocabulary size.
     """
@@ -294,7 +295,9 @@ def token_experts(
 def _ask(
     model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, question: _Question, **routes: Tensor | None
 ) -> Any:
-    """Return the head's answer for the M tokens at flat `indices`. `routes`: as in `_decode`."""
+    """Return what `question` computes from the hidden states of the M tokens at flat `indices`. `routes`: as in
+    `_decode`.
+    """
     ids = input_ids.flatten()[indices].long()
     return model(input_ids=ids[None], position_ids=packed.positions[None], question=question, **routes)
 
@@ -310,9 +313,10 @@ def _ask_of_tokens(
     position_ids: Tensor | None,
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
 ) -> tuple[Tensor, Any]:
-    """Return the places of the wanted tokens in flat `input_ids`, and the sealed result of `what` for these tokens.
+    """Return the indices of the tokens to score in flat `input_ids`, and the result of `what` for these tokens, sealed
+    by `_sealed`.
 
-    `what`: `GradientOps.log_probs`, or a function with its arguments.
+    `what`: `GradientOps.log_probs`, or a function with the same arguments.
     """
     spec = _check_aligned(model)._aligned.spec
     if not temperature >= 0.0:
@@ -336,7 +340,7 @@ def _ask_of_tokens(
 def _sealed(found: Any) -> Any:
     """Convert a float32 tensor, or the float32 tensors of a named tuple, to complex numbers.
 
-    A wrapper with an output dtype in its policy would cast floats, but leaves complex numbers alone.
+    A wrapper with an output dtype in its policy would cast floats, but does not change complex numbers.
     """
     if isinstance(found, tuple):
         return type(found)(*map(_sealed, found))
@@ -346,7 +350,7 @@ def _sealed(found: Any) -> Any:
 def _unsealed(found: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise AlignmentError(
-            "model: its wrapper must pass `question` on to the model and return the answer (got a "
+            "model: its wrapper must pass `question` on to the model and return the model's result (got a "
             f"{type(found).__name__}); pass the model itself"
         )
     return found.real if found.is_complex() else found
@@ -358,7 +362,7 @@ def _unsealed(found: Any) -> Tensor:
 @cache
 def _model_forward(original: type) -> Callable[..., Any]:
     """Return the forward pass of a model of this class. If called with a `question`, the forward pass returns the
-    answer.
+    question's result instead of logits.
     """
 
     def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:
@@ -398,8 +402,9 @@ def _decode(
     """Compute the last hidden states of a batch.
 
     `routes`: int32 [layers with experts, M, top_k], the experts of the M tokens that are not padding, from
-    `read_routes`. `record`: of the same shape, receives the experts of the tokens. The output type is transformers'
-    type for decoders with experts, which has all fields that decoders without experts return.
+    `read_routes`. `record`: a tensor of the same shape as `routes`, which receives the experts of the tokens. The
+    output type is transformers' type for decoders with experts, which has all fields that decoders without experts
+    return.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
@@ -464,7 +469,7 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 def _as_computed(
     name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
 ) -> Tensor:
-    """Return the tensor that a module uses as its parameter `leaf`, with its adapter merged.
+    """Return the tensor that a module uses as its parameter `leaf`, with the parameter's adapter merged.
 
     The tensor is in the dtype `own` if given, else in the dtype of hidden states x.
     """
@@ -557,7 +562,7 @@ def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 
 @cache
 def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
-    """Return a subclass with `forward` as the forward pass of aligned modules.
+    """Return a subclass for aligned modules, with `forward` as its forward pass.
 
     The subclass keeps the name of the original class, since trainers find layers to wrap or checkpoint by class name.
     The subclass also keeps the signature, since trainers read a model's arguments from the signature.
@@ -573,7 +578,9 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Select a backend; log a fallback with the same text as a worker. Cached, so a process logs each fallback once."""
+    """Select a backend; log a fallback with the same text as a worker. The result is cached, so a process logs each
+    fallback once.
+    """
     chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
         log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
@@ -602,7 +609,7 @@ def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
     """Raise AlignmentError unless a module is nn.Linear or has a class from the Python module that defines
     `neighbour`'s class.
 
-    transformers defines routers and experts beside their family's other classes.
+    transformers defines the routers and experts of a family in the same Python module as the family's other classes.
     """
     found = plain_class(type(module))
     if found is not nn.Linear and found.__module__ != plain_class(type(neighbour)).__module__:
@@ -649,9 +656,10 @@ def _check_model(model: Any) -> DecoderSpec:
 
 
 def _check_parameters(spec: DecoderSpec, model: Any) -> None:
-    """Raise AlignmentError unless layers have the parameters of the spec and all parameters share one dtype.
+    """Raise AlignmentError unless the layers have the parameters that the spec requires, and all parameters share one
+    dtype.
 
-    Parameters with their own dtype in the spec need not share the common dtype.
+    If the spec fixes the dtype of a parameter, that parameter need not have the common dtype.
     """
     own: set[int] = set()
 

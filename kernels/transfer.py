@@ -1,7 +1,7 @@
-"""CUDA streams, and copies between host and device that block only when their contents are needed.
+"""CUDA streams, and copies between host and device. A copy blocks only when its contents are needed.
 
-On a CPU, `to_device` copies nothing. On a CPU, `HostCopies` copies immediately, so the source tensors may change
-afterwards. On a GPU, copies use pinned memory and are queued after the kernels of the current stream.
+On a CPU, `to_device` copies nothing. For tensors on a CPU, `HostCopies` copies immediately, so the source tensors may
+change afterwards. On a GPU, copies use pinned memory and are queued after the kernels of the current stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def wait_for_stream(device: torch.device) -> None:
 def stream_beside(device: torch.device) -> Iterator[None]:
     """Context that queues this thread's work on a CUDA device in a separate stream.
 
-    The work starts after everything queued on the default stream so far, and overlaps with work that other threads
+    The work starts after all work queued on the default stream so far, and may overlap with work that other threads
     queue later.
     """
     if device.type != "cuda":
@@ -63,7 +63,9 @@ def all_to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tenso
 
 
 class HostCopies:
-    """Copies of `tensors`, all on one device, to the host, with their contents at this point of the stream."""
+    """Copies `tensors`, all on one device, to the host. The copies have the contents that the tensors have at this
+    point of the stream.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._arrived: torch.cuda.Event | None = None
@@ -77,7 +79,7 @@ class HostCopies:
         self._arrived.record()
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copies and return them."""
+        """Wait for the copies, and return the copied tensors."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._hosts

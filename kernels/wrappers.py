@@ -1,6 +1,6 @@
-"""The wrappers that trainers put around a transformers model or its weights, and the subset that is supported.
+"""The wrappers that trainers put around a transformers model or its weights, and the wrappers that are supported.
 
-A wrapper is supported if all of the wrapper's work runs when the module is called. Some wrappers are modules around
+A wrapper is supported if all of its work runs when the wrapped module is called. Some wrappers are modules around
 another module: DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` instead changes a
 module in place and gathers the module's weights before each call.
 """
@@ -52,12 +52,13 @@ def _is_adapted(model: Any) -> bool:
 
 
 def plain_class(found: type) -> type:
-    """Return the class of a module, without the class that `fully_shard` puts before it."""
+    """Return the class of a module, without the class that `fully_shard` puts in front of the original class."""
     return found.__bases__[-1] if found.__bases__[0].__name__ in _IN_PLACE else found
 
 
 def reshard(model: Any) -> None:
-    """Reshard the modules that `fully_shard` keeps gathered after a forward pass, in the dtype of its policy.
+    """Reshard the modules that `fully_shard` keeps gathered after a forward pass. The gathered weights are in the dtype
+    of the module's policy.
 
     Resharding restores the trained shards. The next forward pass gathers the modules again.
     """
@@ -67,7 +68,7 @@ def reshard(model: Any) -> None:
 
 
 def check_gathered(name: str, weight: Any) -> None:
-    """Raise AlignmentError for a parameter that is still sharded when the module that reads it computes."""
+    """Raise AlignmentError for a parameter that is still sharded when a module reads it."""
     if hasattr(weight, "ds_id"):
         raise AlignmentError(f"{name}: the tensor is sharded by ZeRO-3, which is not supported; {_FULLY_SHARD}")
     if hasattr(weight, "full_tensor"):  # a DTensor; torch's module for DTensors need not be loaded

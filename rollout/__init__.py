@@ -1,4 +1,6 @@
-"""The service around the engine. Names are imported on first use, so a client loads only the modules that it needs."""
+"""The public API of the rollout service. Each name is imported on first use, so a client loads only the modules that it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
 
-    from ..engine.models.loader import (
+    from ..engine.models.names import (
         resolve_model,
     )
     from ..engine.request import (
@@ -76,7 +78,7 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {
-    "..engine.models.loader": ["resolve_model"],
+    "..engine.models.names": ["resolve_model"],
     "..engine.request": [
         "Distribution",
         "SampleDelta",

@@ -1,18 +1,19 @@
-"""`audit`: compare a trainer's log-probs with a worker's, token by token, and find the causes of differences.
+"""`audit`: compare the log-probs of a trainer and a worker, token by token, and find the causes of differences.
 
-An audit samples a few groups from the worker, computes their log-probs as the trainer does, and compares the bits. It
-also compares everything that determines the bits: alignment, dtype, backend, instruction set, weights (by checksums of
-the tensors), version, and the distribution of the log-probs. Each cause comes with advice. An audit changes nothing,
-but the worker pauses between two steps while it computes checksums.
+An audit samples a few groups from the worker, computes the log-probs of the samples as the trainer does, and compares
+both sets of log-probs bit by bit. The audit also compares everything that determines the bits: alignment, dtype,
+backend, instruction set, weights (by checksums of the tensors), version, and the distribution of the log-probs. Each
+cause comes with advice. An audit changes nothing, but the worker pauses between two steps while it computes checksums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -20,10 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from trueroll.errors import AlignmentError, ConfigError
 
-from ..engine.models.loader import resolve_model
+from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.plain_models import is_aligned, is_decoder
-from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs
+from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
 from ..weight_sync.payload.tensors import dtype_named, tensor_checksum
 from ..weight_sync.trainer.trainer_tensors import TrainerTensors
@@ -41,7 +42,7 @@ _MOST_NAMES = 5
 
 @dataclass(frozen=True)
 class Cause:
-    """One difference between trainer and worker. `text`: the difference and what to change."""
+    """A cause of different log-probs. `text`: the difference between trainer and worker, and how to remove it."""
 
     name: CauseName
     text: str
@@ -51,11 +52,14 @@ class Cause:
 class Audit:
     """The result of `audit`.
 
-    - `num_tokens`, `num_different`: compared tokens, and tokens with different bits in their log-prob
+    - `num_tokens`, `num_different`: number of compared tokens, and number of tokens with different bits in the log-prob
     - `largest`, `mean`: maximum and mean of |trainer - worker|
     - `place`: (prompt, sample, token) indices of the largest difference; None if all log-probs are equal
     - `causes`: the differences that were found between trainer and worker
-    - `tensors`: names of tensors that differ or that only one side has
+    - `tensors`: names of the tensors that differ between trainer and worker, or that only one of the two has
+    - `is_aligned`: whether the trainer's model is aligned
+    - `differences`: trainer - worker for each token, one float32 array [tokens of the sample] per sample; infinity
+      replaces NaN, and all differences of a sample if the worker sent no log-probs
     """
 
     num_tokens: int
@@ -65,6 +69,8 @@ class Audit:
     place: tuple[int, int, int] | None
     causes: tuple[Cause, ...]
     tensors: tuple[str, ...]
+    is_aligned: bool
+    differences: tuple[np.ndarray, ...] = field(repr=False, compare=False)
 
     def __str__(self) -> str:
         if not self.num_different:
@@ -90,18 +96,21 @@ def audit(
 ) -> Audit:
     """Compare a trainer's log-probs with the log-probs of a worker. The client must have the role control.
 
-    - `model`: a transformers model as it is trained: inside its wrapper, if there is one. If training uses autocast,
-      call `audit` under the same autocast. If the model is sharded, call it on every rank, each with its own client.
-    - `client`: a client of the worker, or of a fleet. Workers of a fleet with different weights are an error.
+    - `model`: the transformers model that is trained, or the wrapper that contains this model. If training uses
+      autocast, call `audit` under the same autocast. If the model is sharded, call `audit` on every rank, with a
+      separate client on each rank.
+    - `client`: a client of the worker, or of a fleet. If the workers of a fleet have different weights, `audit` raises
+      an error.
     - `prompts`: token ids
     - `params`: sampling parameters; by default 4 samples of 32 tokens for each prompt
     - `temperature`: the number by which the trainer divides the logits; by default the trainer temperature of `params`
-    - `version`: version of the trainer's last push, if there was one
+    - `version`: weight version of the trainer's last push; None if the trainer has not pushed
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
 
-    Raise the client's errors. Raise ConfigError if there are no prompts, if the model has a smaller vocabulary than the
-    worker's, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not support.
+    Raise the client's errors. Raise ConfigError if there are no prompts, if the model's vocabulary is smaller than the
+    worker's vocabulary, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not
+    support.
     """
     if not len(prompts):
         raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
@@ -124,28 +133,47 @@ def audit(
     tensors, served = _compare_tensors(model, client)
     causes = [*of_distribution, *_compare_arithmetic(model, engine, dtypes)]
     causes += _compare_version(samples, served.weight_version, version) + _describe_tensors(tensors, served)
-    together = torch.cat(rows)
+    return _summarize(rows, samples, causes, tensors, _is_aligned(model))
+
+
+def _summarize(
+    rows: list[Tensor], samples: list[_Sampled], causes: list[Cause], tensors: tuple[str, ...], is_aligned: bool
+) -> Audit:
+    """Return the result of an audit. `rows`: for each sample, the difference trainer - worker of each token."""
+    together = torch.cat(rows).abs()
     num_different = int((together != 0).sum())
     if num_different and not causes:
-        causes.append(Cause("unknown", _UNKNOWN))
-    worst = max(range(len(rows)), key=lambda i: rows[i].max().item())
-    place = (samples[worst][1], samples[worst][2], int(rows[worst].argmax())) if num_different else None
-    largest, mean = together.max().item(), together.mean().item()
-    return Audit(len(together), num_different, largest, mean, place, tuple(causes), tensors)
+        causes = [Cause("unknown", _UNKNOWN)]
+    worst = max(range(len(rows)), key=lambda i: rows[i].abs().max().item())
+    place = (samples[worst][1], samples[worst][2], int(rows[worst].abs().argmax())) if num_different else None
+    figures = len(together), num_different, together.max().item(), together.mean().item()
+    differences = tuple(row.numpy() for row in rows)
+    return Audit(*figures, place, tuple(causes), tensors, is_aligned, differences)
 
 
-def audit_folder(model: str, client: RolloutClient) -> Audit:
+def audit_folder(
+    model: str,
+    client: RolloutClient,
+    prompts: Sequence[Sequence[int]] | None = None,
+    params: SamplingParams | None = None,
+    with_plain: bool = False,
+) -> list[Audit]:
     """Run `audit` on a checkpoint, as a trainer could before its first step.
 
-    The checkpoint is loaded in the worker's dtype and aligned. The prompts consist of the first tokens of the
-    vocabulary. `model`: as for a worker. Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded
-    or aligned.
+    The checkpoint is loaded in the worker's dtype and aligned. `model`: as for a worker. `prompts`: by default, three
+    prompts of consecutive low token ids. `with_plain`: also audit the model without alignment, on the same samples.
+    Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded or aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
     loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
-    align(loaded)
     most = loaded.config.get_text_config().vocab_size
-    return audit(loaded, client, [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)])
+    prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]
+    align(loaded)
+    audits = [audit(loaded, client, prompts, params)]
+    if with_plain:
+        unalign(loaded)
+        audits.append(audit(loaded, client, prompts, params))
+    return audits
 
 
 _UNKNOWN = (
@@ -158,7 +186,7 @@ _Sampled: TypeAlias = tuple[Sequence[int], int, int, SampleOutput]
 
 
 def _temperature(params: SamplingParams, given: float | None) -> tuple[float, list[Cause]]:
-    """Return the trainer's temperature, and a cause if it does not match the samples' log-probs."""
+    """Return the trainer's temperature, and a cause if the temperature does not match the samples' log-probs."""
     try:
         expected = params.trainer_temperature
     except ConfigError as error:
@@ -173,7 +201,9 @@ def _temperature(params: SamplingParams, given: float | None) -> tuple[float, li
 
 
 def _decoder(model: Any) -> Any:
-    """Return the transformers model inside any wrapper that has it as a submodule, even if no worker supports it."""
+    """Return the transformers model that `model` contains as a submodule, even if workers do not support the model. If
+    `model` contains no transformers model, return `model`.
+    """
     return next(filter(is_decoder, model.modules()), model)
 
 
@@ -189,7 +219,9 @@ def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
 
 
 def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
-    """Wrap `log_probs` to move its inputs to the model's device. Raise ConfigError if a result is not [B, T]."""
+    """Return a function that moves the inputs to the model's device and calls `log_probs`. The function raises
+    ConfigError if the shape of the result is not [B, T].
+    """
     weight = next(iter(model.parameters()))
     device = torch.device(weight.device_mesh.device_type) if hasattr(weight, "device_mesh") else weight.device
 
@@ -237,17 +269,18 @@ def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """Return |trainer - worker| for each token of a sample: infinity for NaN, or if the worker sent no log-probs."""
+    """Return trainer - worker for each token of a sample. NaN becomes infinity. If the worker sent no log-probs, all
+    differences are infinity.
+    """
     if sample.logprobs is None:
         return torch.full_like(found, torch.inf)
-    difference = (found - torch.tensor(sample.logprobs)).abs()
+    difference = found - torch.tensor(sample.logprobs)
     return difference.where(~difference.isnan(), torch.inf)
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
-    """Compare alignment, dtype, backend and instruction set.
-
-    `dtypes`: the dtypes that `_watched` saw. They are used only if the model is not aligned.
+    """Compare alignment, dtype, backend and instruction set of the trainer's model and the worker. `dtypes`: the dtypes
+    that `_watched` collected; used only if the model is not aligned.
     """
     served = Arithmetic(*(str(engine.get(name)) for name in Arithmetic._fields))
     if not _is_aligned(model):
@@ -281,7 +314,8 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dt
 def _watched(model: Any) -> Iterator[set[torch.dtype]]:
     """Context manager that collects the output dtypes of the first linear layer.
 
-    With autocast, or with a wrapper that has its own autocast, this dtype may differ from the parameters' dtype.
+    Under autocast, or in a wrapper that turns on autocast, the output dtype may differ from the dtype of the
+    parameters.
     """
     seen: set[torch.dtype] = set()
     linear = next(module for module in _decoder(model).modules() if isinstance(module, nn.Linear))
@@ -312,7 +346,7 @@ def _compare_dtype(own: str, served: str) -> list[Cause]:
 
 
 def _compare_version(samples: list[_Sampled], served: int, version: int | None) -> list[Cause]:
-    """Compare weight versions. `served`: the worker's version when it computed the checksums."""
+    """Compare weight versions. `served`: the weight version that the worker served when it computed the checksums."""
     found = sorted({served, *(span.version for *_, sample in samples for span in sample.weight_versions)})
     if len(found) > 1:
         return [Cause("version", f"the worker served versions {found} during the audit; audit again without pushes")]
@@ -323,9 +357,10 @@ def _compare_version(samples: list[_Sampled], served: int, version: int | None) 
 
 
 def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...], protocol.Checksums]:
-    """Return the names of differing tensors and the worker's checksums.
+    """Return the names of the tensors that differ, and the worker's checksums.
 
-    The trainer's tensors are converted to the worker's dtype, and adapters are merged, before they are compared.
+    Before the comparison, the trainer's tensors are converted to the worker's dtype, and adapters are merged into the
+    weights.
     """
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)

@@ -1,6 +1,6 @@
 """A worker's settings (address, keys, limits) and the check that an address is safe.
 
-Imports neither torch nor zmq, so that the command line and the client can check an address before they import them.
+The module imports neither torch nor zmq, so that the command line and the client can check an address quickly.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ..engine.request import from_validation
 
 
 class WorkerConfig(BaseModel):
-    """Settings of the worker around one engine. Unknown keys and values out of range raise ConfigError.
+    """Settings of a worker, without the settings of its engine. Unknown keys and values out of range raise ConfigError.
 
     - `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free port); None: an ipc socket in a new private folder
-    - `curve_secret_key_file`, `clients_file`: a secret key file as `zmq.auth.create_certificates` writes it, and a file
-      with the public keys of the admitted clients (see `keys`). Set both or neither. A tcp address beyond loopback
-      needs both; a tcp address on loopback uses this user's own keys if neither is set.
-    - `max_connections`: maximum number of connections; never more than half of the file descriptors that the process
-      may open
+    - `curve_secret_key_file`, `clients_file`: the worker's secret key, in the format of `zmq.auth.create_certificates`,
+      and a file with the public keys of the admitted clients (see `network.keys`). Set both settings or neither. A tcp
+      address beyond loopback needs both settings. A tcp address on loopback uses this user's own keys by default.
+    - `max_connections`: maximum number of connections. A number above half of the process's descriptor limit is lowered
+      to half of the limit.
     - `max_message_bytes`: maximum size of a message
     - `max_n`: maximum number of samples per request
-    - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of accepted, unfinished requests,
-      of their samples, and of the bytes that they hold. Submissions that wait for these requests may hold the same
-      number of bytes again.
-    - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and of their bytes, including the
-      names of their callers. The oldest results are dropped first.
-    - `max_unread_bytes`: maximum bytes of replies to clients that do not read, over all clients
+    - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of unfinished requests, of their
+      samples, and of their bytes in memory. Submissions that wait for an unfinished request have a separate budget of
+      `max_queued_bytes`.
+    - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and their maximum total size in
+      bytes, including the names of their callers. The oldest results are evicted first.
+    - `max_unread_bytes`: maximum total size, in bytes, of the replies that clients have not read yet
     - `drain_seconds`: time for running requests to finish when the worker shuts down
     - `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is paused,
       draining, asleep, waking, updating or dirty
@@ -110,7 +110,7 @@ class WorkerConfig(BaseModel):
 
 
 def check_address(address: str, has_keys: bool) -> None:
-    """Raise ConfigError unless `address` is ipc, tcp on loopback, or any tcp address with keys."""
+    """Raise ConfigError if `address` is malformed, an abstract socket, or tcp beyond loopback without keys."""
     transport, _, rest = address.partition("://")
     if transport == "ipc" and rest.startswith("@"):
         raise ConfigError(
@@ -119,11 +119,11 @@ def check_address(address: str, has_keys: bool) -> None:
     if transport == "ipc" and rest:
         return
     if transport != "tcp" or ":" not in rest:
-        raise ConfigError(f"address: must be ipc://PATH or tcp://IP:PORT (got {address!r}){_hint(address)}")
+        raise ConfigError(f"address: must be ipc://PATH or tcp://IP:PORT (got {address!r}){address_hint(address)}")
     host, _, port = rest.rpartition(":")
     host = host.strip("[]")
     if host == "localhost":
-        raise ConfigError(f"address: {address!r} has a name in place of an IP; give tcp://127.0.0.1:{port}")
+        raise ConfigError(f"address: {address!r} has a host name instead of an IP; give tcp://127.0.0.1:{port}")
     if not has_keys and not is_loopback(host):
         raise ConfigError(
             f"address: {address!r} is not on loopback and needs keys (curve_secret_key_file and clients_file for the "
@@ -132,17 +132,17 @@ def check_address(address: str, has_keys: bool) -> None:
 
 
 def check_socket(address: str) -> None:
-    """Raise ConfigError if `address` is ipc://PATH and PATH does not exist, because no worker can be there."""
+    """Raise ConfigError if `address` is `ipc://PATH` and the socket file PATH does not exist."""
     transport, _, path = address.partition("://")
     if transport == "ipc" and path and not path.startswith("@") and not Path(path).exists():
         raise ConfigError(
-            f"address: no worker is at {address}, because {path} does not exist; start one with "
-            "`trueroll serve MODEL`, which prints its address"
+            f"address: no worker listens at {address}, because {path} does not exist; start a worker with "
+            "`trueroll serve MODEL`, which prints the address"
         )
 
 
-def _hint(address: str) -> str:
-    """Return what to write in place of an address that looks like that of an HTTP server."""
+def address_hint(address: str) -> str:
+    """Return advice for an address that looks like the address of an HTTP server; empty for other addresses."""
     if address.startswith(("http://", "https://")):
         return "; an HTTP address belongs to a front end: give the worker's address, which `trueroll serve` prints"
     host, _, port = address.rpartition(":")

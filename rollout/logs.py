@@ -1,16 +1,23 @@
-"""Logging of commands and workers. Text from outside cannot forge or color log lines."""
+"""The lines of commands and workers on stderr: logs, and the last line of an interrupted process.
+
+Untrusted text cannot forge or color log lines.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 
 from trueroll.errors import printable
+
+INTERRUPTED = 130
+"""The exit code of a process that ended because of SIGINT."""
 
 
 class LineFormatter(logging.Formatter):
     """Formatter that writes each message as one line and escapes unprintable characters, including line breaks.
 
-    The lines of a traceback are indented, so that none of them looks like a message.
+    The lines of a traceback are indented, so that no line looks like a log message.
     """
 
     def __init__(self) -> None:
@@ -30,3 +37,8 @@ def log_to_stderr(level: int) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     logging.basicConfig(level=level, handlers=[handler])
+
+
+def tell_interrupted() -> None:
+    """Print the last line of a process that ends because of SIGINT."""
+    print("trueroll: interrupted", file=sys.stderr, flush=True)

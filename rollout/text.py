@@ -1,8 +1,9 @@
 """Conversion between text and token ids, for the tools and the HTTP front end. Workers use token ids only.
 
-Promises never to run Python code from a model's folder. A tokenizer is loaded without such code, and it is first tried
-in a child process with limits. A chat template is a program too, so a child process renders it and encodes the result.
-Short and long texts have separate child processes. Imports transformers only when a tokenizer is loaded.
+Never runs Python code from a model's folder. A tokenizer is loaded without the model's own code, after a trial in a
+child process with limits. A chat template is a program, so a child process renders the template and encodes the result.
+Short and long texts have separate child processes. Imports transformers only for a tokenizer or a conversation that
+needs transformers.
 """
 
 from __future__ import annotations
@@ -25,32 +26,35 @@ from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandone
 ANY = 2**31
 """The value of `most` that means no limit on the number of tokens."""
 LONG_CHARS = 2**15
-"""Texts with more characters go to the process for long texts, so that short texts never wait for them."""
+"""Texts with more characters are encoded in the process for long texts, so that short texts never wait for long ones.
+"""
 LONG_NICENESS = 10
-"""Niceness of the process for long texts, so that it delays short requests less on a machine with few cores."""
+"""Niceness of the process for long texts, so that long texts delay short requests less on a machine with few cores."""
 _PART_TOKENS = 2**14
 _TOKENIZER_FILES = {".json", ".jinja", ".txt", ".model"}
 
 
 class TextModel:
-    """A model's tokenizer and chat template. Any thread may use it.
+    """A model's tokenizer and chat template. Thread-safe.
 
-    The constructor raises ModelError if the model has no tokenizer that works without code from the model's folder. The
-    methods raise ModelError if the tokenizer fails.
+    The constructor raises ModelError if the model has no tokenizer, or if the tokenizer needs code from the model's
+    folder. The methods raise ModelError if the tokenizer fails.
 
-    Methods with the argument `is_abandoned` call it while they wait, and raise ModelError once it returns True. Methods
-    with the argument `most` raise TooMany for more than `most` tokens. `longest_token`: length of the longest token in
-    characters.
+    Methods with the argument `is_abandoned` call this function while they wait, and raise ModelError once the function
+    returns True. Methods with the argument `most` raise TooMany if the text has more than `most` tokens.
+    `longest_token`: length of the longest token in characters.
     """
 
     def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401, imported before the fork for the child
-
-        from ..engine.models.loader import resolve_model
+        from ..engine.models.names import resolve_model
         from ..engine.models.tokenizer import longest_token
+        from .plain_tokenizer import is_plain
 
         self._folder = resolve_model(model)
         _check_files(self._folder)
+        if not is_plain(self._folder):
+            from transformers import AutoTokenizer, PreTrainedConfig  # noqa: F401, before the fork for the child
+
         with self._explained("the model's tokenizer does not load"):
             attempt(partial(_load, self._folder))
             self._tokenizer = _load(self._folder)
@@ -74,7 +78,7 @@ class TextModel:
             return _listed(child.encode(text, add_special_tokens, most, is_abandoned))
 
     def encode_chat(self, text: str, system: str | None = None) -> list[int]:
-        """Return the token ids of a conversation with the user's message `text`, ready for the assistant's answer."""
+        """Return the token ids of a conversation with the user message `text`, up to the start of the answer."""
         messages = [] if system is None else [{"role": "system", "content": system}]
         return self.encode_conversation(
             [*messages, {"role": "user", "content": text}], dict(add_generation_prompt=True)
@@ -90,7 +94,7 @@ class TextModel:
     ) -> list[int]:
         """Return the token ids of a conversation, rendered by the model's chat template.
 
-        The template gets `arguments`, such as `tools`. Raise TooMany also if the rendered text has more than
+        `arguments`: arguments of the template, such as `tools`. Also raise TooMany if the rendered text has more than
         `most_chars` characters.
         """
         if not self._tokenizer.chat_template:
@@ -103,7 +107,7 @@ class TextModel:
                 raise
             except ChildError as error:
                 limits = f"{LIMITS.cpu_seconds} s or {LIMITS.more_bytes} bytes"
-                cause = str(error) or f"it needs more than {limits}, or crashes"
+                cause = str(error) or f"rendering needs more than {limits}, or crashes"
                 raise ModelError(
                     f"chat: the model's chat template does not render: {cause}; check the template, or use plain "
                     "prompts"
@@ -112,26 +116,29 @@ class TextModel:
     def decode(self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids, by default without special tokens.
 
-        Runs in this process, which is safe because `check_tokenizer` bounds its cost when the tokenizer is loaded.
+        Decodes in this process, which is safe: when the tokenizer was loaded, `check_tokenizer` limited the cost of
+        decoding.
         """
-        try:  # no context manager: it would take half of the time, and streams decode each token
+        try:  # no context manager, which would double the time of this frequent call
             return self._decode(list(token_ids), skip_special_tokens)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a panic of the Rust library is not an Exception
-            raise self._explanation("the tokenizer does not decode the tokens", error) from None
+            raise self._explanation("the tokenizer cannot decode the tokens", error) from None
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether a token never adds text: it is unknown, or it is special and special tokens are skipped."""
-        with self._explained("the tokenizer does not decode the tokens"):
+        """Return whether a token never adds text: an unknown token, or a special token while special tokens are
+        skipped.
+        """
+        with self._explained("the tokenizer cannot decode the tokens"):
             is_skipped = skip_special_tokens and token_id in self._special
             return is_skipped or self._tokenizer.convert_ids_to_tokens(token_id) is None
 
     def decode_long(
         self, token_ids: Sequence[int], skip_special_tokens: bool = True, is_abandoned: IsAbandoned = never
     ) -> str:
-        """Return the text of many token ids. Decodes in the process for long texts, so that nothing else waits."""
-        with self._explained("the tokenizer does not decode the tokens"):
+        """Return the text of many token ids. Decodes in the process for long texts, to keep other work unblocked."""
+        with self._explained("the tokenizer cannot decode the tokens"):
             return self._children[True].decode(token_ids, skip_special_tokens, is_abandoned)
 
     def close(self) -> None:
@@ -141,7 +148,7 @@ class TextModel:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Convert any exception of the tokenizer to ModelError. The tokenizer's files can make it raise anything."""
+        """Convert all exceptions to ModelError, because malformed tokenizer files can cause exceptions of any type."""
         try:
             yield
         except (ModelError, TooMany, UnavailableError):
@@ -151,13 +158,30 @@ class TextModel:
 
     def _explanation(self, what: str, error: BaseException) -> ModelError:
         if isinstance(error, ChildError | TrialError):
-            cause = str(error) or f"it needs more than {LIMITS}, or crashes"
+            cause = str(error) or f"the tokenizer needs more than {LIMITS}, or crashes"
         else:
             cause = said(f"{type(error).__name__}: {error}")
         return ModelError(f"{self._folder}: {what}: {cause}; check the tokenizer's files")
 
 
+def prepare_for_conversations() -> None:
+    """Import the modules that render chat templates, so that the child processes need not import them. The import takes
+    a second.
+    """
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
+
+
 def _load(folder: Path) -> Any:
+    """Return the tokenizer of a model folder. Raise an exception of any type if the tokenizer cannot be loaded or may
+    not be used.
+    """
+    from .plain_tokenizer import is_plain, load_plain
+
+    tokenizer = load_plain(folder) if is_plain(folder) else None
+    return _load_by_transformers(folder) if tokenizer is None else tokenizer
+
+
+def _load_by_transformers(folder: Path) -> Any:
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -177,8 +201,8 @@ def _short_config(folder: Path) -> Any:
     """Return the part of a model's config that transformers needs to choose the tokenizer's class.
 
     Reading the whole config would import model classes and torch's compiler, which takes seconds and 150 MB. Return
-    None if transformers needs the whole config: the tokenizer's config names no class, or a class in the model's own
-    code.
+    None if the tokenizer's config names no class, or a class in the model's own code, because transformers then needs
+    the whole config.
     """
     from transformers import PreTrainedConfig
 
@@ -202,9 +226,13 @@ def _short_config(folder: Path) -> Any:
 def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
     """Return a function like `tokenizer.decode`.
 
-    If transformers only passes the tokens on to the Rust library, the function calls the library directly. That takes a
-    fifth of the time, which matters because streams decode each token as it arrives.
+    If transformers would only pass the tokens to the Rust library, the returned function calls the library directly. A
+    direct call takes a fifth of the time, which matters because streams decode each token as it arrives.
     """
+    from .plain_tokenizer import PlainTokenizer
+
+    if isinstance(tokenizer, PlainTokenizer):
+        return tokenizer.backend_tokenizer.decode
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -219,13 +247,13 @@ def _decoder_of(tokenizer: Any) -> Callable[[list[int], bool], str]:
 
 
 def _listed(tokens: np.ndarray) -> list[int]:
-    """Return the tokens as a list. Converts in chunks, so that other threads can run in between."""
+    """Return the tokens as a list. Converts in chunks, so that other threads can run between two chunks."""
     parts = (tokens[at : at + _PART_TOKENS].tolist() for at in range(0, len(tokens), _PART_TOKENS))
     return list(chain.from_iterable(parts))
 
 
 def is_long(num_chars: int) -> bool:
-    """Return whether the process for long texts encodes a text with `num_chars` characters."""
+    """Return whether a text with `num_chars` characters is encoded in the process for long texts."""
     return num_chars > LONG_CHARS
 
 
@@ -249,9 +277,10 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def model_served_here(health: protocol.Health) -> str:
-    """Return the name of the worker's model if it is available on this machine.
+    """Return the name of the worker's model if the model is available on this machine.
 
-    Raise ConfigError otherwise, because a model name that comes from a worker must never cause a download.
+    Raise ConfigError if the model is not available here, because a model name from a worker must never cause a
+    download.
     """
     from ..engine.models.files import local_path
 
@@ -270,7 +299,7 @@ def model_served_here(health: protocol.Health) -> str:
 
 
 def needs_tokenizer(address: str) -> ConfigError:
-    """Return the error for a missing tokenizer, if the worker may run on another machine."""
+    """Return the error for a missing `--tokenizer` if the worker may run on another machine."""
     return ConfigError(
         f"tokenizer: the worker at {address} may run on another machine; give the model that it serves as --tokenizer "
         "MODEL"

@@ -1,8 +1,9 @@
-"""A child process with limits on time and memory. It runs a model's tokenizer and renders its chat template.
+"""A child process that runs a model's tokenizer and renders its chat template, with limits on time and memory.
 
-Owns the child process. Promises that a call returns or raises within the limits, even if a chat template takes over the
-child: replies are bytes of bounded length, and nothing in them is executed. A child that refuses a text stays in use. A
-child that died, hung, was abandoned or used up its limits is replaced on the next call.
+Owns the child process. Guarantees that a call returns or raises within the limits, even if a malicious chat template
+controls the child. Replies are bytes of bounded length, and this process never executes anything from a reply. A child
+stays in use after it refuses a text. A child that died, hung, was abandoned or used up its limits is replaced on the
+next call.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from trueroll.errors import UnavailableError, said
 from ..engine.models.trials import Limits, close_all_but, end, forked, limit_cpu, limit_memory, room_for_a_process
 
 LIMITS = Limits(cpu_seconds=10, seconds=60, more_bytes=2**30)
-"""The times limit one call. The memory limits what the child uses in addition to the memory of this process."""
+"""`cpu_seconds` and `seconds` limit one call. `more_bytes` limits the memory of the child beyond the memory of this
+process.
+"""
 MAX_CHARS = 2**22
 """Maximum length of a rendered conversation, in characters."""
 _MAX_REPLY_BYTES = 2**26
@@ -40,11 +43,14 @@ IsAbandoned: TypeAlias = Callable[[], bool]
 
 
 class ChildError(Exception):
-    """The child returned no result. The text says why; it is empty if the child was killed, hung or was abandoned."""
+    """The child returned no result.
+
+    The text of the error names the cause. The error text is empty if the child was killed, hung or was abandoned.
+    """
 
 
 class EncodingError(ChildError):
-    """The tokenizer failed, not the chat template."""
+    """Raised when the tokenizer, not the chat template, has failed."""
 
 
 class _Unencodable(Exception):
@@ -52,7 +58,10 @@ class _Unencodable(Exception):
 
 
 class TooMany(Exception):
-    """The text has more tokens or characters (`what`) than the caller's limit: `count`."""
+    """The text exceeds the caller's limit.
+
+    `what`: the unit, "tokens" or "characters". `count`: size of the text in tokens or characters.
+    """
 
     def __init__(self, what: str, count: int) -> None:
         super().__init__(f"{count} {what}")
@@ -60,14 +69,14 @@ class TooMany(Exception):
 
 
 def never() -> bool:
-    """Return False: the default `is_abandoned`, for a call that is never abandoned."""
+    """Return False. The default `is_abandoned`, for calls that are never abandoned."""
     return False
 
 
 class TextChild:
-    """Calls into one child process, one call at a time. The process is started on first use. Any thread may use it.
+    """Runs calls in one child process, one call at a time. Starts the process on first use. Thread-safe.
 
-    `niceness`: by how much the child's scheduling priority is lower than this process's, 0 to 19.
+    `niceness`: increment of the child's niceness relative to this process, 0 to 19.
     """
 
     def __init__(self, tokenizer: Any, limits: Limits | None = None, niceness: int = 0) -> None:
@@ -108,7 +117,7 @@ class TextChild:
         return np.frombuffer(reply[: len(reply) // 4 * 4], np.int32)
 
     def _ask(self, call: Call, is_abandoned: IsAbandoned) -> bytes:
-        try:  # not JSON: it would block all threads of this process ten times as long for a long text
+        try:  # not as JSON, because encoding a long text as JSON blocks all threads for ten times as long
             message: bytes = msgpack.Packer(default=_large_integer).pack(call)
         except UnicodeEncodeError as error:
             raise ChildError(f"{error.object[error.start]!r} is not a valid character") from None
@@ -125,7 +134,10 @@ class TextChild:
 
 
 def _large_integer(value: Any) -> msgpack.ExtType:
-    """Pack an integer of more than 64 bits, which MessagePack has no type for. Raise TypeError for other values."""
+    """Pack an integer of more than 64 bits as an extension type, because MessagePack has no type for these integers.
+
+    Raise TypeError for a value of another type.
+    """
     if not isinstance(value, int):
         raise TypeError(f"a conversation may contain only JSON values (got {type(value).__name__})")
     return msgpack.ExtType(0, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
@@ -146,10 +158,13 @@ def _read_reply(reply: bytes) -> bytes:
 
 
 class _Process:
-    """The child process. It ends when this object is garbage-collected or this process exits. `pid`: its process id."""
+    """The child process.
+
+    The child ends when this object is garbage-collected or this process exits. `pid`: process id of the child.
+    """
 
     def __init__(self, tokenizer: Any, limits: Limits, niceness: int) -> None:
-        """Raise UnavailableError if the machine has no room for another process."""
+        """Raise UnavailableError if the system cannot start another process."""
         self._seconds = limits.seconds
         with room_for_a_process():
             self._socket, other = socket.socketpair()
@@ -163,7 +178,7 @@ class _Process:
         self.end = weakref.finalize(self, _end, self.pid, self._socket)
 
     def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
-        """Send a call and return the reply. Its first byte is its kind, and the kind says what follows.
+        """Send a call and return the reply. The first byte of a reply is its kind:
 
         - `+`: the result
         - `-`: an error text
@@ -171,7 +186,7 @@ class _Process:
         - `>`: the unit and the size of a result that exceeds the caller's limit
         - `x`: an error text; the child ran out of memory
 
-        The reply is empty if the child was killed or took too long, or the call was abandoned.
+        The reply is empty if the child was killed or timed out, or if the call was abandoned.
         """
         deadline = time.monotonic() + self._seconds
 
@@ -181,7 +196,7 @@ class _Process:
             while True:
                 is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
                 if time.monotonic() > deadline or not is_ready and is_abandoned():
-                    raise TimeoutError  # checked for every read, so a child cannot delay it by sending byte by byte
+                    raise TimeoutError  # checked before every read, so single bytes cannot prolong a call
                 if is_ready:
                     return
 
@@ -237,7 +252,7 @@ def _answer(tokenizer: Any, message: bytes) -> bytes:
         return f">{error.what} {error.count}".encode()
     except _Unencodable as error:
         return f"!{error}".encode()
-    except BaseException as error:  # any kind: a template is a program, and a Rust panic is not an Exception
+    except BaseException as error:  # a template may raise any exception, and a Rust panic is not an Exception
         return (b"x" if isinstance(error, MemoryError) else b"-") + _said(error).encode()
 
 
@@ -262,7 +277,7 @@ def _encode_conversation(
 ) -> bytes:
     text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
     if len(text) > MAX_CHARS:
-        raise ValueError(f"{len(text)} characters, more than {MAX_CHARS}")
+        raise ValueError(f"the conversation has {len(text)} characters (limit {MAX_CHARS})")
     if len(text) > most_chars:
         raise TooMany("characters", len(text))
     return _encode(tokenizer, False, most, text)

@@ -14,7 +14,9 @@ HYBRID = [*ATTENTION, "in_proj_qkv", "in_proj_z", "out_proj"]
 
 
 def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
-    """Return the model in `folder` with an adapter: LoRA of rank 4 on all attention matrices, or as `config` says."""
+    """Return the model in `folder` with a LoRA adapter. By default the adapter has rank 4 and covers all attention
+    matrices; `config` overrides this.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     fields: dict[str, Any] = dict(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM") | config
     adapted = get_peft_model(model, LoraConfig(**fields))
@@ -24,7 +26,10 @@ def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **con
 
 @torch.no_grad()
 def change(model: Any, seed: int) -> None:
-    """Set all trained parameters to other values. The values depend only on `seed`, in every process."""
+    """Set all trained parameters to new values.
+
+    The values depend only on `seed`, so all processes get the same values.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:

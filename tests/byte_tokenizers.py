@@ -1,4 +1,4 @@
-"""Tokenizers with tokens that split characters, as those of real models do, and one that counts decoded tokens."""
+"""Tokenizers with tokens that split characters, as in real models, and a tokenizer that counts decoded tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def byte_level_tokenizer(pieces: Sequence[bytes]) -> Tokenizer:
-    """Return a tokenizer with tokens of any bytes. A token's id is its place in `pieces`; the next id is special."""
+    """Return a tokenizer with a token for each byte string in `pieces`. A token's id is its index in `pieces`. The id
+    after the last piece is a special token.
+    """
     to_letter = dict(zip(_byte_level_order(), sorted(pre_tokenizers.ByteLevel.alphabet()), strict=True))
     words = ["".join(to_letter[byte] for byte in piece) for piece in pieces]
     model = models.BPE({word: id for id, word in enumerate(words)}, [])
@@ -34,7 +36,9 @@ def byte_level_tokenizer(pieces: Sequence[bytes]) -> Tokenizer:
 
 
 def _byte_level_order() -> list[int]:
-    """Return the bytes in the order of the letters that stand for them. Visible bytes stand for themselves."""
+    """Return the bytes in the order of the letters that represent them in a byte-level vocabulary. A visible byte is
+    represented by its own character.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return visible + [byte for byte in range(256) if byte not in visible]
 

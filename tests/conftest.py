@@ -13,9 +13,11 @@ import pytest
 from filelock import FileLock
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; no test may depend on the network
-# Read when torch is imported. Tests run several processes on few cores; spinning threads would starve each other.
+# Read when torch is imported. Tests run several processes on few cores, where busy-waiting threads would starve each
+# other.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
-# Read when a Triton kernel is made. In this suite all kernels run on the CPU; `make test-gpu` runs them on a GPU.
+# Read when a Triton kernel is created. This suite interprets all kernels on the CPU; `make test-gpu` runs the kernels
+# on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import machines  # noqa: E402, I001
@@ -34,7 +36,9 @@ hypothesis.settings.load_profile("trueroll")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Disable garbage collection until all tests are collected, and exempt the collected tests from it afterwards."""
+    """Disable garbage collection while tests are collected. Afterwards, exempt the collected tests from garbage
+    collection.
+    """
     gc.disable()
     try:
         return (yield)
@@ -44,7 +48,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_unconfigure() -> None:
-    """Free at the end of the process what libraries would otherwise report as leaked."""
+    """At the end of the process, free objects that libraries would otherwise report as leaked."""
     gc.unfreeze()
 
 
@@ -140,7 +144,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def native_library() -> Iterator[Library]:
-    """The library of native kernels. A test may choose another instruction set; its end restores the old one."""
+    """The library of native kernels. A test may choose another instruction set. The old instruction set is restored
+    after the test.
+    """
     library = load_library()
     before = library.instruction_set()
     yield library
@@ -149,9 +155,8 @@ def native_library() -> Iterator[Library]:
 
 @pytest.fixture(scope="module")
 def forked_workers() -> Iterator[None]:
-    """Fork the workers of a module instead of starting them, which takes a fraction of the time.
-
-    Not for tests of the start itself.
+    """Fork the workers of a module instead of starting new interpreters, which is much faster. Do not use this fixture
+    in tests of the start itself.
     """
     with workers_are_forked():
         yield

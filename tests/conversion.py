@@ -1,4 +1,4 @@
-"""Converts the embedded model in a process of its own and keeps the output for a test."""
+"""Converts the embedded model in a separate process and keeps the process's output for a test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""An engine without a model, for tests of the service. It has the real engine's methods; tokens depend on the seed.
+"""An engine without a model, for tests of the service. The fake has the real engine's methods. Tokens depend on the
+seed.
 
 Sample i of a group has `max_tokens - i` tokens, at least one, so the samples of a group finish at different steps. Four
-special token ids in a prompt cause failures, so a test can request them even across a process boundary. The weights are
-small tensors that are never computed with.
+special token ids in a prompt cause failures. A test can therefore trigger a failure even in another process. The
+weights are small tensors, and no computation uses them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def expected_tokens(seed: int, index: int, count: int) -> list[int]:
 
 
 class FakeStaging:
-    """The rows and elements of a push; see `WeightStaging` of `trueroll.engine.running.weights`.
+    """Receives the rows and elements of a push, like `WeightStaging` of `trueroll.engine.running.weights`.
 
     `staged`: names of the tensors that have received rows.
     """
@@ -179,7 +180,7 @@ class FakeWeights:
 class FakeEngine:
     """A step sets `at_gate`, waits for `gate`, and adds tokens only while `flow` is set.
 
-    `requests`: all added requests, in order. `actions`: all other calls.
+    `requests`: all added requests, in order. `actions`: all other calls, in order.
     """
 
     info = FakeInfo()

@@ -1,4 +1,6 @@
-"""A worker process with the fake engine. With `model` "broken" loading fails; with "slow" it never ends."""
+"""A worker process with the fake engine. If `model` is "broken", loading fails. If `model` is "slow", loading never
+ends.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ def load(config: EngineConfig) -> FakeEngine:
     if config.model == "slow":
         time.sleep(3600)
     engine = FakeEngine()
-    engine.weight_version = 0  # like any newly started worker
+    engine.weight_version = 0  # the fake starts like any new worker
     return engine
 
 

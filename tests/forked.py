@@ -1,7 +1,7 @@
 """Processes with the interface of `subprocess.Popen`, forked from a process that has imported torch and trueroll.
 
-For tests that start many processes but do not test the start: each process costs a tenth of the CPU time. Pipes,
-signals and exit codes work as usual. The environment is the first process's environment.
+For tests that start many processes but do not test the start. Forking a process takes a tenth of the CPU time of
+starting a new process. Pipes, signals and exit codes work as usual. The environment is that of the first process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 _LOCK = threading.Lock()
-"""Starting a process polls the exit codes of all processes, and each exit code can be read only once."""
+"""Guards exit codes. Starting a process polls the exit codes of all processes, and each exit code can be read only
+once.
+"""
 
 
 class ForkedPopen:

@@ -1,4 +1,4 @@
-"""HTTP front ends for tests: each runs on a thread of this process, in front of any worker."""
+"""HTTP front ends for tests. Each front end runs on a thread of this process, in front of any worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 
 @dataclass
 class Front:
-    """A running front end. `url`: its address. `model`: its name for the served model."""
+    """A running front end. `url`: the front end's address. `model`: name of the served model."""
 
     url: str
     model: str
@@ -50,12 +50,12 @@ class Front:
         return httpx2.get(self.url + path, headers={"Authorization": f"Bearer {self.key}", **headers}, timeout=60)
 
     def metric(self, name: str) -> float:
-        """Return the value of a metric that has one line."""
+        """Return the value of a metric with one line."""
         lines = self.get("/metrics").text.splitlines()
         return float(next(line for line in lines if line.startswith(f"{name} ")).split()[1])
 
     def wait_for(self, name: str, value: float, deadline: float = 60) -> None:
-        """Wait until a metric that has one line has this value."""
+        """Wait until a metric with one line has this value."""
         end = time.monotonic() + deadline
         while (found := self.metric(name)) != value:
             assert time.monotonic() < end, f"{name} is {found}, not {value}"
@@ -111,7 +111,7 @@ def _run(loop: asyncio.AbstractEventLoop, work: Any) -> None:
 
 
 def events(response: httpx2.Response) -> list[Any]:
-    """Return the data of a response's server-sent events. `[DONE]` stays a string."""
+    """Return the parsed data of a response's server-sent events. The last event, `[DONE]`, stays a string."""
     lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     data = [line.removeprefix("data: ") for line in lines]

@@ -1,7 +1,8 @@
-"""Needs of tests that some machines do not meet (the only reasons to skip a test), and files and rights of other users.
+"""Requirements of tests that some machines do not meet, and helpers for files and permissions of other users. An unmet
+requirement is the only reason to skip a test.
 
-A run ends with a list of the tests that it skipped because they need another machine. A test that can force its premise
-must not skip: `tests/test_whole_run.py` allows `skip` only in this file and in `tests/gpu`.
+A run ends with a list of the tests that it skipped because they need another machine. A test that can create its
+premise must not skip. `tests/test_whole_run.py` allows `skip` only in this file and in `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def missing_instruction_sets() -> list[str]:
 
 
 def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:
-    """Make a file, or a link itself, belong to user `NOBODY`. Without root this is so only in this process."""
+    """Make user `NOBODY` the owner of a file or of a link itself. Without root, the change is visible only in this
+    process.
+    """
     if os.geteuid() == 0:
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
         return
@@ -61,13 +64,13 @@ def _with_owner(look: object, given: tuple[int, int]) -> object:
 
 @contextmanager
 def without_rights_of_root() -> Iterator[None]:
-    """Limit this thread to what its user's file permissions allow, even if the user is root."""
+    """Subject this thread to its user's file permissions, even if the user is root."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     before = ctypes.create_string_buffer(24)
     assert libc.capget(header, before) == 0, os.strerror(ctypes.get_errno())
     sets = list(struct.unpack("6I", before.raw))
-    sets[0] = sets[3] = 0  # both halves of the effective set; the permitted set stays
+    sets[0] = sets[3] = 0  # both halves of the effective set; the permitted set is unchanged
     assert libc.capset(header, struct.pack("6I", *sets)) == 0, os.strerror(ctypes.get_errno())
     try:
         yield

@@ -1,6 +1,6 @@
-"""Selects the cells of a test's matrix for every run. `make test-all` runs all cells.
+"""Selects the cells of a test's matrix that every run includes. `make test-all` runs all cells.
 
-A plugin of pytest, loaded by `conftest`. Cells left to `make test-all` get the mark `exhaustive`; pytest deselects that
+This module is a pytest plugin, loaded by `conftest`. All other cells get the mark `exhaustive`. pytest deselects that
 mark unless `-m` says otherwise.
 """
 
@@ -22,7 +22,7 @@ def thinned(keep: Callable[..., bool]) -> pytest.MarkDecorator:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the cells that are left to `make test-all`."""
+    """Mark the cells that only `make test-all` runs."""
     for item in items:
         if (marker := item.get_closest_marker("thinned")) is not None:
             (keep,) = marker.args

@@ -1,4 +1,4 @@
-"""The mixer of a layer, for tests that know its kind."""
+"""Returns the mixer of a layer as a given kind, for tests that know the kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pushes made by hand, one protocol message at a time, so that a test can stop anywhere or send invalid messages."""
+"""Manual pushes, one protocol message at a time. A test can stop at any message or send invalid messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HandPush:
         return self.call("begin_push", **self.begin_fields(**fields))
 
     def bucket(self) -> dict[str, Any]:
-        """Copy the tensors into the first slot and return their places."""
+        """Copy the tensors into the first slot, and return the places of the tensors in the slot."""
         pieces, offset = [], 0
         for name, tensor in self.tensors.items():
             data = tensor.reshape(-1).view(torch.uint8)
@@ -69,7 +69,7 @@ class HandPush:
         return self.call("abort_push")
 
     def up_to_verify(self, **fields: Any) -> None:
-        """Begin, stage and verify. Each call must succeed."""
+        """Begin, stage and verify the push. Each call must succeed."""
         for reply, phase in ((self.begin(**fields), "begun"), (self.stage(), "staged"), (self.verify(), "verified")):
             assert reply["type"] == "push_status" and reply["phase"] == phase, reply
 

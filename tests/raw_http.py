@@ -1,4 +1,4 @@
-"""Connections to HTTP servers on which tests can send any bytes."""
+"""Connections to HTTP servers, for tests that send arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Raw:
-    """A connection to a server, for bytes that no library would send."""
+    """A connection to a server. Tests can send bytes that no HTTP library would send."""
 
     def __init__(self, connection: socket.socket, key: str = "none") -> None:
         self.socket = connection
@@ -53,7 +53,7 @@ class Raw:
         return status, headers, json.loads(self._file.read(int(headers["content-length"])))
 
     def is_closed(self) -> bool:
-        """Return whether the connection ends here. Waits for the end, and fails if more data comes."""
+        """Wait until the server closes the connection, and return True. Raise AssertionError if more data arrives."""
         try:
             rest = self._file.read(1)
         except ConnectionError:

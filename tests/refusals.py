@@ -7,7 +7,7 @@ from typing import Any
 
 
 def about(field: str | None, **expected: Any) -> Callable[[Any], bool]:
-    """Return a check that an error has this `field`, and, where given, this `value` and `limit`."""
+    """Return a check that an error has this `field`, and this `value` and `limit` if they are given."""
     expected["field"] = field
 
     def check(error: Any) -> bool:

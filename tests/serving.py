@@ -1,4 +1,4 @@
-"""Helpers shared by tests of the service: workers on threads, worker processes with the fake engine, a plain client."""
+"""Helpers for tests of the service: workers on threads, worker processes with the fake engine, and a plain client."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class WorkerOnThread:
 
 @contextmanager
 def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
-    """Run a worker in front of `engine` and wait until it is ready. It must drain at the end, unless it failed."""
+    """Run a worker in front of `engine` and wait until the worker is ready. At the end the worker must drain, unless it
+    has failed.
+    """
     running = WorkerOnThread(WorkerConfig(**settings), lambda: engine)
     while running.worker._vitals.health().state == "loading":
         time.sleep(0.001)
@@ -66,7 +68,7 @@ def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
 
 
 def stop_after_a_step(engine: FakeEngine) -> None:
-    """Let the engine add one token to each sample, and then no more."""
+    """Let the engine add exactly one token to each sample."""
     step = engine.step
 
     def step_once() -> list[Output]:
@@ -80,8 +82,8 @@ def stop_after_a_step(engine: FakeEngine) -> None:
 class FaultyWorker(Worker):
     """A worker in front of `engine` that tests can make misbehave. `ready`: set once the worker is ready.
 
-    `calls`: the types of the received messages, without `health`. `refuse`: per message type, an error to answer once.
-    `mute`: message types that get no answer.
+    `calls`: the types of the received messages, without `health`. `refuse`: by message type, an error that the worker
+    returns once. `mute`: message types that get no answer.
     """
 
     def __init__(self, config: WorkerConfig, engine: FakeEngine) -> None:
@@ -109,7 +111,7 @@ def fake_process(model: str = "fake", **settings: Any) -> WorkerProcess:
 
 
 class RawClient:
-    """A DEALER socket that sends and receives MessagePack maps, and also bytes that are not MessagePack."""
+    """A DEALER socket that sends and receives MessagePack maps. It can also send arbitrary bytes."""
 
     def __init__(self, address: str, identity: bytes | None = None) -> None:
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -156,7 +158,7 @@ class RawClient:
 
 
 def check_group(group: Group, num_samples: int) -> None:
-    """Check that the group is whole, and that its tokens follow from its seed."""
+    """Check that the group is complete, and that the tokens follow from the seed."""
     assert [sample.index for sample in group.samples] == list(range(num_samples)) and group.params.seed is not None
     for sample in group.samples:
         assert group.params.max_tokens is not None

@@ -1,8 +1,9 @@
-"""A process that becomes another user (uid 65534), attempts every access listed on stdin, and prints what succeeded.
+"""A process that becomes another user (uid 65534), attempts every access listed on stdin, and prints the accesses that
+succeeded.
 
-Input, JSON: `files`, `folders`, `sockets`: paths. `processes`: pids. `ports`: ports of 127.0.0.1, each with whether it
-speaks gRPC. Output, JSON: `managed`, the attempts that succeeded, as `[attempt, target]`; `answers`, the status of each
-port; `pid`, a process of this user that it also attempts to access.
+Input, JSON: `files`, `folders`, `sockets`: paths. `processes`: pids. `ports`: ports of 127.0.0.1, each with true if the
+port speaks gRPC. Output, JSON: `managed`: the successful attempts, as `[attempt, target]`. `answers`: the status of
+each port. `pid`: a process of the other user, which the stranger also attempts to access.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ METHODS = (
     "ray.rpc.ObjectManagerService/Pull",
     "ray.rpc.CoreWorkerService/GetCoreWorkerStats",
 )
-"""One method of each service on Ray's ports. A port without the service answers UNIMPLEMENTED (12) to everyone."""
+"""One method of each service on Ray's ports. A port without the service answers UNIMPLEMENTED (12) to every client."""
 UNIMPLEMENTED = "12"
 
 
@@ -116,7 +117,7 @@ def main() -> None:
     own = subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
         while not Path(f"/proc/{own.pid}/cmdline").read_bytes().startswith(b"sleep"):
-            time.sleep(0.01)  # until exec is done, the process runs this program, and /proc denies access to it
+            time.sleep(0.01)  # before exec, the child runs this program, and /proc denies access to it
         targets["processes"].append(own.pid)
         for attempt, target, action in attempts(targets):
             with suppress(OSError):

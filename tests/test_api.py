@@ -21,12 +21,12 @@ from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
 ROOT = Path(__file__).parents[1]
 BLOCKING = {"RolloutClient": "AsyncRolloutClient", "FleetClient": "AsyncFleetClient"}
-"""Clients that repeat the calls of another one, under which the page describes them."""
+"""Clients with the same calls as another client. The page describes the calls under the other client."""
 MODULES = ("trueroll.rollout", "trueroll.kernels.training", "trueroll.kernels.importance")
 
 
 def public_members(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the methods and properties that a class itself defines, by name."""
+    """Yield the names of the methods and properties that a class itself defines."""
     for name, member in vars(kind).items():
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             yield name, member
@@ -52,7 +52,7 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
     found = docstrings(module)
     own = {name for name, value in vars(import_module(module)).items() if _is_of(value, module) and name[0] != "_"}
     assert own <= {*import_module(module).__all__} and len(found) > 2
-    # A dataclass without a docstring gets its signature as one.
+    # A dataclass without a docstring gets its signature as docstring.
     made_up = [name for name, text in found.items() if text and text.startswith(f"{name}(")]
     assert made_up == [] and [name for name, text in found.items() if not text] == []
 

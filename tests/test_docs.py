@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()
 WITHOUT_PROMISES = {"What is not promised", "Reporting a problem"}
 LIMITS = ("What users can still learn and do", "A client that may connect can still")
-"""Beginnings of paragraphs that are not promises: they limit a promise."""
+"""Beginnings of paragraphs that are not promises, but limits of a promise."""
 
 
 def blocks() -> Iterator[str]:
@@ -23,9 +23,8 @@ def blocks() -> Iterator[str]:
 
 
 def is_promise(block: str) -> bool:
-    """Return whether a block is a promise that needs tests.
-
-    The paragraph before or after a table names the table's tests. The items of a list name the list's tests.
+    """Return whether a block is a promise that needs tests. The tests of a table are named in the paragraph before or
+    after the table. The tests of a list are named in the list's items.
     """
     return bool(block) and not block.startswith(("|", *LIMITS)) and not block.endswith(":")
 

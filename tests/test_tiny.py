@@ -1,4 +1,4 @@
-"""The tiny models can show an error; a flat or degenerate model would hide one."""
+"""The tiny models can reveal an error. A model with flat or degenerate outputs would hide errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The test suite leaves no process behind, and keeps no more threads busy than there are cores."""
+"""The test suite leaves no process behind, and has no more busy threads than there are cores."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ import whole_run
 TESTS = Path(__file__).parent
 FILE = "tests/test_whole_run.py"
 ORPHAN = "subprocess.run('sleep 1000 >/dev/null 2>&1 &', shell=True)"
-"""Starts a process that nothing waits for and that has no parent of its own once its shell has ended."""
+"""A command that starts a process for which nothing waits. The process is orphaned when its shell has ended."""
 
 
 def test_only_a_missing_machine_skips_a_test() -> None:
-    """Tests force every other premise. Only tests/machines.py and tests/gpu may skip a test or let it fail."""
+    """Only tests/machines.py and tests/gpu may skip a test or expect it to fail. All other tests must create their
+    premises.
+    """
     escapes = {"skip", "skipif", "importorskip", "xfail"}
     found = {
         f"{path.relative_to(TESTS)}:{node.lineno}"
@@ -63,7 +65,7 @@ def test_children_and_orphans_of_a_file_are_found_until_they_have_ended() -> Non
         assert child.stdin is not None
         child.stdin.close()
         assert whole_run.still_running([child.pid, orphan]) == set()
-        assert child.wait() == 1  # its exit code is still there for its parent
+        assert child.wait() == 1  # the parent can still read the exit code
     assert whole_run.started_by(FILE).keys().isdisjoint({child.pid, orphan})
 
 

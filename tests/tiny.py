@@ -1,7 +1,7 @@
 """Tiny random models, saved as Hugging Face folders, on which tests run in milliseconds.
 
-The weights are spread out so that a wrong bit anywhere shows in the output: every layer visibly changes the result, the
-top two logits lie well apart, biases are not zero, and norm weights are not one.
+The weights are spread out so that any wrong bit changes the output. Every layer visibly changes the result, the top two
+logits are well apart, biases are not zero, and norm weights are not one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAMILIES = tuple(_FAMILIES)
 _WINDOW: dict[str, Any] = dict(sliding_window=32)
 _QWEN_WINDOW = dict(**_WINDOW, use_sliding_window=True, max_window_layers=1)
 _BOTH = dict(layer_types=["sliding_attention", "full_attention"])
-# With tied embeddings, the large embeddings would make each token follow itself.
+# With tied embeddings, large embeddings would make the model repeat each token.
 _GEMMA3 = dict(**_BOTH, head_dim=16, query_pre_attn_scalar=24, tie_word_embeddings=False)
 _FAMILIES |= {
     "gemma3": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, _WINDOW | _GEMMA3),
@@ -76,7 +76,7 @@ _FAMILIES |= {
 }
 MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
-# Families that differ in what their layers compute. Families not listed differ only in their settings.
+# Families with different computations in their layers. Families that are not listed differ only in their settings.
 WINDOWED = ("gemma3", "mistral", "olmo3", "qwen2_window")
 _ZERO_CENTERED = ("Gemma", "Qwen3_5", "Qwen3Next")
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
@@ -86,8 +86,8 @@ def make_tiny_model(family: str, folder: Path, dtype: str = "float32", **config_
     """Save a random model of `family` with a tokenizer into `folder`, and return `folder`.
 
     The same arguments give the same weights. `config_overrides`: fields of the family's Hugging Face config. Llama and
-    Qwen2 have a separate head, Qwen2 has biases on q, k and v, and Qwen3 ties the embedding to the head. Windows, where
-    a family has some, hold 32 tokens.
+    Qwen2 have a separate head, Qwen2 has biases on q, k and v, and Qwen3 ties the embedding to the head. In families
+    with sliding windows, a window has 32 tokens.
     """
     make_config, make_model, defaults = _FAMILIES[family]
     return save_tiny_model(make_model(make_config(**(TINY | defaults | config_overrides))), folder, dtype)

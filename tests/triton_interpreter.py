@@ -1,12 +1,13 @@
-"""Fixes for Triton's interpreter where it does not compute what a GPU does.
+"""Fixes for Triton's interpreter, in four cases in which its results differ from a GPU's.
 
-A GPU's matrix instruction computes each element of a product from its row and its column alone, in one order. The
-interpreter calls the CPU's matrix library, and its order depends on the shapes. The interpreter also multiplies
-bfloat16 values as if their bits were integers, rounds to bfloat16 by truncation, and treats a scalar truth value for a
-whole tile as a number, which is not a valid mask. `install` fixes these four; call it before any kernel runs.
+On a GPU, a matrix instruction computes each element of a product only from the element's row and column, in a fixed
+order. The interpreter calls the CPU's matrix library, in which the order depends on the shapes. The interpreter also
+multiplies bfloat16 values as if their bits were integers, and rounds to bfloat16 by truncation. If a mask for a whole
+tile is a scalar bool, the interpreter treats the mask as a number, which is not a valid mask. `install` fixes all four
+cases. Call `install` before any kernel runs.
 
-`install` also makes the interpreter faster: it no longer searches the whole language at each call of a device function,
-nor for the type of each value.
+`install` also makes the interpreter faster. The original interpreter searches the whole Triton language at each call of
+a device function, and for the type of each value.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
 
 
 def _create_splat(self: Any, tile: Any, x: Any) -> Any:
-    """Fill a tile with one value, in the dtype of its data: the handle of a comparison has its operands' dtype."""
+    """Fill a tile with one value. The tile gets the dtype of the value's data, because the handle of a comparison's
+    result has the operands' dtype.
+    """
     return interpreter.TensorHandle(np.full(tile.shape, x.data.flat[0]), x.dtype.scalar)
 
 
@@ -62,7 +65,9 @@ _dtype_of_scalar = cache(interpreter._get_np_dtype)
 
 
 def _get_np_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the interpreter's own result, cached per scalar type. Pointers have no hash; they are 64 bits."""
+    """Return the interpreter's own result, cached by scalar type. Pointer types cannot be hashed, so they are handled
+    separately: a pointer has 64 bits.
+    """
     return np.dtype(np.uint64) if dtype.scalar.is_ptr() else _dtype_of_scalar(dtype.scalar)
 
 

@@ -1,7 +1,9 @@
-"""Helpers shared by tests with TRL.
+"""Helpers shared by tests with TRL:
 
-Workers in this process, so that tests can read their live weights; a publisher that compares them after each push;
-settings of both trainers for a CPU; and a reward.
+- workers in this process, so that tests can read the live weights;
+- a publisher that compares the weights after each push;
+- settings of both trainers for a CPU;
+- a reward.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -36,7 +38,7 @@ class ServedEngine:
         self.engine, self.address = engine, address
 
     def differing(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the parameters with live weights that differ from the model's in any bit."""
+        """Return the names of the parameters for which the live weights differ from the model's in any bit."""
         live, theirs = self.engine.weights.tensors, model.state_dict()
         return [name for name in live if bits(live[name].to_dense()) != bits(theirs[name])]
 
@@ -57,7 +59,7 @@ def serve(model: Path, dtype: Any = "float32") -> Iterator[ServedEngine]:
     running = WorkerOnThread(WorkerConfig(), make_engine)
     try:
         with RolloutClient(running.address) as client:
-            client.score([[1, 2]])  # answered once the engine is loaded
+            client.score([[1, 2]])  # the reply arrives once the engine is loaded
         yield ServedEngine(engines[0], running.address)
     finally:
         running.worker.drain()
@@ -66,9 +68,8 @@ def serve(model: Path, dtype: Any = "float32") -> Iterator[ServedEngine]:
 
 
 class CheckingPublisher(WeightPublisher):
-    """Notes after each push the worker's weights that differ from the model's, and the model's embedding.
-
-    Once `skips` is set, pushes are skipped and the notes no longer change.
+    """After each push, records the names of weights that differ between worker and model, and the model's embedding.
+    Once `skips` is set, pushes are skipped and nothing more is recorded.
     """
 
     def __init__(self, served: ServedEngine) -> None:
@@ -118,6 +119,6 @@ def async_settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
 
 
 def num_vowels(completions: list[Any], **_: Any) -> list[float | None]:
-    """Return a reward for each completion, a text or the messages of an answer."""
+    """Return a reward for each completion. A completion is a text, or the messages of an answer."""
     texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
     return [float(sum(letter in "aeiou" for letter in text)) for text in texts]

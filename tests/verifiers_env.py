@@ -1,4 +1,6 @@
-"""Environments of verifiers for tests, with their own data and harness: a question, and a conversation."""
+"""Two environments of verifiers for tests, one with a single question and one with a conversation. Both have their own
+data and harness.
+"""
 
 # pyright: reportMissingImports=false
 
@@ -42,7 +44,7 @@ class Conversation(vf.Env[vf.SingleAgentEnvConfig]):
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """A harness that sends one request per turn, in this process."""
+    """A harness that runs in this process and sends one request per turn."""
 
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False

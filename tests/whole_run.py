@@ -1,7 +1,8 @@
-"""Rules for a run of the tests as a whole: it leaves no process behind, and keeps few threads busy.
+"""Rules for a whole test run: the run leaves no process behind, and keeps at most as many threads busy as there are
+cores.
 
-A plugin of pytest, loaded by `conftest`. A process belongs to a run if it inherited the run's folder in `RUN`. Its
-environment also names the test that started it.
+This module is a pytest plugin, loaded by `conftest`. A process belongs to a run if it inherited the run's folder in the
+variable `RUN`. The environment of a process also names the test that started the process.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import psutil
 import pytest
 
 RUN = "TRUEROLL_TEST_RUN"
-"""The environment variable with the folder that all processes of a run share."""
+"""The environment variable that names the folder shared by all processes of a run."""
 SECONDS = 30.0
-"""How long a process may take to end once nothing needs it."""
+"""Seconds in which a process must end once it is no longer needed."""
 
 
 _OWN = pytest.StashKey[str]()
@@ -34,9 +35,11 @@ _LEFT = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the folder that the processes of a run share. The first process makes it; the others inherit its name.
+    """Make the folder that the processes of a run share. The first process makes the folder, and all other processes
+    inherit its name.
 
-    Tests convert the embedded model into that folder, once per run. Set TRUEROLL_CACHE to reuse a folder instead.
+    Tests convert the embedded model into that folder once per run. Set TRUEROLL_CACHE to reuse the model of another
+    folder instead.
     """
     if RUN in os.environ:
         return
@@ -52,13 +55,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Fail the last test of a file if the file leaves processes behind, and name them."""
+    """Fail the last test of a file if the file leaves processes behind. The failure names these processes."""
     result = yield
     if nextitem is None or nextitem.path != item.path:
         end_helpers()
         found = started_by(item.nodeid.split("::")[0])
         if found:
-            gc.collect()  # uncollected objects may hold a process and end it when they are collected
+            gc.collect()  # uncollected objects may own a process, which ends when they are collected
         if left := _kill_what_is_left(found):
             pytest.fail("left behind and killed:\n" + "\n".join(left), pytrace=False)
     return result
@@ -82,10 +85,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def share_cores(environment: MutableMapping[str, str], num_processes: int, num_cores: int) -> None:
-    """Let `num_processes` test processes together keep at most as many threads busy as there are cores.
+    """Limit threads, so that `num_processes` test processes together keep at most as many threads busy as there are
+    cores.
 
-    Sets the variable that torch, its libraries and numpy read, for all processes that inherit `environment`. A test
-    that needs two threads sets them in torch. A single process may use all cores. A variable that is already set stays.
+    Set the variable that torch, torch's libraries and numpy read, in `environment`, which child processes inherit. A
+    test that needs two threads sets the number in torch. A single test process may use all cores. A variable that is
+    already set is unchanged.
     """
     if num_processes > 1:
         environment.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
@@ -103,7 +108,7 @@ def processes_of(run: str) -> dict[int, str]:
 
 
 def started_by(file: str) -> dict[int, str]:
-    """Return the running descendants of this process, and the orphans of a test file, by id with descriptions."""
+    """Return descriptions, by process id, of running descendants of this process and of orphans of a test file."""
     ids = {child.pid for child in psutil.Process().children(recursive=True)}
     orphans = {
         pid: description
@@ -114,7 +119,9 @@ def started_by(file: str) -> dict[int, str]:
 
 
 def end_helpers() -> None:
-    """End the helpers that this process keeps: multiprocessing's tracker, and the fork server of gloo's readers."""
+    """End the helper processes of this process: multiprocessing's resource tracker, and the fork server for pushes by
+    gloo.
+    """
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
     if (reader := sys.modules.get("trueroll.weight_sync.transports.gloo_reader")) is not None:
         server = reader._fork_server
@@ -124,7 +131,9 @@ def end_helpers() -> None:
 
 
 def still_running(ids: Iterable[int]) -> set[int]:
-    """Wait up to `SECONDS` until these processes have ended. Return the ids of the others. Does not reap a process."""
+    """Wait up to `SECONDS` until these processes have ended. Return the ids of processes that have not ended. Does not
+    reap a process.
+    """
     left, deadline = set(ids), time.monotonic() + SECONDS
     for pid in sorted(left):
         with suppress(ProcessLookupError):
@@ -140,7 +149,7 @@ def still_running(ids: Iterable[int]) -> set[int]:
 
 
 def _kill_what_is_left(found: dict[int, str]) -> list[str]:
-    """Wait up to `SECONDS` for processes to end, kill the others, and return their descriptions."""
+    """Wait up to `SECONDS` for processes to end. Kill the remaining processes and return their descriptions."""
     left = still_running(found)
     for pid in left:
         with suppress(ProcessLookupError):

@@ -1,11 +1,11 @@
 """Memory that other processes on the same machine can map without a copy.
 
-The lender fills an arena and seals it. After that, writes are private: a process that writes gets its own copy of the
-pages, and other processes see no change. This module owns the mappings and, until the arena is dropped, the lender's
-file descriptor.
+The lender fills an arena and seals it. After the seal, writes are private: a process that writes gets its own copy of
+the pages, and other processes see no change. This module owns the mappings and, until the arena is dropped, the
+lender's file descriptor.
 
-Promises: the memory has no name in the file system. The system frees the memory when no process maps it any more, even
-if the processes were killed. A borrower maps exactly the memory that was lent.
+Guarantees: the memory has no name in the file system. The system frees the memory when no process maps it any more,
+even if the processes were killed. A borrower maps exactly the memory that was lent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LendableArena(HostArena):
             raise MemoryError(f"cannot get {num_bytes} bytes of memory to lend: {error}") from None
 
     def lend(self) -> LentMemory:
-        """Seal the memory, and return a description for borrowers. Other processes do not see later writes."""
+        """Seal the memory, and return a description for borrowers. Borrowers do not see writes after this call."""
         self.map_file(self._file, mmap.MAP_PRIVATE)
         fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
         status = os.fstat(self._file)
@@ -113,12 +113,13 @@ def _check(file: int, lent: LentMemory) -> None:
 
 @cache
 def place_to_lend() -> str | None:
-    """Return an identifier of the place where this process can lend memory, or None if lending is not possible.
+    """Return an identifier of the processes that can lend memory to each other, or None if this process cannot lend.
 
-    Processes with equal places can lend memory to each other. Equal places mean the same machine, container, user,
-    capabilities and NUMA nodes. Capabilities matter because the system hides a process's open files from processes with
-    fewer capabilities. NUMA nodes matter because reading from another node is slower. The result is also None if this
-    process would get only small pages, because weights in small pages cost more than a copy in huge pages.
+    Two processes get equal identifiers if they have the same machine, container, user, Linux capabilities and NUMA
+    nodes. The identifier includes the capabilities because the system hides a process's open files from processes with
+    fewer capabilities. The identifier includes the NUMA nodes because reading from another node is slower. This process
+    also cannot lend if it would get only small pages, because sharing weights in small pages costs more than a copy in
+    huge pages.
     """
     if sys.platform != "linux":
         return None
@@ -145,7 +146,7 @@ class _Probe(LendableArena):
 def _may_be_looked_at() -> bool:
     """Return whether other processes of this user may access this process's open files.
 
-    If the program runs with capabilities or as another user (setuid), these files belong to root.
+    If the program runs with capabilities or as another user (setuid), the process's files in /proc belong to root.
     """
     return os.stat("/proc/self/fd").st_uid == os.geteuid()
 

@@ -1,9 +1,9 @@
 """Arenas: memory that can be released and reallocated without new tensor objects.
 
 An arena is one block of memory from which tensors are allocated one after the other. The arena owns the memory; the
-code that allocates a tensor owns the tensor's content. Promises: each tensor is aligned to 64 bytes. When `drop`
-returns, the memory has been returned to the system. Tensors can be used again after `drop` and `restore`; host tensors
-keep their addresses.
+code that allocates a tensor owns the tensor's content. Guarantees: each tensor is aligned to 64 bytes. When `drop`
+returns, the system has the memory back. Tensors can be used again after `drop` and `restore`; host tensors keep their
+addresses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
-    """Return the size of an arena that holds the tensors of `build(empty)`.
+    """Return the size of an arena that holds the tensors that `build(empty)` allocates.
 
     `build` allocates its tensors by calling `empty(*shape)`. `dtype`: the default dtype of `empty`.
     """
@@ -115,10 +115,10 @@ class Arena(ABC):
 
 
 class HostArena(Arena):
-    """Pages of host memory. Content that `drop` keeps is not moved.
+    """Pages of host memory. `drop(keep=True)` leaves the content in place.
 
-    The pages may belong to a file that was mapped by this arena (`map_file`), or by the arena that the content came
-    from.
+    The pages may be pages of a file. The file was mapped with `map_file`, either by this arena or by the arena from
+    which `take` moved the content.
     """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:
@@ -134,7 +134,7 @@ class HostArena(Arena):
         self._advise()
 
     def map_file(self, file: int, flags: int) -> None:
-        """Replace the content with the content of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
+        """Replace the arena's content with the content of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
         _map(self._memory, flags, file)
 
     def drop(self, keep: bool) -> None:
@@ -167,7 +167,10 @@ class HostArena(Arena):
 
 
 class DeviceArena(Arena):
-    """A torch allocation on any device. After `restore`, the memory and its tensors may have other addresses."""
+    """An arena on any device, as one torch allocation.
+
+    After `restore`, the memory and its tensors may have other addresses.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         super().__init__(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
@@ -196,14 +199,14 @@ class DeviceArena(Arena):
 
 
 def advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Call madvise on memory. Return False if the system rejects the advice."""
+    """Call madvise on memory. Return False if madvise fails."""
     return _system().madvise(address, num_bytes, advice) == 0
 
 
 def _map(memory: Tensor, flags: int, file: int) -> None:
     """Replace the pages of an arena's `memory` with new pages.
 
-    Raise OSError on failure. The address may then be unmapped.
+    Raise OSError on failure. After a failure, the address may be unmapped.
     """
     access, address = mmap.PROT_READ | mmap.PROT_WRITE, memory.data_ptr()
     if _system().mmap(address, max(1, memory.nbytes), access, flags | _FIXED, file, 0) != address:
@@ -213,8 +216,8 @@ def _map(memory: Tensor, flags: int, file: int) -> None:
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
     """Move pages from source to destination. The source stays mapped, but loses its content.
 
-    Return False, with nothing changed, if this system cannot move pages. Raise OSError on failure. The destination may
-    then be unmapped.
+    Return False, with nothing changed, if this system cannot move pages. Raise OSError on failure. After a failure, the
+    destination may be unmapped.
     """
     if _system().mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:
         return True

@@ -14,7 +14,7 @@ decision when to allocate, fork or preempt (`scheduler`).
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group, the entry names the
 block with the KV of the prefix's last `block_size` tokens, until that block is reused. A sequence releases a block when
-no later query of the sequence can reach the block. A released block that was published can still be hit until it is
+no later token of the sequence can attend to the block. A released block that was published can still be hit until it is
 reused.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
@@ -25,14 +25,14 @@ extra identity of the block. The hash is keyed with a secret of this process tha
 identity consists of the request's cache salt and the spans of non-text content that overlap the block, with positions
 relative to the block.
 
-Promises:
+Guarantees:
 
 - A lookup changes nothing.
 - An allocation succeeds as a whole or changes nothing.
 - A block in use is never evicted.
 - A cached block can be hit until it is reused, or until a block in use with the same KV replaces it.
-- A hit has the same token ids, extra identity and parents. A lookup compares them in full, and does not rely on the
-  hash alone.
+- A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
+  addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
 - `invalidate` drops the index and makes the cached blocks the next to be reused. Blocks in use stay in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
@@ -87,7 +87,7 @@ class Pool(Generic[Owner]):
         return block in self._cached
 
     def num_free_beside(self, blocks: Iterable[int]) -> int:
-        """Return the number of free blocks outside `blocks`."""
+        """Return the number of free blocks that are not in `blocks`."""
         return self.num_free - sum(block in self._cached for block in blocks)
 
     def take(self, count: int) -> list[int]:
@@ -116,7 +116,7 @@ class Pool(Generic[Owner]):
                 self._empty.append(block)
 
     def unpublish(self, block: int) -> None:
-        """Remove the owner of a block. If the block is free, it becomes empty."""
+        """Remove the owner of a block. If the block is free, it is no longer cached."""
         del self.published[block]
         if block in self._cached:
             del self._cached[block]
@@ -133,7 +133,10 @@ class Pool(Generic[Owner]):
         self.published.clear()
 
     def miscounted(self, held: Iterable[int]) -> set[int]:
-        """Return the blocks with a wrong state or reference count. `held`: one block for each expected reference."""
+        """Return the blocks with a wrong state or reference count.
+
+        `held`: the blocks that should have references, each listed once per reference.
+        """
         counts, free = Counter(held), Counter([*self._empty, *self._cached])
         blocks = range(self.num_blocks)
         wrong = {b for b in blocks if counts[b] != self._references[b] or free[b] != (counts[b] == 0)}
@@ -155,8 +158,9 @@ class Pool(Generic[Owner]):
 class Entry:
     """A published prefix in the index, with its last block in each group.
 
-    `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the last tokens,
-    or None if that block was reused. `num_children`: the number of index entries with this entry as their parent.
+    `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the prefix's last
+    tokens, or None if that block was reused. `num_children`: the number of index entries with this entry as their
+    parent.
     """
 
     hash: bytes
@@ -173,8 +177,9 @@ class Chain:
 
     `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry with which block i was found or
     published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover more.
-    `salt`: extra identity of every block. `spans`: non-text content, sorted. `has_records`: whether the blocks are
-    published with routed experts, so that sequences that need routed experts may wait for the blocks.
+    `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text content,
+    sorted. `has_records`: whether the blocks are published with routed experts, so that sequences that need routed
+    experts may wait for the blocks.
     """
 
     epoch: int
@@ -185,7 +190,7 @@ class Chain:
     entries: list[Entry] = field(default_factory=list)
 
     def fork(self) -> Chain:
-        """Return a copy of this chain that is extended independently."""
+        """Return a copy of this chain. The copy and the original are extended independently."""
         return Chain(self.epoch, self.salt, self.spans, self.has_records, self.hashes.copy(), self.entries.copy())
 
 
@@ -296,7 +301,7 @@ class Table:
 
 
 class BlockTables:
-    """Allocates the blocks of tables from the pool of each group.
+    """Allocates blocks for the tables of sequences, from the pool of each group.
 
     The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
     """
@@ -319,7 +324,7 @@ class BlockTables:
         )
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that hold `num_tokens` tokens."""
+        """Return the number of blocks that `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int, chunk: int = 1) -> list[int]:
@@ -335,7 +340,7 @@ class BlockTables:
         return max(0, num_tokens - window + 1) // self.block_size
 
     def can_hold(self, hits: Sequence[Entry], num_tokens: int, chunk: int) -> bool:
-        """Return whether the blocks suffice for a sequence that resumes after `hits` and has `num_tokens` tokens.
+        """Return whether enough blocks are free for a sequence of `num_tokens` tokens that resumes after `hits`.
 
         The tokens are computed in chunks of up to `chunk` tokens, or in shorter chunks if a group with a window has too
         few blocks.
@@ -369,7 +374,7 @@ class BlockTables:
         free = min(pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools))
         if num_new > free:
             raise RuntimeError(
-                f"prefix cache: a table needs {num_new} free blocks beside the hits, but only {free} are free"
+                f"prefix cache: a table needs {num_new} free blocks besides the hits, but only {free} are free"
             )
         for group, pool in enumerate(self.pools):
             pool.share(table.held(group))
@@ -385,7 +390,7 @@ class BlockTables:
         """Return a new table for the first `num_tokens` tokens of `table`, and the required block copies.
 
         The new table shares the full blocks of `table`, and gets a fresh block for a partial last block. For each
-        group, the copies map destination to source. Enough blocks must be free.
+        group, the copies map each destination block to its source block. Enough blocks must be free.
         """
         num_full = num_tokens // self.block_size
         child = Table([blocks[:num_full] for blocks in table.blocks], table.starts.copy())
@@ -476,7 +481,8 @@ class PrefixCache:
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] | None = None) -> list[Entry]:
         """Return the longest prefix of `run` that can be resumed and that ends with a ready entry.
 
-        `run`: consecutive entries from the first block on. `is_ready`: if None, all entries are ready.
+        `run`: consecutive entries from the first block on. `is_ready`: tells whether an entry is ready; if None, all
+        entries are ready.
         """
         windowed = self.tables.windowed
         if not windowed and is_ready is None:
@@ -492,9 +498,10 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Return the hash of the last block in the run of blocks after the hits that other chains are computing.
+        """Return the hash of the last block that another chain is computing, in the run of blocks after the hits.
 
-        See `Claims.find`. The search is limited to blocks within tokens [0, limit).
+        Other chains are computing every block of the run (see `Claims.find`). The search is limited to blocks within
+        tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
@@ -542,9 +549,9 @@ class PrefixCache:
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
         """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
-        An existing entry gets the blocks that it lacks. If the entry has a cached block, the chain's block, which is in
-        use, replaces the cached block. Without the replacement, the cached block could be reused while the sequence
-        runs, and later blocks of the chain could not be found.
+        An existing entry gets the blocks that it lacks. If the entry already has a cached block, the chain's block
+        replaces it, because the chain's block is in use. Without the replacement, the cached block could be reused
+        while the sequence runs, and later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)
@@ -592,7 +599,7 @@ class PrefixCache:
             last = self._left_alone(last.parent)
 
     def _left_alone(self, parent: Entry | None) -> Entry | None:
-        """Return the parent of a removed entry if the parent must be removed, too; otherwise None."""
+        """Return the parent of a removed entry if the parent must also be removed; otherwise None."""
         if parent is None:
             return None
         parent.num_children -= 1

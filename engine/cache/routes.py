@@ -1,4 +1,4 @@
-"""Routed experts of published prefixes: for some entries of the prefix index, the rows of the entry's tokens.
+"""Routed experts of published prefixes: for some entries of the prefix index, one row of expert ids per token.
 
 | owned here                                           | owned elsewhere                                            |
 |------------------------------------------------------|------------------------------------------------------------|
@@ -6,11 +6,11 @@
 | the order in which rows were last used               | the format of rows, a sequence's rows (`outputs.routes`)   |
 | the capacity                                         | the use of rows, and when rows are added (`scheduler`)     |
 
-An entry gets its rows from a sequence that computes the entry's block and records routed experts. That sequence may be
-a later one than the sequence that published the block. Rows are not part of an entry's identity, and are dropped with
-the entry.
+An entry gets its rows from a sequence that computes the entry's block and records routed experts. The sequence that
+supplies the rows may differ from the sequence that published the block. Rows are not part of an entry's identity, and
+are dropped with the entry.
 
-Promises: at most `capacity` entries have rows. At the limit, new rows replace the least recently used rows. An entry
+Guarantees: at most `capacity` entries have rows. At the limit, new rows replace the least recently used rows. An entry
 that loses its rows stays in the index. A sequence that needs the missing rows computes the block again.
 """
 
@@ -23,7 +23,7 @@ from .prefix_cache import Entry
 
 
 class RouteRecords:
-    """Rows of up to `capacity` blocks, each of `block_bytes` bytes."""
+    """The routed experts of up to `capacity` blocks, with `block_bytes` bytes per block."""
 
     def __init__(self, capacity: int, block_bytes: int) -> None:
         self.capacity = capacity

@@ -30,7 +30,8 @@ _PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("exp
 class EmbeddedRows(NamedTuple):
     """Embeddings of content other than text.
 
-    `places`: int64 [R], the indices of the tokens, without duplicates. `rows`: [R, hidden_size], in the model's dtype.
+    `places`: int64 [R], the indices of the tokens that get the embeddings in `rows`, without duplicates. `rows`: the
+    embeddings, [R, hidden_size], in the model's dtype.
     """
 
     places: Tensor
@@ -39,13 +40,13 @@ class EmbeddedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelInput:
-    """M tokens of a mixed batch.
+    """The input of a forward pass: M tokens of a mixed batch.
 
     `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: the memory of each
     layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of
     the M tokens, and where attention reads keys and values. `states`: for each sequence, the recurrent states to read
-    and where to write them; None if no layer has recurrent states. `embedded`: embeddings that replace those of some
-    tokens, or None. These embeddings are not scaled.
+    and where to write them; None if no layer has recurrent states. `embedded`: embeddings that replace the embeddings
+    of some tokens, or None. The replacements are not scaled.
     """
 
     token_ids: Tensor
@@ -71,7 +72,7 @@ class Decoder:
     """The decoder's weights and forward pass. The weights are uninitialized until a checkpoint is copied into them.
 
     `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
-    same dtype unless `dtype` is passed. A given spec and backend always make the same calls in the same order.
+    same dtype unless `dtype` is passed. The calls of `empty` and their order depend only on the spec and the backend.
     """
 
     def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:
@@ -110,7 +111,7 @@ class Decoder:
         return self._tensors
 
     def stack_parts(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of the parts that a checkpoint may have in place of some `checkpoint_tensors` (`Parts`)."""
+        """Return the names of the parts (`Parts`) that a checkpoint may contain instead of a whole tensor."""
         spec = self.spec
         return {
             f"{LAYERS}.{i}.{spec.names[stack]}": tuple(f"{LAYERS}.{i}.{spec.names[role]}" for role in roles)

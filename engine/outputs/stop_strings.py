@@ -1,6 +1,6 @@
 """Stop strings, the only feature for which a worker needs a tokenizer.
 
-Promises: the cost per token does not grow with the length of the text. Whatever a tokenizer raises, `StopStrings` and
+Guarantees: the cost per token does not grow with the length of the text. Whatever a tokenizer raises, `StopStrings` and
 `load_vocabulary` raise an `Exception` of this package, so that a failure affects no other sample.
 """
 
@@ -53,7 +53,7 @@ class StopStrings:
         self._tail = ""
 
     def feed_prior(self, token_ids: Sequence[int]) -> None:
-        """Set the tokens before the first `feed`.
+        """Add the tokens that precede the sample's first token. Call this method before `feed`.
 
         Only the last tokens, in which a stop string could begin, are decoded.
 
@@ -79,10 +79,10 @@ class StopStrings:
         return min(ends)[2] if ends else None
 
     def _is_short(self, token_ids: Sequence[int]) -> bool:
-        """Return whether `feed_prior` must start before these tokens.
+        """Return whether `feed_prior` must also decode tokens before `token_ids`.
 
-        Earlier tokens are needed if a stop string may begin before these tokens, or if their text begins within a
-        character. A partial character is decoded as one or more replacement characters.
+        Tokens before `token_ids` are needed if a stop string may begin before `token_ids`, or if the text of
+        `token_ids` begins within a character. A partial character is decoded as one or more replacement characters.
         """
         with _explained():
             text = self._vocabulary.decode(list(token_ids))

@@ -4,8 +4,8 @@ Owns everything on the device: weights, KV cache, recurrent states, CUDA graphs 
 and the sleep state of weights and KV cache. Does not own requests, sequences or blocks. A `Step` describes the
 computation as plain arrays, so that a leader process could send the step to follower processes.
 
-Promises: the results of a step depend only on the step, the previous steps and the weights. `compute` does not
-synchronize the device. The caller can queue the next step before it waits for the results of this step.
+Guarantees: the results of a step depend only on the step, the previous steps and the weights. `compute` does not
+synchronize the device. The caller can queue the next step before it waits for the results of the current step.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 class StepResults(NamedTuple):
     """The results of a step, on the host.
 
-    `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score of the step, a list of
-    columns. The first column has the log-probs. With `top_logprobs`, three columns follow: the entropy, and the ids and
-    log-probs of the most probable tokens. `routes`: the expert rows of the step's tokens, in the format `RouteFormat`,
-    or None if not recorded; always recorded with drafted tokens. `expert_tokens`: as in `EngineStats`, without drafted
-    tokens; empty for a model without experts.
+    `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score request in the step, a list
+    of columns. The first column has the log-probs. With `top_logprobs`, three columns follow: the entropy, and the ids
+    and log-probs of the most probable tokens. `routes`: the expert rows of the step's tokens, in the format
+    `RouteFormat`, or None if the step does not record them. Steps with drafted tokens always record routes.
+    `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model without experts.
     """
 
     drawn: Drawn | None
@@ -82,7 +82,7 @@ class Executor(Protocol):
     def runs_ahead(self) -> bool: ...
 
     def check_ready(self) -> None:
-        """Raise RuntimeError if steps cannot be computed, because memory sleeps or the weights are incomplete."""
+        """Raise RuntimeError if steps cannot be computed, because memory is asleep or the weights are incomplete."""
         ...
 
     def compute(self, step: Step) -> Computation:
@@ -92,8 +92,8 @@ class Executor(Protocol):
     def commit(self, staging: WeightStaging) -> None:
         """Use the staged weights from the next step on.
 
-        Raise RuntimeError, with nothing changed, if the weights sleep. Raise ValueError, with nothing changed, if the
-        staging is incomplete.
+        Raise RuntimeError, with nothing changed, if the weights are asleep. Raise ValueError, with nothing changed, if
+        the staging is incomplete.
         """
         ...
 
@@ -106,7 +106,7 @@ class Executor(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that `weights` and `kv_cache` hold now. Memory that sleeps holds 0 bytes."""
+        """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep."""
         ...
 
 
@@ -146,6 +146,8 @@ class LocalExecutor:
         if device.type == "cuda":
             torch.cuda.set_device(device)  # events and graphs are created on the thread's current device
         started = time.monotonic()
+        if is_needed(device):
+            log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         info = engine_info(config, loaded, available)
         spare = (
@@ -210,7 +212,7 @@ class LocalExecutor:
         self._asleep.update(tags)
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Reallocate the memory of `tags`. When no memory sleeps any more, capture the CUDA graphs again."""
+        """Reallocate the memory of `tags`. Capture the CUDA graphs again once no memory is asleep."""
         if "kv_cache" in tags:
             self._runner.arena.restore()
         if "weights" in tags:

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one launch replaces several hundred kernel launches.
 
-The number of rows of a graph is a power of two. There are two graphs of each size. The forward graph computes hidden
-states and the model's records. The draw graph makes plain draws (without filters, bans and statistics) from these
-hidden states. A replay reads and writes the memory addresses that were captured.
+The number of rows of a graph is a power of two. There are two graphs of each size: a forward graph and a draw graph.
+The forward graph computes hidden states and the model's records, such as routed experts. The draw graph makes plain
+draws (without filters, bans and statistics) from the hidden states of the forward graph. A replay reads and writes the
+memory addresses that were captured.
 
 A step in which each sequence computes one token replays the forward graph. If the step makes one plain draw per
 sequence, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step with fewer rows than
@@ -34,7 +35,7 @@ Outputs = Sequence[Tensor]
 
 
 class Capture(Protocol):
-    """Runs a computation. Returns its outputs, and a function that computes them again from the current inputs."""
+    """Runs a computation. Returns its outputs, and a function that repeats the computation with the current inputs."""
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
 
@@ -62,7 +63,7 @@ class _Padding(NamedTuple):
 
 
 class _Inputs:
-    """The inputs of a graph with `size` rows. At first, all rows are padding."""
+    """The inputs of the graphs with `size` rows. At first, all rows are padding."""
 
     def __init__(
         self, runner: ModelRunner, size: int, max_model_len: int, spare_blocks: Sequence[int], spare_state: int
@@ -85,14 +86,14 @@ class _Inputs:
         self.wanted = Wanted(rows, column(GREEDY), ones, column(0).bool(), column(0), column(0))
 
     def fill_draws(self, step: Step) -> None:
-        """Write the draws of a step. The remaining rows become padding."""
+        """Write the draws of a step to the inputs. The remaining rows become padding."""
         count, wanted = len(step.draws), make_wanted(step.draws, self.lens.device)
         for name in ("targets", "temperatures", "raw", "seeds", "positions"):
             getattr(self.wanted, name)[:count] = getattr(wanted, name)
         self.wanted.targets[count:] = GREEDY
 
     def fill_tokens(self, step: Step, runner: ModelRunner, lanes: LaneState | None) -> None:
-        """Write the tokens of a step. The remaining rows become padding."""
+        """Write the tokens of a step to the inputs. The remaining rows become padding."""
         count = len(step.token_ids)
         columns = np.vstack((step.token_ids, step.positions, step.context_lens, step.states, *step.slots))
         token_ids, positions, lens, reads, writes, *slots = runner.to_device(columns)
@@ -121,7 +122,8 @@ class _Graphs:
     """The graphs of one size.
 
     `inputs`: the inputs that each replay reads. `forward`: the forward graph; its outputs are the hidden states and the
-    records. `names`: the names of the records. `draw`: the draw graph, which also reads the hidden states.
+    records. `names`: the names of the records that the forward graph returns. `draw`: the draw graph, which also reads
+    the hidden states.
     """
 
     inputs: _Inputs
@@ -150,9 +152,9 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graphs] = {}
 
     def capture(self) -> None:
-        """Capture all graphs, unless they exist.
+        """Capture all graphs, unless they are already captured.
 
-        The largest is captured first, so that smaller graphs reuse its memory.
+        The largest graph is captured first, so that smaller graphs reuse its memory.
         """
         if not self._graphs:
             capture = self._new_capture()

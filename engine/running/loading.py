@@ -19,10 +19,11 @@ from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec
 from ..config import EngineConfig
 from ..models.decoder import Decoder, Empty
-from ..models.dummy import fill_randomly, find_config
+from ..models.dummy import fill_randomly
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
-from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config, resolve_model
+from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config
+from ..models.names import find_config, resolve_model
 from .experts import route_format
 from .planner import Sizes, Storage, plan_memory, scratch_bytes
 from .weights import WeightStore
@@ -61,9 +62,9 @@ class EngineInfo:
     `isa`: the instruction set that the backend uses. `backend_note`: the reason why a faster backend is not used, or
     empty. `torch_version`: the version of the torch package.
 
-    `windows`: the attention windows of the model's layers, in tokens. The window None, of layers without a window,
-    comes first. Layers with the same window share a pool of blocks. `num_blocks`: the blocks of the first window.
-    `window_blocks`: the blocks of each further window.
+    `windows`: the attention windows of the model's layers, in tokens. None stands for the layers without a window, and
+    comes first. Layers with the same window share a pool of blocks. `num_blocks`: the number of KV blocks for the first
+    window. `window_blocks`: the number of KV blocks for each further window.
 
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: as in `MemoryPlan`; 0 for models without recurrent
     layers. `expert_layers`: the number of layers with experts. `num_experts`: the number of experts per layer.
@@ -296,7 +297,7 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
 
 
 def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
-    """Return the maximum length of a sequence. Raise ConfigError if `config` exceeds the length of the model."""
+    """Return the maximum length of a sequence. Raise ConfigError if `max_model_len` exceeds the model's limit."""
     limit = spec.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(

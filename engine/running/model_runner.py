@@ -23,8 +23,8 @@ from .step import Draws, Step
 class LaneState:
     """The last drawn tokens, on the device.
 
-    `last_tokens`: int64 [capacity + 1], the last token drawn for each lane, and a last element for draws without a
-    lane.
+    `last_tokens`: int64 [capacity + 1], the token that was last drawn for each lane, and one extra element for draws
+    without a lane.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class ModelRunner:
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
         """Compute a step: update the memories, and return the model's output for the step's tokens.
 
-        `lanes`: the tokens drawn by previous steps. Required if the step has unseen tokens.
+        `lanes`: the tokens drawn by previous steps. A step with unseen tokens requires `lanes`.
         """
         arrays = step.token_ids, step.positions, step.states, *step.slots, *step.block_tables
         token_ids, positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
@@ -90,7 +90,8 @@ class ModelRunner:
     ) -> ModelOutput:
         """Run the model's forward pass, which reads and writes the memories.
 
-        `pages`: the pages of each window. `states`: as in `Step`, for a model with recurrent layers.
+        `pages`: for each window, where to read and write keys and values. `states`: as in `Step`, for a model with
+        recurrent layers.
         """
         tokens = token_ids, positions, self.memories, [pages[group] for group in self.groups]
         if self._has_states:

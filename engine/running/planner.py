@@ -1,4 +1,4 @@
-"""The memory plan: divides the memory beside the weights into KV blocks, live states and state checkpoints.
+"""The memory plan: divides the memory that weights do not use into KV blocks, live states and state checkpoints.
 
 A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
 is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
@@ -26,8 +26,9 @@ from ..config import EngineConfig, defaults_of
 class Storage:
     """The element sizes of each kind of memory, in bytes.
 
-    `kv`: an element of the KV cache. `tail`: an element of a convolution's tail. `state`: an element of a recurrent
-    state. `kv_head`: extra bytes per key or value of a head. `ranks`: the number of devices that share the heads.
+    `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's tail. `state`: bytes per
+    element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `ranks`: the number of devices that
+    share the heads.
     """
 
     kv: int
@@ -38,7 +39,7 @@ class Storage:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Storage:
-        """Return the storage of a worker that computes in `dtype` on one device."""
+        """Return the element sizes for a worker that computes in `dtype` on one device."""
         return cls(dtype.itemsize, dtype.itemsize)
 
 
@@ -46,9 +47,9 @@ class Storage:
 class Sizes:
     """The sizes of blocks and states in bytes, summed over layers.
 
-    `block`: a block of the first group: the keys and values of `block_size` tokens in all layers of the group.
-    `windows`: for each further group, the window in tokens and the size of a block. `state`: the state of all recurrent
-    layers for one sequence; 0 for models without recurrent layers.
+    `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
+    group. `windows`: for each further group, the window in tokens and the size of a block. `state`: the size of one
+    sequence's state in all recurrent layers; 0 for models without recurrent layers.
     """
 
     block_size: int
@@ -58,7 +59,10 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: DecoderSpec, storage: Storage, block_size: int) -> Sizes:
-        """Return the sizes for one rank. Raise ConfigError if the heads cannot be divided evenly among the ranks."""
+        """Return the sizes of blocks and states on one rank.
+
+        Raise ConfigError if the heads cannot be divided evenly among the ranks.
+        """
         _check_ranks(spec, storage.ranks)
         tokens = dict.fromkeys(spec.windows, 0)
         for m in spec.attentions:
@@ -89,9 +93,9 @@ class Sizes:
 class MemoryPlan:
     """The division of the memory.
 
-    `num_blocks`: blocks of the first group. `window_blocks`: blocks of each further group. `live_states`: the number of
-    states for running sequences and for forks. `checkpoints`: the maximum number of checkpoints held at a time.
-    `state_interval`: tokens between checkpoints; 0 without recurrent layers.
+    `num_blocks`: the number of blocks in the first group. `window_blocks`: the number of blocks in each further group.
+    `live_states`: the number of states for running sequences and for forks. `checkpoints`: the maximum number of
+    checkpoints held at a time. `state_interval`: the number of tokens between checkpoints; 0 without recurrent layers.
     """
 
     sizes: Sizes

@@ -44,8 +44,8 @@ class Drawn(NamedTuple):
 class Drawing:
     """A draw of tokens in progress. `token_ids`: int64 [R], on the device.
 
-    `recorded`: for each row of `statistics`, the index of the draw and the number of top tokens to record. A draw
-    without requested statistics has -1.
+    `recorded`: for each row of `statistics`, the index of the draw and the number of top tokens to record. The number
+    is -1 for a draw that requests no statistics.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Drawing:
 class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
 
-    Rows without filters and banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they have
-    `top_logprobs`. Neither op stores the logits. Rows with filters or banned tokens are drawn by a sequence of separate
+    Rows that have neither filters nor banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they
+    have `top_logprobs`. Neither op stores the logits. Rows with filters or banned tokens are drawn by several separate
     ops.
     """
 
@@ -123,7 +123,7 @@ class Sampler:
     def score_statistics(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
     ) -> TokenStatistics:
-        """Return the log-probs of `score`, and for each row the entropy and the k most probable tokens."""
+        """Return the log-probs as `score` does, and for each row the entropy and the k most probable tokens."""
         if not distribution.has_filters:
             return self.ops.next_token_statistics(hidden, self.head, _make_wanted_of(token_ids, distribution), k)[1]
         parts = self._processed_parts(hidden, token_ids, distribution)
@@ -147,7 +147,7 @@ class Sampler:
         return (token_ids, found.logprobs, finite), found
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
-        """Draw tokens as `next_tokens` does, but with bans and filters. Compute statistics unless k < 0."""
+        """Draw tokens as `next_tokens` does, but with bans and filters. Also compute statistics if k >= 0."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head)
         scaled = raw / wanted.temperatures[:, None]

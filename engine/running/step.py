@@ -27,10 +27,10 @@ NO_LANE = -1
 class Draws:
     """R draws of a token, each from one row of the hidden states.
 
-    `rows`: int64 [R], the row of the hidden states. `positions`: int64 [R], the absolute position of the drawn token.
-    `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A lane occurs at
-    most once. `records`: `DRAW` [R]. `banned`: maps the indices of some draws to the token ids that must not be drawn;
-    an `array("q")` is fastest for many ids.
+    `rows`: int64 [R], the row of the hidden states for each draw. `positions`: int64 [R], the absolute position of the
+    drawn token. `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A
+    lane occurs at most once in `lanes`. `records`: `DRAW` [R]. `banned`: maps the indices of some draws to the token
+    ids that must not be drawn; an `array("q")` is fastest for many ids.
     """
 
     rows: np.ndarray
@@ -41,7 +41,7 @@ class Draws:
 
     @cached_property
     def is_cut(self) -> np.ndarray:
-        """Which draws have bans or filters, bool [R]."""
+        """For each draw, whether it has bans or filters, bool [R]."""
         is_cut = self.records["has_filters"].copy()
         if self.banned:
             is_cut[list(self.banned)] = True
@@ -49,7 +49,7 @@ class Draws:
 
     @cached_property
     def is_plain(self) -> np.ndarray:
-        """Which draws have no bans, no filters and no statistics, bool [R]."""
+        """For each draw, whether it has no bans, no filters and no statistics, bool [R]."""
         return ~self.is_cut & ~self.records["is_special"]
 
     @cached_property
@@ -87,14 +87,14 @@ class Step:
     """M tokens of N sequences. Arrays are int64.
 
     `token_ids`, `positions` [M]: the tokens and their positions. `unseen` [2, U]: the indices of the tokens that the
-    previous step is still drawing, and the lane in which each of them is stored. `query_starts` [N + 1], `context_lens`
-    [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with recurrent
-    layers. `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether a sequence of
-    the step records routed experts.
+    previous step is still drawing, and the lane in which each of these tokens is stored. `query_starts` [N + 1],
+    `context_lens` [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with
+    recurrent layers. `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether a
+    sequence of the step records routed experts.
 
-    The next three fields have one array for each attention window of the model. `slots` [M]: where the KV of each token
-    is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies` [C, 2]: source and
-    destination of the block copies to make before the computation.
+    `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
+    the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`
+    [C, 2]: source and destination of the block copies to make before the computation.
     """
 
     token_ids: np.ndarray
@@ -117,7 +117,7 @@ def plan_step(
 ) -> Step:
     """Return the step that computes `chunks`. There must be at least one chunk.
 
-    `block_copies`: for each attention window, maps destination to source.
+    `block_copies`: for each attention window, maps each destination block to its source block.
     """
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()

@@ -2,12 +2,12 @@
 
 Owns the memory of the live weights and of stagings. While adapters are merged into the live weights, also owns the
 unmerged base weights (`AdapterBase`). Does not know the source or the version of new weights, or what happens to
-requests and the KV cache. Workers with the same `kin` may share the memory of a staging. Each worker that shares a
-staging makes a commit of its own.
+requests and the KV cache. Workers with the same `WeightStore.kin` may share the memory of a staging. Each worker that
+shares a staging makes a commit of its own.
 
-Promises: in host memory, the addresses of live weights never change. Until the commit, nothing is written to the live
-weights, unless the staging is in place. A commit that raises changes nothing. A second thread may call `new_staging`
-and fill a staging while the engine computes steps. Only the engine's thread may make all other calls.
+Guarantees: in host memory, the addresses of live weights never change. Only an in-place staging writes to the live
+weights before the commit. A commit that raises changes nothing. A second thread may call `new_staging` and fill a
+staging while the engine computes steps. All other calls must come from the engine's thread.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ..models.decoder import Decoder, Empty
 class AdapterBase:
     """The base weights of merged adapters.
 
-    `kept`: the parameters that the adapters changed, dense, without the adapters. `checksums`: the checksums of base
-    parameters that adapter pushes have computed so far.
+    `kept`: the base values of the parameters that the adapters changed, dense. `checksums`: the checksums that adapter
+    pushes have computed so far for base parameters.
     """
 
     kept: dict[str, Tensor] = field(default_factory=dict)
@@ -78,13 +78,13 @@ class WeightStore:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The parameters with another dtype than `dtype`, and their dtypes."""
+        """Maps each parameter with a dtype other than `dtype` to its dtype."""
         own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self._dtype}
         return {name: _dtype_name(found) for name, found in own.items()}
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the parts that new weights may have in place of a parameter (`Parts`)."""
+        """The names of the parts (`Parts`) that new weights may contain instead of a whole parameter."""
         return self.model.stack_parts()
 
     @property
@@ -94,7 +94,7 @@ class WeightStore:
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Further names that new weights may contain. Tensors with these names are ignored."""
+        """The names of tensors that new weights may contain, but that are ignored."""
         return self.model.ignored_tensors()
 
     @property
@@ -105,14 +105,14 @@ class WeightStore:
 
     @property
     def commit_note(self) -> str:
-        """The reason why commits are slow. Empty if commits are fast, and before the first commit."""
+        """The reason why commits are slow. `commit_note` is empty if commits are fast, and before the first commit."""
         return self._arena.copy_note
 
     @property
     def kin(self) -> str | None:
         """An identifier of the group of processes that can share the memory of weights.
 
-        None if this process cannot share memory.
+        `kin` is None if this process cannot share memory.
 
         Processes with equal `kin` can lend memory to each other, and have the same layout of weights.
         """
@@ -136,7 +136,7 @@ class WeightStore:
         return self._build(empty)
 
     def new_staging(self, in_place: bool) -> WeightStaging:
-        """Return a staging. `in_place`: whether to overwrite the live weights, for lack of memory for two sets."""
+        """Return a staging. `in_place`: whether to overwrite the live weights, to save the memory of a second set."""
         return WeightStaging(self, in_place)
 
     def new_lendable(self) -> LendableStaging:
@@ -192,7 +192,7 @@ class WeightStore:
         return self.tensors[name].to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
-        """Return a dense copy of a parameter without adapters. The live weights must be complete."""
+        """Return a dense copy of a parameter's base value, without adapters. The live weights must be complete."""
         if (kept := self.base.kept.get(name)) is not None:
             return kept.to(self.model.device)
         return self.tensors[name].to_dense().clone()
@@ -206,7 +206,7 @@ class WeightStore:
         return cast(Stack, tensors[part.stack]).part(part.expert, part.start + start, length)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a parameter or of a part. Raise ValueError for any other name."""
+        """Return the shape of a parameter or of a part. Raise ValueError if the name is unknown."""
         if (shape := self.spellings.shape(name)) is None:
             raise ValueError(f"staging: {name!r} is not the name of a parameter")
         return shape
@@ -217,7 +217,7 @@ class WeightStore:
         return self.tensors[name if part is None else part.stack].dtype
 
     def _missing(self, staged: set[str]) -> str | None:
-        """Return the first parameter that is not completely staged, as a whole or in parts, or None."""
+        """Return the first parameter that is staged neither as a whole nor in all its parts, or None."""
         parts = self.spellings.parts_among(staged)
         names = (name for name in self.shapes if name not in staged)
         return next((name for name in names if len(parts.get(name, ())) < (self.spellings.count(name) or 1)), None)
@@ -239,8 +239,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
 class WeightStaging:
     """New weights that are being received. A commit, `drop`, or dropping the last reference frees the memory.
 
-    `arena`, `tensors`: the memory to which rows are written, allocated by the first call of `rows`. `elements`:
-    elements that the commit overwrites. `base`: after `adapt`, the base weights of the new weights.
+    `arena`, `tensors`: the memory to which rows are written, allocated by the first call of `rows`. `elements`: new
+    values of single elements, which the commit writes. `base`: after `adapt`, the base weights to which the adapters
+    are added.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -258,7 +259,7 @@ class WeightStaging:
 
     @property
     def num_bytes(self) -> int:
-        """The memory held in addition to the live weights, in bytes."""
+        """The memory, in bytes, that the staging holds in addition to the live weights."""
         arena = self.arena  # read once, because another thread may drop the arena
         return self._others_bytes + (0 if arena is None else arena.num_held)
 
@@ -295,7 +296,7 @@ class WeightStaging:
     def merge(self, name: str) -> bool:
         """Stage a parameter with its adapter merged. Return False if a merged value is not finite.
 
-        A parameter without an adapter and without staged rows is staged from the base weights of the live weights.
+        If a parameter has neither an adapter nor staged rows, its base value in the live weights is staged.
         """
         assert self.base is not None, "adapt was called"
         store, factors, is_staged = self._store, self._factors.get(name), name in self._staged_rows
@@ -313,7 +314,7 @@ class WeightStaging:
     def rows(self, name: str, start: int, length: int) -> Weight:
         """Return rows [start, start + length) of a parameter or a part.
 
-        Write the rows once, immediately, with `copy_`.
+        The caller must write the rows once, immediately, with `copy_`.
 
         For a matrix, `start` must be a multiple of 16. `length` must also be a multiple of 16, unless the rows include
         the last row. Each row of a stack is the matrix of one expert. After `adapt`, `name` may also be the name of an
@@ -353,7 +354,7 @@ class WeightStaging:
         self._others_bytes += indices.nbytes + values.nbytes
 
     def check(self) -> set[str]:
-        """Return the parameters and parts with staged rows. Raise ValueError if one is only partly staged."""
+        """Return the staged parameters and parts. Raise ValueError if a parameter or part is only partly staged."""
         for name, count in self._staged_rows.items():
             if count != self._store.shape(name)[0]:
                 raise ValueError(f"{name}: {self._store.shape(name)[0]} rows must be staged (got {count})")
@@ -386,7 +387,7 @@ class LendableStaging(WeightStaging):
         self.tensors = store.model_in(lendable).checkpoint_tensors()
 
     def lend(self) -> LentMemory:
-        """Let other processes map the weights, which must be complete. Other processes do not see later writes."""
+        """Let other processes map the weights, which must be complete. Borrowers do not see writes after this call."""
         return self._lendable.lend()
 
     def withdraw(self) -> None:

@@ -4,20 +4,21 @@ A slot holds the state of all recurrent layers for one sequence, after one of it
 `slot` of its own. A step reads the sequence's state from slot `source` and writes it to slot `target`:
 
 - `source` is the slot that the previous step wrote, normally the sequence's own slot. If the sequence resumes from a
-  checkpoint or is a fork, `source` is first the slot of the checkpoint or of the parent, which is only read. If the
-  sequence starts without a state, `source` is `NO_SLOT` at first.
+  checkpoint or is a fork, `source` is at first the slot of the checkpoint or of the parent, and this slot is only read.
+  If the sequence starts without a state, `source` is `NO_SLOT` at first.
 - `target` is the sequence's own slot, or a slot reserved for a checkpoint.
 
-A sequence holds a reference to each of these slots, and a step in flight holds a reference to the checkpoint that it
+A sequence holds a reference to each of its slots, and a step in flight holds a reference to the checkpoint that it
 writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint,
-taking a checkpoint and forking only change these three numbers, and copy no state.
+taking a checkpoint and forking copy no state: they change only `slot`, `source` and `target`.
 
 `StateSlots` owns the reference counts, the free slots, and the checkpoints (entry of the prefix index -> slot) up to a
 budget. `Branches` owns the positions at which prompts branch and a checkpoint is pending. `RecurrentStates` connects
 `StateSlots` and `Branches` to the lanes. This module does not own the tensors of the slots (`model_runner`) or the
 published prefixes (`prefix_cache`).
 
-A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundaries, at these absolute positions:
+A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundaries, at the following positions of a
+sequence:
 
 - every `Intervals.prompts` tokens while tokens are computed in chunks (a prompt, or all tokens after a preemption);
 - at the last block boundary before the last token of a prompt, so that a request with the same prompt can resume there;
@@ -28,10 +29,10 @@ A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundar
 A checkpoint is reserved when the scheduler plans the step that writes it, and ready when that step is done. A
 checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index entry is removed, when
 the epoch changes, or when another checkpoint or a live state needs the slot. If no slot is available for a checkpoint,
-the checkpoint is skipped: no sequence waits for it, and the chunk does not end early. The results have the same bits
-wherever chunks end.
+the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end early. The results have the
+same bits wherever chunks end.
 
-Promises:
+Guarantees:
 
 - A slot that a sequence reads or writes is never given to another sequence or checkpoint.
 - There are at most `budget` checkpoints, including reserved ones.
@@ -239,7 +240,7 @@ class Branches:
         self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget the branch of a sequence that has taken its checkpoint or will not take it."""
+        """Forget the branch of a sequence that has taken the checkpoint at the branch or will not take it."""
         if sequence.branch:
             key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
             if self._takers.get(key) is sequence:

@@ -50,9 +50,9 @@ class SharedPrompts:
         self._sequences: dict[_Key, Sequence] = {}
 
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
-        """Return the sequence that computes this prompt, or None. Further samples may be added to the sequence.
+        """Return the sequence that computes the prompt `tokens`, or None. Further samples may be added to the sequence.
 
-        The sequence records routed experts if and only if `chain` does.
+        The returned sequence records routed experts if and only if `chain` does.
         """
         return self._sequences.get(_key_of(tokens, chain))
 
@@ -61,13 +61,13 @@ class SharedPrompts:
         self._sequences[_key_of(sequence.tokens, sequence.chain)] = sequence
 
     def close(self, sequence: Sequence) -> None:
-        """Prevent further requests from joining this computation of a prompt."""
+        """Prevent further requests from joining `sequence`."""
         key = _key_of(sequence.tokens, sequence.chain)
         if self._sequences.get(key) is sequence:
             del self._sequences[key]
 
     def clear(self) -> None:
-        """Prevent further requests from joining any computation."""
+        """Prevent further requests from joining the sequences that compute prompts now."""
         self._sequences.clear()
 
 
@@ -80,10 +80,10 @@ class SchedulerStats:
     """Lifetime counters.
 
     `prefix_queries`, `prefix_hits`: prompt tokens looked up and found when a sequence first starts. `shortened_hits`:
-    tokens that were found but computed again, because the checkpoint of their state or their requested routed experts
-    were missing. `preemptions`: how often an older sequence took the blocks of a running sequence. `recomputed`: how
-    often `recompute_running` took the blocks of a running sequence. `deferred_admissions`: summed over all steps, the
-    number of sequences that waited for a prefix.
+    tokens that were found in the cache but computed again, because the checkpoint of their recurrent state or their
+    requested routed experts were missing. `preemptions`: how often an older sequence took the blocks of a running
+    sequence. `recomputed`: how often `recompute_running` took the blocks of a running sequence. `deferred_admissions`:
+    summed over all steps, the number of sequences that waited for a prefix.
     """
 
     prefix_queries: int = 0
@@ -111,7 +111,8 @@ def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
 class Waiting:
     """The waiting sequences: `ready` sequences, sorted, and sequences that are set aside until a block is published.
 
-    The scheduler hashes the prompt of a ready sequence to examine it. A sequence that is set aside is not examined.
+    To decide whether a ready sequence can start, the scheduler hashes its prompt. Sequences that are set aside are not
+    considered.
     """
 
     def __init__(self) -> None:
@@ -236,7 +237,7 @@ class Running:
     def take_block_copies(self) -> list[dict[int, int]]:
         """Return the block copies that the next step must make first. Each copy is returned only once.
 
-        For each group, the copies map destination to source.
+        For each group, the copies map each destination block to its source block.
         """
         copies, self._block_copies = self._block_copies, self._no_copies()
         return copies
@@ -324,7 +325,7 @@ class Starter:
         """Return the hits that a sequence can use.
 
         A sequence that needs routed experts can use only the hits before the first hit without recorded experts. The
-        tokens of the other hits are computed again.
+        tokens of later hits are computed again.
         """
         if self._routes is None or not sequence.needs_routes:
             return hits
@@ -446,7 +447,7 @@ class Scheduler:
         self.stats.computed_prompt_tokens += int(of_prompts.clip(0).sum())
 
     def publish(self, chunks: Chunks) -> None:
-        """Publish the blocks that `chunks` filled. Then release blocks that have left an attention window.
+        """Publish the blocks that `chunks` filled, then release the blocks that have left an attention window.
 
         The host must have seen the tokens of the blocks. Sequences that no longer hold blocks are skipped.
         """
@@ -468,7 +469,8 @@ class Scheduler:
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """Call `Running.fork`.
 
-        A child that cannot run waits. When the child starts, it finds the blocks of its parent in the cache.
+        If the new sequence cannot run yet, it waits. When the new sequence starts, it finds the blocks of its parent in
+        the cache.
         """
         child = self.running.fork(parent, sample, token)
         if not child.table:
@@ -505,7 +507,8 @@ class Scheduler:
     def _decode(self, decoding: np.ndarray, plan: _Plan) -> np.ndarray:
         """Plan one token for each sequence in the lanes `decoding`, if enough blocks are free for all of them.
 
-        Return the lanes that must still be planned one by one: all lanes within the budget, or none.
+        Return the lanes that the caller must plan one by one: none if every token is planned, otherwise all lanes
+        within the budget.
         """
         decoding, lanes = decoding[: plan.budget], self.running.lanes
         if self.running.states is not None and self.running.states.cuts_decodes(decoding):
@@ -529,7 +532,7 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan) -> int:
         """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible.
 
-        Return the number of these tokens for which the sequence has blocks.
+        Return how many of the `size` tokens have blocks afterwards.
         """
         tables, running = self.cache.tables, self.running.sequences
         needed = tables.blocks_for(start + size) - len(sequence.table)
@@ -556,7 +559,7 @@ class Scheduler:
         self.stats.preemptions += 1
 
     def _suspend(self, sequence: Sequence) -> None:
-        """Take all blocks from a running sequence and requeue it. The published blocks can still be hit."""
+        """Take all blocks from a running sequence and requeue it. The sequence's published blocks can still be hit."""
         self.running.leave(sequence)
         self.waiting.add(sequence)
 

@@ -1,8 +1,8 @@
 """Sequences: the tokens to compute, the progress, the purpose of the computation, and the lanes of running sequences.
 
 A lane is an index in arrays with one element per running sequence. `Lanes` assigns lanes and appends tokens to
-sequences, so that tokens and counters change together. The counters of a running sequence are stored only in these
-arrays (`Counters`), so that a step reads the counters of all sequences with one array operation.
+sequences, so that tokens and counters change together. The counters of a running sequence are stored only in the arrays
+of `Counters`, so that a step reads the counters of all sequences with one array operation.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..outputs.routes import Routes
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """The purpose of a sequence of samples: after its last token, a token is drawn for each of `samples`.
+    """The purpose of a sequence that generates: after its last token, a token is drawn for each of `samples`.
 
-    A sequence has several samples only while it computes their shared prompt.
+    A sequence has several samples only while it computes the prompt that they share.
     """
 
     samples: list[OpenSample]
@@ -38,10 +38,10 @@ class Counters:
     """The counters of running sequences that every step needs: arrays with one element per lane, int64 [capacity].
 
     `num_tokens`: the number of tokens so far, prompt and decoded, including an unseen token. `num_computed`: the number
-    of tokens with KV that is in the sequence's blocks, or will be there when the steps in flight are done.
+    of tokens with KV that is in the sequence's blocks, or will be in these blocks when the steps in flight are done.
     `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
-    An unseen token is drawn by the step in flight, and not known to the host yet. `slot`, `source`, `target`: the slots
-    of the recurrent state (`recurrent`).
+    An unseen token is a token that the step in flight draws and that the host does not know yet. `slot`, `source`,
+    `target`: the slots of the recurrent state (`recurrent`).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -61,7 +61,7 @@ class Sequence:
     `tokens`: the tokens that the host has seen.
     `purpose`: the samples for which tokens are drawn after the last token, or the score that receives the log-probs.
     `claim`: the hash of the block for which the sequence waits while another sequence computes it, or None.
-    `num_cached_tokens`: the tokens found in the cache when the sequence was first admitted; None before.
+    `num_cached_tokens`: the number of tokens found in the cache when the sequence first started; None before.
     `branch`: the position of a missing checkpoint that the sequence will take, at the end of the tokens that it found
     in the cache. 0 if there is no such checkpoint.
     `routes`: the recorded experts of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens
@@ -101,8 +101,8 @@ class Sequence:
     def needs_routes(self) -> bool:
         """Return whether the sequence can use cached blocks only together with their routed experts.
 
-        True if the sequence records routed experts and no token is drawn yet. After the first draw, the experts of all
-        earlier tokens are already recorded in the sequence.
+        The result is True if the sequence records routed experts and has not drawn a token yet. After the first draw,
+        the experts of all earlier tokens are already recorded in the sequence.
         """
         return self.routes is not None and self.num_decoded == 0
 
@@ -195,11 +195,11 @@ _FEWEST_BLOCKS = 16
 class Lanes(Counters):
     """Lanes for up to `capacity` running sequences. `sequence.lane` is the index of a sequence's lane.
 
-    Like the counters, these arrays have one element or row per lane. `num_blocks`: the number of blocks of the
-    sequence, int64. `num_left`: the number of sequences that have left the lane, int64. `tables`: for each group, the
-    block tables, int64 [capacity, blocks], padded with zeros. `sequences`: the sequence in the lane, or None.
-    `is_decoding`: whether the sequence has a single sample and decoded tokens, bool. `samples`, `draws`: the sample of
-    a decoding sequence, and the sample's `DRAW`.
+    Each array has one element or row per lane. `num_blocks`: the number of blocks of the sequence, int64. `num_left`:
+    the number of sequences that have left the lane, int64. `tables`: for each group, the block tables, int64 [capacity,
+    blocks], padded with zeros. `sequences`: the sequence in the lane, or None. `is_decoding`: whether the sequence has
+    a single sample and decoded tokens, bool. `samples`, `draws`: the sample of a decoding sequence, and the sample's
+    `DRAW`.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
@@ -302,7 +302,7 @@ class Lanes(Counters):
         return self.num_left[chunks.lanes] == chunks.num_left
 
     def _see(self, sequence: Sequence) -> None:
-        """Update the counters of a running sequence from `tokens`. The sequence then has no unseen token."""
+        """Update the counters of a running sequence from `tokens`. The sequence has no unseen token after this call."""
         lane = sequence.lane
         self.num_tokens[lane], self.last_token[lane] = len(sequence.tokens), sequence.tokens[-1]
         self.has_unseen[lane] = False
@@ -329,12 +329,12 @@ class Lanes(Counters):
 class Takers:
     """The samples and scores that receive the results of a step.
 
-    A place is the index of a chunk in the step. `samples`: the samples for which tokens are drawn: first the samples
-    with a sequence of their own, then the samples that draw their first token. Samples of the same prompt are adjacent.
-    `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at `places[i]`. The draws are
-    in the order of `samples`. `decodes`: the chunks of the samples with a sequence of their own. `scores`: the place of
-    each scored chunk, with its score. `prompts`: the place of each completed prompt, with the range of its samples in
-    `samples`.
+    A chunk's place is its index among the chunks of the step. `samples`: the samples for which tokens are drawn: first
+    the samples with a sequence of their own, then the samples that draw their first token. Samples of the same prompt
+    are adjacent. `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at `places[i]`.
+    The draws are in the order of `samples`. `decodes`: the chunks of the samples with a sequence of their own.
+    `scores`: the place of each scored chunk, with its score request. `prompts`: the place of each completed prompt,
+    with the range of its samples in `samples`.
     """
 
     decodes: Chunks

@@ -1,14 +1,14 @@
-"""Where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
+"""Report where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
-First measures the best rates of the machine: matrix products, reading memory, and updating it in place. Also measures
-the recurrence of gated delta nets and the experts by themselves, if the model has them.
-
-Then runs each workload of `trueroll bench` on the in-process engine. For every op a table shows its time, its
-arithmetic, and the bytes it must read at least once per step (for a recurrence, also the bytes of states it writes),
-each as a share of the best rate. The rest of a step is Python: scheduling, bookkeeping, the step's tensors.
+The report first measures the machine's best rates for matrix products, memory reads, and in-place updates of memory. If
+the model has gated delta nets or experts, the recurrence or the experts are measured alone. Then each workload of
+`trueroll bench` runs on the in-process engine. A table shows for every op its time, its arithmetic, and the bytes that
+it must read at least once per step. Arithmetic and bytes are also shown as shares of the best rate. The bytes of a
+recurrence include the states that it writes. The remaining time of a step is Python: scheduling, bookkeeping, and
+preparing the step's tensors.
 
 With `--dummy-weights` MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
-by op. An engine runs all layers in one native call, so its steps take a few percent less time.
+by op. A normal engine runs all layers in one native call, which makes its steps a few percent faster.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ OPS = (*OPS, "project_back", "gate_up", "route", "experts", "rmsnorm", "next_tok
 
 
 class Meter:
-    """Sums the seconds, floating-point operations and bytes of each op of `loaded`, a model with wrapped ops."""
+    """Wraps the ops of the model `loaded`, and sums the seconds, floating-point operations and bytes of each op."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.seconds: Counter[str] = Counter()
@@ -92,7 +92,7 @@ def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale, window, so
 
 
 def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> tuple[int, int]:
-    """Return the cost of the experts that rows are routed to. Each of these experts is read once."""
+    """Return the cost of the experts that rows are routed to. The weights of each of these experts are read once."""
     matrices = weights.gate_up, weights.down
     elements = sum(weight.shape[0] * weight.shape[1] for weight in matrices) // spec.num_experts
     num_bytes = sum(weight.nbytes for weight in matrices) // spec.num_experts
@@ -100,7 +100,7 @@ def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> 
 
 
 def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: StateBatch) -> tuple[int, int]:
-    """Return the cost of a recurrence: per element of a state and token, one decay and three multiply-adds."""
+    """Return the cost of a recurrence: one decay and three multiply-adds per token and element of the state."""
     slots = len(batch.writes) + int((batch.reads >= 0).sum())
     return 7 * len(qkv) * states[0].numel(), slots * states[0].nbytes
 
@@ -119,20 +119,20 @@ COSTS = {
 
 @dataclasses.dataclass
 class Rates:
-    """The rates of some work in several tries, in 1e9 per second. `amount`: operations or bytes of one try."""
+    """Measures the rate of some work in several tries, in 1e9 per second. `amount`: operations or bytes of one try."""
 
     run: Callable[[], object]
     amount: float
     tries: list[float] = dataclasses.field(default_factory=list)
 
     def try_once(self) -> None:
-        """Run once uncounted, because the caches are full of other data, and once with the clock."""
+        """Run the work once to warm the caches, then run it once more and time it."""
         self.run()
         self.tries.append(self.amount / seconds_of(self.run) / 1e9)
 
 
 def measure(rates: dict[str, Rates]) -> dict[str, Rates]:
-    """Try each rate 15 times, in turn, so that all of them see the same load of the machine."""
+    """Measure each rate 15 times, alternating between the rates, so that all rates see the same load on the machine."""
     for _ in range(15):
         for each in rates.values():
             each.try_once()
@@ -142,8 +142,8 @@ def measure(rates: dict[str, Rates]) -> dict[str, Rates]:
 def limits(loaded: LoadedModel) -> dict[str, Rates]:
     """Return the machine's best rates.
 
-    `products`: matrix products with weights that stay in the cache. `reading`: weights read once. `updating`: float32
-    values updated in place.
+    `products`: matrix products with weights that stay in the CPU's cache. `reading`: weights read once. `updating`:
+    float32 values updated in place.
     """
     ops, dtype = loaded.backend.ops, loaded.model.dtype
     x = torch.randn(960, 1536).to(dtype)
@@ -169,9 +169,8 @@ def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
 
 
 def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], object], list[int]]:
-    """Return a step with sequences of `lens` rows through all delta nets, each layer with its own states, and its cost.
-
-    The cost is [floating-point operations, bytes].
+    """Return a function that runs one step of all delta nets, and the step's cost [floating-point operations, bytes].
+    The sequences have `lens` rows, and each layer has its own states.
     """
     dtype, count = loaded.model.dtype, len(lens)
     calls, slots = [], torch.arange(count)
@@ -189,7 +188,7 @@ def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], objec
 
 
 def mixtures(loaded: LoadedModel) -> dict[str, Rates]:
-    """Return the rate of all layers' experts in a step with 64 decoding rows, each routed by the router."""
+    """Return the rate of the experts of all layers in a step with 64 decoding rows, which the model's router routes."""
     ops, model, calls = loaded.backend.ops, loaded.model, []
     x = torch.randn(64, model.spec.hidden_size).to(model.dtype)
     for layer in model.layers:
@@ -207,7 +206,8 @@ def seconds_of(run) -> float:
 
 
 def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, list]:
-    """Run a workload. Return a list for steps that compute prompt tokens (`prompts`) and one for others (`decode`).
+    """Run a workload. Return one list for steps that compute prompt tokens (`prompts`) and one for all other steps
+    (`decode`).
 
     Each list is [number of steps, seconds, and per op: seconds, floating-point operations, bytes].
     """
@@ -231,9 +231,9 @@ def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, 
 
 
 def make_rates_table(rates: dict[str, Rates]) -> Table:
-    """Return a table of the rates. Recurrences and experts are also shown as a share of the rate that limits them."""
+    """Return a table of the rates. Recurrences and experts also show their share of the rate that limits the op."""
     limited_by = {"recurrence, 64 rows": "updating", "recurrence, prompt": "products", "experts, 64 rows": "reading"}
-    table = Table(title="each measured 15 times, in turn", title_justify="left")
+    table = Table(title="15 measurements each, alternating", title_justify="left")
     for header in ("", "unit", "best", "median", "of best", "of median"):
         table.add_column(header, justify="left" if header in ("", "unit") else "right")
     for name, each in rates.items():
@@ -276,13 +276,13 @@ def main(model: str = "smollm2", dtype: str = "auto", dummy: bool = False) -> No
     rates = measure(limits(loaded) | recurrences(loaded) | mixtures(loaded))
     best = {name: max(each.tries) for name, each in rates.items()}
     console.print(f"{model}, {loaded.dtype_name}, {loaded.backend.name} ({loaded.backend.ops.instruction_set()})")
-    console.print(f"seen at best: {best['products']:.0f} GFLOP/s in products, {best['reading']:.1f} GB/s from memory")
+    console.print(f"best rates: {best['products']:.0f} GFLOP/s in products, {best['reading']:.1f} GB/s from memory")
     console.print(make_rates_table(rates))
     meter = Meter(loaded)
     engine = Engine(config, meter.loaded)
     gc.freeze()  # as a worker does
     for workload in (w for group in WORKLOADS.values() for w in group):
-        run_workload(engine, workload, meter)  # touches memory for the first time, so it is not counted
+        run_workload(engine, workload, meter)  # warm-up, not counted: touches memory for the first time
         for name, phase in run_workload(engine, workload, meter).items():
             console.print(make_table(f"{workload.name}, {name}", phase, best))
 

@@ -1,12 +1,11 @@
-"""What a fleet costs: `python examples/benchmarks/fleet_report.py [MODEL]`.
-
-Compares three pairs, each pair measured in turn:
+"""Report what a fleet costs: `python examples/benchmarks/fleet_report.py [MODEL]`. The report compares three pairs; the
+two sides of a pair are measured alternately:
 
 - the workload `group` of `trueroll bench` through a client of one worker, and through a fleet client of that worker;
 - one worker with two threads, and two workers with one thread each;
-- a push by shared memory to one worker, and to four workers, with the pause that the commit costs a worker.
+- a push over shared memory to one worker, and to four workers, with the pause of a worker during the commit.
 
-Needs no Ray: a fleet client also takes addresses.
+The report needs no Ray, because a fleet client also accepts addresses.
 """
 
 import itertools
@@ -39,11 +38,11 @@ GROUP = SamplingParams(n=8, max_tokens=128, ignore_eos=True)
 KV_MEMORY = 128 * 2**20
 MANY = 4
 VERSIONS = itertools.count(1)
-"""Each push needs a higher version than the pushes before it."""
+"""Versions of the pushes. Every push needs a higher version than the previous push."""
 
 
 def prompts(seed: int) -> list[np.ndarray]:
-    """Return prompts that differ for each seed, so that no cache holds them."""
+    """Return prompts that are different for each seed, so that no prompt is cached."""
     return list(np.random.default_rng(seed).integers(100, 1000, (PROMPTS, PROMPT_TOKENS), np.int32))
 
 
@@ -55,7 +54,9 @@ def tokens_per_second(client: RolloutClient, seed: int) -> float:
 
 
 def in_turns(measures: list[Callable[[int], float]]) -> list[list[float]]:
-    """Return each measure's values, one per round, after an uncounted round. Every other round is in reverse order."""
+    """Return the values of each measure, one per round, after a warm-up round. Every other round runs the measures in
+    reverse order.
+    """
     found: list[list[float]] = [[] for _ in measures]
     for turn in range(ROUNDS + 1):
         each = list(enumerate(measures))
@@ -67,7 +68,7 @@ def in_turns(measures: list[Callable[[int], float]]) -> list[list[float]]:
 
 
 def ratio(table: Table, name: str, first: list[float], second: list[float], goal: str) -> None:
-    """Add a row: the medians of both, and the median of the ratios of the rounds."""
+    """Add a row with the median of each side and the median of the per-round ratios."""
     of_each = [b / a for a, b in zip(first, second, strict=True)]
     medians = [f"{statistics.median(values):,.3g}" for values in (first, second)]
     table.add_row(name, *medians, f"{statistics.median(of_each):.3f}", goal)
@@ -80,7 +81,7 @@ def report_clients(table: Table, model: str) -> None:
         FleetClient([worker.address]) as fleet,
     ):
         first, second = in_turns([lambda i: tokens_per_second(plain, i), lambda i: tokens_per_second(fleet, i)])
-    ratio(table, "tokens/s: one worker, by a plain client and by a fleet's", first, second, "at least 0.98")
+    ratio(table, "tokens/s of one worker: plain client, fleet client", first, second, "at least 0.98")
 
 
 def report_two_workers(table: Table, model: str) -> None:
@@ -90,7 +91,7 @@ def report_two_workers(table: Table, model: str) -> None:
         single = stack.enter_context(RolloutClient(one.address))
         double = stack.enter_context(FleetClient([worker.address for worker in two]))
         first, second = in_turns([lambda i: tokens_per_second(single, i), lambda i: tokens_per_second(double, i)])
-    ratio(table, "tokens/s: one worker with two threads, two with one", first, second, "at least 0.80")
+    ratio(table, "tokens/s: one worker with two threads, two workers with one", first, second, "at least 0.80")
 
 
 def report_pushes(table: Table, model: str) -> None:
@@ -113,7 +114,9 @@ def report_pushes(table: Table, model: str) -> None:
 
         first, second = in_turns([pusher(workers[:1]), pusher(workers)])
     ratio(table, f"seconds of a push: to one worker, to {MANY}", first, second, "at most 1.5")
-    table.add_row("longest pause of a worker, of that push", "", "", f"{statistics.median(pauses):.3f}", "below 0.05")
+    table.add_row(
+        "longest pause of a worker during that push", "", "", f"{statistics.median(pauses):.3f}", "below 0.05"
+    )
 
 
 def main(model: str) -> None:

@@ -1,30 +1,33 @@
-"""Placement on a fleet, simulated: `python examples/benchmarks/fleet_simulation.py --out FOLDER`.
+"""Simulate the placement of requests on a fleet: `python examples/benchmarks/fleet_simulation.py --out FOLDER`.
 
 `--help` lists the options.
 
-A client requests groups of samples from many workers and places them by `trueroll.rollout.fleet.placement`. Each worker
-is the scheduler and the prefix cache of the engine, driven as the engine drives them, without a model. The clock is
-simulated: a step takes as long as a table says for the number of tokens it computes. Some workers are slower. Workers
-fail at random moments, lose all their state, and come back empty after a while. The client requests their groups again
-from other workers.
+A client requests groups of samples from many workers and places them by `trueroll.rollout.fleet.placement`. Each
+simulated worker has the engine's scheduler and prefix cache, called in the engine's order, but no model. The clock is
+simulated: a table gives the duration of a step for the number of tokens that the step computes. Some workers are
+slower. Workers fail at random moments, lose all state, and come back empty after a while. The client requests the lost
+groups again from other workers.
 
-A prompt is a part that all prompts share, then one of many prefixes with popularities after Zipf's law, then tokens of
-its own. Only the oracle knows the lengths of samples. The client keeps a number of groups in flight and requests the
-next one when one ends. It learns from its workers only what they finished.
+A prompt has three parts: tokens that all prompts share, one of many prefixes, and tokens of its own. The popularity of
+the prefixes follows Zipf's law. Only the oracle knows the lengths of samples in advance. The client keeps a fixed
+number of groups in flight. When a group ends, the client requests the next group. The only information that the client
+gets from a worker is the finished groups.
 
-The table compares this placement with others on the same groups and the same failures:
+The table compares this placement with other placements, on the same groups and the same failures:
 
 - `random`, `round robin`, and `least loaded`, which picks the worker with the fewest groups in flight;
-- `oracle`, which knows all requests, the length of each sample, and the speed of each worker. It sorts the groups by
-  prefix and cuts them into one piece per worker, sized by its speed. A worker that is done takes groups from others.
+- `oracle`, which knows all requests, the length of each sample, and the speed of each worker. The oracle sorts the
+  groups by prefix and gives each worker one contiguous piece, sized by the worker's speed. A worker with an empty piece
+  takes groups from other workers.
 
-`bound` is a limit that nothing can beat. Its hit rate: each full block that prompts share is computed once in the whole
-fleet and found in the cache by all other prompts, as if there were one unlimited cache and no failure. Its time
-includes that hit rate and all samples, with steps as full as possible, and all workers busy and alive until the end.
+`bound` is a limit that no placement can beat. For the hit rate, the bound assumes one unlimited cache and no failure.
+The fleet then computes each shared full block once, and all other prompts find the block in the cache. For the time,
+the bound assumes this hit rate, steps that are as full as possible, and workers that are busy until the end.
 
-The hit rate is the share of prompt tokens that a worker found in its cache, over all prompts that it began to compute,
-including repeats after failures. The cost of a placement is the time of `beginnings`, `place` and `finish`, without
-Python's garbage collector, as in `timeit`: a collection visits all objects of the process, here a whole fleet.
+The hit rate is the share of prompt tokens that workers found in their caches. The share counts every prompt that a
+worker began to compute, including repeats after failures. The cost of a placement is the time spent in `beginnings`,
+`place` and `finish`. As in `timeit`, Python's garbage collector is off, because a collection would visit the objects of
+the whole simulated fleet.
 """
 
 from __future__ import annotations
@@ -56,16 +59,16 @@ from trueroll.engine.scheduling.sequence import Generation, Sequence, takers_of
 from trueroll.rollout.fleet.placement import Placed, Placement, beginnings
 
 STEP_SECONDS = {1: 0.010, 32: 0.011, 256: 0.019, 1024: 0.048, 2048: 0.088}
-"""Seconds of a step by the number of tokens it computes; linear in between."""
+"""Seconds of a step by the number of tokens that the step computes; interpolated linearly."""
 SLOWNESS = (1.0, 1.0, 1.0, 1.6)
-"""Factors on the time of a step. Workers get them in turn."""
+"""Factors on the time of a step, assigned to the workers in turn."""
 BLOCK_SIZE = 16
 BLOCKS = 2048
 MAX_SEQS = 32
 MAX_TOKENS = 1024
 SAMPLES = 4
 SHORTEST, LONGEST = 16, 64
-"""Limits of the number of tokens in a sample."""
+"""Smallest and largest number of tokens in a sample."""
 COMMON = 64
 """Number of tokens that all prompts begin with."""
 PREFIX = 128, 896
@@ -75,7 +78,7 @@ OWN = 16, 48
 EXPONENT = 1.0
 GROUPS_PER_PREFIX = 10
 RUNNING = MAX_SEQS // SAMPLES
-"""Groups that a worker computes at a time."""
+"""Maximum number of groups that a worker computes at a time."""
 UNDER_WAY = 2 * RUNNING
 """Groups that the client keeps in flight on each worker."""
 FAILING = 0.05
@@ -111,7 +114,7 @@ class Workload:
         return np.concatenate((self._beginnings[self.prefixes[group]], self._ends[group]))
 
     def shared(self, group: int) -> int:
-        """Return the number of tokens in a prompt's full blocks that other prompts have, or could have."""
+        """Return the number of prompt tokens in full blocks that other prompts have or could have."""
         return len(self._beginnings[self.prefixes[group]]) // BLOCK_SIZE * BLOCK_SIZE
 
     def prompt_len(self, group: int) -> int:
@@ -124,10 +127,10 @@ class Workload:
         return COMMON + sum(self.shared(group) - COMMON for group in first)
 
     def least_seconds(self, slowness: Iterable[float]) -> float:
-        """Return a lower bound on the seconds of any fleet.
+        """Return a lower bound on the run time of any fleet, in seconds.
 
-        A step costs at least as much as each line through two neighboring points of the table says, and it computes one
-        token for at most MAX_SEQS samples.
+        Each line through two neighboring points of the table is a lower bound on the time of a step. A step computes
+        one token for at most MAX_SEQS samples.
         """
         decoded = int((self.lengths - 1).sum())
         own = sum(self.prompt_len(group) - self.shared(group) for group in range(len(self)))
@@ -138,7 +141,7 @@ class Workload:
 
 
 def _line(low: int, high: int) -> tuple[float, float]:
-    """Return the fixed cost of a step and the cost per token, on the line through two points of the table."""
+    """Return the fixed cost of a step and the cost per token, from the line through two points of the table."""
     slope = (STEP_SECONDS[high] - STEP_SECONDS[low]) / (high - low)
     return STEP_SECONDS[low] - slope * low, slope
 
@@ -153,7 +156,7 @@ def step_seconds(num_tokens: int) -> float:
 
 @dataclass(eq=False, slots=True)
 class Sample:
-    """A sample as the scheduler sees it. `left`: number of tokens it will still get."""
+    """A sample as the scheduler sees it. `left`: number of tokens still to be sampled."""
 
     group: int
     order: tuple[int, int]
@@ -174,7 +177,7 @@ class Counts:
 
 
 class Worker:
-    """Scheduler and prefix cache of one worker, from its start to its failure or the end of the run."""
+    """Scheduler and prefix cache of one worker, from the worker's start to its failure or to the end of the run."""
 
     def __init__(self, workload: Workload, slowness: float) -> None:
         self.slowness = slowness
@@ -241,7 +244,7 @@ class Worker:
         return self._left[group] == 0
 
     def count(self, group: int, counts: Counts) -> None:
-        """Remove a group that ended or was lost, and add its prompt to `counts`."""
+        """Remove a finished or lost group, and add the group's prompt to `counts`."""
         hits = self.groups.pop(group).num_cached_tokens
         if hits is not None:
             counts.asked += self._workload.prompt_len(group)
@@ -250,9 +253,9 @@ class Worker:
 
 
 class Policy(ABC):
-    """Assigns groups to workers, both by number.
+    """Assigns groups to workers. Groups and workers are identified by number.
 
-    `load`: int64 [workers], groups in flight. `is_up`: bool [workers]. `seconds`: total time of all choices.
+    `load`: int64 [workers], groups in flight. `is_up`: bool [workers]. `seconds`: total time spent on choosing workers.
     """
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
@@ -283,24 +286,24 @@ class Policy(ABC):
         """Return a worker that is up."""
 
     def finish(self, group: int, worker: int, now: float) -> None:
-        """Note that a worker finished a group."""
+        """Record that a worker finished a group."""
         self.load[worker] -= 1
         self._under_way -= 1
 
     def lose(self, worker: int, groups: list[int]) -> None:
-        """Note that a worker failed. Its groups in flight must be requested again."""
+        """Record that a worker failed. The worker's groups in flight must be requested again."""
         self._waiting.extendleft(reversed(groups))
         self._under_way -= len(groups)
         self.load[worker] = 0
         self.is_up[worker] = False
 
     def join(self, worker: int) -> None:
-        """Note that a worker is back."""
+        """Record that a failed worker is back."""
         self.is_up[worker] = True
 
 
 class Random(Policy):
-    """Picks any worker."""
+    """Picks a random worker that is up."""
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
         super().__init__(workload, slowness)
@@ -332,7 +335,7 @@ class LeastLoaded(Policy):
 
 
 class Placing(Policy):
-    """Picks the worker that a fleet client picks."""
+    """Picks workers with the placement of the fleet client."""
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
         super().__init__(workload, slowness)
@@ -363,10 +366,8 @@ class Placing(Policy):
 
 
 class Oracle(Policy):
-    """Knows everything but the failures.
-
-    Has a list of groups for each worker, in the order of their prefixes. A worker with an empty list takes the last
-    group of the longest list.
+    """Knows everything except the failures. Each worker has a list of groups, ordered by prefix. A worker with an empty
+    list takes the last group of the longest list.
     """
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:
@@ -398,7 +399,9 @@ class Oracle(Policy):
         raise NotImplementedError
 
     def _take(self, worker: int) -> int:
-        """Return the next group of the worker's own list, or the last group of the longest list."""
+        """Return the next group of the worker's list, or the last group of the longest list if the worker's list is
+        empty.
+        """
         if self._remaining[worker]:
             self._remaining[worker] -= 1
             return self._lists[worker].popleft()
@@ -458,7 +461,7 @@ class Simulation:
             self._go_on(number, worker)
 
     def _go_on(self, number: int, worker: Worker) -> None:
-        """Let an idle worker begin a step once all groups sent at this moment have arrived."""
+        """Schedule the next step of an idle worker, after all groups sent at the current time have arrived."""
         if worker.groups and not worker.is_busy:
             worker.is_busy = True
             self._push(self.now, self._begin, number, worker)
@@ -518,7 +521,7 @@ POLICIES = {
 
 
 def simulate(name: str, workload: Workload, workers: int, seed: int) -> Result:
-    """Run one policy. With the same arguments the result is the same, except for `cost`."""
+    """Run one policy. The result depends only on the arguments, except for `cost`."""
     slowness = [SLOWNESS[i % len(SLOWNESS)] for i in range(workers)]
     run = workload.least_seconds(slowness)
     chance = random.Random(seed)
@@ -588,7 +591,7 @@ def main(
     for name in POLICIES:
         start = time.process_time()
         results.append(simulate(name, workload, workers, seed))
-        console.print(f"{name}: {time.process_time() - start:.0f} s of the processor's time")
+        console.print(f"{name}: {time.process_time() - start:.0f} s of CPU time")
     console.print(f"{workers:,} workers, {groups:,} groups of {SAMPLES}, {results[0].failed} failures")
     console.print(report(results, bound))
     out.mkdir(parents=True, exist_ok=True)

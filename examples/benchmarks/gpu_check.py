@@ -1,18 +1,18 @@
-"""Check the promises of trueroll on a GPU, and measure its speed there.
+"""Check the promises of trueroll on a GPU, and measure the speed of trueroll.
 
-`python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with the torch and the Triton of the
-interpreter that starts it. Only Triton compiles anything, and nothing is downloaded. Packages that the interpreter
-lacks come from a folder of wheels, `--wheels`; docs/gpu.md has the command that makes it. The folder `--out` gets
-`site`, with these packages and links to the checkout, and for each part a log and the figures of `gpu_report.py`. The
-tables of `gpu_report.py` are printed too.
+`python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with torch and Triton from the Python
+interpreter that runs the command. Nothing is downloaded. Nothing is compiled, except Triton's kernels. Missing packages
+come from the folder of wheels given by `--wheels`. docs/gpu.md has the command that makes this folder. The folder
+`--out` gets a log and the figures of `gpu_report.py` for each part. The subfolder `site` holds these packages and links
+to the checkout. The tables of `gpu_report.py` are printed too.
 
-Each promise runs in a process of its own, so a fault of the GPU ends only that process. A promise that takes longer
-than its time limit counts as broken. The promises of a part take less than ten minutes together, including the one
-about the machine, which always runs first. The last lines give the verdict of each promise. The exit code is 1 if a
-promise was broken, or if a test was skipped for an unexpected reason.
+The tests of each promise run in their own process, so a GPU fault ends only that process. A promise that exceeds its
+time limit is reported as broken. All promises of a part together take less than ten minutes. The promise about the
+machine, which always runs first, is included in this time. The last lines give the verdict of each promise. The exit
+code is 1 if a promise was broken, or if a test was skipped for an unexpected reason.
 
-`--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. It shows that the check runs to its
-end. It shows nothing about a GPU.
+`--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. A rehearsal shows that the check
+itself works, and nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TESTS = "tests/gpu"
 REPORT = "examples/benchmarks/gpu_report.py"
 TEST_TOOLS = ("hypothesis>=6.100", "pytest>=8.4", "pytest-timeout>=2.2", "pytest-xdist>=3.7")
 MOST_PROCESSES = 8
-MOST_SHOWN = 5  # failed tests listed per promise
+MOST_SHOWN = 5  # maximum number of failed tests listed per promise
 EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -46,9 +46,9 @@ EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 class Promise:
     """A promise and its check: files and tests of `tests/gpu`, or sections of `gpu_report.py`.
 
-    `seconds`: time limit, after which the promise counts as broken. `parallel`: True if its tests may run side by side;
-    tests that measure memory must not. `settings`: environment variables. `rehearsed`: the tests that a rehearsal runs,
-    as an expression for pytest's `-k`.
+    `seconds`: time limit, after which the promise is broken. `parallel`: True if the tests may run in parallel; False
+    for tests that measure memory. `settings`: environment variables. `rehearsed`: the tests that a rehearsal
+    runs, as an expression for pytest's `-k`.
     """
 
     text: str
@@ -67,23 +67,26 @@ PUSH = ("test_push.py",)
 PARTS: dict[str, tuple[Promise, ...]] = {
     "products": (
         Promise(
-            "each loaded kernel multiplies by one instruction",
+            "each loaded kernel uses only one matrix instruction",
             115,
             ("test_machine.py::test_each_loaded_kernel_multiplies_by_one_instruction",),
         ),
         Promise(
-            "no row differs, whatever the tile, the dtype and the tail of K",
+            "a row has the same bits in every tile, for both dtypes and every tail of K",
             260,
             ("test_real_sizes.py", "test_tails.py"),
             parallel=True,
         ),
         Promise(
-            "products have the bits of the model of the tensor cores", 160, ("test_tensor_cores.py",), parallel=True
+            "products have the same bits as the software model of the tensor cores",
+            160,
+            ("test_tensor_cores.py",),
+            parallel=True,
         ),
     ),
     "ops": (
         Promise(
-            "every op is near to float64 and keeps its contract",
+            "every op is close to float64 and keeps its contract",
             520,
             ("test_ops.py",),
             parallel=True,
@@ -115,11 +118,15 @@ PARTS: dict[str, tuple[Promise, ...]] = {
         ),
     ),
     "hybrids": (
-        Promise("decodes, graphs and the matrix have the same bits with gated delta nets", 400, ("test_hybrids.py",)),
+        Promise(
+            "models with gated delta nets give the same bits by decode and by graphs, and in the exactness matrix",
+            400,
+            ("test_hybrids.py",),
+        ),
     ),
     "weights": (
-        Promise("a commit during a step changes no sample of another version", 130, COMMITS),
-        Promise("the same with expandable segments", 130, COMMITS, settings=EXPANDABLE),
+        Promise("a commit during a step does not change samples of other versions", 130, COMMITS),
+        Promise("a commit during a step is as safe with expandable segments", 130, COMMITS, settings=EXPANDABLE),
         Promise(
             "a trainer's log-probs have the bits of the rollout's",
             200,
@@ -127,13 +134,13 @@ PARTS: dict[str, tuple[Promise, ...]] = {
         ),
     ),
     "memory": (
-        Promise("caches and logits of more than 2**31 elements are right", 90, ("test_large_tensors.py",)),
-        Promise("a sleep gives all bytes back, and a wake-up takes them again", 160, SLEEP),
-        Promise("the same with expandable segments", 160, SLEEP, settings=EXPANDABLE),
+        Promise("caches and logits of more than 2**31 elements are computed correctly", 90, ("test_large_tensors.py",)),
+        Promise("a sleep releases all memory, and a wake-up allocates it again", 160, SLEEP),
+        Promise("sleep and wake-up do the same with expandable segments", 160, SLEEP, settings=EXPANDABLE),
     ),
     "push": (
-        Promise("every bit of a push arrives and all of its memory comes back", 260, PUSH),
-        Promise("the same with expandable segments", 260, PUSH, settings=EXPANDABLE),
+        Promise("every bit of a push arrives, and a push leaks no memory", 260, PUSH),
+        Promise("a push with expandable segments is complete and leaks no memory", 260, PUSH, settings=EXPANDABLE),
     ),
     "speed": (
         Promise("products, attention and decode steps are measured", 520, sections=("products", "attention", "steps")),
@@ -215,7 +222,9 @@ class Check:
 
 
 def run(command: Sequence[str], seconds: float, environment: dict[str, str], log: Any) -> int | None:
-    """Run a command and return its exit code, or None if it was ended after `seconds`, with all its child processes."""
+    """Run a command and return its exit code. After `seconds`, kill the command with all its child processes and return
+    None.
+    """
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
@@ -239,14 +248,14 @@ def name_of(case: ET.Element) -> str:
 
 
 def messages(case: ET.Element, *kinds: str) -> Iterator[str]:
-    """Yield the first line of each message that pytest has for a test."""
+    """Yield the first line of each message that pytest recorded for a test."""
     for kind in kinds:
         for element in case.iter(kind):
             yield element.get("message", "").partition("\n")[0]
 
 
 def lay_out(site: Path, wheels: Path | None) -> None:
-    """Make a folder to import from: the checkout as the package trueroll, and the contents of the wheels."""
+    """Make a folder for `sys.path`: the checkout as the package trueroll, and the contents of the wheels."""
     shutil.rmtree(site, ignore_errors=True)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     package, version = site / "trueroll", project["project"]["version"]
@@ -268,7 +277,9 @@ def lay_out(site: Path, wheels: Path | None) -> None:
 
 
 def unmet(site: Path) -> list[str]:
-    """Return the requirements of trueroll, its tests and `site` that neither `site` nor the interpreter meets."""
+    """Return the unmet requirements: packages that trueroll, its tests or `site` need, and that neither `site` nor the
+    interpreter has in a suitable version.
+    """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -292,7 +303,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"any of {', '.join(PARTS)}; default: all")
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="wheels of packages that this interpreter lacks")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=ROOT / "build" / "gpu_check", help="for the logs")
-    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on a CPU, in Triton's interpreter")
+    parser.add_argument("--rehearse", action="store_true", help="use tiny sizes on a CPU, in Triton's interpreter")
     arguments = parser.parse_args()
     if unknown := [part for part in arguments.parts if part not in PARTS]:
         parser.error(f"unknown parts: {', '.join(unknown)}; choose from {', '.join(PARTS)}")
@@ -300,7 +311,9 @@ def read_arguments() -> argparse.Namespace:
 
 
 def verdicts_of(check: Check, parts: Sequence[str]) -> Iterator[Verdict]:
-    """Yield the verdict on the machine and those on the parts. Stop after the machine if it is not fine."""
+    """Yield the verdict on the machine, then the verdicts on the parts. Stop after the machine's verdict if the promise
+    about the machine is broken.
+    """
     for part, promises in {"machine": (MACHINE,), **{part: PARTS[part] for part in parts}}.items():
         (check.out / f"{part}.log").unlink(missing_ok=True)
         for promise in promises:
@@ -311,7 +324,7 @@ def verdicts_of(check: Check, parts: Sequence[str]) -> Iterator[Verdict]:
 
 def main() -> None:
     arguments = read_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_check: terminated"))  # lets `run` end its child processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_check: terminated"))  # lets `run` kill child processes
     check = Check(arguments.out.resolve(), arguments.rehearse)
     try:
         lay_out(check.site, arguments.wheels)

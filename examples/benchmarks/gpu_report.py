@@ -1,4 +1,5 @@
-"""How close an NVIDIA GPU runs to its limits: `python examples/benchmarks/gpu_report.py [SECTION ...] [--json FILE]`.
+"""Report how close an NVIDIA GPU runs to its limits: `python examples/benchmarks/gpu_report.py [SECTION ...] [--json
+FILE]`.
 
 The sections, each printed as soon as it is measured:
 
@@ -6,17 +7,19 @@ The sections, each printed as soon as it is measured:
 - `tiles`: the same products in every tile of the tables;
 - `attention`: against torch's scaled_dot_product_attention (SDPA);
 - `steps`: a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA;
-- `workloads`: requests per second of a workload that VeXact published figures of for one H100;
+- `workloads`: requests per second of a workload with published figures of VeXact on one H100;
 - `serving`: tokens per second for 64 to 512 sequences.
 
 Weights are random. If a section fails, its error is printed, the next section is still measured, and the exit code is
-1. A missed goal is not a failure. `--rehearse` runs all of it on a CPU with tiny sizes and the reference kernels; those
-figures mean nothing.
+1. A missed goal is not a failure. `--rehearse` runs all sections on a CPU, with tiny sizes and the reference kernels.
+The figures of a rehearsal mean nothing.
 
-Kernels are timed in CUDA graphs, by CUDA events: the median of several replays, each of several calls. Several copies
-of the weights, and of the keys and values of decodes, are used in turn, so that none of them is still in the GPU's
-cache. "Of memory" is the share of a copy's bandwidth. "Of limit" is the share of the longer of two times: the bytes at
-a copy's bandwidth, and the arithmetic at the speed of a large cuBLAS product.
+Kernels are timed with CUDA events around replays of CUDA graphs. A graph contains several calls, and the report gives
+the median over several replays. Calls rotate through several copies of the weights, and of the decodes' keys and
+values, so that no call finds its inputs in the GPU's cache. "Of memory" is the achieved share of the bandwidth of a
+memory copy. "Of limit" compares the least possible time with the measured time. The least possible time is the time to
+move the bytes at the bandwidth of a copy, or the time to do the arithmetic at the speed of a large cuBLAS product,
+whichever is longer.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from torch import Tensor
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.models.decoder import ModelInput
-from trueroll.engine.models.dummy import find_config
+from trueroll.engine.models.names import find_config
 from trueroll.engine.running.loading import load_dummy
 from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Pages, Rotation, Wanted
 from trueroll.kernels.layer import run_layers
@@ -69,16 +72,16 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 4, 128, 16
 PRODUCTS = dict(qkv=(4608, 3584), o=(3584, 3584), gate_up=(37888, 3584), down=(3584, 18944), head=(152064, 3584))
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 129, 256, 512, 1024, 2048, 4096, 8192)
 TILE_ROWS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
-MOST_HEAD_ROWS = 512  # an engine never holds more rows of logits at once
-# (sequences, queries of each, tokens of each)
+MOST_HEAD_ROWS = 512  # the maximum rows of logits that an engine holds at once
+# (sequences, queries per sequence, tokens per sequence)
 DECODES = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1024), (16, 1, 8192), (64, 1, 1024), (64, 1, 4096))
 PREFILLS = ((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 16384, 16384), (8, 2048, 2048))
 STEPS, STEP_CONTEXT = (1, 8, 16, 32, 64, 128, 129, 256, 512), 1152
-# VeXact's figures on one H100: new tokens, requests/s with its prefix cache, and the gain by the cache. The number of
-# own tokens in its prompts is not known; 64 is the number in `trueroll bench --workload shared`.
+# VeXact's figures on one H100: new tokens, requests/s with VeXact's prefix cache, and the speedup by that cache. VeXact
+# did not publish the number of unshared prompt tokens; 64 is the number in `trueroll bench --workload shared`.
 PUBLISHED = ((128, 10.11, 0.25), (8, 19.34, 0.38))
 REQUESTS, SHARED_TOKENS, OWN_TOKENS = 64, 1024, 64
-# Models; for each model the numbers of sequences, in groups of 8 per prompt, and the tokens per prompt and per sample.
+# For each model: the numbers of sequences, in groups of 8 per prompt, and the tokens per prompt and per sample.
 SERVED, SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = ("qwen3-0.6b", "qwen2.5-7b"), (64, 256, 512), 128, 256
 KV_MEMORY = 32 * 2**30  # room for all sequences
 RUNS = 3
@@ -97,7 +100,7 @@ class Machine:
     arithmetic: float
 
     def limit(self, flops: int, num_bytes: int) -> float:
-        """Return the least seconds that this work can take."""
+        """Return the least seconds that this work can take at the best rates."""
         return max(flops / self.arithmetic, num_bytes / self.bandwidth)
 
     def rates(self, seconds: float, flops: int, num_bytes: int) -> Row:
@@ -117,14 +120,16 @@ def attention_cost(sequences: int, queries: int, context: int) -> tuple[int, int
 
 
 def step_cost(model: Any, sequences: int) -> tuple[int, int]:
-    """Return the cost of a decode step. It reads every weight once, except an embedding that is not also the head."""
+    """Return the cost of a decode step. The step reads every weight once, except an embedding that is not tied to the
+    head.
+    """
     parameters = (model.num_bytes - (model.embed is not model.head) * model.embed.nbytes) // 2
     (flops, num_bytes), layers = attention_cost(sequences, 1, STEP_CONTEXT), len(model.layers)
     return 2 * sequences * parameters + layers * flops, 2 * parameters + layers * num_bytes
 
 
 def seconds_of(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the seconds per call of `calls`, captured in one graph: the median of several replays."""
+    """Capture `calls` in one graph. Return the median seconds per call over several replays."""
     for call in dict.fromkeys(calls):  # compiles kernels
         call()
     torch.cuda.synchronize()
@@ -145,7 +150,9 @@ def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def compare(ops: Sequence[Callable[..., Any]], inputs: Sequence[tuple[Any, ...]], limit: float) -> list[float]:
-    """Return the seconds of each op on the inputs in turn. `limit`: least seconds of a call, to size a replay."""
+    """Return the seconds per call of each op. Calls use the inputs in turn. `limit`: least possible seconds of a call,
+    which determines the number of calls in a replay.
+    """
     turns = max(1, min(MOST_CALLS, math.ceil(REPLAY_SECONDS / limit)) // len(inputs))
     return [seconds_of([partial(op, *each) for each in inputs] * turns) for op in ops]
 
@@ -162,7 +169,10 @@ def measure_machine() -> Machine:
 
 
 def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """Yield rows of products. `gate_up` includes its activation, `head` gives float32 logits; cuBLAS does neither."""
+    """Yield rows of products. `gate_up` includes the activation, and `head` gives float32 logits.
+
+    cuBLAS does neither.
+    """
     special = special_products(ops)
     for name, shape in PRODUCTS.items():
         weights = [random(*shape) for _ in range(-(-COLD_BYTES // (2 * math.prod(shape))))]
@@ -173,12 +183,14 @@ def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
 
 
 def special_products(ops: Backend) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    """Return the ops of `PRODUCTS` that are not plain products, by their names there."""
+    """Return the ops of `PRODUCTS` that are not plain products, by name."""
     return {"gate_up": lambda x, weight: ops.gate_up(x, *weight.chunk(2), "silu"), "head": ops.lm_head}
 
 
 def measure_tiles(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """Yield the fastest tile of each product beside the chosen one. `pieces`: each piece has a program of its own."""
+    """Yield the fastest tile of each product next to the tile that the tables choose. `pieces`: True if each piece of K
+    is computed by its own program.
+    """
     special = special_products(ops)
     for name, (n, k) in PRODUCTS.items():
         weights = [random(n, k) for _ in range(-(-COLD_BYTES // (2 * n * k)))]
@@ -235,7 +247,9 @@ def attention_row(sequences: int, queries: int, context: int, ours: float, sdpa:
 
 
 def batch_of(sequences: int, queries: int, context: int, device: Any) -> AttentionBatch:
-    """Return a batch of sequences with `context` tokens and `queries` last queries each; blocks are in order."""
+    """Return a batch of sequences with `context` tokens each, of which the last `queries` tokens are queries. Blocks
+    are in order.
+    """
     starts = [queries * i for i in range(sequences + 1)]
     tables = torch.arange(sequences * context // BLOCK_SIZE, device=device).view(sequences, -1)
     lens = torch.full((sequences,), context, device=device) if queries == 1 else None
@@ -252,7 +266,9 @@ def dense_attention(
     soft_cap: None = None,
     sinks: None = None,
 ) -> Tensor:
-    """SDPA for a batch of `batch_of`. Blocks in order are dense keys and values, so nothing is gathered."""
+    """SDPA for a batch of `batch_of`. The blocks of that batch are in order, so keys and values are dense and need no
+    gather.
+    """
     sequences = len(batch.context_lens)
     q = q.unflatten(0, (sequences, -1)).transpose(1, 2)
     k, v = (cache.view(sequences, -1, *cache.shape[2:]).transpose(1, 2) for cache in (k_cache, v_cache))
@@ -263,9 +279,9 @@ def dense_attention(
 def torch_ops(ops: Backend) -> Any:
     """Return `ops` with torch's products (cuBLAS on a GPU; q, k and v in one) and SDPA over dense keys and values.
 
-    Norms, rope and the activation are still those of `ops`. torch writes the cache, with two more small launches per
-    layer than a dedicated kernel. Supports greedy tokens, and models without norms of the heads, experts, or a bias
-    after attention.
+    Norms, rope and the activation still come from `ops`. torch writes the KV cache, which takes two more small launches
+    per layer than a dedicated kernel. Supports only greedy tokens, and only models without head norms, experts, or a
+    bias after attention.
     """
     joined: Callable[..., Tensor] = cache(lambda *weights: torch.cat(weights))
 
@@ -349,7 +365,7 @@ def measure_workloads(ops: Backend, machine: Machine) -> Iterator[Row]:
 
 
 def median_seconds(system: EngineSystem, workload: Workload) -> float:
-    """Return the median seconds of several runs after an uncounted one."""
+    """Return the median seconds of several runs, after a warm-up run."""
     return statistics.median([system(workload).seconds for _ in range(RUNS + 1)][1:])
 
 
@@ -361,7 +377,9 @@ def workload_row(max_tokens: int, cached: float, uncached: float, published: flo
 
 
 def measure_serving(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """Yield rows for samples at temperature 1, and for greedy samples with mostly shared prompts; prefill included."""
+    """Yield rows for samples at temperature 1, and for greedy samples with mostly shared prompts. Times include
+    prefill.
+    """
     most = max(*SEQUENCES, REQUESTS)
     for name in SERVED:
         config = CONFIG.model_copy(update={"model": name, "max_num_seqs": most, "kv_memory": KV_MEMORY})
@@ -410,11 +428,11 @@ def show(name: str, value: Any) -> str:
 
 
 def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list[Row], bool]:
-    """Measure and print the rows of a section. Return the rows, and whether the section did not fail."""
+    """Measure and print the rows of a section. Return the rows, and True if the section did not fail."""
     measured: list[Row] = []
     failure = ""
     try:
-        measured.extend(rows)  # keeps the rows before a failure
+        measured.extend(rows)  # rows measured before a failure are kept
     except Exception:
         console.print_exception()
         failure = "FAILED: "
@@ -422,7 +440,7 @@ def run_section(title: str, rows: Iterator[Row], console: Console) -> tuple[list
     return measured, not failure
 
 
-# The sizes of a rehearsal, in place of the sizes above. `rehearse` has its configuration.
+# The sizes of a rehearsal, which replace the sizes above. `rehearse` has the configuration.
 SMALL: dict[str, Any] = dict(
     PRODUCTS={"o": (64, 48), "gate_up": (64, 48), "head": (512, 48)},
     NUM_ROWS=(1, 256, 512),
@@ -455,7 +473,7 @@ SMALL_MODEL = dict(
 
 
 def rehearse(folder: Path) -> None:
-    """Make all later measurements small, on a CPU, with the host's clock."""
+    """Switch all later measurements to tiny sizes, the CPU, and the host's clock."""
     config = json.loads((find_config(CONFIG.model) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SMALL_MODEL))
     settings = dict(model=str(folder), device="cpu", backend="reference", max_num_batched_tokens=512)

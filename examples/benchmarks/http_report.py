@@ -1,11 +1,11 @@
-"""What HTTP costs compared with the client: `python examples/benchmarks/http_report.py [MODEL]`.
+"""Report what HTTP costs compared with the client: `python examples/benchmarks/http_report.py [MODEL]`.
 
-Requests the same samples from one worker by `AsyncRolloutClient` and by HTTP, in turn: groups of samples in one
-request, many concurrent requests for one sample, streams, and small requests on kept and on new connections. Every
-answer by HTTP must have the same tokens and bits as the client's. Then the report holds many open connections, and
-sends many malformed requests beside good ones.
+The report requests the same samples from one worker alternately through `AsyncRolloutClient` and over HTTP. The
+requests are groups of samples in one request, many concurrent requests for one sample, streams, and small requests on
+kept and on new connections. Every HTTP response must have the same tokens and log-prob bits as the client's result.
+Then the report holds many connections open, and sends many malformed requests alongside good ones.
 
-This process implements HTTP itself, so that no HTTP library is measured. The front end and this process share the cores
+The report has its own HTTP client, so that no HTTP library is measured. The front end and the report share the cores
 with the worker, as a trainer would.
 """
 
@@ -44,7 +44,9 @@ NUM_BLOCKS = 2048
 MEBIBYTE = 2**20
 READ_BYTES = 2**16
 EVENT_CHUNK = re.compile(rb"[0-9a-f]+\r\ndata: (.*)\n\n\r\n")
-"""The front end writes each event as one chunk. JSON has no line ends, so the chunk's size is not needed."""
+"""Matches the data of an event. The size of a chunk is not needed: the front end writes each event as one chunk, and
+the JSON of an event has no line breaks.
+"""
 LAST_CHUNK = b"0\r\n\r\n"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 Sample = tuple[list[int], bytes]
@@ -54,7 +56,7 @@ Ask = Callable[[list[list[int]], SamplingParams], Awaitable[list[Sample]]]
 
 
 class Connection:
-    """A kept connection to a server, for one request at a time."""
+    """A keep-alive connection to a server, for one request at a time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -65,13 +67,13 @@ class Connection:
         return cls(*await asyncio.open_connection(address.hostname, address.port, limit=2**24))
 
     async def ask(self, path: str, body: bytes) -> tuple[int, Any]:
-        """Return the status and the JSON of the answer."""
+        """Return the status and the JSON body of the response."""
         status, length = await self.send(path, body)
         assert length is not None
         return status, json.loads(await self.reader.readexactly(length))
 
     async def events(self, path: str, body: bytes) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the data of the answer's server-sent events."""
+        """Yield the data of the response's server-sent events."""
         status, length = await self.send(path, body)
         assert status == 200 and length is None
         data = b""
@@ -83,7 +85,9 @@ class Connection:
                     yield json.loads(event[1])
 
     async def send(self, path: str, body: bytes) -> tuple[int, int | None]:
-        """Send a request and read the head of the answer: its status, and the length of its body if it is given."""
+        """Send a request and read the head of the response. Return the status, and the length of the body if the head
+        gives it.
+        """
         method = b"POST" if body else b"GET"
         head = b"%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (method, path.encode(), len(body))
         self.writer.write(head + body)
@@ -97,14 +101,14 @@ class Connection:
 
 
 class Http:
-    """Requests samples from the front end on kept connections."""
+    """Requests samples from the front end over keep-alive connections."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.connections: list[Connection] = []
 
     async def connect(self) -> None:
-        """Open all connections again: the front end closes idle ones after a while."""
+        """Reopen all connections, because the front end closes idle connections after a while."""
         for connection in self.connections:
             connection.close()
         self.connections = [await Connection.open(self.url) for _ in range(SINGLES.num_prompts)]
@@ -178,7 +182,7 @@ def bodies(prompts: list[list[int]], params: SamplingParams, stream: bool = Fals
 
 
 def sample_of(choices: Sequence[dict[str, Any]]) -> Sample:
-    """Return the sample of one choice, which arrived in these pieces."""
+    """Return the sample of one choice, joined from the pieces that arrived."""
     token_ids = [token_id for choice in choices for token_id in choice["token_ids"]]
     logprobs = [value for choice in choices if choice["logprobs"] for value in choice["logprobs"]["token_logprobs"]]
     return bits_of(token_ids, logprobs)
@@ -200,7 +204,7 @@ class Bench:
     vocab_size: int
 
     async def seconds(self, action: Awaitable[Any]) -> tuple[float, Any]:
-        """Run `action` with an empty prefix cache. Return its seconds and its result."""
+        """Run `action` with an empty prefix cache. Return the seconds that it took, and its result."""
         await self.client.client.invalidate_prefix_cache()
         start = time.perf_counter()
         result = await action
@@ -220,7 +224,7 @@ class Bench:
             asked = self.asked(workload)
             _, *runs = [
                 await self.compare(asked, by_client, by_http) for _ in range(REPEATS + 1)
-            ]  # the first is slower
+            ]  # warm-up: the first request is slower
             count = workload.num_samples * workload.max_tokens
             ours, theirs, cpu = zip(*runs, strict=True)
             ratio = statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
@@ -230,7 +234,9 @@ class Bench:
         self.console.print(table)
 
     async def compare(self, asked: Asked, by_client: Ask, by_http: Ask) -> tuple[float, float, float]:
-        """Return the seconds of the client and of HTTP for the same samples, and the front end's CPU seconds."""
+        """Request the same samples through the client and over HTTP. Return the seconds of both, and the front end's
+        CPU seconds.
+        """
         ours, expected = await self.seconds(by_client(*asked))
         await self.http.connect()
         before = cpu_seconds(self.front)
@@ -250,7 +256,7 @@ class Bench:
         )
 
     async def report_small(self) -> None:
-        """Time a request for one token by the client, on a kept connection, and on a new one, in turn."""
+        """Time a request for one token alternately by the client, on a kept connection, and on a new connection."""
         [prompt, *_], params = self.asked(SINGLES)
         params = params.model_copy(update={"max_tokens": 1})
         body = body_of([prompt], params)
@@ -273,7 +279,9 @@ class Bench:
         connection.close()
 
     async def report_connections(self) -> None:
-        """Hold open connections. Serve each before and after good requests, and all of them concurrently."""
+        """Hold many connections open. Send a request on each connection before and after good requests, then on all
+        connections concurrently.
+        """
         prompts, params = self.asked(GOOD)
         expected = await self.client.singles(prompts, params)
         await self.http.connect()
@@ -291,15 +299,16 @@ class Bench:
         for connection in opened:
             connection.close()
         self.console.print(
-            f"{CONNECTIONS:,} connections held; served one by one before and after good requests, and all concurrently"
+            f"{CONNECTIONS:,} connections held open; all answered one by one before and after good "
+            "requests, then all concurrently"
         )
 
     async def report_malformed(self) -> None:
-        """Send malformed requests beside good ones."""
+        """Send malformed requests alongside good ones."""
         prompts, params = self.asked(GOOD)
         expected = await self.client.singles(prompts, params)
         generator = random.Random(0)
-        await self.flood(generator, MALFORMED // 10)  # one-time growth of memory happens here
+        await self.flood(generator, MALFORMED // 10)  # warm-up: memory grows once
         before = [rss(self.front), rss(self.worker)]
         flood = asyncio.create_task(self.flood(generator, MALFORMED))
         await self.http.connect()
@@ -311,7 +320,7 @@ class Bench:
         await asyncio.sleep(1)
         after = [rss(self.front), rss(self.worker)]
         self.console.print(
-            f"{MALFORMED:,} malformed requests, all refused; beside them {rounds} x {len(prompts)} good requests gave "
+            f"{MALFORMED:,} malformed requests, all refused; alongside, {rounds} x {len(prompts)} good requests gave "
             f"the same samples as without them; memory before and after: front end {before[0]:.1f} and {after[0]:.1f} "
             f"MiB, worker {before[1]:.1f} and {after[1]:.1f} MiB"
         )
@@ -374,7 +383,7 @@ async def report(console: Console, address: str, worker_pid: int, url: str, fron
 
 def main(model: str = "smollm2") -> None:
     console = Console()
-    command = [sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http"]
+    command = [sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()", "http"]
     with launch_worker(model, device="cpu", num_blocks=NUM_BLOCKS) as worker:
         front = subprocess.Popen([*command, worker.address, "--port", "0"], stdout=subprocess.PIPE, text=True)
         try:

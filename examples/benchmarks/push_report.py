@@ -1,9 +1,9 @@
-"""What weight pushes and sleeps cost: `python examples/benchmarks/push_report.py [MODEL]`.
+"""Report what weight pushes and sleeps cost: `python examples/benchmarks/push_report.py [MODEL]`.
 
-Pushes a model's own weights to a worker process by each transport, while the worker is idle and while it generates, and
-compares with plain memory copies of the same size. Also measures pushes of the weights changed by one optimizer step,
-pushes of LoRA adapters, and sleeping and waking up. The worker checks every byte it receives and commits between two
-steps.
+The report pushes a model's own weights to a worker process over each transport, once while the worker is idle and once
+while the worker generates. The times are compared with plain memory copies of the same size. The report also measures
+pushes after one optimizer step, pushes of LoRA adapters, sleeping, and waking up. The worker checks every byte that it
+receives, and commits between two steps.
 """
 
 import itertools
@@ -43,12 +43,12 @@ LEARNING_RATE = 1e-6
 RANK = 16
 ADAPTED = (["q_proj", "v_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"], "all-linear")
 VERSIONS = itertools.count(1)
-"""Each push needs a higher version than the pushes before it."""
+"""Versions of the pushes. Every push needs a higher version than the previous push."""
 Weights = dict[str, torch.Tensor]
 
 
 def read_weights(folder: Path) -> Weights:
-    """Return all tensors of a checkpoint, in the memory of this process."""
+    """Load all tensors of a checkpoint into the memory of this process."""
     weights: Weights = {}
     for file in sorted(folder.glob("*.safetensors")):
         weights |= load_file(file)
@@ -65,7 +65,7 @@ def median_seconds(action: Callable[[], object], repeats: int = REPEATS) -> floa
 
 
 def copy_seconds(num_bytes: int) -> tuple[float, float]:
-    """Return the seconds to copy `num_bytes` with one thread: into memory in use, and into new memory."""
+    """Return the seconds that one thread takes to copy `num_bytes` into memory already in use, and into new memory."""
     source, target = torch.ones(num_bytes, dtype=torch.uint8), torch.ones(num_bytes, dtype=torch.uint8)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -98,7 +98,7 @@ class Traffic:
 
 
 def push_often(publisher: WeightPublisher, weights: Weights) -> list[PushResult]:
-    publisher.push(weights, next(VERSIONS))  # the first push allocates buffers that later pushes reuse
+    publisher.push(weights, next(VERSIONS))  # warm-up: the first push allocates buffers that later pushes reuse
     return [publisher.push(weights, next(VERSIONS)) for _ in range(REPEATS)]
 
 
@@ -126,7 +126,9 @@ def report_transports(console: Console, worker: WorkerProcess, client: RolloutCl
 
 
 def optimiser_step(weights: Weights) -> tuple[Weights, float]:
-    """Return the weights after one AdamW step on random gradients, from float32 masters, and the share that changed."""
+    """Take one AdamW step on float32 master weights with random gradients. Return the new weights and the share of
+    changed elements.
+    """
     generator = torch.Generator().manual_seed(0)
     after: Weights = {}
     changed = total = 0
@@ -157,7 +159,9 @@ def report_sparse(console: Console, worker: WorkerProcess, weights: Weights) -> 
 
 
 def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weights: Weights) -> None:
-    """Compare pushes of adapters alone, for some and for all matrices, with pushes of all weights with and without."""
+    """Compare pushes of adapters alone with pushes of all weights. The adapters cover some or all matrices. All weights
+    are pushed with and without an adapter.
+    """
     table = Table(
         f"rank {RANK}, target modules", "MB", "of whole", "ms", "whole ms", "faster", "with adapters", "pause ms"
     )

@@ -1,13 +1,12 @@
-"""What a step costs besides the model: `python examples/benchmarks/step_report.py`.
+"""Report what a step costs besides the model: `python examples/benchmarks/step_report.py`.
 
-The first table times an engine with a model and a sampler that take no time, so a step is the host's work alone. Groups
-of 8 samples decode and never end. The engine works as on a GPU: it queues a step before it sees the tokens of the
-previous one.
+The first table times an engine with a model and a sampler that take no time, so a step is only work of the host. Groups
+of 8 samples decode and never end. As on a GPU, the engine queues a step before it sees the tokens of the previous step.
 
-The second table drives the scheduler and the prefix cache as the engine does, without a model. It times the calls of a
-step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The rows differ
-in the size of the cache and in the waiting sequences. Where all of them wait for one prefix, the sequence that computes
-this prefix is not done before the end.
+The second table calls the scheduler and the prefix cache in the engine's order, without a model. The table times the
+calls of a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The
+rows of the table differ in the size of the cache and in the waiting sequences. In the row where all waiting sequences
+wait for one prefix, the sequence that computes this prefix runs until the end of the measurement.
 
 Both tables show CPU time, so other processes on the machine matter little. An idle core gives the best figures.
 """
@@ -61,11 +60,11 @@ RUNNING = 64
 STEPS = 100
 BLOCK_SIZE = 16
 PREFIX = 32 * BLOCK_SIZE
-"""Tokens in a prefix, shared by prompts or not. Each prompt adds a block of its own tokens."""
+"""Number of tokens in the prefix of a prompt. Each prompt adds one block of its own tokens."""
 
 
 class Host:
-    """An engine with `num_sequences` sequences that decode. Its hidden states and tokens are made up."""
+    """An engine with `num_sequences` decoding sequences. Hidden states and tokens are made up."""
 
     def __init__(self, num_sequences: int) -> None:
         num_tokens = PROMPT + STEPS + 32
@@ -103,7 +102,7 @@ class Host:
 
 
 class Load:
-    """A scheduler with `RUNNING` sequences that decode, and room for `spare` more."""
+    """A scheduler with `RUNNING` decoding sequences, and room for `spare` more sequences."""
 
     def __init__(self, spare: int = 0, cached_blocks: int = 0) -> None:
         own_blocks = (RUNNING + spare) * (PREFIX + BLOCK_SIZE + STEPS + 2 * BLOCK_SIZE) // BLOCK_SIZE
@@ -121,7 +120,7 @@ class Load:
         return array("i", self.random.choices(range(50_000), k=count))
 
     def fill(self, num_blocks: int) -> None:
-        """Leave `num_blocks` free blocks that are cached."""
+        """Add `num_blocks` cached blocks that no sequence uses."""
         while num_blocks:
             count = min(num_blocks, PREFIX // BLOCK_SIZE)
             table = self.cache.tables.allocate((), count)

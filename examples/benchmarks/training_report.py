@@ -1,9 +1,9 @@
-"""What alignment costs a trainer: `python examples/benchmarks/training_report.py [MODEL]`.
+"""Report what alignment costs a trainer: `python examples/benchmarks/training_report.py [MODEL]`.
 
-Takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes it shows the ratio of the times of an aligned
-and an unaligned training step (forward and backward pass, no optimizer): the median over pairs of consecutive steps.
-With `--fsdp 2` two processes share the model (FSDP2, float32 weights that compute in bfloat16), with half of the cores
-and half of the batch each.
+Takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes, the report shows the time of an aligned
+training step divided by the time of an unaligned step. A step is a forward and a backward pass, without the optimizer.
+The ratio is the median over pairs of consecutive steps. With `--fsdp 2` two processes share the model by FSDP2, with
+float32 weights and bfloat16 compute. Each process gets half of the cores and half of the batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def time_step(model: Any, ids: Tensor, log_probs: Callable[[Any, Tensor], Tensor
 
 
 def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]:
-    """Return the seconds of a step of the unaligned and of the aligned model."""
+    """Run one step of the unaligned and one of the aligned model. Return the seconds of each."""
     unaligned = time_step(model, ids, plain_log_probs, is_autocast)
     align(model)
     aligned = time_step(model, ids, token_log_probs, is_autocast)
@@ -72,7 +72,9 @@ def time_pairs(model: Any, ids: Tensor, is_autocast: bool, pairs: int) -> tuple[
 def time_rank(
     folder: Path, meeting: str, num_ranks: int, shapes: list[tuple[int, int]], pairs: int, rank: int
 ) -> list[tuple[float, float, float]]:
-    """Run `time_pairs` for each shape on one of the ranks. `meeting`: path of a file that only these ranks know."""
+    """Run `time_pairs` for each shape on one of the ranks. `meeting`: path of the file through which the ranks find
+    each other.
+    """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
@@ -87,7 +89,7 @@ def time_rank(
 
 
 def time_ranks(folder: Path, num_ranks: int, shapes: list[tuple[int, int]], pairs: int) -> list[Any]:
-    """Return `time_rank` of rank 0. A step ends when all ranks have ended it."""
+    """Return the result of `time_rank` on rank 0. A step ends when all ranks have finished the step."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as scratch, ProcessPoolExecutor(num_ranks, context) as pool:
         run = partial(time_rank, folder, f"{scratch}/ranks", num_ranks, shapes, pairs)

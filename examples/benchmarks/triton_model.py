@@ -1,9 +1,10 @@
-"""A model of the time that launches of the Triton kernels take on an H100. Its results are not measurements.
+"""A model of the time that launches of the Triton kernels take on an H100. The results are estimates, not measurements.
 
-A kernel takes as long as its slowest resource. All SMs share the bytes from memory and from L2. The other resources
-belong to an SM, and the SM with the most work counts: its matrix units, its shared memory, its other instructions, and
-the time in which a program waits for its own loads and barriers, which other programs on that SM fill. The model does
-not include bank conflicts, the order in which programs meet, or a clock lowered further by the power limit.
+A kernel takes as long as its slowest resource. The bandwidths of memory and L2 are resources that all SMs share. The
+other resources belong to one SM: matrix units, shared memory, other instructions, and the time in which a program waits
+for its own loads and barriers. Other programs on the same SM can use this waiting time. The SM with the most work
+determines the kernel's time. The model does not include bank conflicts, the relative timing of programs, or a clock
+that the power limit lowers further.
 """
 
 from __future__ import annotations
@@ -20,23 +21,21 @@ REGISTERS, WARPS, PROGRAMS = 65536, 64, 32  # limits of an SM
 HELD = 25e6
 OPERATIONS, EXPONENTIALS, SHUFFLES, BARRIERS = 11, 16, 8, 250
 REASONS = {
-    "held": f"what one kernel leaves the next in up to {HELD / 1e6:.0f} MB, half of L2, never comes from memory",
-    "operations": f"{OPERATIONS} instructions for a score of attention: scaled, masked, compared, rounded, summed",
-    "exponentials": f"{EXPONENTIALS} a clock, in a unit of their own",
-    "shuffles": f"{SHUFFLES} of a warp in each tile of keys: a highest score and a sum, two steps each, for the two "
-    "rows that a thread has a part of; each takes shared memory for a clock",
-    "barriers": f"{BARRIERS} clocks in which a program of attention waits in each tile of keys: for loads, and for the "
-    "first result of each product",
+    "held": f"a tensor of up to {HELD / 1e6:.0f} MB (half of L2) stays in L2 for the next kernel",
+    "operations": f"{OPERATIONS} instructions for each attention score: scale, mask, compare, round, sum",
+    "exponentials": f"{EXPONENTIALS} per clock, in a separate unit",
+    "shuffles": f"{SHUFFLES} per warp and tile of keys: two steps each for a maximum and a sum, for the two rows "
+    "that a thread has a part of; each shuffle occupies shared memory for one clock",
+    "barriers": f"{BARRIERS} clocks per tile of keys in which an attention program waits for loads and for the first "
+    "result of each product",
 }
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one launch.
-
-    `memory`: distinct bytes. `l2`: bytes, counted as often as programs load or store them. `matrix`, `shared`,
-    `instructions`: clocks of the SM with the most work. `alone`: seconds of its programs one after the other, without
-    contention.
+    """The work of one launch. `memory`: distinct bytes moved from and to memory. `l2`: bytes, counted as often as
+    programs load or store them. `matrix`, `shared`, `instructions`: clocks of the SM with the most work. `alone`:
+    seconds of the programs of one SM, run one after the other without contention.
     """
 
     programs: int
@@ -50,7 +49,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Modelled:
-    """`waves`: number of programs over the number that the GPU runs at a time. `bound`: the slowest resource."""
+    """`waves`: number of programs divided by the number of programs that the GPU runs at a time. `bound`: the slowest
+    resource.
+    """
 
     work: Work
     waves: float
@@ -86,7 +87,9 @@ def most_on_an_sm(programs: int) -> int:
 
 
 def work_of(launch: Launch) -> Work:
-    """Return the work of a launch, except attention over the cache, which depends on the lengths of sequences."""
+    """Return the work of a launch. Attention over the cache is not supported, because its work depends on the lengths
+    of sequences.
+    """
     constants = dict(launch.constants)
     if "FEATURES" in constants:
         return product_work(launch)
@@ -99,7 +102,7 @@ def arguments(launch: Launch) -> dict[str, float]:
 
 
 def from_memory(size: float) -> float:
-    """Return how many bytes of a tensor, written by the previous kernel, come from memory instead of L2."""
+    """Return how many bytes of a tensor come from memory instead of L2. The previous kernel wrote the tensor."""
     return size if size > HELD else 0.0
 
 
@@ -124,10 +127,9 @@ def weight_rows(values: dict[str, float], constants: dict[str, int]) -> float:
 
 
 def tile_work(features: int, tokens: Sequence[int], length: float, depth: int, stages: int) -> Work:
-    """Return the work of one program: `features` by the sum of `tokens`, over `length` columns.
-
-    Each number of tokens has its own accumulator. A matrix instruction reads 64 x 16 elements of weights and 16 columns
-    of tokens, both from shared memory.
+    """Return the work of one program, which computes a tile of `features` by sum(`tokens`) over `length` columns. Each
+    entry of `tokens` has its own accumulator. A matrix instruction reads 64 x 16 elements of weights and 16 columns of
+    tokens from shared memory.
     """
     width, steps = sum(tokens), length / 16
     loaded = 2 * (features + width) * length
@@ -143,7 +145,7 @@ def tile_work(features: int, tokens: Sequence[int], length: float, depth: int, s
 
 
 def several(programs: int, each: Work, memory: float, out: float) -> Work:
-    """Return the work of `programs` equal programs, which store `out` bytes together."""
+    """Return the work of `programs` equal programs. `out`: bytes that all programs together store."""
     most = most_on_an_sm(programs)
     clocks = most * each.matrix, most * each.shared, most * each.instructions
     return Work(programs, memory, programs * each.l2 + out, *clocks, most * each.alone)
@@ -152,7 +154,7 @@ def several(programs: int, each: Work, memory: float, out: float) -> Work:
 def attention_work(launch: Launch, queries: Sequence[int], contexts: Sequence[int]) -> Work:
     """Return the work of `_decode_kernel` or `_prefill_kernel`.
 
-    `queries`: per sequence, the number of its last tokens that are queries. `contexts`: tokens per sequence.
+    `queries`: for each sequence, the number of last tokens that are queries. `contexts`: tokens per sequence.
     """
     constants = dict(launch.constants)
     rows, keys, size, group = (int(constants[name]) for name in ("ROWS", "KEYS", "SIZE", "GROUP"))
@@ -172,7 +174,7 @@ def attention_work(launch: Launch, queries: Sequence[int], contexts: Sequence[in
 
 
 def tiles_of_keys(queries: int, context: int, group: int, rows: int, keys: int) -> list[int]:
-    """Return, for each tile of rows of a sequence, the number of tiles of keys it reads."""
+    """Return the number of tiles of keys that each tile of a sequence's rows reads."""
     ends = range(min(rows, queries * group), queries * group + rows, rows)
     seen = (context - queries + -(-min(end, queries * group) // group) for end in ends)
     return [-(-n // keys) for n in seen]
@@ -182,7 +184,7 @@ def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
     """Return the work of one program on one tile of keys.
 
     Scores and weights stay in registers. Matrix instructions of 64 rows read queries, keys and values from shared
-    memory. For wide heads two groups of four warps do this.
+    memory. For wide heads, two groups of four warps share this work.
     """
     matrix = 2 * keys * rows * size / H100.multiply_adds
     loaded, groups = 2 * 2 * keys * size, warps // 4

@@ -1,9 +1,9 @@
-"""What the compiler makes of the Triton kernels: `python examples/benchmarks/triton_report.py [--json | ...]`.
+"""Report which resources the compiled Triton kernels use: `python examples/benchmarks/triton_report.py [--json | ...]`.
 
-Needs no GPU. Calls every op with kernels of its own, at the sizes of several models and for many numbers of rows, on
-tensors without memory, and records the launches. Then it compiles the recorded launches for three generations of GPUs
-and prints the resources they use, or prints the times that a model of an H100 (`triton_model`) gives for the layers of
-one model.
+The report needs no GPU. The report calls every op that has Triton kernels, on tensors without memory, and records the
+launches. The calls have the sizes of several models and many numbers of rows. Then the report compiles the recorded
+launches for three generations of GPUs and prints the resources that the launches use. With an option, the report prints
+times for the layers of one model instead, as estimated by `triton_model` for an H100.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ CONTEXT = 40_000
 class Model:
     """The sizes and the options of a decoder.
 
-    Options: biases and norms of the heads of queries, keys and values; the norms and the activation; the soft caps to
-    compile its attention with; sinks; a bias after attention; and the number of layers, where it matters.
+    Options of attention: biases and head norms of queries, keys and values, soft caps, sinks, and a bias after
+    attention. Other options: the norms, the activation, and the number of layers if it matters.
     """
 
     hidden: int
@@ -112,7 +112,7 @@ DELTA_NETS = {
     "Qwen3.5-27B": DeltaNetSpec(16, 48, 128, 128, 4, NormSpec(1e-6)),
     "Qwen3.5-0.8B": DeltaNetSpec(16, 16, 128, 128, 4, NormSpec(1e-6)),
 }
-# Each with the hidden size of its model.
+# Each entry has the hidden size of its model.
 EXPERTS = {
     "Qwen3-30B-A3B": (ExpertsSpec(128, 8, 768), 2048),
     "gpt-oss-20b": (ExpertsSpec(32, 4, 2880, activation="clamped_silu", bias=True), 2880),
@@ -123,14 +123,14 @@ FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
-# Numbers of rows around the changes of tiles, and numbers that rollouts have.
+# Numbers of rows around every tile change in the tables, and numbers that are typical of rollouts.
 DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
 PROMPTS = (2048, 8192, 16384)
 DECODE_CONTEXT = 1152
 
 
 def record(names: Iterable[str]) -> list[Launch]:
-    """Return the distinct launches of the named models, delta nets or experts, kernel by kernel."""
+    """Return the distinct launches of the named models, delta nets or experts, grouped by kernel."""
     with recording() as launches:
         for name in names:
             if name in DELTA_NETS:
@@ -147,7 +147,7 @@ def name_of(kernel: Any) -> str:
 
 
 class Calls:
-    """Calls of a model's ops, on tensors without memory."""
+    """Calls the ops of a model on tensors without memory."""
 
     def __init__(self, model: Model, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
@@ -185,7 +185,7 @@ class Calls:
         backend.gate_mul(self.empty(rows, m.intermediate), self.empty(rows, m.intermediate), m.activation)
 
     def layer(self, queries: list[int], context: int) -> dict[str, list[Launch]]:
-        """Return the launches of a layer's ops, and of the head, for sequences with `queries` rows each."""
+        """Return the launches of one layer's ops and of the head. Each sequence has `queries` rows."""
         m, rows = self.model, sum(queries)
         x, heads = self.empty(rows, m.hidden), self.empty(rows, m.heads * m.head_dim)
         inner, hidden = self.empty(rows, m.intermediate), self.empty(len(queries), m.hidden)
@@ -225,7 +225,7 @@ class Calls:
         return rotation
 
     def attention(self, queries: list[int], lens: torch.Tensor | None = None, context: int = CONTEXT) -> None:
-        """Call attention for sequences with `queries` rows each, over contexts of `context` tokens."""
+        """Call attention for sequences with `queries` rows and a context of `context` tokens each."""
         batch = AttentionBatch(
             [0, *accumulate(queries)], [context] * len(queries), integers(len(queries), context // 16), lens
         )
@@ -252,7 +252,7 @@ class Calls:
 
 
 def recur(spec: DeltaNetSpec) -> None:
-    """Call the ops of a delta net for sequences with one row each, and with more."""
+    """Call the ops of a delta net, once for sequences with one row each and once for sequences with more rows."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     heads, nothing, slots = empty(spec.num_value_heads), empty(0), integers(2)
     weights = DeltaNetWeights((), empty(spec.channels, 1, spec.kernel_size), heads, heads, nothing, nothing)
@@ -264,7 +264,9 @@ def recur(spec: DeltaNetSpec) -> None:
 
 
 def mix(spec: ExpertsSpec, hidden: int) -> None:
-    """Call the ops of experts, with chosen and with given experts, for many numbers of rows."""
+    """Call the ops of experts for many numbers of rows, both with experts that the router chooses and with given
+    experts.
+    """
     count, inner = spec.num_experts, spec.intermediate_size
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)
@@ -293,7 +295,7 @@ def floats(*shape: int) -> torch.Tensor:
 
 
 class Compiling:
-    """Stands in for the driver of a GPU: names the target and launches nothing."""
+    """A fake GPU driver, which names the target and launches nothing."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
@@ -312,9 +314,9 @@ class Compiling:
 class Compiled:
     """The resources of one launch on one target. Memory in bytes: `spilled` per thread, `shared` per block of threads.
 
-    `instructions`: its matrix instructions with their tiles. `reductions`: shape and layout of the tiles that are
-    reduced over their last axis. `signature`: types of the arguments. `aligned`: arguments that Triton found to be
-    multiples of 16.
+    `instructions`: matrix instructions with their tiles. `reductions`: shape and layout of each tile that is reduced
+    over its last axis. `signature`: types of the arguments. `aligned`: arguments that Triton specialized as multiples
+    of 16.
     """
 
     kernel: str
@@ -333,7 +335,9 @@ class Compiled:
 
 
 def compile_for(capability: int, launch: Launch) -> Compiled:
-    """Compile a launch for a GPU as a call on that GPU would: Triton's own path up to, but not including, loading."""
+    """Compile a launch for a GPU by the same code path in Triton as a call on that GPU. The compiled kernel is not
+    loaded.
+    """
     triton.runtime.driver.set_active(Compiling(capability))
     binary = compile_form(launch)
     used = resources(binary.asm["cubin"])
@@ -364,9 +368,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def instructions(ptx: str, ttgir: str) -> list[str]:
-    """Return the matrix instructions with their tiles, and the elements along k that a thread holds side by side.
-
-    Blackwell's instructions name no tile. It is the tile of the accumulator, and k advances in steps of 16.
+    """Return the matrix instructions with their tiles, and the number of consecutive elements along k in one thread.
+    Blackwell's instructions name no tile; their tile is the tile of the accumulator, with 16 elements along k.
     """
     widths = "".join(sorted({f" kWidth={width}" for width in re.findall(r"kWidth = (\d+)", ttgir)}))
     found = {f"{name} {tile}{widths}" for name, tile in re.findall(r"\b(wgmma|mma)\.\S*?\.(m\d+n\d+k\d+)\.", ptx)}
@@ -378,24 +381,26 @@ def instructions(ptx: str, ttgir: str) -> list[str]:
 
 
 def reductions(ttgir: str) -> list[str]:
-    """Return shape and layout of each two-axis tile that is reduced over its second axis."""
+    """Return shape and layout of each two-dimensional tile that is reduced over the second axis."""
     operands = re.findall(r'"tt\.reduce".*?axis = 1 .*?\}\) : \(tensor<(\d+x\d+)x\w+, (#\w+)>\)', ttgir, re.DOTALL)
     layouts = dict(re.findall(r"^(#\w+) = (#\w+\..*)$", ttgir, re.MULTILINE))
     return sorted({f"{shape} of {layouts[name]}" for shape, name in operands})
 
 
 Job: TypeAlias = tuple[int, Launch]
-"""A target's capability, and the launch to compile for it."""
+"""A target's compute capability, and the launch to compile for that target."""
 JOBS: list[Job] = []
 
 
 def jobs_of(launches: Sequence[Launch]) -> list[Job]:
-    """Return all launches for every target."""
+    """Return a job for each launch and each target."""
     return [(capability, launch) for launch in launches for capability in CAPABILITIES]
 
 
 def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
-    """Return `some` of the launches for every target, and all of `modelled` for the target that tiles are tuned for."""
+    """Return jobs for `some` of the launches and every target, and for all launches of `modelled` and the target that
+    tiles are tuned for.
+    """
     chosen, whole = set(some(launches)), set(modelled)
     return [job for job in jobs_of(launches) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
 
@@ -406,9 +411,8 @@ def few_jobs(launches: Iterable[Launch]) -> list[Job]:
 
 
 def some(launches: Sequence[Launch]) -> list[Launch]:
-    """Return a few launches that cover, for each kernel, every tile, value of a constant, and type of an argument.
-
-    Greedy: each next launch covers the most that the launches before it do not.
+    """Return a few launches of each kernel that together cover every tile, every value of a constant, and every
+    argument type. The choice is greedy: each next launch covers the most cases that earlier launches do not cover.
     """
     missing = set().union(*map(shown_by, launches))
     chosen = []
@@ -436,7 +440,7 @@ def compile_job(index: int) -> Compiled:
 
 
 def print_table(compiled: list[Compiled]) -> None:
-    """Print one line per configuration, with the targets side by side, and only the constants that vary."""
+    """Print one line per configuration, with the targets side by side. Constants that never vary are left out."""
     print(f"Triton {triton.__version__}\n")
     print("| kernel | configuration | warps, stages |", *(f"sm_{capability} |" for capability in CAPABILITIES))
     print("|---" * (3 + len(CAPABILITIES)) + "|")
@@ -458,7 +462,7 @@ def cell(compiled: Compiled) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """A batch: queries of each sequence, tokens of context, and the launches of a layer for it."""
+    """A batch: queries per sequence, tokens of context, and the launches of one layer for the batch."""
 
     queries: list[int]
     context: int
@@ -471,7 +475,7 @@ class Step:
 
 
 def steps_of(model: Model) -> list[Step]:
-    """Return decode steps of many sizes, and prompts."""
+    """Return decode steps of many sizes, and prefill steps."""
     calls = Calls(model, torch.bfloat16)
     batches = [([1] * rows, DECODE_CONTEXT) for rows in DECODES] + [([rows], rows) for rows in PROMPTS]
     return [Step(queries, context, calls.layer(queries, context)) for queries, context in batches]
@@ -516,7 +520,9 @@ def print_model(model: Model) -> None:
 
 
 def op_cells(launches: Sequence[Modelled]) -> str:
-    """Return the cells of an op: its longest launch, and the time of all of its launches."""
+    """Return the table cells of an op. The cells describe the op's longest launch, and the time is the sum over all
+    launches.
+    """
     longest = max(launches, key=lambda launch: launch.seconds)
     work, seconds = longest.work, sum(launch.seconds for launch in launches)
     moved = f"{work.memory / 1e6:.1f} | {work.l2 / 1e6:.1f}"
@@ -524,10 +530,11 @@ def op_cells(launches: Sequence[Modelled]) -> str:
 
 
 def step_cells(model: Model, step: Step, ops: dict[str, list[Modelled]]) -> str:
-    """Return the cells of a step.
+    """Return the table cells of a step.
 
-    Products show their share of the longer of reading weights and multiplying. Attention shows its share of the
-    multiplying. The step shows its share of reading its weights, keys and values.
+    A share is the least possible time divided by the estimated time. The least time of a product is the time to read
+    the weights or the time to multiply, whichever is longer. The least time of attention is the time to multiply. The
+    least time of a step is the time to read weights, keys and values.
     """
     seconds = {name: sum(launch.seconds for launch in found) for name, found in ops.items()}
     products = sum(seconds[name] for name in PRODUCTS)
@@ -542,7 +549,7 @@ def step_cells(model: Model, step: Step, ops: dict[str, list[Modelled]]) -> str:
 
 
 def step_bytes(model: Model, step: Step) -> int:
-    """Return the least bytes that a step reads: the weights, and the keys and values of its sequences."""
+    """Return the least number of bytes that a step reads: the weights, and the keys and values of the sequences."""
     stored = 2 * 2 * model.kv_heads * model.head_dim * step.context * len(step.queries)
     layer = stored + sum(2 * n * k for n, k in product_shapes(model))
     return model.layers * layer + 2 * model.vocab_size * model.hidden
@@ -555,7 +562,7 @@ def product_shapes(model: Model) -> list[tuple[int, int]]:
 
 
 def product_limit(n: int, k: int, rows: int) -> float:
-    """Return the least seconds of a product of `rows` rows with a weight [n, k]."""
+    """Return the least possible seconds of a product of `rows` rows with a weight [n, k]."""
     return max(2 * n * k / machine.H100.memory, 2 * n * k * rows / machine.H100.arithmetic)
 
 

@@ -1,15 +1,15 @@
 """Overlap generation of the next batch with training; continue unfinished samples under newer weights.
 
 `python examples/recipes/asynchronous.py [MODEL]`. Each token has the version of the weights that sampled it. Training
-and pushing block, so they run in threads. Any thread may call a WeightPublisher, one at a time, and the parameters must
-not change during a push.
+and pushing block, so they run in threads. Any thread may call a WeightPublisher, but only one thread at a time. The
+parameters must not change during a push.
 """
 
 import asyncio
 import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # busy-waiting threads would slow down a worker on the same cores
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,8 +25,8 @@ from trueroll.rollout import (
 )
 
 RUN_SEED, STEPS = 1, 3
-NEEDED, ASKED = 2, 100  # abort the rest after NEEDED whole groups; groups not begun by then cost nothing
-MAX_STALENESS = 2  # how many versions a token may be behind the trainer; groups with older tokens are dropped
+NEEDED, ASKED = 2, 100  # after NEEDED finished groups, abort the other groups; groups that have not begun cost nothing
+MAX_STALENESS = 2  # versions that a token may lag behind the trainer; groups with older tokens are dropped
 params = SamplingParams(n=4, max_tokens=32)
 folder = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
@@ -35,7 +35,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
 
 
 def reward(token_ids):
-    """Replace this with your reward. This one is the share of even token ids."""
+    """Return the share of even token ids. Replace this function with your reward."""
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
 
 
@@ -48,14 +48,14 @@ def age(group, version):
 
 
 async def go_on(client, left, version):
-    """Continue the aborted groups: sample the rest of each sample under the weights of `version` or newer."""
+    """Continue the aborted groups: finish each sample under the weights of `version` or newer."""
     prompts, samples = [prompt for prompt, group in left for _ in group], [each for _, group in left for each in group]
     whole = await client.continue_samples(prompts, samples, params, min_weight_version=version, wait_for_weights=True)
     return [(prompt, whole[i * params.n : (i + 1) * params.n]) for i, (prompt, _) in enumerate(left)]
 
 
 async def begin(client, version):
-    """Sample new groups until enough are whole. Return (prompt, samples) pairs, including the aborted groups."""
+    """Sample new groups until enough are finished. Return (prompt, samples) pairs, including the aborted groups."""
     prompts, arrived, num_whole = [[version, i] for i in range(ASKED)], {}, 0
     ids = [f"run-{RUN_SEED}-{version}-{i}" for i in range(ASKED)]
     demand = dict(min_weight_version=max(1, version - MAX_STALENESS), wait_for_weights=True)
@@ -69,9 +69,8 @@ async def begin(client, version):
 
 
 async def rollout(client, version, left):
-    """Return the batch for the version `version` and the groups left over for the next call.
-
-    `left`: the groups left over by the previous call.
+    """Return the batch for version `version`, and the groups left over for the next call. `left`: the groups left over
+    from the previous call.
     """
     went_on, groups = await asyncio.gather(go_on(client, left, version), begin(client, version))
     batch = went_on + [(prompt, group) for prompt, group in groups if is_whole(group)]
@@ -79,7 +78,7 @@ async def rollout(client, version, left):
 
 
 def train(groups, version):
-    """Take one step on packed samples. Autocast is per thread, so it is entered in this function."""
+    """Take one training step on packed samples. Autocast is per thread, so this function enters autocast."""
     rows = [(prompt, sample) for prompt, group in groups for sample in group]
     lengths = [len(prompt + sample.token_ids) for prompt, sample in rows]
     ids = torch.tensor([token for prompt, sample in rows for token in prompt + sample.token_ids])

@@ -1,4 +1,5 @@
-"""Messages in, text out: a chat template makes the prompts, and each sample stops at the template's end of turn.
+"""Chat messages in, text out: a chat template formats the prompts, and each sample stops at the template's end-of-turn
+token.
 
 `python examples/recipes/chat.py [MODEL]`. MODEL needs a tokenizer with a chat template. The worker handles token ids
 only.
@@ -14,14 +15,16 @@ folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 questions = ["What is the capital of France?", "Name a fruit."]
 
-# The template writes all special tokens itself. Let it encode its text, or encode with add_special_tokens=False.
+# The template already writes all special tokens. Let apply_chat_template tokenize, or encode the text with
+# add_special_tokens=False.
 prompts = [
     tokenizer.apply_chat_template([{"role": "user", "content": each}], add_generation_prompt=True, return_dict=False)
     for each in questions
 ]
 
 # The token after an answer in a finished conversation ends the turn. If the model's own end-of-sequence tokens
-# (`eos_token_ids` below) include it, `stop_token_ids` is not needed. Often it is a different token.
+# (`eos_token_ids` below) include this token, `stop_token_ids` is not needed. Often the end-of-turn token is not among
+# them.
 finished = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
 after = tokenizer.apply_chat_template(finished, tokenize=False).rpartition("ANSWER")[2]
 end_of_turn = tokenizer.encode(after, add_special_tokens=False)[0]
@@ -38,11 +41,12 @@ num_stopped = 0
 for question, group in zip(questions, groups, strict=True):
     print(f"\n{question} ({group.num_prompt_tokens} tokens with the template)")
     for sample in group.samples:
-        # The token that stops a sample is its last token and has a log-prob, so that a trainer learns to stop.
+        # The stop token is the last token of a sample and has a log-prob, so that the trainer can train the model to
+        # stop.
         is_stopped = sample.finish_reason == "stop"
         assert not ends & set(sample.token_ids[:-1]) and (sample.token_ids[-1] in ends) == is_stopped
         assert sample.stop_reason == (sample.token_ids[-1] if is_stopped else None)
         num_stopped += is_stopped
         answer = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
         print(f"  {sample.finish_reason}, stop_reason {sample.stop_reason}: {answer!r}")
-print(f"\n{num_stopped} of {sum(len(group.samples) for group in groups)} samples ended their turn, and none went on")
+print(f"\n{num_stopped} of {sum(len(group.samples) for group in groups)} samples ended their turn, and none continued")

@@ -1,8 +1,8 @@
-"""A second worker as reference or teacher: estimate the KL divergence per token from the log-probs of two workers.
+"""Use a second worker as reference or teacher: estimate the KL divergence per token from the log-probs of two workers.
 
-`python examples/recipes/distillation.py [MODEL]`. The student samples, and the other worker scores the sampled tokens.
-The other worker keeps the initial weights, as for a KL penalty. For on-policy distillation let it serve a larger model
-with the same vocabulary.
+`python examples/recipes/distillation.py [MODEL]`. The student's worker samples, and the second worker scores the
+sampled tokens. In this recipe, the second worker keeps the initial weights, as for a KL penalty. For on-policy
+distillation, the second worker serves a larger model with the same vocabulary.
 """
 
 import sys
@@ -25,9 +25,9 @@ def log_probs_of_both(step):
     """Return the student's and the reference's log-probs for the tokens of each sample: float32 [num_tokens] each."""
     groups = student.generate(prompts, params, seed=derive_seed(RUN_SEED, step))
     sampled = [(prompt, each) for prompt, group in zip(prompts, groups, strict=True) for each in group.samples]
-    # One call for all: the worker shares the prefix of a group and fills its batches.
+    # Score all samples in one call, so that the worker computes the prefix of a group once and fills its batches.
     scores = reference.score([prompt + each.token_ids for prompt, each in sampled], params.trainer_temperature)
-    # Entry i of a score belongs to token i + 1, so the last entries belong to the sample's own tokens.
+    # Entry i of a score is the log-prob of token i + 1, so the last entries are the log-probs of the sampled tokens.
     both = zip(sampled, scores, strict=True)
     return [(each.logprobs, score.logprobs[-len(each.token_ids) :]) for (_, each), score in both]
 
@@ -39,12 +39,12 @@ with (
     RolloutClient(second.address) as reference,
     WeightPublisher() as publisher,
 ):
-    publisher.connect([first.address])  # the reference gets no pushes
+    publisher.connect([first.address])  # nothing is pushed to the reference
     for step in range(STEPS):
         pairs = log_probs_of_both(step)
-        # log(student / reference) of each token that the student sampled. Its negative is the token's reward in
-        # on-policy distillation. Its mean estimates the KL divergence (k1). The mean of exp(-r) - 1 + r estimates it
-        # too, and is never negative (k3).
+        # r = log(student / reference) for each token that the student sampled. In on-policy distillation, -r is the
+        # token's reward. The mean of r estimates the KL divergence (k1). The mean of exp(-r) - 1 + r is another
+        # estimate, which is never negative (k3).
         ratios = np.concatenate([own - others for own, others in pairs])
         k3 = np.expm1(-ratios) + ratios
         print(f"step {step}: KL estimates of {len(ratios)} tokens: {ratios.mean():.6f} (k1), {k3.mean():.6f} (k3)")
@@ -54,6 +54,6 @@ with (
         else:
             assert k3.mean() > 0.0
 
-        with torch.no_grad():  # the optimizer's step
+        with torch.no_grad():  # in place of the optimizer step
             model.lm_head.weight.mul_(1.1)
         publisher.push(model, version=step + 1)

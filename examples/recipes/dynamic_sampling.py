@@ -1,8 +1,9 @@
-"""Dynamic sampling with partial rollouts, as in DAPO: drop groups without a learning signal, continue stragglers.
+"""Dynamic sampling with partial rollouts, as in DAPO: drop groups without a learning signal, and continue unfinished
+samples later.
 
 `python examples/recipes/dynamic_sampling.py [MODEL]`. MODEL needs a tokenizer with a chat template. Each step requests
-more groups than it needs and aborts the rest when it has enough. The next step continues the aborted samples under new
-weights.
+more groups than the batch needs. When enough groups are finished, the step aborts the other groups. The next step
+continues the aborted samples under new weights.
 """
 
 import sys
@@ -14,8 +15,8 @@ from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, der
 
 RUN_SEED = 1
 STEPS = 2
-NEEDED = 4  # groups per step
-ASKED = 400  # groups not begun when the step has enough cost nothing
+NEEDED = 4  # groups that a training step needs
+ASKED = 400  # groups requested per step; groups that have not begun when the step has enough cost nothing
 folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
@@ -28,12 +29,12 @@ def prompts_of(step):
 
 
 def teaches(group):
-    """Return whether the rewards of a group differ. Here the reward is 1 for a brief answer."""
+    """Return whether the rewards of a group differ. In this recipe the reward is 1 for a short answer."""
     return len({len(sample.token_ids) < 20 for sample in group}) > 1
 
 
 def is_whole(group):
-    """Return whether all samples of a group finished. Aborted samples arrive too, in any order."""
+    """Return whether all samples of a group finished. Aborted samples also arrive, in any order."""
     return len(group) == params.n and all(sample.finish_reason != "abort" for sample in group)
 
 
@@ -44,7 +45,7 @@ def is_enough(groups):
 with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightPublisher() as publisher:
     publisher.connect([worker.address])
     with RolloutClient(worker.address) as client:
-        partial = []  # (prompt, samples) of the previous step's groups with at least one aborted sample
+        partial = []  # (prompt, samples) of each group from the previous step that has an aborted sample
         for step in range(STEPS):
             publisher.push(model, version=step + 1)
 
@@ -55,7 +56,7 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
             groups = [samples[i : i + params.n] for i in range(0, len(samples), params.n)]
             spans = {tuple((span.version, span.end - span.start) for span in each.weight_versions) for each in samples}
             both = sorted(each for each in spans if len(each) > 1)
-            print(f"step {step}: {len(groups)} groups went on; (version, tokens) in samples of two versions: {both}")
+            print(f"step {step}: {len(groups)} groups continued; (version, tokens) in samples of two versions: {both}")
 
             prompts, arrived = [] if is_enough(groups) else prompts_of(step), {}
             for position, sample in client.stream(prompts, params, seed=derive_seed(RUN_SEED, step)):
@@ -66,8 +67,8 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
                     if is_enough(groups) and not is_enough(groups[:-1]):
                         client.abort_all()  # or abort some of them: client.abort(request_ids, missing_ok=True)
 
-            # Samples without any token could continue as well. This recipe drops groups without any token: most
-            # prompts were requested only in case other groups have no learning signal.
+            # Samples without any token could continue as well. This recipe drops groups without any token, because most
+            # of these prompts were requested only as spares.
             begun = [(prompts[i], group) for i, group in arrived.items() if any(each.token_ids for each in group)]
             partial = [(prompt, group) for prompt, group in begun if not is_whole(group)]
             kept = [group for group in groups if teaches(group)]
@@ -75,5 +76,5 @@ with launch_worker(str(folder), device="cpu", max_num_seqs=8) as worker, WeightP
             print(f"step {step}: {len(kept)} groups to train on, {len(groups) - len(kept)} dropped,", end=" ")
             print(f"{len(partial)} ended early, {len(prompts) - len(begun)} of {len(prompts)} not begun")
 
-            with torch.no_grad():  # the optimizer's step on `kept`
+            with torch.no_grad():  # in place of the optimizer step on `kept`
                 model.lm_head.weight.mul_(1.01)

@@ -1,13 +1,14 @@
-"""Whole training steps of your own loop: push, groups of samples, a padded batch, the loss, the optimizer.
+"""Complete training steps in your own loop: push, sample groups, pad the batch, compute the loss, run the optimizer.
 
-`python examples/recipes/grpo_step.py [MODEL]`. The trainer's parameters are float32, because bfloat16 parameters lose
-AdamW's small steps. The worker serves bfloat16, and under autocast the trainer's forward pass computes the same bits.
+`python examples/recipes/grpo_step.py [MODEL]`. The trainer's parameters are float32, because bfloat16 parameters would
+lose AdamW's small updates. The worker serves bfloat16 weights. Under bfloat16 autocast, the trainer's forward pass
+computes the same bits as the worker.
 """
 
 import os
 import sys
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall a worker on the same cores
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # busy-waiting threads would slow down a worker on the same cores
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -26,7 +27,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0)
 
 
 def reward(token_ids):
-    """Replace this with your reward. This one is the share of even token ids."""
+    """Return the share of even token ids. Replace this function with your reward."""
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
 
 
@@ -40,9 +41,9 @@ with (
     RolloutClient(worker.address) as client,
     WeightPublisher() as publisher,
 ):
-    publisher.connect([worker.address])  # sends nothing yet
+    publisher.connect([worker.address])  # connecting sends no weights
     for step in range(STEPS):
-        version = step + 1  # a worker starts with its checkpoint, version 0
+        version = step + 1  # version 0 is the checkpoint that the worker started with
         publisher.push(model, version)
         groups = client.generate(prompts, params, seed=derive_seed(RUN_SEED, step), min_weight_version=version)
 
@@ -55,7 +56,7 @@ with (
         mask = padded([torch.ones(len(prompt + sample.token_ids), dtype=torch.bool) for prompt, sample in rows])
         is_own = padded([torch.arange(len(prompt + sample.token_ids)) >= len(prompt) for prompt, sample in rows])
 
-        # The log-probs are [B, T] as well: each sampled token's log-prob in its place, 0.0 elsewhere.
+        # The log-probs are [B, T] as well. Log-probs are 0.0 except at sampled tokens.
         settings = dict(temperature=params.trainer_temperature, completion_mask=is_own)
         with torch.autocast("cpu", torch.bfloat16):
             log_probs = token_log_probs(model, ids, mask, **settings)[is_own]
@@ -69,8 +70,8 @@ with (
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: {is_own.sum()} own of {mask.sum()} tokens with reward {rewards.mean():.3f},", end=" ")
+        print(f"step {step}: {is_own.sum()} of {mask.sum()} tokens sampled, reward {rewards.mean():.3f},", end=" ")
         print(f"all ratios 1.0, gradient norm {norm:.4f}")
 
 changed = (model.lm_head.weight.bfloat16() != before).sum()
-print(f"in bfloat16, too, {changed} elements of the head have changed since the beginning")
+print(f"even in bfloat16, {changed} elements of the head have changed since the beginning")

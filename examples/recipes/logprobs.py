@@ -1,7 +1,7 @@
 """Which `logprobs` to request so that a trainer computes the same log-probs, bit for bit.
 
-`python examples/recipes/logprobs.py [MODEL]`. With `top_logprobs` each sample also has, per token, the entropy of the
-distribution and its most probable tokens. `token_statistics` computes the trainer's values, without gradient.
+`python examples/recipes/logprobs.py [MODEL]`. With `top_logprobs`, each sample also has the entropy and the most
+probable tokens at each position. `token_statistics` computes the same values in the trainer, without gradient.
 """
 
 import sys
@@ -17,13 +17,15 @@ folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 TOP = 4
 prompt = [1, 2, 3]
 choices = [
-    # The default, `processed`: the distribution that the tokens were drawn from. Right without filters or bans.
+    # The default, `processed`, is the distribution that the tokens were drawn from. Use it if the request has no
+    # filters or bans.
     SamplingParams(n=4, max_tokens=16, temperature=0.7),
-    # With filters, request the distribution before the filters. The importance ratio then ignores the filters.
+    # If the request has filters, ask for the distribution before the filters. The importance ratio then ignores the
+    # filters.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, logprobs="temperature"),
-    # The model's own distribution, at any temperature.
+    # The model's own distribution (temperature 1), whatever the sampling temperature.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_k=20, logprobs="raw"),
-    # Greedy samples have log-probs of the model's own distribution.
+    # The log-probs of greedy samples always come from the model's own distribution.
     SamplingParams(n=4, max_tokens=16, temperature=0.0),
 ]
 
@@ -42,7 +44,8 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         own = torch.cat([torch.arange(length) >= len(prompt) for length in lengths])
         assert found[own].numpy().tobytes() == b"".join(sample.logprobs.tobytes() for sample in group.samples)
 
-        # Names agree on both sides. Samples have int32 ids, a trainer int64 ids. Entry i belongs to token i in both.
+        # Sample and trainer use the same field names. Token ids are int32 in samples and int64 in the trainer. On both
+        # sides, entry i belongs to token i.
         request = dict(lengths=lengths, temperature=params.trainer_temperature, top_logprobs=TOP)
         statistics = token_statistics(model, packed, **request)
         for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs"):
@@ -53,7 +56,8 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         print(f"with temperature={params.trainer_temperature};", end=" ")
         print(f"and the same entropies and {TOP} most probable tokens (mean entropy {entropy:.3f})")
 
-# A trainer cannot compute a distribution with filtered or banned tokens. Check before generating, not after.
+# A trainer cannot compute a distribution from which tokens were filtered or banned. Check the parameters before
+# generating.
 for settings in (dict(top_p=0.9), dict(min_tokens=4), dict(logprobs=None)):
     try:
         print(SamplingParams(**settings).trainer_temperature)

@@ -1,7 +1,7 @@
-"""Several turns with an environment: the model's tokens, their log-probs, and the prefix cache at work.
+"""Multi-turn rollouts with an environment: collect the model's tokens and log-probs, and reuse the prefix cache.
 
 `python examples/recipes/multi_turn.py [MODEL]`. MODEL needs a tokenizer with a chat template. The token ids of a
-conversation only grow. Decoding and encoding them again could give other tokens, and those have no log-probs.
+conversation are append-only. Retokenizing the text could give other tokens, which would have no log-probs.
 """
 
 import sys
@@ -18,7 +18,9 @@ tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def between(observation):
-    """Return the tokens between an answer and the next one: the end of the turn, the user's turn, the new header."""
+    """Return the tokens between two answers: the end of the model's turn, the user's turn, and the header of the next
+    answer.
+    """
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
     said.append({"role": "user", "content": observation})
     text = tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False)
@@ -37,12 +39,13 @@ params = SamplingParams(max_tokens=24, temperature=0.7, stop_token_ids=[end_of_t
 
 with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.address) as client:
     block_size = client.health().engine["block_size"]
-    before = 0  # number of tokens of the previous turn, its answer included
+    before = 0  # number of tokens up to the end of the previous answer
     for turn in range(TURNS):
         [group] = client.generate([ids], params, seed=derive_seed(derive_seed(RUN_SEED, STEP), turn))
         [sample] = group.samples
         print(f"turn {turn}: {len(ids)} tokens, {sample.num_cached_tokens} of them found in the cache")
-        # All whole blocks of the previous turn are reused. Its last token was never an input, so it is not cached.
+        # All whole blocks of the previous turn are reused. The last token of that turn was never an input, so it is not
+        # cached.
         assert sample.num_cached_tokens >= (before - 1) // block_size * block_size
         ids = ids + sample.token_ids
         loss_mask += [1] * len(sample.token_ids)
@@ -50,10 +53,10 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         before = len(ids)
         if turn + 1 < TURNS:
             seen = between(environment(tokenizer.decode(sample.token_ids, skip_special_tokens=True)))
-            seen = seen[1:] if ids[-1] == end_of_turn else seen  # the model has sampled the end of its turn itself
+            seen = seen[1:] if ids[-1] == end_of_turn else seen  # the model has already sampled the end of the turn
             ids, loss_mask, log_probs = ids + seen, loss_mask + [0] * len(seen), log_probs + [0.0] * len(seen)
 
-    # Entry i of a score belongs to token i + 1.
+    # Entry i of a score is the log-prob of token i + 1.
     [score] = client.score([ids], temperature=params.trainer_temperature)
 
 own = np.array(loss_mask, bool)

@@ -1,7 +1,8 @@
-"""Processes and event loops: a client belongs to the process that made it; an async client also to its event loop.
+"""Use clients in several processes and event loops. A client belongs to one process, and an async client to one event
+loop.
 
-`python examples/recipes/processes.py [MODEL]`. Pass the worker's address, which is text, and make a client where it is
-used.
+`python examples/recipes/processes.py [MODEL]`. Pass the worker's address, a string, to other processes. Make each
+client in the process that uses it.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from trueroll.rollout import (
 RUN_SEED = 1
 prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9]]
 params = SamplingParams(n=2, max_tokens=8)
-forks = multiprocessing.get_context("fork")  # with "spawn" the rules are the same, and clients cannot be pickled
+forks = multiprocessing.get_context("fork")  # the rules are the same with "spawn"; clients cannot be pickled
 
 
 class Rollouts:
@@ -32,7 +33,7 @@ class Rollouts:
         return len(prompts)
 
     def __getitem__(self, index):
-        # The seed depends only on the item, not on the process or on the other items it generates.
+        # The seed depends only on the item, not on the process or on the other items that the process generates.
         [group] = client.generate([prompts[index]], params, seed=derive_seed(RUN_SEED, index))
         return [sample.token_ids for sample in group.samples]
 

@@ -1,4 +1,5 @@
-"""Crashes: kill the trainer or the worker in the middle of a step, ask again, and get the same samples.
+"""Recover from crashes: kill the trainer or the worker in the middle of a step, repeat the requests, and get the same
+samples.
 
 `python examples/recipes/recovery.py [MODEL]`. A sample depends only on weights, prompt, parameters and seed, not on the
 worker or the time. A trainer that has saved its step number and its weights can request the same samples again.
@@ -32,13 +33,15 @@ params = SamplingParams(n=4, max_tokens=32)
 folder = str(resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2"))
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
 with torch.no_grad():
-    model.lm_head.weight.mul_(1.01)  # stands for the steps before this one
+    model.lm_head.weight.mul_(1.01)  # in place of the earlier training steps
 
 
 def generate():
-    """Return the bits of the step's samples. A request id that the worker already has is not computed again."""
+    """Return the bits of the step's samples. The worker does not compute a request again if it already has the
+    request's id.
+    """
     request = dict(seed=derive_seed(RUN_SEED, STEP), request_ids=[f"step-{STEP}-{i}" for i in range(len(prompts))])
-    with RolloutClient(address, timeout=3.0) as client:  # seconds without a sign of life; use more in production
+    with RolloutClient(address, timeout=3.0) as client:  # seconds without any message; use more in production
         groups = client.generate(prompts, params, **request, min_weight_version=VERSION)
     return [(sample.token_ids, sample.logprobs.tobytes()) for group in groups for sample in group.samples]
 
@@ -55,7 +58,7 @@ with TemporaryDirectory() as private, WeightPublisher() as publisher, ThreadPool
         publisher.push(model, version=VERSION)
         expected = generate()
 
-        observer.pause()  # keeps the step unfinished until the crash, on any machine
+        observer.pause()  # ensures that the step is unfinished at the crash, even on a fast machine
         trainer = multiprocessing.get_context("fork").Process(target=generate)
         trainer.start()
         wait_until(lambda: observer.health().requests["open"] == len(prompts))
@@ -81,8 +84,8 @@ with TemporaryDirectory() as private, WeightPublisher() as publisher, ThreadPool
         try:
             generate()
             raise SystemExit("expected an error")
-        except StaleWeightsError as error:  # it serves its checkpoint; wait_for_weights=True would wait for the push
-            print("another one took its place:", error)
+        except StaleWeightsError as error:  # with wait_for_weights=True, the call would wait for the push
+            print("a new worker took its place:", error)
         publisher.restore(model)
         assert generate() == expected
-        print("with its weights restored it gave the same samples")
+        print("after its weights were restored, the new worker gave the same samples")

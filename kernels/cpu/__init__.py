@@ -1,8 +1,9 @@
-"""Native kernels for the CPU: C++ in `native/`, built when the package is installed, called through its C interface.
+"""Native kernels for the CPU: C++ code in `native/`, which is built when the package is installed and called through a
+C interface.
 
 `library` owns the loaded shared library; `backend` owns the ops and the layout of matrices and layers. The whole
-process uses one instruction set: the best of the machine, or the set that the environment variable TRUEROLL_CPU_ISA
-names.
+process uses one instruction set: the best that the machine has, or the one that the environment variable
+TRUEROLL_CPU_ISA names.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MOST_HEAD_DIM = 512
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
+    """Return the reason that these kernels cannot serve a decoder on a device in a dtype; empty if they can.
 
     `spec`: None to check the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
     machine lacks.
@@ -34,7 +35,9 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return a requirement of the kernels that this decoder does not meet in this dtype, or an empty string."""
+    """Return a requirement that this decoder does not meet in this dtype; empty if the kernels can serve the
+    decoder.
+    """
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {head_dim})"

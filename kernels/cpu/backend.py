@@ -2,10 +2,10 @@
 
 native/kernels.h describes how the kernels keep the contract. Kernels run on `torch.get_num_threads()` threads.
 
-Matrices lie in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side by
-side: one float32 per row, or two bfloat16 values of neighbouring columns per row. Rows are padded with zeros to whole
-panels. Columns of bfloat16 are padded with zeros to a multiple of 32. The same layout serves every instruction set.
-`copy_` packs a tensor directly into the weight's memory.
+Matrices are stored in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side
+by side: one float32 per row, or two bfloat16 values of neighbouring columns per row. Rows are padded with zeros to
+whole panels. Columns of bfloat16 are padded with zeros to a multiple of 32. The same layout serves every instruction
+set. `copy_` packs a tensor directly into the weight's memory.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16. `data`: the panels, in total [padded rows, padded columns]
-    elements.
+    """A matrix [rows, columns] of float32 or bfloat16. `data`: the panels, with padded rows * padded columns elements
+    in total.
     """
 
     def __init__(self, rows: int, columns: int, data: Tensor) -> None:
@@ -71,7 +71,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of memory of the weight, padding included."""
+        """The memory size of the weight in bytes, padding included."""
         return self.data.nbytes
 
     def copy_(self, source: Tensor | PackedWeight) -> None:
@@ -86,7 +86,9 @@ class PackedWeight:
         load_library().pack(*self._arguments(rows.data_ptr(), self.pointer))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Overwrite elements at flat indices (int64) into [rows, columns]. Raise IndexError if an index is outside."""
+        """Overwrite elements at flat indices (int64) into [rows, columns]. Raise IndexError if an index is out of
+        range.
+        """
         rows, columns = self.shape
         pair, row = _PAIR[self.dtype], torch.arange(rows)
         # `starts`: the offset of each row's first element; `distances`: the offset of each column from the first
@@ -98,8 +100,8 @@ class PackedWeight:
         self.data.put_(starts[row] + distances[index.sub(row, alpha=columns)], source)
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
-        """Return rows [start, start + length), sharing memory. Raise ValueError unless the rows are whole panels or the
-        last rows.
+        """Return rows [start, start + length) as a weight that shares this weight's memory. Raise ValueError unless the
+        rows are whole panels or the last rows.
         """
         end = start + length
         if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
@@ -119,9 +121,9 @@ class PackedWeight:
 
 
 class PackedLayers(tuple[Layer, ...]):
-    """Layers with the location of their tensors: each tensor's storage, and the tensor's offset in the storage. Tensors
-    may share a storage. `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers
-    between steps, in the order of the arguments. `has_states`: whether any layer is a delta net.
+    """Layers, with the storage of each tensor and the tensor's offset in that storage. Tensors may share a storage.
+    `numbers`: an array of `LayerNumbers` (native/api.h). `widths`: the row widths of the buffers between a layer's
+    steps, in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta net.
 
     Addresses are not kept, since a storage's memory may be freed and allocated again elsewhere. Raise ValueError for a
     tensor that is not contiguous, and for experts with rows that do not fill whole panels. Raise ConfigError for layers
@@ -139,7 +141,9 @@ class PackedLayers(tuple[Layer, ...]):
         self._storages = [(storage, (owners == i).long()) for storage, i in numbers.items() if storage is not None]
 
     def addresses(self) -> Tensor:
-        """Return an int64 array of `LayerPointers` (native/api.h). The array is valid for one call."""
+        """Return an int64 array of `LayerPointers` (native/api.h). The returned array is valid for one call of the
+        kernel.
+        """
         addresses = self._offsets
         for storage, lie_there in self._storages:
             addresses = torch.add(addresses, lie_there, alpha=storage.data_ptr())
@@ -147,8 +151,8 @@ class PackedLayers(tuple[Layer, ...]):
 
 
 def is_packed(spec: LayerSpec) -> bool:
-    """Return whether `PackedLayers` can hold a layer with this spec. A run with any other layer is computed op by
-    op.
+    """Return whether `PackedLayers` supports a layer with this spec. A sequence of layers that contains any other layer
+    is computed op by op.
     """
     mixer = spec.mixer
     if isinstance(mixer, DeltaNetSpec):
@@ -157,13 +161,13 @@ def is_packed(spec: LayerSpec) -> bool:
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `QkvPointers` in native/api.h points to, in its order."""
+    """Return the tensors that `QkvPointers` in native/api.h points to, in the order of the struct's fields."""
     matrices = _panels(weights.q), _panels(weights.k), _panels(weights.v)
     return *matrices, *(weights.biases or (None,) * 3), *(weights.qk_norms or (None,) * 2)
 
 
 def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
-    """Return the values of `AttentionNumbers` in native/api.h, in its order."""
+    """Return the values of `AttentionNumbers` in native/api.h, in the order of the struct's fields."""
     sizes = spec.num_heads, spec.num_kv_heads, spec.head_dim
     scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
@@ -172,7 +176,7 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
 
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `LayerPointers` points to, in its order."""
+    """Return the tensors that `LayerPointers` points to, in the order of the struct's fields."""
     weights = layer.mixer
     inputs = qkv_tensors(weights) if isinstance(weights, AttentionWeights) else _delta_net_tensors(weights)
     behind = (weights.o_bias, weights.sinks) if isinstance(weights, AttentionWeights) else (None, None)
@@ -181,8 +185,8 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors of `MlpPointers` or `ExpertsPointers`, in its order. The tensors of `MlpPointers` are padded
-    with None to the length of `ExpertsPointers`.
+    """Return the tensors that `MlpPointers` or `ExpertsPointers` points to, in the order of the struct. The tensors of
+    `MlpPointers` are padded with None to the length of `ExpertsPointers`.
     """
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights)
@@ -190,7 +194,7 @@ def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, .
 
 
 def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `ExpertsPointers` points to, in its order."""
+    """Return the tensors that `ExpertsPointers` points to, in the order of the struct's fields."""
     shared = (None,) * 4
     if weights.shared is not None and weights.shared_score is not None:
         mlp = weights.shared
@@ -211,15 +215,15 @@ def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, .
 
 
 def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
-    """Return the tensors that `DeltaNetPointers` points to, in its order."""
+    """Return the tensors that `DeltaNetPointers` points to, in the order of the struct's fields."""
     return *map(_panels, weights.inputs), weights.convolution, weights.decay, weights.bias, weights.norm
 
 
 def _widths(layer: Layer) -> tuple[int, ...]:
     """Return `PackedLayers.widths` of one layer.
 
-    In order: the mixer's projected input, that input after a convolution, the gate of the mixer's output, the gates of
-    a recurrence, the mixer's output, hidden states, the inner features of the MLP, hidden states.
+    The widths are, in order: the mixer's projected input, that input after a convolution, the gate of the mixer's
+    output, the gates of a recurrence, the mixer's output, hidden states, the inner features of the MLP, hidden states.
     """
     spec, hidden, inner = layer.spec.mixer, layer.mixer.o.shape[0], _inner_width(layer.spec.mlp)
     if isinstance(spec, DeltaNetSpec):
@@ -240,7 +244,7 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 
 
 def _layer_numbers(layer: Layer) -> tuple[float, ...]:
-    """Return the values of `LayerNumbers`, in its order."""
+    """Return the values of `LayerNumbers`, in the order of the struct's fields."""
     check_pieces(layer.pieces)
     spec, mixer = layer.spec, layer.spec.mixer
     mlp = (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
@@ -257,7 +261,9 @@ def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
 
 
 def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
-    """Return the values of `DeltaNetNumbers`, in its order, padded with zeros to the length of `AttentionNumbers`."""
+    """Return the values of `DeltaNetNumbers`, in the order of the struct's fields, padded with zeros to the length of
+    `AttentionNumbers`.
+    """
     sizes = spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.kernel_size
     return *sizes, *_norm_numbers(spec.norm), *[0.0] * 5
 
@@ -624,7 +630,7 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Return (threads, whether x is bfloat16, address, rows, columns)."""
+    """Return (number of threads, whether x is bfloat16, x's address, rows and columns)."""
     rows, columns = x.shape
     return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
 

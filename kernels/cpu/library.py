@@ -1,7 +1,7 @@
-"""The shared library of the native kernels, which lies beside this file and is loaded once.
+"""The shared library of the native kernels, a file next to this module that is loaded once.
 
-native/api.h declares the library's C interface. The module also reads the argument types of the functions from
-native/api.h. A library that was compiled from a different native/api.h is refused.
+native/api.h declares the library's C interface. The argument types of the functions are read from native/api.h. A
+library that was compiled from a different native/api.h is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,9 @@ def _type(declaration: str) -> Any:
 
 
 class _Functions(ctypes.CDLL):
-    """A library with functions that refuse surplus arguments. Functions of a plain CDLL accept surplus arguments."""
+    """A library with functions that refuse surplus arguments. The functions of ctypes' plain CDLL accept surplus
+    arguments.
+    """
 
     _func_flags_ = 0
 
@@ -75,7 +76,9 @@ class Library:
         return self.isa().decode()
 
     def choose(self, name: str) -> None:
-        """Use an instruction set from now on. Raise ConfigError if this machine does not have the instruction set."""
+        """Switch the process to an instruction set. Raise ConfigError if this machine does not have the instruction
+        set.
+        """
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
             raise ConfigError(f"{ISA_VARIABLE} must be an instruction set of this machine, {available} (got {name!r})")
@@ -87,12 +90,13 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """Return the library, with the instruction set that TRUEROLL_CPU_ISA names, or else the best instruction set.
+    """Return the library, set to the instruction set that TRUEROLL_CPU_ISA names, or to the best instruction set if the
+    variable is unset.
 
     Raise OSError if the library was not built or cannot be loaded, and ConfigError for an instruction set that this
     machine lacks.
     """
-    path = Path(__file__).with_name(f"_native{EXTENSION_SUFFIXES[0]}")
+    path = Path(__file__).with_name("_native.so")
     if not path.exists():
         raise OSError(
             f"{path.name} was not built, because trueroll was installed with TRUEROLL_NATIVE=0; a build needs a "
@@ -105,7 +109,9 @@ def load_library() -> Library:
 
 
 def library_obstacle() -> str:
-    """Return why the library cannot be used, or an empty string. Raise ConfigError in the cases of `load_library`."""
+    """Return the reason that the library cannot be used; empty if it can. Raise ConfigError in the cases of
+    `load_library`.
+    """
     try:
         load_library()
     except OSError as error:

@@ -26,7 +26,7 @@ def _family(
     """Return the `Describe` function of a family.
 
     `windows(settings)`: the window of each layer. `is_sliding(raw, i)`: whether layer i has a window, for a file
-    without `layer_types`. `defaults`: the values that transformers uses for settings missing from a file.
+    without `layer_types`. `defaults`: the values that transformers uses for settings that a file omits.
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:

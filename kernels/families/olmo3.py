@@ -1,5 +1,5 @@
-"""Olmo 3: norms only after mixer and MLP, and one norm each over all heads of q and over all heads of k. Three of every
-four layers have a window and use a second rotation.
+"""Olmo 3: norms only after mixer and MLP, one norm over all heads of q, and one norm over all heads of k. Three of
+every four layers have a window and use a second rotation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 with experts in place of MLPs, in all layers or some."""
+"""Qwen3-MoE: Qwen3 with experts instead of an MLP in some or all layers."""
 
 from __future__ import annotations
 

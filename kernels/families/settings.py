@@ -1,8 +1,8 @@
 """The settings of a config.json, checked, for the families to read.
 
-Promises that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to build.
-The base class of transformers' configurations checks the values and converts old files. The subclasses for single
-architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
+Guarantees that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to
+build. The base class of transformers' configurations checks the values and converts old files. The subclasses for
+single architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
 """
 
 # No `from __future__ import annotations` here: `strict` does not check types with annotations that are strings.
@@ -136,7 +136,7 @@ class Settings(PreTrainedConfig):
         super().__post_init__(**others)
 
     def types(self: Any, other: str) -> list[str]:
-        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer with neither."""
+        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer with neither type."""
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
@@ -155,7 +155,9 @@ class Settings(PreTrainedConfig):
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
-        """Return an attention spec with the heads of these settings. `others`: further fields of the spec."""
+        """Return an attention spec with the number and size of heads from these settings. `others`: further fields of
+        the spec.
+        """
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
@@ -183,8 +185,8 @@ class Settings(PreTrainedConfig):
     def decoder(
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
-        """Return a decoder of these layers. The last norm has the spec of the layers' norms. `others`: further fields
-        of the spec.
+        """Return the spec of a decoder with these layers. The last norm has the spec of the layers' norms. `others`:
+        further fields of the spec.
         """
         return DecoderSpec(
             architecture=architecture,
@@ -202,7 +204,7 @@ class Settings(PreTrainedConfig):
     def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
         """Return the rotation of all layers, or of the layers of one type if each type has its own rotation.
 
-        Raise ModelError for a rotation that is not supported or does not rotate.
+        Raise ModelError for a rotation that is not supported or not valid.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         kind = parameters.get("rope_type")
@@ -219,7 +221,8 @@ class Settings(PreTrainedConfig):
             raise _broken(error) from error
         if not (inv_freq.isfinite() & (inv_freq > 0)).all() or not 0 < scale < float("inf"):
             raise ModelError(
-                f"rope parameters in config.json do not rotate (got {brief([*parameters.items()])}); correct the file"
+                f"rope parameters in config.json do not give a valid rotation (got {brief([*parameters.items()])}); "
+                "correct the file"
             )
         return RotationSpec(tuple(inv_freq.tolist()), scale)
 
@@ -254,9 +257,9 @@ def read_settings(
 ) -> Any:
     """Return the `Settings` in `raw`, the content of config.json.
 
-    `fill`: adds settings that a file may omit. `quantized`: the quantization methods that checkpoints of the family may
-    have. Raise ModelError for a broken file, for a checkpoint with any other quantization, and for per-layer settings,
-    which no family supports.
+    `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
+    checkpoints of the family may have. Raise ModelError for a broken file, for a checkpoint with any other
+    quantization, and for per-layer settings, which no family supports.
     """
     _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
@@ -281,8 +284,8 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:
-    """Return `raw` with `layer_types`. In a file without `layer_types`, each layer gets FULL or `other` by its
-    number.
+    """Return `raw` with `layer_types`. If a file lacks `layer_types`, layer i gets `other` if `is_other(i)`, else
+    FULL.
     """
     count = raw.get("num_hidden_layers")
     # `num_hidden_layers` has not been validated yet.
@@ -292,7 +295,7 @@ def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other
 
 
 def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str, Any]:
-    """Return `raw` with `rope_parameters` for each type of layer, which older files do not have.
+    """Return `raw` with `rope_parameters` for each type of layer, as newer files have.
 
     `theta`: the default `rope_theta` of each type. `rope_scaling` applies to full attention.
     """
@@ -314,8 +317,8 @@ def _broken(error: Exception) -> ModelError:
 def expect(settings: Any, **others: Any) -> None:
     """Raise ModelError unless all `settings` are supported.
 
-    `others`: required values of further settings. A value for a setting that is always checked replaces the default
-    requirement.
+    `others`: the required values of additional settings. If `others` names a setting that is always checked, the value
+    in `others` replaces the default requirement.
     """
     whole = others.pop("partial_rotary_factor", 1.0)
     faults = {
@@ -339,8 +342,8 @@ def expect(settings: Any, **others: Any) -> None:
 
 
 def _rotated_part(parameters: dict[str, Any]) -> Any:
-    """Return the fraction of a head that is rotated. If types of layers have different fractions, return one that is
-    not 1.0.
+    """Return the fraction of a head that is rotated. If the types of layers have different fractions, return a fraction
+    other than 1.0.
     """
     each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     parts = [one.get("partial_rotary_factor", 1.0) for one in each]

@@ -1,15 +1,15 @@
 """Kernels for NVIDIA GPUs, written in Triton.
 
-In products, weights lie on the M side of every matrix instruction, tokens on the N side. An instruction processes 16
-columns of K, in ascending order. The size N of an instruction depends on the number of rows, but no bit depends on N.
-The size M is constant on sm_80 and sm_90. On sm_100, M is 64 or 128, depending on the tile, and no bit is expected to
-depend on M. Attention uses one tile shape for any number of rows. The recurrence of a delta net also uses one tile
-shape, and processes tokens one by one. The GPU lists the rows of each expert. The products of experts follow the same
-rules as all other products.
+In products, the weights are on the M side of every matrix instruction, and the tokens are on the N side. An instruction
+processes 16 columns of K, in ascending order. The size N of an instruction depends on the number of rows, but no bit
+depends on N. The size M is constant on sm_80 and sm_90. On sm_100, M is 64 or 128, depending on the tile, and no bit is
+expected to depend on M. Attention uses one tile shape for any number of rows. The recurrence of a delta net also uses
+one tile shape, and processes tokens one by one. The GPU, not the host, lists the rows of each expert. The products of
+experts follow the same rules as all other products.
 
 `launch` pins the compiler settings that change bits. `products`, `experts`, `attention`, `recurrence`, `rows` and
-`head` hold the kernels, each with its table of tiles. `backend` builds the ops from the kernels. Without a GPU, kernels
-run in Triton's interpreter, for tests.
+`head` hold the kernels. Each of these modules has its own table of tiles. `backend` builds the ops from the kernels.
+Without a GPU, kernels run in Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty string.
+    """Return the reason that these kernels cannot serve a decoder on a device in a dtype; empty if they can.
 
     `spec`: None to check the ops alone.
     """
@@ -52,7 +52,9 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return a requirement of the kernels that this decoder does not meet in this dtype, or an empty string."""
+    """Return a requirement that this decoder does not meet in this dtype; empty if the kernels can serve the
+    decoder.
+    """
     for layer in spec.layers:
         if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
             return unserved
@@ -77,7 +79,7 @@ def _unserved_mixer(mixer: AttentionSpec | DeltaNetSpec) -> str:
 
 
 def _unserved_mlp(mlp: MlpSpec | ExpertsSpec) -> str:
-    """`_unserved` for an MLP or experts."""
+    """Like `_unserved`, but for an MLP or experts."""
     if isinstance(mlp, ExpertsSpec) and mlp.num_experts > MOST_EXPERTS:
         return f"at most {MOST_EXPERTS} experts (got {mlp.num_experts})"
     return ""

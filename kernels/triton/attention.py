@@ -1,19 +1,19 @@
 """Attention over the paged cache.
 
 Owns the assignment of work to programs, and the order of every sum. Does not own the writes of keys and values to the
-cache. The code that writes the cache must keep one promise: values in the cache are finite. A token with a non-finite
-key or value has a key of NaN in all elements. With this promise, a token that a query does not see adds nothing to the
-query's result. A visible token with a key of NaN makes the result NaN.
+cache. The code that writes the cache must guarantee that all values (V) in the cache are finite. A token with a
+non-finite key or value has a key of NaN in all elements. Since V is finite, a token that a query does not see adds
+nothing to the query's result. A visible token with a key of NaN makes the result NaN.
 
 A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
 needed, because a matrix instruction has a minimum size. A product is queries [ROWS, D] by keys [D, KEYS], or weights
-[ROWS, KEYS] by values [KEYS, D]. Each warp has its own rows. Weights therefore stay in the registers where their scores
-were computed, and a row's highest score and sum need no shared memory. All programs use tiles of one shape and the same
-number of warps, so the compiled tile fixes the order of a row's sums.
+[ROWS, KEYS] by values [KEYS, D]. Each warp computes its own rows. Weights therefore stay in the registers where their
+scores were computed, and a row's highest score and sum need no shared memory. All programs use the same tile shape and
+the same number of warps, so the compiled kernel fixes the order of a row's sums.
 
-The key axis is cut at absolute multiples of PARTITION. Each partition is reduced from scratch by online softmax
-(Milakov and Gimelshein 2018), one tile of KEYS after the other. The partitions are folded from left to right. Two
-variants use the same functions, so a query gets the same bits from either variant:
+The key axis is cut at absolute multiples of PARTITION. Each partition is reduced separately by online softmax (Milakov
+and Gimelshein 2018), one tile of KEYS keys after the other. The partitions are folded from left to right. Two variants
+use the same functions, so a query gets the same bits from either variant:
 
 - Sequences with one query: several programs share the partitions of a sequence and key-value head, and a second kernel
   folds their results from a workspace. Each key and value is read once. The workspace takes D + 2 float32 numbers per
@@ -24,10 +24,10 @@ variants use the same functions, so a query gets the same bits from either varia
 A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
 the sink after the last partition, with the same function.
 
-A tile or partition that a row does not see multiplies the row's sums by 1 and adds zeros. Before the row's first key,
-the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at the end.
-A program may therefore skip the partitions and tiles that lie before the windows of all its rows. In the first tile, a
-program reads no key before the windows, so the block table may hold any entry for such keys.
+A tile or partition that a row does not see multiplies the row's sums by 1 and adds zeros. Before the first key that the
+row sees, the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at
+the end. A program may therefore skip the partitions and tiles that lie before the windows of all its rows. In the first
+tile, a program reads no key before the windows, so the block table may hold any entry for keys before the windows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 class _Inputs(NamedTuple):
     """The inputs of all kernels.
 
-    `tables`: the block tables. `scale`: factor of the scores, which are exponents of 2. `sinks`: [heads], or None.
+    `tables`: the block tables. `scale`: the factor of the scores, which includes log2(e), since the kernels use scores
+    as exponents of 2. `sinks`: [heads], or None.
     """
 
     q: Tensor
@@ -70,11 +71,11 @@ class _Inputs(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The assignment of sequences to kernels. The tensors are int64.
+    """The assignment of a batch's sequences to the kernels. The tensors are int64.
 
-    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], the sequence and the number of each tile of rows, for
-    the other sequences. `starts` and `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest
-    context of `decodes`.
+    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], for the sequences with more than one query, the
+    sequence and the number of each tile of rows. `starts` and `lens`: `query_starts` and `context_lens` of all
+    sequences. `longest`: the longest context of `decodes`.
     """
 
     decodes: Tensor
@@ -97,9 +98,9 @@ def paged_attention(
     """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
-    are float32. Weights are rounded to the dtype before they multiply values. With `batch.lens`, the computation
-    depends only on tensors on the device. Block table entries for tokens before the windows of all of a sequence's
-    queries may be any block.
+    are float32. Softmax weights are rounded to the dtype before they multiply values. With `batch.lens`, the
+    computation depends only on tensors on the device. Block table entries for tokens before the windows of all of a
+    sequence's queries may be any block.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
@@ -127,8 +128,8 @@ def _plan(
 ) -> _Plan:
     """Return the plan of a batch, made once for all layers.
 
-    The plan's copy to the device is queued on `stream`, so no other stream may read the plan. Within a sequence, the
-    tiles that see the most keys come first.
+    The plan's copy to the device is queued on `stream`, so no other stream may read the plan. The tiles of a sequence
+    are listed in descending order of the number of keys that they see.
     """
     queries = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     tile_counts = [-(-count * rows_per_query // ROWS) if count > 1 else 0 for count in queries]
@@ -139,10 +140,11 @@ def _plan(
 
 
 def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int, out: Tensor, listed: bool) -> None:
-    """Compute the sequences that `places` lists. Without `listed`, compute all sequences; query i belongs to sequence
-    i.
+    """Compute attention for the sequences that `places` lists. Without `listed`, compute attention for all sequences;
+    query i belongs to sequence i.
 
-    `places`: `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context lengths.
+    `places`: the tensors `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context
+    lengths.
     """
     q, kv_heads, count, window = inputs.q, inputs.k_cache.shape[2], len(places[0]), inputs.window
     group, partitions = q.shape[1] // kv_heads, _most_partitions(longest, window)
@@ -163,7 +165,7 @@ def _most_partitions(longest: int, window: int) -> int:
 
 
 def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
-    """Compute the tiles of a plan."""
+    """Compute attention for the tiles of a plan."""
     kv_heads = inputs.k_cache.shape[2]
     numbers = inputs.tables.shape[1], inputs.window, inputs.scale
     sinks, which = _sinks(inputs)
@@ -179,8 +181,8 @@ def _sinks(inputs: _Inputs) -> tuple[Tensor, dict[str, Any]]:
 
 
 def _scoring(inputs: _Inputs) -> dict[str, Any]:
-    """Return the launch arguments of the kernels that read keys. Arguments that affect a row's bits depend on D
-    alone.
+    """Return the launch arguments of the kernels that read keys. The launch arguments that affect a row's bits depend
+    only on D.
     """
     shapes = _shapes(inputs.q, inputs.k_cache.shape[2], ROWS)
     keys, warps, stages = WIDE if shapes["SIZE"] > 128 else NARROW
@@ -189,7 +191,7 @@ def _scoring(inputs: _Inputs) -> dict[str, Any]:
 
 
 def _shapes(q: Tensor, kv_heads: int, rows: int) -> dict[str, Any]:
-    """Return the constants of all kernels. `SIZE`: D padded to a size that a tile may have."""
+    """Return the compile-time constants that all kernels share. `SIZE`: D padded to a size that a tile may have."""
     size = max(64, _power_of_2(q.shape[2]))
     return dict(GROUP=q.shape[1] // kv_heads, D=q.shape[2], SIZE=size, ROWS=rows, PARTITION=PARTITION)
 
@@ -375,8 +377,8 @@ def _partition(
     """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition in the rows' windows.
 
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
-    before the first visible key or after the last token may belong to another sequence. For such keys, the first
-    visible key or the last token is read instead.
+    before the first visible key or after the last token may belong to another sequence. Instead of a key that may
+    belong to another sequence, the first visible key or the last token is read.
     """
     d = tl.arange(0, SIZE)
     oldest, start, end, last = seen
@@ -413,7 +415,7 @@ def _scores(q, k, visible, scale, SOFT_CAP: tl.constexpr):
 
 @device_function
 def _capped(scores, SOFT_CAP: tl.constexpr):
-    """Return SOFT_CAP * tanh(score / SOFT_CAP). Scores and results are exponents of 2."""
+    """Return SOFT_CAP * tanh(score / SOFT_CAP). The argument and the result are exponents of 2."""
     decay = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
     capped = (1.0 - decay) / (1.0 + decay) * (SOFT_CAP * _LOG2_E)
     return tl.where(scores < 0, -capped, capped)
@@ -423,8 +425,8 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 def _add_tile(peak, total, out, scores, v):
     """Add the keys of a tile to a partial softmax. `v`: their values, [KEYS, SIZE].
 
-    The highest score of a tile may ignore a NaN score. The weight of that score is still NaN and makes `total` and
-    `out` NaN.
+    The computation of a tile's highest score may ignore a NaN score. The softmax weight of a NaN score is still NaN,
+    and makes `total` and `out` NaN.
     """
     highest = tl.maximum(peak, tl.max(scores, axis=1), propagate_nan=tl.PropagateNan.ALL)
     base = _base(highest)
@@ -449,7 +451,7 @@ def _fold(left_peak, left_total, left_out, peak, total, out):
 
 @device_function
 def _add_sinks(peak, total, out, sinks_ptr):
-    """Add a sink to each row of a partial softmax: one more score, with a value of zero."""
+    """Add a sink to each row of a partial softmax: an additional score with a value vector of zeros."""
     sink = tl.load(sinks_ptr).to(tl.float32) * _LOG2_E
     base = _base(tl.maximum(peak, sink, propagate_nan=tl.PropagateNan.ALL))
     kept = tl.exp2(peak - base)
@@ -458,8 +460,8 @@ def _add_sinks(peak, total, out, sinks_ptr):
 
 @device_function
 def _base(peak):
-    """Return the score to subtract from all scores: the highest one, or 0 if no key was seen, since -inf - -inf
-    is NaN.
+    """Return the score to subtract from all scores: the highest score, or 0 if no key was seen, since -inf - -inf is
+    NaN.
     """
     return tl.where(peak == -float("inf"), 0.0, peak)
 

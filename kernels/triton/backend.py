@@ -1,9 +1,9 @@
 """The ops of `contract.Backend` with Triton kernels, for bfloat16 and float16.
 
-Builds the ops from the kernels of this package. `launch` describes how kernels keep the contract. A weight is a plain
-tensor. The tensors of a call lie on one CUDA device, or all on the CPU if kernels are interpreted. No op reads a tensor
-on the host, and no shape depends on a tensor's contents. A CUDA graph can therefore capture any op. To capture
-attention, pass `AttentionBatch.lens`. To capture a delta net, pass one row for each sequence.
+Builds the ops from the kernels of this package. The module `launch` describes how kernels keep the contract. A weight
+is a plain tensor. The tensors of a call are all on one CUDA device, or all on the CPU if kernels are interpreted. No op
+reads a tensor on the host, and no shape depends on a tensor's contents. A CUDA graph can therefore capture any op. To
+capture attention, pass `AttentionBatch.lens`. To capture the ops of a delta net, pass one row for each sequence.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
 
 
 def _row_counts(most: int) -> list[int]:
-    """Return numbers of rows that together need every form that any number of rows up to `most` needs.
+    """Return a list of row counts. These counts together need every kernel form that any row count up to `most` needs.
 
-    The number of filled tiles changes only at multiples of 16. The forms for a number of rows between two multiples are
-    therefore the forms for one of these multiples.
+    The number of filled tiles changes only at multiples of 16. A row count between two multiples therefore needs the
+    same forms as one of the two multiples.
     """
     return sorted({min(rows, most) for rows in (1, *range(16, most + 16, 16))})
 

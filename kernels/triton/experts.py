@@ -1,18 +1,18 @@
 """Mixtures of experts: the choice of each row's experts, and the sum of the experts' outputs.
 
 A pair is a row and one expert of the row; pairs are numbered row by row. `experts` lists the pairs expert by expert and
-cuts each expert's list into tiles. A program multiplies one tile of pairs by some features of the expert's weight. An
+cuts each expert's list into tiles. A program multiplies one tile of pairs by some rows of the expert's weight. An
 expert's weight is therefore read once for each tile of the expert's pairs. The host does not know the number of tiles:
 the grid has the largest possible size, and programs beyond the last tile end immediately.
 
-A product follows the rules of `products`. Rows lie on the N side of the matrix instruction. The shape of one expert's
-weight determines the pieces of K. One program sums all pieces in ascending order. An element therefore has the bits of
-`linear` with that expert alone, whatever other rows are in the list. The products with `down` are multiplied by the
-gates and stored pair by pair in float32. A last kernel adds the products of a row by ascending expert id. No kernel
-adds floats atomically.
+A product follows the rules of `products`. The rows of x are on the N side of the matrix instruction. The shape of one
+expert's weight determines the pieces that K is cut into. One program sums all pieces in ascending order. Each element
+of a product is therefore bit-identical to `linear` with that expert alone, whatever other rows are in the list. The
+products with `down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products of
+a row by ascending expert id. No kernel adds floats atomically.
 
-Owns the choice of experts, the lists, the tiles of these products and the sum over a row's experts. Does not own the
-router's product, the shared expert, or the summation over K (products.py).
+Owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's experts.
+Does not own the router's product, the shared expert, or the summation over K (products.py).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
 class _Lists(NamedTuple):
     """The pairs, expert by expert. All tensors are int32.
 
-    `pairs`: [pairs]. `tiles`: [most, 3], the expert of a tile, and its start and end in `pairs`. `counts`: [experts +
-    1], the number of pairs of each expert, then the number of tiles.
+    `pairs`: [pairs]. `tiles`: [most, 3], for each tile its expert, and the tile's start and end in `pairs`. `counts`:
+    [experts + 1], the number of pairs of each expert, then the number of tiles.
     """
 
     pairs: Tensor
@@ -92,9 +92,10 @@ def experts(
     gates: Tensor,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """Apply each row's experts to x [M, H], add them by ascending id in float32, and add `shared` [M, H]: [M, H].
+    """Apply each row's experts to x [M, H], add the outputs by ascending expert id in float32, and add `shared` [M, H]:
+    [M, H].
 
-    Rows are processed in parts, so that the products of one part take at most MOST_MADE bytes.
+    Rows are processed in groups, so that the products of one group take at most MOST_MADE bytes.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     # A multiple of 16 rows keeps each part aligned to 16 bytes.
@@ -134,8 +135,8 @@ def _mix(
 def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
     """Return the narrowest tile with at least twice as many tokens as an expert has rows on average.
 
-    With this width, few experts need a second tile. Multiplying unused columns of a tile takes less time than reading a
-    weight twice.
+    With tiles of this width, few experts need a second tile. Multiplying unused columns of a tile takes less time than
+    reading a weight twice.
     """
     if any(n % 8 for n in columns):
         return NARROW_TILE
@@ -151,7 +152,7 @@ def most_tiles(pairs: int, num_experts: int, width: int) -> int:
 
 
 def _list(experts: Tensor, num_experts: int, width: int) -> _Lists:
-    """Return the lists of experts [M, top_k], in tiles of this width."""
+    """Return the list of pairs of each expert, cut into tiles of this width, for experts [M, top_k]."""
     pairs = experts.numel()
     shapes = (pairs,), (most_tiles(pairs, num_experts, width), 3), (num_experts + 1,)
     lists = _Lists(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
@@ -172,7 +173,7 @@ def _multiply(
     sides: int,
     **constants: Any,
 ) -> None:
-    """Launch a kernel for products of x [rows, K] with the `sides` matrices of each expert in a weight."""
+    """Launch a kernel that multiplies x [rows, K] by a weight that holds `sides` matrices of each expert."""
     count, columns = len(lists.counts) - 1, x.shape[1]
     rows = len(weight) // (count * sides)
     pieces, width_unit = k_splits(rows, columns), unit(rows)
@@ -196,8 +197,8 @@ def _route_kernel(
     NORMED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Program i: the experts of row i and their gates. If `CHOSEN`, the experts are given; otherwise those with the
-    highest logits are chosen.
+    """Program i: the experts of row i, and the gates of these experts. If `CHOSEN`, the experts are given; otherwise
+    the program chooses the experts with the highest logits.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SPAN)
@@ -223,7 +224,7 @@ def _route_kernel(
 
 @device_function
 def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
-    """Return a mask of the experts that are in a list."""
+    """Return a mask over all experts that marks the experts in a list."""
     listed = expert < 0
     for i in range(TOP_K):
         listed = listed | (expert == tl.load(chosen_ptr + i))
@@ -292,7 +293,7 @@ def _list_kernel(
 
 @device_function
 def _of_expert(experts_ptr, pair, pairs):
-    """Return a mask of the pairs that belong to this program's expert."""
+    """Return a mask that marks the pairs of this program's expert."""
     return tl.load(experts_ptr + pair, mask=pair < pairs, other=-1) == tl.program_id(0)
 
 
@@ -319,10 +320,10 @@ def _gate_up_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (i, tile): the i-th features of the inner rows of a tile, stored in the order of the lists.
+    """Program (i, tile): the i-th block of features of the inner rows of a tile, stored in the order of the lists.
 
-    The upper half of a tile's features is gate, the lower half up. `features`, `columns` and `piece` count units
-    (`products.unit`).
+    The upper half of a tile's features belongs to gate, the lower half to up. `features`, `columns` and `piece` are
+    counted in units (`products.unit`).
     """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return
@@ -363,7 +364,9 @@ def _down_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Like `_gate_up_kernel`, for the products of inner rows times their gates, stored pair by pair."""
+    """Like `_gate_up_kernel`, but multiply inner rows by `down` and then by their gates, and store the results pair by
+    pair.
+    """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return
     features, columns = features * WIDTH_UNIT, columns * UNIT
@@ -381,7 +384,7 @@ def _down_kernel(
 
 @device_function
 def _tile_of_program(tiles_ptr, TOKENS: tl.constexpr):
-    """Return (expert, places in the lists, end of the tile) for the tile of this program."""
+    """Return (expert, indices into the lists, end of the tile) for the tile of this program."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     return tl.load(tile_ptr), tl.load(tile_ptr + 1) + tl.arange(0, TOKENS), tl.load(tile_ptr + 2)
 
@@ -399,7 +402,9 @@ def _product(
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Return products of weight rows with the rows at `x_row`, plus their biases: float32 [rows, tokens]."""
+    """Return the products of weight rows with the rows at `x_row`, plus the biases of the weight rows: float32 [rows,
+    tokens].
+    """
     w = w_ptr + w_row.to(tl.int64) * columns
     total = sums_of_pieces(w, (x_row, x_row), columns, piece * PIECE_UNIT, CUT, 0, UNIT, DEPTH)[0]
     if BIAS:
@@ -411,7 +416,9 @@ def _product(
 def _add_kernel(
     made_ptr, shared_ptr, out_ptr, features, SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Program (row, i): the i-th columns of the sum over a row's experts, added in the order of their list."""
+    """Program (row, i): the i-th block of columns of the sum over a row's experts, added in the order in which the row
+    lists the experts.
+    """
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features

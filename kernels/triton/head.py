@@ -6,9 +6,9 @@ Does not own the product that computes the logits (products.py).
 All ops here that return log-probs run the same two kernels, compiled identically for any number of rows. Log-probs from
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
 each section to its highest logit, its sum of exponentials and its best token. The second kernel folds the sections. A
-NaN logit makes the sum NaN. With a sum of NaN, every log-prob of the row is NaN. `token_statistics` reuses the folded
-sums, because a separate kernel with a different number of warps would add in a different order. No op reads a value on
-the host.
+NaN logit makes the sum NaN. If the sum of a row is NaN, every log-prob of the row is NaN. `token_statistics` reuses the
+folded sums, because a separate kernel with a different number of warps would add in a different order. No op reads a
+value on the host.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def _choose(
 def _choose_and_sum(
     logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `_choose`, each row's highest logit, and its sum of exp(logit - highest), float32 [M]."""
+    """Return the results of `_choose`, and for each row the highest logit and the sum of exp(logit - highest), each
+    float32 [M].
+    """
     rows, vocab_size = logits.shape
     sections = -(-vocab_size // SECTION)
     asked = [aligned(x) for x in (logits, targets, temperatures, raw)]
@@ -130,10 +132,10 @@ def _reduce_section_kernel(
     V: tl.constexpr,
     SECTION: tl.constexpr,
 ) -> None:
-    """One section of one row: the parts that `_fold_sections_kernel` reads.
+    """One program per section of a row: compute the partial results that `_fold_sections_kernel` folds.
 
     `peaks`, `totals`: the highest logit of the log-prob's distribution, and the sum of exp(logit - peak). `bests`,
-    `best_ids`: the highest score in the choice of the token, and the lowest id with this score. NaN ranks highest.
+    `best_ids`: the highest score by which the token is chosen, and the lowest id with this score. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)
@@ -174,7 +176,9 @@ def _fold_sections_kernel(
     SECTIONS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """One row: its token, the token's log-prob, whether the result is valid, and the folded sums of its sections."""
+    """One program per row: the row's token, the token's log-prob, whether the result is valid, and the folded sums of
+    the row's sections.
+    """
     row = tl.program_id(0).to(tl.int64)
     sections = tl.arange(0, SPAN)
     parts, real = row * SECTIONS + sections, sections < SECTIONS
@@ -210,7 +214,7 @@ def _statistics_kernel(
     SECTION: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One row: the log-probs of `count` of its logits, and its entropy."""
+    """One program per row: the log-probs of `count` of the row's logits, and the entropy of the row."""
     row = tl.program_id(0).to(tl.int64)
     peak, total = tl.load(peak_ptr + row), tl.load(total_ptr + row)
     weighted = 0.0  # the sum of (logit - peak) * exp(logit - peak)
@@ -239,7 +243,7 @@ def _count_kept_kernel(
     """Count how many of a row's logits, in descending order, the filters keep. The count of a row with NaN is
     arbitrary.
 
-    All logits after the first dropped logit are dropped too, so that rounding leaves no gap.
+    All logits after the first dropped logit are dropped, so that rounding cannot keep a logit below a dropped logit.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
@@ -262,7 +266,9 @@ def _count_kept_kernel(
 def _weights(
     row_ptr: tl.tensor, start: tl.tensor, best: tl.tensor, limit: tl.tensor, V: tl.constexpr, TILE: tl.constexpr
 ) -> tl.tensor:
-    """Return exp(logit - best) at ranks [start, start + TILE), 0 from `limit` on."""
+    """Return exp(logit - best) for the sorted logits at ranks [start, start + TILE), and 0 for ranks from `limit`
+    on.
+    """
     ranks = start + tl.arange(0, TILE)
     logits = tl.load(row_ptr + ranks, mask=ranks < V, other=-float("inf"))
     return tl.where(ranks < limit, tl.exp(logits - best), 0.0)
@@ -298,5 +304,7 @@ def _nan_as_highest(x: tl.tensor) -> tl.tensor:
 
 @device_function
 def _zero_if_none(peak: tl.tensor) -> tl.tensor:
-    """Return the value to subtract from logits: their peak, or 0 if all are -inf, so that exp gives 0 and not NaN."""
+    """Return the value to subtract from logits: the highest logit, or 0 if all logits are -inf, so that exp gives 0 and
+    not NaN.
+    """
     return tl.where(peak == -float("inf"), 0.0, peak)

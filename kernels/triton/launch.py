@@ -1,9 +1,10 @@
 """Compile and launch kernels, with the settings that change bits pinned.
 
-The layout of a tile determines the order of its sums. The compiler chooses layouts by the known properties of a
-kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16 bytes, which each
-launch checks. The compiler knows the types of numbers, but not their values. Any value that may influence a layout is a
-constant of the kernel. `describe_settings` reports the compiler settings that the environment can still change.
+The layout of a tile determines the order in which the tile's sums are added. The compiler chooses layouts by the known
+properties of a kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16
+bytes; each launch checks this. Of an argument that is a number, the compiler knows the type but not the value. Any
+value that may influence a layout is a constant of the kernel. `describe_settings` reports the compiler settings that
+the environment can still change.
 
 Each form of a kernel (`Launch`) is compiled separately. `recording` lists forms without running kernels. `compile_all`
 compiles forms before their first launch. Triton's disk cache keeps compiled forms for the next process.
@@ -52,7 +53,8 @@ _NUMBERS = {"i32": 16, "fp32": 1.0}  # placeholders for arguments of these types
 class Launch:
     """One compiled form of a kernel: the types of its arguments, its constants, its warps and pipeline stages.
 
-    `grid`, `values`: the grid and arguments of one launch. For a tensor, the value is its size in bytes.
+    `grid`, `values`: the grid and arguments of one launch. For a tensor argument, the value is the tensor's size in
+    bytes.
     """
 
     kernel: Any
@@ -65,9 +67,9 @@ class Launch:
 
 
 def _pinned() -> dict[str, Any]:
-    """Return compiler options that change bits and that the environment could otherwise set.
+    """Return the compiler options that change bits and would otherwise depend on environment variables.
 
-    A version of Triton that lacks one of these options always behaves like the value set here.
+    A version of Triton that lacks one of these options always behaves as if the option had the value set here.
     """
     wanted = dict(enable_fp_fusion=False, enable_reflect_ftz=True, ptx_options="")
     return {name: value for name, value in wanted.items() if name in CUDAOptions.__dataclass_fields__}
@@ -145,7 +147,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Context in which this thread's launches are listed instead of run, on any device."""
+    """Context in which this thread's launches are recorded instead of run, on any device."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:
@@ -155,14 +157,16 @@ def recording() -> Iterator[list[Launch]]:
 
 
 def compile_form(launch: Launch, **options: Any) -> Any:
-    """Compile a form for the current device, unless it is in one of Triton's caches, and return Triton's result."""
+    """Compile a form for the current device, or load it from one of Triton's caches, and return Triton's compiled
+    kernel.
+    """
     arguments = [MockTensor(kind[1:]) if kind[0] == "*" else _NUMBERS[kind] for _, kind in launch.types]
     settings = dict(launch.constants) | _options(launch.warps, launch.stages) | options  # in the order of `launch`
     return launch.kernel.warmup(*arguments, grid=(1,), **settings)
 
 
 def compile_all(launches: Collection[Launch], device: torch.device) -> None:
-    """Compile forms in parallel, on as many threads as this process has cores, and load them."""
+    """Compile forms in parallel, on as many threads as this process has cores, and load the compiled forms."""
     log.info("compiling %d forms of kernels, or reading them from Triton's cache", len(launches))
     with torch.cuda.device(device):
         with _Compilers(len(launches)) as compilers, triton.AsyncCompileMode(compilers):
@@ -174,7 +178,9 @@ def compile_all(launches: Collection[Launch], device: torch.device) -> None:
 
 
 def describe_fault(error: OSError) -> str:
-    """Return an error text for an error during compilation, in Triton's cache or in a program of the compiler."""
+    """Return the text for an error that occurred during compilation, either in Triton's cache or in a program that
+    compiles kernels.
+    """
     folder, file = Path(knobs.cache.dir).absolute(), error.filename
     if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):
         return f"TRITON_CACHE_DIR: cannot use this folder for compiled kernels: {error}; name another folder"
@@ -182,7 +188,7 @@ def describe_fault(error: OSError) -> str:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile, and log their progress towards `total` forms."""
+    """A pool of threads that compile forms, and log how many of the `total` forms are done."""
 
     def __init__(self, total: int) -> None:
         super().__init__(len(os.sched_getaffinity(0)), thread_name_prefix="compile")

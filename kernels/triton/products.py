@@ -1,29 +1,33 @@
-"""Products of tokens with weights. The bits of a product do not depend on the number of tokens.
+"""Products of tokens with weights. The bits of a product's elements do not depend on the number of tokens.
 
 An element of a product is the sum over K of a weight row times a token. The shape of the weight alone determines the
-pieces that K is cut into (split-K, `k_splits`). One chain of matrix instructions of 16 columns each sums a piece from
-zero in ascending order. The sums of the pieces are added to +0.0 in ascending order. The tile of a program, and the
-number of columns that a program loads at a time, may depend on the number of tokens. These choices do not affect the
-order of an element's additions. One program may sum all pieces of its tile, or each piece may have its own program,
-which writes the sum (a "part") to a workspace. Features lie on the M side of the instruction, which holds 64 features
-(sm_80: 16; sm_100: 64 or 128, depending on the tile). Tokens lie on the N side, which holds all tokens of the tile.
+pieces that K is cut into (split-K, `k_splits`). A piece is summed by one chain of matrix instructions, from zero and in
+ascending order, 16 columns at a time. The sums of the pieces are added to +0.0 in ascending order. The tile of a
+program, and the number of columns that a program loads at a time, may depend on the number of tokens. The tile and the
+number of columns loaded at a time do not affect the order in which an element's products are added. One program may sum
+all pieces of its tile, or each piece may have its own program, which writes the sum (a "part") to a workspace. Features
+are on the M side of the instruction, which holds 64 features (sm_80: 16; sm_100: 64 or 128, depending on the tile).
+Tokens are on the N side of the instruction, which holds all tokens of the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
-part of +0.0 therefore changes no bit. A weight with fewer pieces than the weights beside it has parts of +0.0.
+part of +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts are
++0.0.
 
-Owns the cut of K, the tiles of all products, and the epilogues of products: bias, residual, activation. Does not own
-norms, or the epilogue of the products of q, k and v. Activations are copied if `launch` cannot use them in place;
-weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds some rows of a
-whole weight. A shard gives the bits of the whole weight if `full_rows` is the whole weight's number of rows.
+Owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias, residual,
+activation. Does not own norms, or the epilogue of the products of q, k and v. Activations are copied if `launch` cannot
+use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds
+some rows of a whole weight. A shard gives the bits of the whole weight if `full_rows` is the whole weight's number of
+rows.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
-programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, a product
-takes as long as reading the weights from memory. With somewhat more tokens, a product takes nearly as long as reading
-the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough tiles to occupy all
-SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program reads 96 KB or more.
-Each piece has its own program if this saves more time than storing and folding the parts takes. A program that sums all
-pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large as registers allow.
+programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, the time
+of a product is the time to read the weights from memory. With somewhat more tokens, the time of a product is close to
+the time to read the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough
+tiles to occupy all SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program
+reads 96 KB or more. Each piece has its own program if this saves more time than it takes to store and fold the parts. A
+program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large
+as registers allow.
 """
 
 from __future__ import annotations
@@ -98,7 +102,9 @@ Way: TypeAlias = tuple[Tile, bool]
 
 
 class Factor(NamedTuple):
-    """Weights side by side with the same columns, and the number of pieces that each weight's columns are cut into."""
+    """Weights that one kernel multiplies side by side, all with the same number of columns, and the number of pieces
+    that each weight's columns are cut into.
+    """
 
     weights: tuple[Tensor, ...]
     pieces: tuple[int, ...]
@@ -113,7 +119,9 @@ class Factor(NamedTuple):
 
     @property
     def piece_lengths(self) -> list[int]:
-        """The lengths in units of `PIECE_UNIT`. The last piece of each weight may be shorter."""
+        """The length of each weight's pieces, in units of `PIECE_UNIT`. The last piece of each weight may be
+        shorter.
+        """
         return [divide_up(self.columns, pieces * PIECE_UNIT.value) for pieces in self.pieces]
 
 
@@ -174,8 +182,9 @@ def qkv_parts(
 ) -> Tensor:
     """Return the products of hidden [M, H] with weights [Nq, H], [Nk, H] and [Nv, H], side by side, in parts.
 
-    The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. The sum, plus a
-    bias, rounded once, has the bits of `linear` with each weight alone.
+    The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. If the parts are
+    summed, a bias is added and the result is rounded once, the bits are equal to those of `linear` with each weight
+    alone.
     """
     factor = factor_of(weights, full_rows)
     return _parts(aligned(hidden), factor, *way_of(len(hidden), factor))
@@ -209,7 +218,7 @@ def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) ->
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """Return the fastest way to compute a product with this many tokens, by the cost model."""
+    """Return the way to compute a product with this many tokens that is the fastest by the cost model."""
     return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
@@ -220,8 +229,8 @@ def _fastest(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> W
 
 
 def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> list[Way]:
-    """Return all ways to multiply such weights side by side; all give the same bits. `pieces`: the most of any
-    weight.
+    """Return all ways to multiply weights of these shapes side by side; all ways give the same bits. `pieces`: the
+    largest number of pieces of any weight.
     """
     tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
     whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
@@ -233,10 +242,11 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> li
 
 
 def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> tuple[float, int, int]:
-    """Return the key that orders ways: modelled seconds, then token tiles if there are few tokens, then the tile's
-    size.
+    """Return the key by which ways to compute a product are ordered: modelled seconds, then token tiles if there are
+    few tokens, then the tile's size.
 
-    The seconds are for an H100 and the product in this many parts: the time of the slowest resource, plus folding.
+    The modelled seconds are for an H100 and the product in this many parts: the time of the slowest resource, plus the
+    time to fold the parts.
     """
     programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
     loaded = 2 * (tile.features + tile.width) * length
@@ -300,8 +310,8 @@ def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any)
 
 
 def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
-    """Return the products of x with one to three weights side by side. With `apart`, each piece has its own part;
-    otherwise there is one part.
+    """Multiply x by one, two or three weights, and return the products side by side. With `apart`, the result has a
+    separate part for each piece; otherwise it has one part.
     """
     tokens, columns, rows = len(x), factor.columns, factor.rows
     out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
@@ -326,8 +336,8 @@ def _tile_of_program():
 
 @device_function
 def _row(base_ptr, row, rows, columns):
-    """Return the addresses of rows of a matrix [rows, columns]. Rows past the end wrap around; their results are not
-    stored.
+    """Return the addresses of rows of a matrix [rows, columns]. Rows past the end wrap around to the first rows, and
+    the results of these rows are not stored.
 
     Clamping instead of wrapping would make every program read the same line of memory again and again.
     """
@@ -355,8 +365,8 @@ def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.cons
     """Return the products of weight rows and both accumulators' tokens over columns [start, stop): float32 [rows,
     tokens].
 
-    `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`, and so is `stop` unless it equals `columns`.
-    Without `MORE`, the sums of the second accumulator are zeros.
+    `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`; `stop` is a multiple of `DEPTH` or equals
+    `columns`. Without `MORE`, the sums of the second accumulator are zeros.
     """
     step = tl.arange(0, DEPTH)
     w_tile = w_row[:, None] + step[None, :]
@@ -419,7 +429,7 @@ def sums_of_pieces(
 def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.constexpr):
     """Add elements of parts [PIECES, tokens, width] to +0.0 in ascending order: float32 in the shape of `inside`.
 
-    `token` and `column` (a number or a tile each) select the elements; those not `inside` give 0.
+    `token` and `column` (a number or a tile each) select the elements; elements that are not `inside` give 0.
     """
     total = tl.zeros(inside.shape, tl.float32)
     for piece in tl.static_range(PIECES):  # type: ignore[reportGeneralTypeIssues]
@@ -492,7 +502,7 @@ def _finish(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):
-    """Store sums at (token, feature) of out [tokens, features] in its dtype, where `inside` is true.
+    """Store sums at (token, feature) of out [tokens, features], in the dtype of out, where `inside` is true.
 
     With `BIAS`, a bias [features] is added before rounding. With `RESIDUAL`, a residual [tokens, features] is added
     after rounding.
@@ -603,8 +613,8 @@ def _parts_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. In the parts, the products of a, b
-    and c lie side by side.
+    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. Each part holds the products of a, b
+    and c side by side.
     """
     columns, a_rows, b_rows, c_rows = columns * UNIT, a_rows * WIDTH_UNIT, b_rows * WIDTH_UNIT, c_rows * WIDTH_UNIT
     tiles = _tile_of_program()
@@ -646,7 +656,7 @@ def _fold_kernel(
     PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Fold the parts of one token and finish the sums."""
+    """For one token, fold the parts and finish the sums."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features

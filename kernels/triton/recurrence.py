@@ -1,19 +1,20 @@
 """Gated delta nets: the convolution, and the recurrence token by token.
 
 Owns the assignment of work to programs, and the order of every sum. Convolution and recurrence do the same arithmetic
-in the same order for prompts and decodes, so results do not depend on the ends of chunks.
+in the same order for prompts and decodes, so results do not depend on how a prompt is cut into chunks.
 
 - The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of the state; columns are
   independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the
-  next token while it computes the current token. Every program has the same tile, of one warp, so the layout of this
-  tile fixes the order of a sum over keys. More columns per program would leave most of a GPU idle for a single prompt.
-  Fewer than 8 columns would waste reads, since memory reads at least 8 float32 values at once.
+  next token while it computes the current token. Every program has a tile of the same shape, in one warp, so the layout
+  of the tile fixes the order of a sum over keys. More columns per program would leave most of a GPU idle for a single
+  prompt. Fewer than 8 columns would waste reads, since memory reads at least 8 float32 values at once.
 - The convolution: a program takes some rows of one sequence and some channels. The program sums each element
   separately, starting with the oldest token. The program of a sequence's first rows reads the old tail and writes the
   new tail. No other program reads the old tail.
 
-Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. The
-first form computes the places of rows in the kernel, without a tensor of places, so a CUDA graph can capture this form.
+Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. In
+the first form, the kernel computes where each row is, without a tensor of locations, so a CUDA graph can capture this
+form.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ _L2_EPS = tl.constexpr(L2_EPS)
 
 
 class _Places(NamedTuple):
-    """The places of a batch's rows. The tensors are int64, and are read only if `listed`.
+    """The location of each sequence's rows in a batch. The tensors are int64, and the kernels read them only if
+    `listed`.
 
-    `pieces`: [n, 2], sequence and first row of the rows that each program of a convolution takes. `starts`:
-    `query_starts`.
+    `pieces`: [n, 2], for each program of a convolution, the sequence and the first row that the program takes.
+    `starts`: `query_starts`.
     """
 
     listed: bool
@@ -101,10 +103,10 @@ def _places(batch: StateBatch) -> _Places:
 
 @lru_cache(maxsize=1)
 def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> _Places | None:
-    """Return the places of a batch, made once for all layers; None if every sequence has one row.
+    """Return the `_Places` of a batch, made once for all layers; None if every sequence has one row.
 
-    The copy to the device is queued on `stream`, so no other stream may read the places. A sequence without rows also
-    has a piece, since a program must write the sequence's tail.
+    The copy of the result to the device is queued on `stream`, so no other stream may read the result. A sequence
+    without rows has a piece too, since some program must write the sequence's tail.
     """
     if starts == tuple(range(len(starts))):
         return None
@@ -151,7 +153,7 @@ def _convolve_kernel(
 
 @device_function
 def _rows_of(sequence, starts_ptr, LISTED: tl.constexpr):
-    """Return (the first row of a sequence, its number of rows)."""
+    """Return (the first row of a sequence, the number of rows of the sequence)."""
     start = sequence
     count = 1
     if LISTED:
@@ -251,7 +253,7 @@ def _load_token(
     """Load token i of a sequence in float32: query and key [1, K], values [COLUMNS, 1], b and a; zeros beyond the last
     token.
 
-    `tokens`: pointers to these values of the first token.
+    `tokens`: pointers to the query, key, values, b and a of the first token.
     """
     q_ptr, k_ptr, v_ptr, b_ptr, a_ptr = tokens
     row, is_there = tl.cast(i, tl.int64), i < count

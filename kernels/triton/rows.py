@@ -2,13 +2,14 @@
 products of q, k and v. The products themselves are in products.py.
 
 A program takes one row, or one head of a row, as two halves, since `rope` rotates each element of one half with its
-counterpart in the other half. Norms sum a row in an explicit order, neighbours first, which does not depend on the
-compiler's layouts. The norm of a head therefore has the same bits in every kernel. All other steps are elementwise, in
-float32.
+counterpart in the other half. Norms sum a row in an explicit order (neighbours first) that does not depend on the
+compiler's layouts. The norm of a head's query or key therefore has the same bits in every kernel. All other steps are
+elementwise, in float32.
 
-Attention relies on one promise of this module: every element of v in the cache is finite. A non-finite element of v is
-stored as 0. If k or v of a token and head has a non-finite element, all elements of that k are stored as NaN. Only the
-results of queries that see this token become NaN. For all other queries, this token has a finite v with weight zero.
+Attention relies on a guarantee of this module: every element of v in the cache is finite. A non-finite element of v is
+stored as 0. If k or v of a token has a non-finite element in a head, all elements of the token's k in that head are
+stored as NaN. Only the results of queries that see a token with a NaN key become NaN. For queries that do not see the
+token, its v is finite and has weight zero.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def _fold_head(
     SIZE: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """Return one head of a row of the product, plus its bias, rounded to the dtype of `out_ptr`."""
+    """Return one head of a row of the product, plus the bias of the head, rounded to the dtype of `out_ptr`."""
     parts_ptr, rows, row = parts
     HALF: tl.constexpr = SIZE // 2
     place = tl.arange(0, triton.next_power_of_2(HALF))  # type: ignore[reportArgumentType]
@@ -248,7 +249,9 @@ def _rotate(x, cosines_ptr, sines_ptr, row, SIZE: tl.constexpr):
 
 @device_function
 def _store_token(k_ptr, v_ptr, k, v, SIZE: tl.constexpr):
-    """Store one head of a token's k and v. Non-finite elements are replaced as described in the module's docstring."""
+    """Store k and v of one token for one head. Non-finite elements are replaced as described in the module's
+    docstring.
+    """
     k = _round(k, k_ptr)
     finite = _is_finite(v[0]), _is_finite(v[1])
     both_finite = _is_finite(k[0]) & _is_finite(k[1]) & finite[0] & finite[1]
@@ -284,5 +287,5 @@ def _store_halves(ptr, x, SIZE: tl.constexpr):
 
 @device_function
 def _round(x, ptr):
-    """Round float32 halves to the dtype of `ptr`; return them as float32."""
+    """Round float32 halves to the dtype of `ptr`, and return the rounded halves as float32."""
     return x[0].to(ptr.dtype.element_ty).to(tl.float32), x[1].to(ptr.dtype.element_ty).to(tl.float32)

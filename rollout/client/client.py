@@ -1,17 +1,17 @@
-"""The clients: prompts in, groups of samples out. `RolloutClient` is for code without an event loop.
+"""The clients of one worker: prompts in, groups of samples out.
 
-Owns the meaning of the calls. `Connection` owns sending, reconnecting and the handling of a lost worker; `protocol`
-owns the messages. Imports neither torch nor transformers.
+Owns: what each call does. Does not own: sending, reconnecting and the handling of lost workers (`Connection`), or the
+format of messages (`protocol`). Imports neither torch nor transformers.
 
-Promises:
+Guarantees:
 
-- A call returns when all its requests have ended. By default it raises the first error of a request, and the error
-  names the prompt; with `errors="return"` it returns errors instead.
-- A call that raises, is cancelled or is interrupted gives up its requests, as does a stream that is closed early. The
-  worker then aborts every request that no other client waits for.
-- If the worker or its replies are lost, the client does not give up its requests, so that the caller can submit them
+- A call returns when all its requests have ended. By default, the call raises the first error, which names the prompt.
+  With `errors="return"`, the call returns errors instead of raising them.
+- If a call raises, is cancelled or is interrupted, or a stream is closed early, the client abandons the unfinished
+  requests. The worker then aborts every abandoned request that no other client waits for.
+- If the worker or its replies are lost, the client does not abort the requests. The caller can submit the requests
   again.
-- The client acknowledges results that have arrived, so that the worker need not keep them.
+- The client acknowledges results, so that the worker can drop them.
 """
 
 from __future__ import annotations
@@ -68,13 +68,14 @@ P = ParamSpec("P")
 Position: TypeAlias = int
 
 _OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
-"""Errors about a single request of a call. The client adds the request's place in the call to their text."""
+"""Errors about a single request of a call. The client adds the position of the request in the call to the error text.
+"""
 _PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, by index. `params`: the parameters that the worker used, including the seed."""
+    """All samples of one prompt, ordered by index. `params`: the parameters used by the worker, including the seed."""
 
     id: str
     samples: tuple[SampleOutput, ...]
@@ -83,17 +84,17 @@ class Group:
 
 
 class AsyncRolloutClient:
-    """A client of the worker at `address`. It connects at the first call. Calls may run concurrently.
+    """A client of the worker at `address`. The client connects at the first call. Calls may run concurrently.
 
-    All calls must run in the event loop and the process of the first call.
+    Make all calls in the process and the event loop of the first call.
 
-    - `timeout`: seconds without any answer from the worker after which pending calls raise WorkerLostError. A worker
-      answers even while it computes or loads its model.
-    - `server_public_key`, `client_key`: the public key of a worker with named clients, and the secret key of this
-      client. Give both or neither. Each is a key in Z85, or the path of a key file that
-      `zmq.auth.create_certificates` made (`.key`, `.key_secret`).
-    - `while_connected`: the worker ends this client's requests for samples when the connection or this process ends.
-      Set it for a client that would not submit them again.
+    - `timeout`: if the worker sends nothing for this many seconds, pending calls raise WorkerLostError. A worker
+      answers health checks even while it computes or loads its model.
+    - `server_public_key`, `client_key`: for a worker with named clients, the worker's public key and this client's
+      secret key. Give both keys or neither. A key is a Z85 string, or the path of a key file made by
+      `zmq.auth.create_certificates` (`.key`, `.key_secret`).
+    - `while_connected`: when the connection or this process ends, the worker aborts this client's requests for samples.
+      Set `while_connected` if the client does not submit lost requests again.
     """
 
     def __init__(
@@ -152,21 +153,23 @@ class AsyncRolloutClient:
     ) -> list[Group] | list[Group | TruerollError]:
         """Generate samples for every prompt. Return one Group for each prompt, in order.
 
-        - `params`: the parameters of all prompts, or a list with parameters for each prompt. None: the defaults. For
-          several prompts, a single `params` with a seed is refused, since all prompts would share their noise.
+        - `params`: parameters for all prompts, or a list with one entry per prompt. None: the defaults. If there are
+          several prompts, a single `params` must not have a seed, because all prompts would draw the same noise.
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
-          For new noise in every step, pass `derive_seed(seed_of_the_run, step)`.
-        - `request_ids`: ids of the requests; by default new ones. If no seed is given, the worker derives it from the
-          id and the prompt. A request with the same id and content then gives the same samples from any worker with the
-          same weights, even after a crash of client or worker. If a request is submitted again while the first one is
-          unfinished, or because its results were lost on the way, the worker does not compute it twice.
-        - `errors`: with `return`, the error of a failed prompt takes the place of its group, and the other prompts
+          For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
+        - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
+          from the id and the prompt. Requests with equal ids and contents give the same samples from any worker with
+          the same weights, even after a crash of client or worker. The worker does not recompute a request that is
+          submitted again while in flight, or after its results were lost.
+        - `errors`: with `return`, the result for a failed prompt is an error instead of a Group, and the other prompts
           finish.
         - `progress`: show a progress bar on a terminal.
-        - `min_weight_version`: oldest version of the weights with which a request may begin. If the worker has older
-          weights, for example after a restart, the call raises StaleWeightsError. If a later push with `allow_older`
-          brings older weights, the version spans of the samples show it.
-        - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push has brought the weights.
+        - `min_weight_version`: minimum weight version at which a request may begin. If the worker has older weights,
+          for example after a restart, the call raises StaleWeightsError. After a request has begun, a push with
+          `allow_older` may still replace the weights by older weights. The version spans of a sample show which weights
+          generated which tokens.
+        - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings weights of at least
+          `min_weight_version`.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand["while_connected"] = self._while_connected
@@ -225,13 +228,15 @@ class AsyncRolloutClient:
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
     ) -> AsyncGenerator[tuple[int, Any], None]:
-        """Generate like `generate`, but yield (position of the prompt, sample) as each sample finishes.
+        """Generate samples, and yield (position of the prompt, sample) when a sample finishes. Arguments: see
+        `generate`.
 
-        `deltas`: before a sample, also yield (position, SampleDelta) for its new tokens as they arrive. The deltas of a
-        sample together equal the sample, to the bit. Each delta begins where the previous delta ended, or at token 0.
-        A later delta at 0 means that the sample was started again, for example after a lost connection: discard the
-        earlier deltas of the sample. Deltas that the caller does not take at once are merged into one. If the client
-        joins a running request of another client, the first delta has all tokens so far.
+        `deltas`: before the finished sample, also yield (position, SampleDelta) for new tokens as they arrive. The
+        concatenated deltas of a sample equal the sample bit for bit. Each delta begins where the previous delta ended,
+        or at token 0. If a later delta begins at token 0, the sample was restarted, for example after a lost
+        connection. If a sample is restarted, discard its earlier deltas. If the caller reads slowly, unread deltas of a
+        sample are merged into one. If another client already runs the same request, the first delta has all tokens so
+        far.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas)
@@ -255,18 +260,18 @@ class AsyncRolloutClient:
     ) -> list[SampleOutput]:
         """Continue unfinished samples. Return one whole sample for each prompt, in order.
 
-        - `samples`: one sample of `generate` for each prompt. A sample is continued if its finish reason is `abort`, or
-          if it is `length` and the sample has fewer than `max_tokens` tokens. All other samples are returned unchanged.
-          If `max_tokens` is None, samples with `length` are continued to the end of the model's context, unless they
-          have reached it.
-        - `params`: the parameters of the original call, or of the samples' group. `n` and the seed are ignored, since
-          each sample continues with its own noise. `max_tokens` and `min_tokens` count all tokens of a sample. A stop
-          string may begin in the existing tokens.
+        - `samples`: one sample for each prompt, from `generate`. A sample is continued if its finish reason is `abort`,
+          or if its finish reason is `length` and it has fewer than `max_tokens` tokens. All other samples are returned
+          unchanged. If `max_tokens` is None, samples with finish reason `length` are continued until the model's
+          context is full.
+        - `params`: the parameters of the original call, or `Group.params`. `n` and `seed` in `params` are ignored,
+          because each sample continues with its own noise. `max_tokens` and `min_tokens` include the existing tokens of
+          a sample. A stop string may begin in the existing tokens.
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
-        With the original weights, the whole sample has the same bits as a sample that was never interrupted. With other
-        weights, its version spans say which weights generated which tokens.
+        If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. If the weights
+        have changed, the version spans of the joined sample say which weights generated which tokens.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         requests = continue_requests(prompts, samples, params, request_ids, demand)
@@ -282,7 +287,9 @@ class AsyncRolloutClient:
     async def _check_fills_context(
         self, request: protocol.Generate, sample: SampleOutput, error: TruerollError
     ) -> None:
-        """Raise the worker's `error`, unless it refused to continue a sample that ends at the end of the context."""
+        """Raise the worker's `error`, unless the sample already fills the context and the worker refused for that
+        reason.
+        """
         if sample.finish_reason != "length" or not isinstance(error, InvalidRequestError):
             raise error
         engine = (await self.health()).engine
@@ -305,9 +312,9 @@ class AsyncRolloutClient:
     ) -> list[ScoreOutput]:
         """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput per sequence, in order.
 
-        Entry i of its `logprobs`, float32 [num_tokens - 1], is the log-prob of token i + 1 given tokens [0, i + 1).
-        `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`: see
-        `generate`. Raise RequestAbortedError if a score was aborted.
+        `ScoreOutput.logprobs` is float32 [num_tokens - 1]. Entry i is the log-prob of token i + 1 given tokens [0, i +
+        1). `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`:
+        see `generate`. Raise RequestAbortedError if a scoring request was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs)
@@ -324,11 +331,11 @@ class AsyncRolloutClient:
     async def abort(
         self, request_ids: str | Iterable[str], index: int | None = None, *, missing_ok: bool = False
     ) -> int:
-        """Abort requests, or only sample `index` of each. Return the number of samples that this ended.
+        """Abort requests, or only sample `index` of each request. Return the number of aborted samples.
 
-        The calls that requested the samples get them with their tokens so far and finish reason `abort`. Raise
-        UnknownRequestError if a request or sample is not running, unless `missing_ok` is set; the other requests are
-        aborted anyway.
+        The call that requested an aborted sample returns the sample with its tokens so far and finish reason `abort`.
+        Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. All other requests are
+        aborted before this error is raised.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
@@ -345,25 +352,26 @@ class AsyncRolloutClient:
         return reply.num_samples
 
     async def abort_all(self) -> int:
-        """Abort all requests of this client, the oldest first. Return the number of samples that this ended."""
+        """Abort all requests of this client, the oldest first. Return the number of aborted samples."""
         return await self.abort(list(self._open), missing_ok=True)
 
     async def health(self) -> protocol.Health:
-        """Return the worker's health. The worker answers at once, even while it computes or loads its model."""
+        """Return the worker's health. The worker replies at once, even while it computes or loads its model."""
         reply = await self.ask(protocol.GetHealth(id=protocol.new_id()))
         assert isinstance(reply, protocol.Health)
         return reply
 
     async def stats(self) -> protocol.Stats:
-        """Return the lifetime counters of engine and service."""
+        """Return the lifetime counters of the worker's engine and service."""
         reply = await self.ask(protocol.GetStats(id=protocol.new_id()))
         assert isinstance(reply, protocol.Stats)
         return reply
 
     async def pause(self) -> protocol.Status:
-        """Make the worker generate nothing until `resume`.
+        """Pause generation until `resume`.
 
-        Running requests keep their tokens. New requests wait or are refused, depending on `while_unavailable`.
+        Running requests keep their tokens. New requests wait or are refused, depending on the worker's setting
+        `while_unavailable`.
         """
         return await self._ask_status(protocol.Pause(id=protocol.new_id()))
 
@@ -374,7 +382,8 @@ class AsyncRolloutClient:
     async def drain(self, timeout: float = 600.0) -> protocol.Status:
         """Finish all requests accepted so far, then pause.
 
-        Raise DeadlineError if this takes more than `timeout` seconds; the worker then goes on generating.
+        Raise DeadlineError if the requests do not finish within `timeout` seconds. After DeadlineError, the worker
+        continues to generate.
         """
         return await self._ask_status(message_of(protocol.Drain, id=protocol.new_id(), timeout=timeout))
 
@@ -388,15 +397,18 @@ class AsyncRolloutClient:
     ) -> protocol.Status:
         """Release the memory of `tags` until `wake_up`.
 
-        - `level`: 1 keeps the weights on the host; 2 drops them, and a push must follow.
-        - `in_flight`: what happens to running requests: `drain` finishes them first, for at most `timeout` seconds;
-          `recompute` keeps their tokens and continues them later; `abort` ends them with their tokens so far.
+        - `level`: 1 keeps the weights in host memory; 2 drops the weights, so a push must bring new weights.
+        - `in_flight`: what the worker does with running requests. `drain` finishes the requests first, for at most
+          `timeout` seconds. `recompute` keeps the tokens so far and continues the requests after `wake_up`. `abort`
+          ends the requests with their tokens so far.
         """
         fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
         return await self._ask_status(message_of(protocol.Sleep, id=protocol.new_id(), **fields))
 
     async def wake_up(self, tags: Sequence[Tag] = protocol.ALL_TAGS) -> protocol.Status:
-        """Allocate the memory of `tags` again. The worker is ready when all tags are awake and its weights complete."""
+        """Allocate the memory of `tags` again. The worker is ready when all tags are awake and the weights are
+        complete.
+        """
         return await self._ask_status(message_of(protocol.WakeUp, id=protocol.new_id(), tags=tuple(tags)))
 
     async def invalidate_prefix_cache(self) -> protocol.Status:
@@ -406,7 +418,7 @@ class AsyncRolloutClient:
     async def weight_checksums(self) -> protocol.Checksums:
         """Return the XXH3 hash of the bytes of every served parameter.
 
-        The worker computes the hashes between two steps, so the next step waits for them.
+        The worker computes the hashes between two engine steps, so the next step waits for the hashes.
         """
         reply = await self.ask(protocol.GetChecksums(id=protocol.new_id()))
         assert isinstance(reply, protocol.Checksums)
@@ -418,7 +430,7 @@ class AsyncRolloutClient:
         return reply
 
     async def close(self) -> None:
-        """Disconnect. Pending calls raise TruerollError; their requests keep running."""
+        """Disconnect. Pending calls raise TruerollError, but their requests keep running on the worker."""
         await self._connection.close()
 
     async def __aenter__(self) -> Self:
@@ -428,7 +440,7 @@ class AsyncRolloutClient:
         await self.close()
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
-        """Send a call of the protocol that has a single reply. Return the reply, or raise it if it is an error."""
+        """Send a call that has a single reply. Return the reply; if the reply is an error, raise the error."""
         inbox = Inbox()
         self._connection.call(message, inbox)
         try:
@@ -443,12 +455,12 @@ class AsyncRolloutClient:
     async def exchange(
         self, requests: Mapping[Position, Request], what: str | None, errors: str = "raise", *, in_groups: bool = False
     ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
-        """Submit requests and yield (position, reply) as replies arrive, each sample once, until all have ended.
+        """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
-        Deltas of a sample, if they were requested, come before the sample. `what`: name of the caller's argument, so
-        that an error can name the position of its request in this argument. `errors`: with `return`, errors are yielded
-        instead of raised. `in_groups`: the caller uses samples only once their group has ended, so a client of several
-        workers may restart a group and yield its samples again.
+        Each sample is yielded once. If deltas were requested, they are yielded before their sample. `what`: name of the
+        caller's argument, such as `prompts`, for error texts that name `prompts[3]`. `errors`: with `return`, errors
+        are yielded instead of raised. `in_groups`: the caller uses samples only after their group has ended. With
+        `in_groups`, a client of several workers may restart a group and yield the group's samples again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
@@ -499,7 +511,7 @@ class AsyncRolloutClient:
 def _settle(
     connection: Connection, requests: Iterable[Request], given_up: Collection[str], finished: Collection[str]
 ) -> None:
-    """Tell the worker which requests the caller has given up, and which results have arrived."""
+    """Tell the worker which requests the caller has abandoned, and which results have arrived."""
     for request in requests:
         if request.id in given_up:
             connection.notify(protocol.Abort(id=protocol.new_id(), request_id=request.id, caller=request.caller))
@@ -519,7 +531,7 @@ def _check_ids(connection: Connection, ids: list[str]) -> None:
 def _blocking(
     call: Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[RolloutClient, P], T]:
-    """Return the blocking version of an asynchronous client's method, with its signature and docstring."""
+    """Return a blocking version of an asynchronous client's method, with the same signature and docstring."""
 
     @wraps(call)
     def wait(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -529,11 +541,11 @@ def _blocking(
 
 
 class LoopThread:
-    """An event loop on a daemon thread named `name`, for code without an event loop.
+    """An event loop on a daemon thread named `name`, for synchronous code.
 
-    Promises: every coroutine that is submitted before `end` runs. `submit` and `end` may be called on the loop's own
-    thread, because the garbage collector may run there; on this thread `end` does not wait. In a process that was
-    forked from the thread's process, `submit` returns a failed future and `end` raises, both at once.
+    Guarantees: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
+    on the loop's own thread, because the garbage collector may run there. On the loop's own thread, `end` returns
+    without waiting. In a forked process, `submit` returns a failed future without waiting, and `end` raises.
     """
 
     def __init__(self, name: str) -> None:
@@ -546,17 +558,17 @@ class LoopThread:
 
     @property
     def is_here(self) -> bool:
-        """Return whether the thread belongs to this process, and not to a process that this one was forked from."""
+        """Return whether the current process started the thread; False in a forked process."""
         return wrong_process(self._pid) is None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine. After `end`, and in a forked process, the future raises TruerollError."""
-        if error := wrong_process(self._pid):  # checked first: a thread may have held the lock at the time of the fork
+        """Run a coroutine and return its future. After `end` or a fork, the future raises TruerollError."""
+        if error := wrong_process(self._pid):  # checked before the lock, which another thread may have held at the fork
             return _failed(coroutine, error)
         with self._may_submit:
             if not self._has_ended:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return _failed(coroutine, TruerollError("closed; make a new one"))
+        return _failed(coroutine, TruerollError("client or fleet: closed; make a new one"))
 
     def end(self, last: Callable[[], Coroutine[Any, Any, None]], cancel: bool = False) -> None:
         """Run `last`, wait for all running coroutines, and end the thread. Idempotent.
@@ -602,10 +614,10 @@ def _failed(coroutine: Coroutine[Any, Any, T], error: TruerollError) -> Future[T
 class RolloutClient:
     """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
 
-    The asynchronous client runs on a separate thread. Create the client in the process that uses it: in a process that
-    is forked later, its calls raise TruerollError. An interrupt (Ctrl-C) during a call gives up the call's requests.
-    Without `close`, the client is closed when it is garbage-collected, or when the interpreter exits. This also gives
-    up unfinished requests of its streams.
+    The asynchronous client runs on a separate thread. Create the client in the process that uses it. In a process that
+    is forked later, calls of the client raise TruerollError. An interrupt (Ctrl-C) during a call abandons the requests
+    of the call. An open client is closed when it is garbage-collected, or when the interpreter exits. The automatic
+    close of an open client also abandons the unfinished requests of its streams.
     """
 
     def __init__(
@@ -681,11 +693,12 @@ class RolloutClient:
             while (item := self._wait(_next(samples))) is not None:
                 yield item
         finally:
-            # Do not wait: this also runs when the interpreter exits, and on any thread on which garbage is collected.
+            # Do not wait, because this code also runs at interpreter exit, and on any thread where garbage is
+            # collected.
             self._thread.submit(samples.aclose())
 
     def close(self) -> None:
-        """Disconnect and end the thread. Pending calls of other threads raise TruerollError."""
+        """Disconnect and end the thread. Pending calls in other threads raise TruerollError."""
         self._thread.end(self._client.close)
         self._abandon.detach()
 
@@ -712,9 +725,10 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
 
 
 def placed(error: TruerollError, where: str) -> TruerollError:
-    """Return an error with `where` before its text if it is about one request of a call; else return it unchanged.
+    """Return a copy of an error, with `where` before the text. An error that is not about a single request is returned
+    unchanged.
 
-    `where` also becomes the error's field if that was the prompt.
+    If the error's field is the prompt, `where` replaces the field.
     """
     if not isinstance(error, _OF_ONE_REQUEST):
         return error
@@ -738,13 +752,13 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
 
 def _scored(reply: protocol.Scores) -> ScoreOutput:
     if reply.finish_reason == "abort":
-        raise RequestAbortedError("score: the request was aborted before its result was computed; send it again")
+        raise RequestAbortedError("score: the request was aborted before its result was computed; send another request")
     return protocol.score_output(reply)
 
 
 @contextmanager
 def _progress_bar(is_wanted: bool, total: int) -> Iterator[Any]:
-    """Yield a function to call for each finished sample."""
+    """Yield a function that the caller must call for each finished sample."""
     if not is_wanted:
         yield lambda: None
         return

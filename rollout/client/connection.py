@@ -1,16 +1,22 @@
-"""A client's connection to one worker. It sends calls and passes replies to the callers. No caller waits forever.
+"""A client's connection to one worker: sends calls, and passes replies to the callers. No caller waits forever.
 
-Owns: the socket (`Line`), the pending calls (`PendingCalls`), the replies that callers have not taken yet (`Inbox`, and
-`Received` for growing samples), the times at which calls are sent, and the identity of the process at the other end
-(`Connection`). Does not own: the meaning of calls.
+Owns:
 
-Promises:
+- the socket (`Line`)
+- the pending calls (`PendingCalls`)
+- the replies that callers have not read yet (`Inbox`), and partial samples (`Received`)
+- when calls are sent, and which worker process is connected (`Connection`)
+
+Does not own: what each call does (`client`).
+
+Guarantees:
 
 - Every call gets its terminal reply or an exception.
-- After a broken connection, calls are sent again to the same worker process, which knows them by their ids. If another
-  process answers, or no process answers for `timeout` seconds, the calls end with WorkerLostError.
-- The answering process is the intended worker: it has the expected key, or runs as this user or root.
-- Everything runs in the event loop and the process of the first call. Calls from another loop or process raise at once.
+- After a lost connection, pending calls are sent again to the same worker process, which recognizes them by their ids.
+  If a different process answers, or no process answers for `timeout` seconds, pending calls raise WorkerLostError.
+- Replies are accepted only from a process that has the expected key or, without keys, runs as this user or root.
+- Everything runs in the event loop and the process of the first call. Calls from another event loop or process raise
+  immediately.
 """
 
 from __future__ import annotations
@@ -55,12 +61,12 @@ def wrong_process(pid: int) -> TruerollError | None:
 
 
 class Received:
-    """One sample as it arrives. `put` and `finish` add messages from the worker; `take` returns the new tokens.
+    """A sample that is still arriving. `put` and `finish` add messages from the worker; `take` returns the new tokens.
 
-    Promises: all taken deltas together equal the sample, to the bit. Each delta begins where the previous delta ended,
-    or at token 0. A later delta at 0 voids the earlier deltas: when the request was sent again after a lost connection,
-    the worker had forgotten it and computed it again. At most the tokens of one sample are kept, however late a delta
-    is taken.
+    Guarantees: the concatenated deltas equal the sample bit for bit. Each delta begins where the previous delta ended,
+    or at token 0. A later delta that begins at token 0 replaces all earlier deltas. A sample restarts at token 0 if its
+    request was sent again after a lost connection, and the worker no longer had the request. Even if the caller reads
+    deltas late, the object stores each token of the sample only once.
     """
 
     def __init__(self) -> None:
@@ -80,7 +86,7 @@ class Received:
         return not was_announced
 
     def finish(self, sample: FinishedSample) -> SampleDelta | None:
-        """Return the last delta of a finished sample; None if all tokens were already taken."""
+        """Return the last delta of a finished sample; None if the caller has already taken all tokens."""
         whole, growth = delta_of(sample), self._growth
         if growth is None or growth.num_tokens > whole.num_tokens or not growth.put(whole):
             self._begin(whole)
@@ -98,8 +104,8 @@ class Received:
     def _begin(self, delta: Delta) -> None:
         if delta.start:
             raise ProtocolError(
-                f"deltas: request {delta.id!r}, sample {delta.index}: tokens from {delta.start} on arrived before the "
-                "tokens ahead of them; use the same release of trueroll on both sides"
+                f"deltas: request {delta.id!r}, sample {delta.index}: a delta begins at token {delta.start}, but "
+                "earlier tokens are missing; use the same release of trueroll on both sides"
             )
         self._growth = Growth(delta)
         self._is_anew, self._num_taken = self._num_taken > 0, 0
@@ -109,7 +115,7 @@ Reply: TypeAlias = protocol.FromWorker | TruerollError
 
 
 class Inbox:
-    """Replies to some calls, in order, each with the id of its call. Merges deltas of a sample until they are taken."""
+    """A queue of replies, each with the id of its call. Deltas of a sample are merged until the caller takes them."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[tuple[str, Reply | Received]] = asyncio.Queue()
@@ -119,17 +125,19 @@ class Inbox:
         self._queue.put_nowait((id, reply))
 
     def put_delta(self, delta: protocol.Delta) -> None:
-        """Add a delta. Raise ProtocolError if tokens before it are missing."""
+        """Add a delta. Raise ProtocolError if tokens before the delta are missing."""
         received = self._received.setdefault((delta.id, delta.index), Received())
         if received.put(delta):
             self._queue.put_nowait((delta.id, received))
 
     def finish(self, sample: protocol.FinishedSample) -> SampleDelta | None:
-        """Return the last delta of a finished sample; None if all tokens were already taken."""
+        """Return the last delta of a finished sample; None if the caller has already taken all tokens."""
         return self._received.pop((sample.id, sample.index), Received()).finish(sample)
 
     async def get(self) -> tuple[str, Reply | Received]:
-        """Wait for the next reply, or for `Received` if a sample has new tokens. Return it with the id of its call."""
+        """Wait for the next reply, and return it with the id of its call. A `Received` means that a sample has new
+        tokens.
+        """
         return await self._queue.get()
 
     def rest(self) -> Iterator[tuple[str, Reply | Received]]:
@@ -140,24 +148,24 @@ class Inbox:
 
 LINGER_MS = 200
 SETTLE_SECONDS = 0.05
-"""Pause after a connection ends. ZMQ reports the end a moment before the last messages can be read."""
+"""Pause after a connection ends. ZMQ reports the disconnect shortly before the last messages can be read."""
 RETRY_MS = 200
 HEARTBEAT_MS = 10_000
 
 
 class Listener(Protocol):
-    """Receiver of the events of a line. If one of its methods raises, the line ends."""
+    """Handler for the events of a `Line`. If a method raises an exception, the line fails."""
 
     def heard(self, frame: bytes) -> None:
         """Handle a frame from the worker."""
         ...
 
     def connected(self) -> None:
-        """Handle a new connection, on which nothing was sent yet."""
+        """Handle a new connection. Nothing has been sent on the connection yet."""
         ...
 
     def disconnected(self) -> None:
-        """Handle the loss of the connection, or its replacement by another one."""
+        """Handle the loss of the connection, or its replacement by another connection."""
         ...
 
     def failed(self, error: TruerollError) -> None:
@@ -166,7 +174,9 @@ class Listener(Protocol):
 
 
 class Line:
-    """A line to `address`, with reconnection. `server_public_key`, `client_key`: as for a client."""
+    """A socket connection to `address` that reconnects after a disconnect. `server_public_key`, `client_key`: see
+    `AsyncRolloutClient`.
+    """
 
     def __init__(self, address: str, server_public_key: Key | None, client_key: Key | None, listener: Listener) -> None:
         check_address(address, has_keys=server_public_key is not None)
@@ -178,11 +188,11 @@ class Line:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the line was opened and not closed since."""
+        """Return whether the line has been opened and not yet closed."""
         return bool(self._tasks)
 
     def open(self) -> None:
-        """Connect, in the running event loop. Raise ConfigError if the address cannot be connected to."""
+        """Connect, in the running event loop. Raise ConfigError if the socket cannot connect to the address."""
         self._home = os.getpid(), asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._connect()
@@ -192,7 +202,7 @@ class Line:
         self._socket.send(frame)
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a task until the line is closed."""
+        """Run a coroutine as a task, which is cancelled when the line is closed."""
         self._tasks[name] = asyncio.create_task(coroutine)
         self._tasks[name].add_done_callback(self._on_task_end)
 
@@ -208,7 +218,7 @@ class Line:
         self._context.destroy(linger=LINGER_MS)
 
     def not_at_home(self) -> TruerollError | None:
-        """Return an error if this is not the process and the event loop of the first call, else None."""
+        """Return an error if the current process or event loop is not that of the first call, else None."""
         if self._home is None:
             return None
         pid, loop = self._home
@@ -223,10 +233,11 @@ class Line:
         )
 
     def _connect(self) -> None:
-        """Make a socket for a single connection, so that unsent messages do not go to the next process at the address.
+        """Make a socket for a single connection. Unsent messages are dropped with the socket, because another process
+        at the address must not get these messages.
 
-        The socket reconnects by itself after `RETRY_MS`. So the messages could still go there if the event loop is
-        blocked for longer than that when the connection ends.
+        ZMQ reconnects the socket after `RETRY_MS`. If the event loop is blocked for longer than `RETRY_MS` after a
+        disconnect, unsent messages may still reach another process.
         """
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.RECONNECT_IVL, RETRY_MS)
@@ -244,19 +255,21 @@ class Line:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"address: cannot connect to {self.address} ({error.strerror}); correct it") from None
+            raise ConfigError(
+                f"address: cannot connect to {self.address} ({error.strerror}); correct the address"
+            ) from None
         self.spawn("read", self._read())
         self.spawn("follow", self._follow(monitor))
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()):
-            known = error if isinstance(error, TruerollError) else TruerollError(f"client: failed ({error!r})")
+            known = error if isinstance(error, TruerollError) else TruerollError(f"client: internal error ({error!r})")
             self._listener.failed(known)
 
     async def _read(self) -> None:
         while True:
             self._hear(await self._socket.recv(copy=False))
-            with suppress(zmq.Again):  # read the frames that arrived with it without a future for each
+            with suppress(zmq.Again):  # read all waiting frames, without a future for each frame
                 while True:
                     self._hear(zmq.Socket.recv(self._socket, zmq.NOBLOCK, copy=False))
 
@@ -290,7 +303,7 @@ class Line:
                 return await self._connect_anew()
 
     async def _connect_anew(self) -> None:
-        """Read the last messages of the ended connection, and make a new one."""
+        """Read the last messages of the closed connection, then connect again."""
         reader = self._tasks["read"]
         await asyncio.sleep(SETTLE_SECONDS)
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN and not reader.done():
@@ -304,8 +317,8 @@ class Line:
 
 @dataclass
 class Call:
-    """A pending call. `caller`: the caller's name in replies to the call; None if the call names no caller. `replies`:
-    the types of its replies, other than deltas.
+    """A pending call. `caller`: the caller id that replies must have; None if the call has no caller id. `replies`: the
+    accepted types of replies, besides deltas.
     """
 
     frame: bytes
@@ -317,13 +330,13 @@ class Call:
 
     @classmethod
     def of(cls, message: protocol.Call, inbox: Inbox) -> Call:
-        """Return the call that a message makes."""
+        """Return the pending call for a message."""
         has_deltas = getattr(message, "deltas", False)
         return cls(protocol.encode(message), inbox, _caller_of(message), protocol.REPLIES[type(message)], has_deltas)
 
 
 class PendingCalls:
-    """Pending calls by id, in the order in which they were made."""
+    """Pending calls by id, the oldest first."""
 
     def __init__(self) -> None:
         self._calls: dict[str, Call] = {}
@@ -347,7 +360,7 @@ class PendingCalls:
         return self._calls.get(id)
 
     def give_up(self, ids: Iterable[str]) -> set[str]:
-        """Drop these calls. Return the ids of the dropped calls that the worker may know."""
+        """Drop calls. Return the ids of those dropped calls that were already sent to the worker."""
         given_up = {id: self._calls.pop(id, None) for id in ids}
         return {id for id, call in given_up.items() if call is not None and call.was_sent}
 
@@ -359,7 +372,7 @@ class PendingCalls:
             return
         call = self._calls.get(reply.id or "")
         if call is not None and _caller_of(reply) not in (None, call.caller):
-            return  # a reply to an earlier submission of the same request, which was given up
+            return  # a reply to an earlier, abandoned submission of the same request
         if isinstance(reply, protocol.Error):
             error = error_from_code(reply.code, reply.message, reply.field, reply.value, reply.limit)
             self.fail(error) if reply.id is None else self.finish(reply.id, error)
@@ -383,7 +396,7 @@ class PendingCalls:
             self.finish(id, error)
 
     def fail_sent(self, error: TruerollError) -> None:
-        """End with an error all calls that were sent."""
+        """End all sent calls with an error."""
         for id in [id for id, call in self._calls.items() if call.was_sent]:
             self.finish(id, error)
 
@@ -413,18 +426,18 @@ def _unexpected(reply: protocol.FromWorker, expected: tuple[type[protocol.FromWo
 
 TICKS_PER_TIMEOUT = 4
 WINDOW_BYTES = 2**24
-"""Number of unconfirmed bytes at which sending stops until the worker confirms them. The worker disconnects a client
-that sends much faster than the worker reads.
+"""Limit on sent bytes that the worker has not confirmed. At the limit, sending stops until the worker confirms receipt.
+The worker disconnects a client that sends much faster than the worker reads.
 """
 
 
 @dataclass
 class _Window:
-    """The state of sending on a connection.
+    """State for sending messages on a connection.
 
     `queue`: ids of calls to send. `unconfirmed`: bytes that were sent since the worker last confirmed receipt.
-    `is_open`: True once the worker has answered on this connection. `notices`: messages for the same worker, to be sent
-    once it has answered on the next connection.
+    `is_open`: True once the worker has answered on this connection. `notices`: messages to send when the same worker
+    answers on the next connection.
     """
 
     queue: deque[str] = field(default_factory=deque)
@@ -439,10 +452,10 @@ class _Window:
 
 
 class Connection:
-    """A connection to a worker, made at the first call.
+    """A connection to a worker, opened by the first call.
 
-    `timeout`: seconds without any answer after which a worker with pending calls counts as lost. `calls`: the pending
-    calls.
+    `timeout`: if a worker sends nothing for this many seconds, its pending calls raise WorkerLostError. `calls`: the
+    pending calls.
     """
 
     def __init__(self, address: str, timeout: float, server_public_key: Key | None, client_key: Key | None) -> None:
@@ -451,13 +464,15 @@ class Connection:
         self.calls = PendingCalls()
         self._window = _Window()
         self._worker: protocol.Health | None = None
-        # By id, what to do with the replies to this connection's own health calls.
+        # Callbacks for the replies to this connection's own health checks, by call id.
         self._awaited: dict[str, Callable[[protocol.Health], None]] = {}
         self._silent_ticks = 0
         self._end: TruerollError | None = None
 
     def call(self, message: protocol.Call, inbox: Inbox) -> None:
-        """Send a message. Its replies go to `inbox` under its id. The last one is terminal or an exception."""
+        """Send a message, and put each reply into `inbox`, together with the message's id. The last reply is terminal
+        or an exception.
+        """
         if error := self._line.not_at_home() or self._end:
             raise error
         if not self._line.is_open:
@@ -512,16 +527,18 @@ class Connection:
         self._line.send(protocol.encode(protocol.GetHealth(id=id)))
 
     async def _watch(self) -> None:
-        """Request the worker's health every quarter of the timeout. Count only quarters in which this loop ran."""
+        """Check the worker's health four times per timeout. Time in which this event loop was blocked does not count
+        towards the timeout.
+        """
         while True:
             await asyncio.sleep(self._timeout / TICKS_PER_TIMEOUT)
             self._silent_ticks = self._silent_ticks + 1 if self.calls else 0
             if self._silent_ticks > TICKS_PER_TIMEOUT:
                 self._silent_ticks = 0
                 hint = (
-                    "it has ended or hangs"
+                    "the worker has exited or hangs"
                     if self._worker
-                    else "check the address, that a worker runs there, and its keys"
+                    else "check that a worker runs at this address, and check the keys"
                 )
                 found = f"no answer from {self._line.address} for {self._timeout} s"
                 self.calls.fail(WorkerLostError(f"worker: {found}; {hint}"))
@@ -529,8 +546,8 @@ class Connection:
                 self._ask_for_health()
 
     def _meet(self, worker: protocol.Health) -> None:
-        """Send pending calls on a new connection, once the worker has answered on it. If the worker was restarted, end
-        the calls that were sent to the old process with an error.
+        """Called when the worker first answers on a new connection: send the pending calls. If the worker was
+        restarted, calls that were sent to the old process fail.
         """
         if self._worker is not None and worker.instance != self._worker.instance:
             self.calls.fail_sent(
@@ -544,12 +561,14 @@ class Connection:
         self._send_queued()
 
     def _confirm(self, worker: protocol.Health) -> None:
-        """Note that the worker has received everything that was sent before the health request that it now answers."""
+        """Reset the count of unconfirmed bytes. A reply to a health check confirms that all earlier messages were
+        received.
+        """
         self._window.unconfirmed = 0
         self._send_queued()
 
     def _send_queued(self) -> None:
-        """Send queued calls, until the worker must confirm receipt."""
+        """Send queued calls, up to the limit on unconfirmed bytes."""
         while self._window.has_next:
             id = self._window.queue.popleft()
             if (call := self.calls.get(id)) is not None:

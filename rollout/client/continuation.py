@@ -1,8 +1,8 @@
-"""The continuation of a sample that ended early: the request for its remaining tokens, and the join of both parts.
+"""Continue a sample that ended early: request its remaining tokens, then join the two parts.
 
-A token depends on the weights, the tokens before it, its position, and the sample's own seed. The remaining tokens are
-therefore requested as sample 0 of a new request. Its prompt ends with the existing tokens, and its seed gives the same
-noise.
+A token depends only on the weights, the preceding tokens, its position, and the seed of the sample. So the remaining
+tokens are requested as sample 0 of a new request. The prompt of the new request ends with the existing tokens. The seed
+of the new request gives the noise of the original sample.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
 def continuation(
     position: int, prompt: Sequence[int] | np.ndarray, sample: SampleOutput, params: SamplingParams
 ) -> dict[str, Any]:
-    """Return the fields of the request for the remaining tokens of `sample`, which is at `position` of a call.
+    """Return the fields of the request for the remaining tokens of `sample`.
 
-    `params`: the parameters of the whole sample. Raise InvalidRequestError if they do not fit the sample.
+    `position`: position of the sample in the call, for error texts. `params`: the parameters of the whole sample. Raise
+    InvalidRequestError if the parameters do not match the sample.
     """
     num_prior, field = len(sample.token_ids), f"samples[{position}]"
     if params.max_tokens is not None and params.max_tokens <= num_prior:
@@ -84,7 +85,9 @@ def continuation(
 
 
 def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
-    """Join the two parts of a sample. Merge the spans at the seam if they have the same version."""
+    """Join the two parts of a sample. If the last span of the first part and the first span of the second part have the
+    same weight version, merge them.
+    """
     return replace(
         first,
         token_ids=first.token_ids + rest.token_ids,
@@ -98,7 +101,9 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
 
 
 def _joined_routes(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndarray | None:
-    """Join the routes. The routes of `rest` cover the prompt and the existing tokens again."""
+    """Join the routed experts of two parts of a sample. The first rows of `rest` repeat the rows of `first` and are
+    dropped.
+    """
     if first is None or rest is None:
         return first if rest is None else rest
     return np.concatenate((first, rest[len(first) :]))

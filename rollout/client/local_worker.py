@@ -1,7 +1,8 @@
-"""Starts a worker process and ends it.
+"""Start and stop a worker process.
 
-Owns: the child process, and the cleanup after it was killed. The child reads its settings from a pipe that stays open.
-When the parent closes the pipe or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor zmq.
+Owns: the child process, and the cleanup after the child is killed. The child reads its settings from a pipe that stays
+open. When the parent closes the pipe or dies, even by SIGKILL, the child drains and exits. Imports neither torch nor
+zmq.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from typing import Any
 from trueroll.errors import WorkerFailedError
 
 from ...engine.config import EngineConfig
+from ...engine.models.names import check_model
 from ..config import WorkerConfig
 from ..protocol.error_codes import error_from_code
 
-# -P keeps the current folder off the import path. In a clone of trueroll, `kernels` would hide a package of that name.
+# -P keeps the current folder off the import path. In a clone of trueroll, the folder `kernels` would shadow an
+# installed package of that name.
 WORKER_COMMAND = (sys.executable, "-P", "-m", "trueroll.rollout.worker.process")
 STOP_MARGIN_SECONDS = 10.0
-"""Time after the drain deadline that a worker has to abort the remaining requests and exit, before it is killed."""
+"""Seconds from the drain deadline to the kill. A worker uses this time to abort the remaining requests and exit."""
 
 
 class WorkerProcess:
-    """A worker that runs as a child process. `address`: address to connect to. A context manager that stops the worker.
+    """A worker that runs as a child process. `address`: address to connect to. As a context manager, stops the worker
+    on exit.
 
-    A process that is forked from this one keeps the child's pipe open, so the child runs until that process has ended,
-    too.
+    A process that is forked from this one inherits the worker's pipe. Then the worker runs until both this process and
+    the forked process have ended.
     """
 
     def __init__(
@@ -43,7 +47,9 @@ class WorkerProcess:
         startup_timeout: float,
         command: tuple[str, ...] = WORKER_COMMAND,
     ) -> None:
-        """Start the child and wait until it is ready. Raise ConfigError, ModelError or WorkerFailedError otherwise."""
+        """Start the child and wait until it is ready. Raise ConfigError, ModelError or WorkerFailedError if the start
+        fails.
+        """
         self._folder: Path | None = None
         self._drain_seconds = worker.drain_seconds
         self._process = subprocess.Popen(
@@ -73,7 +79,9 @@ class WorkerProcess:
         return self._process.wait()
 
     def close(self) -> None:
-        """Let the worker drain and exit; kill it if it misses its deadline. No-op if it has ended."""
+        """Let the worker drain and exit. If the worker has not exited by the deadline, kill it. No-op if the worker has
+        ended.
+        """
         self._process.terminate()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -100,7 +108,7 @@ class WorkerProcess:
     def _configure(self, worker: WorkerConfig, engine: EngineConfig) -> None:
         settings = {"worker": worker.model_dump(), "engine": engine.model_dump()}
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the child has already ended; its outcome says why
+        with contextlib.suppress(BrokenPipeError):  # the child has exited; its outcome says why
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")
 
     def _wait_until_ready(self, deadline: float) -> str:
@@ -116,23 +124,27 @@ class WorkerProcess:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
                 raise WorkerFailedError(
-                    "worker: it was not ready within startup_timeout; raise the timeout, or see the worker's log above"
+                    "worker: the process was not ready within startup_timeout; raise the timeout, or see the log above"
                 )
             part = os.read(self._process.stdout.fileno(), 4096)
             if not part:
                 code = self._process.wait()
-                raise WorkerFailedError(f"worker: it ended with exit code {code} during startup; see its log above")
+                raise WorkerFailedError(
+                    f"worker: the process ended with exit code {code} during startup; see the worker's log above"
+                )
             line += part
         return line
 
 
 def launch_worker(model: str, *, startup_timeout: float = 600.0, **settings: Any) -> WorkerProcess:
-    """Start a worker that serves `model`. Return when it is ready.
+    """Start a worker that serves `model`, and return when the worker is ready.
 
     `settings`: settings of EngineConfig and WorkerConfig, such as `device="cpu"`, `num_blocks=256` or
-    `address="tcp://127.0.0.1:5555"`. `startup_timeout`: seconds that the worker has to get ready. Raise ConfigError for
-    an unknown setting or an invalid value, ModelError if the model cannot be loaded, and WorkerFailedError if the
-    process ends early or is not ready in time.
+    `address="tcp://127.0.0.1:5555"`. `startup_timeout`: maximum number of seconds to wait until the worker is ready.
+    Raise ConfigError for an unknown setting or an invalid value, ModelError if the model cannot be loaded, and
+    WorkerFailedError if the process ends early or is not ready in time.
     """
     of_worker = {name: settings.pop(name) for name in WorkerConfig.model_fields if name in settings}
-    return WorkerProcess(WorkerConfig(**of_worker), EngineConfig(model=model, **settings), startup_timeout)
+    worker, engine = WorkerConfig(**of_worker), EngineConfig(model=model, **settings)
+    check_model(model)
+    return WorkerProcess(worker, engine, startup_timeout)

@@ -1,7 +1,7 @@
 """The members of a fleet, for its clients and publishers.
 
-The process that keeps the workers running publishes the members through an object (`Fleet`), or through a file that it
-replaces at every change. A fixed list of addresses also works. Imports neither ray nor zmq.
+The process that runs the fleet publishes the members through its `Fleet` object, or through a file that is replaced at
+every change. A fixed list of addresses is also supported. Imports neither ray nor zmq.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .small_file import check_printable, open_regular, read_text
 
 Standing: TypeAlias = Literal["serving", "joining", "leaving"]
 MOST_FILE_BYTES = 2**21
-"""Limit on the size of a fleet's file. It has room for 1,024 workers, each with the text of its trouble."""
+"""Maximum size of a fleet's file, enough for 1,024 workers with an error text each."""
 MOST_NOTE_BYTES = 2**10
 _PUSH_ID = re.compile("[0-9a-f]{32}")
 
@@ -35,11 +35,11 @@ log = logging.getLogger(__name__)
 class Member:
     """A worker of a fleet.
 
-    - `name`: name of its place in the fleet, which a replacement inherits.
-    - `incarnation`: differs for each process in this place; empty if unknown.
+    - `name`: name of the worker's slot in the fleet. A worker that replaces a lost worker has the same name.
+    - `incarnation`: id of the worker's process, different for each replacement; empty if unknown.
     - `standing`: `serving` (may get requests), `joining` (does not have the fleet's weights yet) or `leaving` (ends
       once its requests have finished).
-    - `trouble`: why the last attempt to give the worker the fleet's weights failed; empty if it did not fail.
+    - `trouble`: error of the last attempt to give the worker the fleet's weights; empty if the attempt succeeded.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Member:
 
     @property
     def key(self) -> str:
-        """Identifier of the worker's process among all processes that have been in the fleet."""
+        """Identifier of the worker's process, built from name, incarnation and address."""
         return f"{self.name}#{self.incarnation}@{self.address}"
 
     @property
     def told(self) -> str:
-        """The worker's name and its trouble."""
+        """The worker's name with the text of `trouble`."""
         return f"{self.name}: {self.trouble}"
 
 
@@ -63,7 +63,7 @@ class Membership(Protocol):
     """A source of the current members of a fleet."""
 
     def members(self) -> Sequence[Member]:
-        """Return the members, each name once. It is called often, from any thread, so it must not block."""
+        """Return the members, with unique names. The method is called often, from any thread, and must not block."""
         ...
 
 
@@ -77,16 +77,18 @@ class PushNote:
 
 @runtime_checkable
 class KeepsPush(Protocol):
-    """A supervisor of workers, which must know the weights that a replacement has to serve."""
+    """A supervisor that records pushes, so that the replacement of a lost worker gets the current weights."""
 
     def note_push(self, note: PushNote) -> None:
-        """Record that all workers serve this push now. It is the only record if all workers are lost at once."""
+        """Record that all workers now serve this push. If all workers are lost at once, the fleet has no other record
+        of the push.
+        """
         ...
 
 
 FleetArg: TypeAlias = Membership | str | Path | Sequence[str]
-"""A `Membership`, such as a `Fleet`; the path of the file that a fleet writes; or the addresses of workers, as a list
-or as a string with commas between them.
+"""A fleet: a `Membership` such as `Fleet`, the path of a fleet's file, a list of worker addresses, or a string with
+comma-separated addresses.
 """
 
 
@@ -106,7 +108,7 @@ class Addresses:
 
 
 class FleetFile:
-    """The members in the file that `write_members` last wrote."""
+    """A membership that reads the members from a file that `write_members` wrote."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -124,9 +126,11 @@ class FleetFile:
         return self._members
 
     def note_push(self, note: PushNote) -> None:
-        """Write a note for the fleet's process beside the fleet's file. Raise ConfigError if that fails."""
+        """Write a push note beside the fleet's file. The process that runs the fleet reads the note. Raise ConfigError
+        if the write fails.
+        """
         try:
-            mode = stat.S_IMODE(self._path.stat().st_mode)  # the same users may read both
+            mode = stat.S_IMODE(self._path.stat().st_mode)  # the note gets the mode of the fleet's file
             _replace(version_file(self._path), json.dumps(asdict(note)), mode)
         except OSError as error:
             raise ConfigError(
@@ -149,11 +153,11 @@ class FleetFile:
 
 
 def _members_in(text: str) -> tuple[Member, ...]:
-    """Parse the members. Raise ValueError or RecursionError for a text that `write_members` cannot have written."""
+    """Parse the members. Raise ValueError or RecursionError if the text is not a valid fleet file."""
     content = json.loads(text)
     check_printable(content)
     if not isinstance(content, dict) or not isinstance(content.get("members"), list):
-        raise ValueError("it is not a JSON map with a list of members")
+        raise ValueError("the text is not a JSON map with a list of members")
     members = tuple(map(_member_of, content["members"]))
     if len({member.name for member in members}) != len(members):
         raise ValueError("it has a member twice")
@@ -163,7 +167,7 @@ def _members_in(text: str) -> tuple[Member, ...]:
 def _member_of(entry: Any) -> Member:
     names = {field.name for field in fields(Member)}
     if not isinstance(entry, dict) or not entry.keys() <= names:
-        raise ValueError(f"a member must be a map of {', '.join(sorted(names))} (got {brief(entry)})")
+        raise ValueError(f"a member must be a map with the keys {', '.join(sorted(names))} (got {brief(entry)})")
     if not all(isinstance(value, str) for value in entry.values()):
         raise ValueError("a field of a member is not a string")
     if not (entry.get("name") and entry.get("address")):
@@ -176,14 +180,16 @@ def _member_of(entry: Any) -> Member:
 
 
 def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> None:
-    """Replace the file atomically. It has addresses but no keys. `mode`: mode of the file, before the umask."""
+    """Replace the fleet's file atomically. The file has addresses but no keys. `mode`: permission bits of the file,
+    before the umask is applied.
+    """
     _replace(path, json.dumps({"members": [asdict(member) for member in members]}), mode)
 
 
 class MembersFile:
-    """The file of a fleet, written by the process that keeps the workers running.
+    """The file of a fleet, written by the process that runs the fleet.
 
-    `is_stale`: True if the last write failed. The next call of `tell` then writes again.
+    `is_stale`: True if the last write failed. After a failed write, the next call of `tell` writes again.
     """
 
     def __init__(self, path: Path, mode: int) -> None:
@@ -192,7 +198,7 @@ class MembersFile:
         self._told: Sequence[Member] | None = None
 
     def tell(self, members: Sequence[Member]) -> None:
-        """Write the members to the file if they have changed. Log only the first of several failed writes."""
+        """Write the members to the file if they have changed. If writes keep failing, log only the first failure."""
         if members == self._told and not self.is_stale and self._path.exists():
             return
         try:
@@ -200,7 +206,7 @@ class MembersFile:
             self._told, self.is_stale = members, False
         except OSError as error:
             if not self.is_stale:
-                log.error("cannot write %s (%s); its readers do not see changes", self._path, error.strerror)
+                log.error("cannot write %s (%s); clients that read the file miss changes", self._path, error.strerror)
             self.is_stale = True
 
     def remove(self) -> None:
@@ -209,12 +215,14 @@ class MembersFile:
 
 
 def version_file(path: Path) -> Path:
-    """Return the path of the note that a trainer in another process writes for the fleet with the file `path`."""
+    """Return the path of the push note, a file beside the fleet's file `path` that records the last push. Trainers in
+    other processes write the push note.
+    """
     return path.with_name(f"{path.name}.version")
 
 
 def noted_push(path: Path) -> PushNote | None:
-    """Return the noted push; None if there is no note, or if its content is not what `note_push` writes."""
+    """Return the push that the push note records; None if the note is missing or malformed."""
     try:
         with open_regular(version_file(path)) as file:
             content = json.loads(read_text(file, MOST_NOTE_BYTES))
@@ -240,12 +248,14 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 
 def is_fleet(target: str) -> bool:
-    """Return whether a string is a fleet (its file, or several addresses) rather than the address of one worker."""
+    """Return whether a string is the path of a fleet's file or several addresses, rather than the address of one
+    worker.
+    """
     return "://" not in target or "," in target
 
 
 def membership_of(fleet: FleetArg) -> Membership:
-    """Return the membership of a fleet. Raise ConfigError if the argument is invalid."""
+    """Return the membership of a fleet. Raise ConfigError if the argument `fleet` is invalid."""
     if isinstance(fleet, str) and "://" in fleet:
         return Addresses([address.strip() for address in fleet.split(",")])
     if isinstance(fleet, str | Path):

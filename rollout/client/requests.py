@@ -1,7 +1,6 @@
-"""Conversion of a caller's arguments to messages. Invalid arguments raise InvalidRequestError, which says what is
-wrong.
+"""Convert a caller's arguments to messages. Invalid arguments raise InvalidRequestError.
 
-Pure: uses no connection and sends nothing.
+Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -40,9 +39,10 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """Return a message for each prompt. With `errors="return"`, the error of a prompt takes the place of its message.
+    """Return a message for each prompt. With `errors="return"`, the list has an error instead of a message for each
+    invalid prompt.
 
-    `demand`: `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
+    `demand`: message fields `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """
     if errors not in ("raise", "return"):
         text = f"errors: must be raise or return (got {brief(errors)})"
@@ -70,7 +70,9 @@ def continue_requests(
     ids: Sequence[str] | None,
     demand: dict[str, Any],
 ) -> dict[int, protocol.Generate]:
-    """Return a message for each sample to continue, by position. `demand`: `min_weight_version`, `wait_for_weights`."""
+    """Return a message for each sample that must be continued, by the sample's position. `demand`:
+    `min_weight_version`, `wait_for_weights`.
+    """
     given = _listed(prompts, "prompts")
     _check_count("samples", "one for each of", len(samples), len(given))
     all_params = _one_each(SamplingParams() if params is None else params, len(samples))
@@ -84,7 +86,7 @@ def continue_requests(
 
 
 def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, protocol.GetScores]:
-    """Return a message for each sequence, by position. `fields`: further fields of each message."""
+    """Return a message for each sequence, by the sequence's position. `fields`: the other fields of each message."""
     arrays = [
         protocol.tokens_to_bytes(tokens, f"sequences[{i}]") for i, tokens in enumerate(_listed(sequences, "sequences"))
     ]
@@ -134,8 +136,8 @@ def _check_count(field: str, expected: str, found: int, count: int) -> None:
 
 
 def message_of(kind: type[M], **fields: Any) -> M:
-    """Make a message from a caller's arguments, which may be numpy scalars. Raise InvalidRequestError for an invalid
-    one.
+    """Make a message from a caller's arguments, which may be numpy scalars. Raise InvalidRequestError if an argument is
+    invalid.
     """
     try:
         return kind(**{name: plain(value) for name, value in fields.items()})
@@ -144,7 +146,9 @@ def message_of(kind: type[M], **fields: Any) -> M:
 
 
 def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
-    """Return the sequences as a list. Raise InvalidRequestError for a 2-D array, as padding would count as tokens."""
+    """Return the sequences as a list. Raise InvalidRequestError for a string and for a 2-D array. A 2-D array has
+    padding, which would be treated as tokens.
+    """
     if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
         found = type(sequences).__name__
         raise InvalidRequestError(

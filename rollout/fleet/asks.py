@@ -1,8 +1,9 @@
-"""Asks: the messages to one worker on behalf of a request, either for the whole request or for its missing samples.
+"""An `Ask` consists of the messages to one worker on behalf of a client's request, either for the whole request or for
+its missing samples.
 
-Pure functions and data. A sample is a function of its own seed and of the tokens before it, so any worker returns the
-same sample. A single missing sample is requested as sample 0 of a separate request with a seed that gives the same
-noise. The remaining tokens of a partial sample are requested as its continuation.
+Pure functions and data. A sample depends on its seed and its prompt, but not on the worker. So a missing sample is
+requested as sample 0 of a separate request, with a seed that gives the same noise. A partial sample is continued: only
+its remaining tokens are requested.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 class Ask:
     """The messages to one worker on behalf of a request.
 
-    `messages`: one message for the whole request under the key None, or one message for each missing sample by its
-    index. `prior`: the partial samples that are continued, by index. `num_samples`: number of samples that the worker
-    has answered. `is_lost`: whether the worker is lost or about to exit. `refusal`: why the worker refused the request,
-    if it did.
+    - `messages`: a single message for the whole request, with the key None; or a message for each missing sample, by
+      sample index
+    - `prior`: the partial samples to continue, by index
+    - `num_samples`: number of samples that the worker has sent
+    - `is_lost`: whether the worker is lost or about to exit
+    - `refusal`: the error with which the worker refused the request; None if the worker did not refuse
     """
 
     messages: dict[int | None, Request]
@@ -53,12 +56,14 @@ class Ask:
         return isinstance(error, _LOST + _REFUSED)
 
     def has_answered_all(self, n: int) -> bool:
-        """Return whether the worker has sent all `n` samples of a whole request, so the request's end comes next."""
+        """Return whether this `Ask` is for a whole request and the worker has sent all `n` samples. If the result is
+        True, the next reply is the terminal reply.
+        """
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """Return the aborts that end the samples `indices` of `n` at the worker, as pairs (request id, sample index).
-        The index None stands for all samples of that request.
+        """Return the arguments of the `abort` calls that end the samples `indices` of `n` at the worker: pairs (request
+        id, sample index). Index None aborts the whole request.
         """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]
@@ -66,12 +71,12 @@ class Ask:
 
 
 def ask_for_all(request: Request) -> Ask:
-    """Return an ask for the whole request, unchanged and under its own id."""
+    """Return an `Ask` for the whole request, with the content and id unchanged."""
     return Ask({None: request.model_copy(update=dict(caller=protocol.new_id()))}, {})
 
 
 def ask_for_missing(request: protocol.Generate, missing: Collection[int], parts: Mapping[int, SampleOutput]) -> Ask:
-    """Return an ask for single samples. If `parts` has a part of a sample, ask only for its continuation."""
+    """Return an `Ask` for the samples `missing`. For a sample in `parts`, request only the remaining tokens."""
     caller = protocol.new_id()
     messages: dict[int | None, Request] = {}
     for index in missing:
@@ -97,18 +102,18 @@ def group_seed(request: protocol.Generate) -> int:
 
 
 def end_of_group(request: protocol.Generate, finish_reasons: dict[FinishReason, int]) -> protocol.Done:
-    """Return the end of a group if its samples come from several asks."""
+    """Return the terminal reply for a group with samples from several `Ask` objects."""
     params = request.params.model_copy(update=dict(seed=group_seed(request)))
     length = len(request.prompt_token_ids) // 4
     return protocol.Done(id=request.id, params=params, num_prompt_tokens=length, finish_reasons=finish_reasons)
 
 
 def aborted_scores(request: protocol.GetScores) -> protocol.Scores:
-    """Return the result of a scoring request that was aborted before a worker answered it."""
+    """Return the result of a scoring request that was aborted before a worker sent the result."""
     return protocol.Scores(id=request.id, logprobs=b"", finish_reason="abort", weight_versions=())
 
 
 def empty_sample(request: protocol.Generate, index: int) -> SampleOutput:
-    """Return a sample that was aborted before it had a token."""
+    """Return an aborted sample without tokens."""
     seed = derive_seed(group_seed(request), index)
     return SampleOutput.empty("", index, seed, request.params)

@@ -18,18 +18,20 @@ from ..config import WorkerConfig
 from ..network.keys import Key
 
 DRAIN_SECONDS = 5.0
-"""Default of `drain_seconds` for the workers of a fleet. Workers drain for this long if the fleet's process ends."""
+"""Default of `drain_seconds` for the workers of a fleet. If the fleet's process ends, workers drain for at most this
+time.
+"""
 
 
 MOST_WORKERS = 2**10
-"""Maximum number of workers. The entries of all workers must fit into the file that clients read."""
+"""Maximum number of workers. The entries of this many workers fit into the fleet's file."""
 MOST_CONFIG_BYTES = 2**16
 """Maximum size of the TOML file, checked before it is parsed."""
 
 
 class FleetConfig(BaseModel):
-    """Settings of a fleet, without the settings of its workers and engines. `Fleet` describes them. Unknown keys and
-    values out of range raise ConfigError.
+    """Settings of a fleet, without the settings of its workers and engines. `Fleet` describes the settings. Raise
+    ConfigError if a key is unknown or a value is out of range.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -1,7 +1,7 @@
 """Choose a worker for a group among the eligible workers.
 
-Owns: the placement, and the pace of the latest finished groups. Does not own the decision which workers are eligible
-(`WorkerPool`).
+Owns: the placement of groups on workers, and the speed of recently finished groups. Does not own: which workers are
+eligible (`WorkerPool`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _FEWEST_PACES = 4
 
 
 class Dispatch:
-    """Chooses among the eligible workers. `version`: their newest weight version; None until there is a worker."""
+    """Choose among the eligible workers. `version`: the newest weight version of the eligible workers; None if there
+    are no workers.
+    """
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -30,17 +32,17 @@ class Dispatch:
 
     @property
     def looks(self) -> dict[str, int]:
-        """Number of health checks of each eligible worker, by its key."""
+        """Number of health checks of each eligible worker, by worker key."""
         return {key: link.num_looks for key, link in self._open.items()}
 
     @property
     def slowest_pace(self) -> float | None:
-        """Seconds per unit of cost of the slowest recently finished group; None if too few groups have finished."""
+        """Time of the slowest recent group, in seconds per unit of cost; None if too few groups have finished."""
         return max(self._paces) if len(self._paces) >= _FEWEST_PACES else None
 
     def open(self, links: Iterable[Link], version: int) -> None:
-        """Set the eligible workers. If `version` has changed, forget which prefixes the workers have cached: a push
-        makes them useless.
+        """Set the eligible workers. If `version` has changed, forget which prefixes the workers have cached, because a
+        push invalidates the caches.
         """
         chosen = {link.key: link for link in links}
         if self.version != version:
@@ -56,19 +58,19 @@ class Dispatch:
             self.wake()
 
     def place(self, prompt: Sequence[int], cost: float, avoid: Collection[str]) -> tuple[Link, Placed] | None:
-        """Choose a worker for a group. Return None if there is no eligible worker outside `avoid`. `prompt`: the
-        `beginnings` of the group's prompt. `avoid`: keys of workers.
+        """Choose a worker for a group. Return None if all eligible workers are in `avoid`. `prompt`: hashes of the
+        prompt's prefixes, from `beginnings`. `avoid`: keys of workers.
         """
         placed = self._placement.place(prompt, time.monotonic(), cost, avoid)
         return None if placed is None else (self._open[placed.worker], placed)
 
     def finish(self, placed: Placed, seconds: float) -> None:
-        """Record that a worker has finished a group after `seconds`."""
+        """Record that a worker has finished a group, `seconds` after the group was sent."""
         self._placement.finish(placed, time.monotonic())
         self._paces.append(seconds / placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """Record that a group has left its worker unfinished."""
+        """Record that a worker no longer computes a group, although the group is unfinished."""
         self._placement.withdraw(placed)
 
     async def change(self) -> None:
@@ -76,6 +78,6 @@ class Dispatch:
         await self._changed.wait()
 
     def wake(self) -> None:
-        """Let all requests that wait for a worker try again."""
+        """Wake all requests that wait for a worker, so that they try again."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -1,11 +1,14 @@
-"""A fleet: a number of workers of one model, kept running on a Ray cluster.
+"""Keep a fleet of workers with the same model running on a Ray cluster.
 
-Owns: the Ray cluster, or the connection to it, and the parts of the fleet: `Scaler`, `Keeper`, `Slots` and
-`FleetWeights`. Does not own requests: clients send them to the workers directly.
+Owns: a local Ray cluster or the connection to another cluster, and the objects `Scaler`, `Keeper`, `Slots` and
+`FleetWeights`. Does not own: requests, which clients send to the workers directly.
 
-Promises: the fleet has the number of workers that `scale` requested, if the cluster has room. A worker never serves the
-weights of an earlier run. If a worker does not serve, the reason is reported. The workers end when this process ends,
-even if it is killed.
+Guarantees:
+
+- The fleet runs the requested number of workers if the cluster has room.
+- A worker never serves weights that an earlier training run left behind.
+- If a worker does not serve, the reason is reported.
+- The workers end when this process ends, even if this process is killed.
 """
 
 from __future__ import annotations
@@ -35,30 +38,31 @@ from .totals import all_healths
 
 
 class Fleet:
-    """A fleet of workers that serve `model` on a Ray cluster. Creating it starts `num_workers` workers and returns when
-    all serve. A context manager. Pass it to `FleetClient` and `WeightPublisher.connect_fleet`.
+    """A fleet of workers that serve `model` on a Ray cluster. The constructor starts `num_workers` workers and returns
+    when all of them serve. A context manager. Pass the fleet to `FleetClient` and `WeightPublisher.connect_fleet`.
 
-    `settings`: settings of `launch_worker` for each worker, and the following settings of the fleet. `FleetConfig` has
-    their defaults and ranges. Workers on other machines need `curve_secret_key_file` and `clients_file`.
+    `settings`: the settings of `launch_worker`, which apply to each worker, and the following settings of the fleet.
+    `FleetConfig` has the default and the range of each setting. Workers on other machines need `curve_secret_key_file`
+    and `clients_file`.
 
-    - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine; None uses the cluster that
-      this process is connected to, or starts a local cluster
-    - `ray_without_authentication`: also join a cluster that asks for no token, with a warning
+    - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine. None uses the cluster that
+      this process is already connected to, or else starts a local cluster.
+    - `ray_without_authentication`: also join clusters that do not require a token, and log a warning
     - `cpus`, `gpus`, `resources`: the resources that Ray reserves for each worker
     - `file`: file with the current members, for clients in other processes
-    - `weights_folder`: a folder that all machines share; by default a folder on this machine. If pushes go through
-      `disk`, write them to this folder: a joining worker then gets its weights from it. Otherwise another worker writes
-      its weights there for the joining worker.
-    - `server_public_key`, `client_key`: keys for workers with named clients; the client needs the role control
-    - `startup_timeout`: seconds that a worker has to get ready once it has been placed
-    - `hang_seconds`: a worker is replaced if its engine has work and makes no progress for this long
-    - `drain_timeout`: seconds that a leaving worker has to finish its requests
-    - `metrics_port`: port on 127.0.0.1 for `/healthz` and for `/metrics` of all workers, without the histograms of
-      durations; 0 takes any free port, None disables it
+    - `weights_folder`: a folder that all machines share; by default a folder on this machine. Joining workers read
+      their weights from this folder. If trainers push with the transport `disk`, let them push to this folder. With
+      other transports, a serving worker writes its weights to this folder when another worker joins.
+    - `server_public_key`, `client_key`: keys for workers with named clients. The client needs the role `control`.
+    - `startup_timeout`: maximum number of seconds from the start of a worker until it is ready
+    - `hang_seconds`: a worker is replaced if its engine has work but makes no progress for this many seconds
+    - `drain_timeout`: maximum number of seconds for a leaving worker to finish its requests
+    - `metrics_port`: port on 127.0.0.1 for `/healthz` and `/metrics`. The metrics cover all workers, without the
+      histograms of durations. Port 0 takes any free port; None disables the metrics.
 
-    Raise ConfigError if a setting is unknown or invalid, ConfigError or ModelError if a worker cannot run with the
-    settings, and WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed during the
-    start and a worker cannot get them, raise the error of that attempt.
+    Raise ConfigError if a setting is unknown or invalid. Raise ConfigError or ModelError if a worker cannot run with
+    the settings. Raise WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed while
+    the fleet starts and a worker cannot get these weights, raise the worker's error.
     """
 
     def __init__(self, model: str, num_workers: int, **settings: Any) -> None:
@@ -68,7 +72,7 @@ class Fleet:
         from .ray_cluster import Cluster
 
         file = None if config.file is None else Path(config.file)
-        has_users = worker.curve_secret_key_file is not None  # named clients may be other users of the machine
+        has_users = worker.curve_secret_key_file is not None  # named clients may belong to other users of the machine
         self._slots = Slots(None if file is None else MembersFile(file, 0o644 if has_users else 0o600))
         self._folder = tempfile.TemporaryDirectory(prefix="trueroll-fleet-")
         weight_folder = WeightFolder(Path(config.weights_folder or self._folder.name))
@@ -107,13 +111,14 @@ class Fleet:
         return sum(member.standing == "serving" for member in self.members())
 
     def scale(self, num_workers: int) -> None:
-        """Change the number of workers. Return when all workers serve, and when surplus workers have finished their
-        requests and left. This also resumes abandoned attempts to hand weights over.
+        """Change the number of workers. Return when all workers serve and all surplus workers have left. A surplus
+        worker first finishes its requests. If the fleet had stopped trying to give a worker its weights, the call makes
+        the fleet try again.
 
-        Raise the error that prevents a worker's first start, or that keeps a worker from getting the weights of the
-        others. Raise IllegalStateError if more workers are requested while all are asleep, or if all workers were lost
-        and nothing has the pushed weights. Raise TruerollError if the fleet is closed meanwhile. After an error the
-        fleet keeps working towards `num_workers`.
+        Raise the error of a worker that cannot start, or that cannot get the weights of the other workers. Raise
+        IllegalStateError if workers must be added while all workers are asleep. Raise IllegalStateError also if all
+        workers were lost and no copy of the pushed weights is left. Raise TruerollError if the fleet is closed during
+        the call. After an error, the fleet still tries to reach `num_workers`.
         """
         _check_count(num_workers)
         try:
@@ -122,18 +127,18 @@ class Fleet:
             raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
-        """Return the process ids of each running worker by its name: (Ray actor, worker). Both are ids on the worker's
-        machine.
+        """Return the process ids of each running worker by name, as pairs (Ray actor, worker). Both processes run on
+        the worker's machine.
         """
         return {slot.name: worker.pids for slot in self._slots if (worker := slot.worker) is not None}
 
     @property
     def metrics_port(self) -> int | None:
-        """Port of the metrics; None if they are disabled."""
+        """Port of the metrics server; None if metrics are disabled."""
         return None if self._metrics is None else self._metrics.port
 
     def note_push(self, note: PushNote) -> None:
-        """Record that all workers serve this push now. Publishers that are connected to this fleet call it."""
+        """Record that all workers now serve this push. Publishers that are connected to this fleet call this method."""
         self._weights.note(note)
 
     def health(self) -> protocol.Health:
@@ -146,11 +151,11 @@ class Fleet:
         return all_healths(found, [member.told for member in self.members() if member.trouble])
 
     def reports(self) -> dict[str, WorkerReport]:
-        """Return the last report of each worker by its name, including workers that are being replaced."""
+        """Return the last report of each worker by name. Workers that are being replaced are included."""
         return {slot.name: slot.report for slot in self._slots}
 
     def close(self) -> None:
-        """End the workers, and the cluster if this fleet started it. Idempotent."""
+        """End the workers, and end the cluster if this fleet started it. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,7 +1,8 @@
-"""The weights that the workers of a fleet must serve, and how a joining worker gets them.
+"""The weights that the workers of a fleet must serve, and how a joining worker gets these weights.
 
-Owns: the note of the last push that all workers committed, from any publisher, and the folder in which weights are
-handed over. Does not own when a worker joins (`Keeper`), nor how often a hand-over is attempted (`Joining`).
+Owns: the record of the last push that all workers committed, from any publisher, and the folder through which joining
+workers get weights. Does not own: when a worker joins (`Keeper`), or how often the fleet tries to give a worker the
+weights (`Joining`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ log = logging.getLogger(__name__)
 class FleetWeights:
     """The weights of a fleet.
 
-    `file`: the fleet's file; trainers in other processes write a note of their pushes beside it. `fleet`: the members.
-    `noted`: the push that a worker must serve if it joins while no other worker serves; None means the checkpoint.
+    `file`: the fleet's file; trainers in other processes write push notes beside this file. `fleet`: the members.
+    `noted`: the push that a joining worker must serve while no other worker serves; None means the weights of the
+    checkpoint.
     """
 
     def __init__(self, folder: WeightFolder, file: Path | None, fleet: Membership, keys: Keys) -> None:
@@ -37,27 +39,29 @@ class FleetWeights:
         self._keys = keys
 
     def note(self, push: PushNote) -> None:
-        """Record that all workers serve this push now. Thread-safe."""
+        """Record that all workers now serve this push. Thread-safe."""
         self.noted, self._num_notes = push, self._num_notes + 1
 
     def read_note(self) -> None:
-        """Read the note that a trainer in another process wrote beside the file, and record its push if it is new."""
+        """Read the push note that a trainer in another process wrote beside the fleet's file. If the push is new,
+        record it.
+        """
         noted = None if self._file is None else noted_push(self._file)
         if noted is not None and noted != self._noted_in_file:
             self._noted_in_file = noted
             self.note(noted)
 
     def remove_note(self) -> None:
-        """Remove the note beside the file."""
+        """Remove the push note beside the fleet's file."""
         if self._file is not None:
             version_file(self._file).unlink(missing_ok=True)
 
     async def note_served(self, client: AsyncRolloutClient, version: int | None) -> None:
-        """Record the push that a worker serves, if its version is newer than every noted push."""
+        """Record the push that a worker serves, if this push is newer than the recorded push."""
         if not self._is_newer(version):
             return
         num_notes = self._num_notes
-        with suppress(IllegalStateError):  # the worker has no weights to report now
+        with suppress(IllegalStateError):  # the worker has no weights at the moment
             weights = await client.ask(protocol.GetWeights(id=protocol.new_id()))
             assert isinstance(weights, protocol.Weights)
             is_newer = num_notes == self._num_notes and self._is_newer(weights.weight_version)
@@ -68,7 +72,7 @@ class FleetWeights:
         return (version or 0) > (0 if self.noted is None else self.noted.version)
 
     def are_pushed_to(self, health: protocol.Health) -> bool:
-        """Return whether a push is now bringing weights to a worker that waits for them, or has just done so."""
+        """Return whether a waiting worker is receiving a push, or has just received a push."""
         is_older = self.noted is not None and (health.weight_version or 0) < max(1, self.noted.version)
         return health.push is not None or health.state == "updating" or not is_older
 
@@ -79,7 +83,9 @@ class FleetWeights:
         return await hand_over(client, peer, noted, self.folder, self._fleet, self._keys)
 
     async def are_the_same(self, client: AsyncRolloutClient, peer: AsyncRolloutClient) -> bool:
-        """Return whether two workers serve the same weights. If one of them does not answer, warn and return False."""
+        """Return whether two workers serve the same weights. If a worker does not answer, log a warning and return
+        False.
+        """
         try:
             return await have_the_same(client, peer)
         except TruerollError as error:

@@ -1,13 +1,18 @@
-"""The state of one request of a fleet's client, across all workers that it is sent to. Pure: no clock, no I/O.
+"""The state of one request of a fleet's client, across all workers that run the request. Pure: no clock, no I/O.
 
-Owns: the delivered and the missing samples, the content of the next ask, and the single end of the request. Does not
-own the choice of a worker, nor the time of an ask (`FleetRequest`).
+Owns: which samples are delivered or missing, the content of the next `Ask`, and the terminal reply of the request. Does
+not own: the choice of a worker, or when an `Ask` is sent (`FleetRequest`).
 
-Promises: each sample is delivered once, with the tokens that any worker would generate, and the request has exactly one
-end. If a worker is lost, its missing samples are requested from another worker one by one, or the whole request under
-the same id if nothing was delivered yet. A sample that an exiting worker cut off continues from its tokens. The weight
-versions of all tokens differ by at most `max_staleness`. Otherwise the request is restarted, or fails if a part of it
-was already shown. Answers to an ask that is no longer wanted are ignored.
+Guarantees:
+
+- Each sample is delivered once, and its tokens do not depend on the worker.
+- The request gets exactly one terminal reply.
+- If a worker is lost, its missing samples are requested from another worker one by one. If no sample was delivered yet,
+  the whole request is sent again with the same id.
+- If a worker exits in the middle of a sample, another worker continues the sample.
+- The weight versions of all tokens differ by at most `max_staleness`. If a push would break this limit, the request is
+  restarted; if the caller has already received a part, the request fails.
+- Replies to an `Ask` that is no longer needed are ignored.
 """
 
 from __future__ import annotations
@@ -28,10 +33,10 @@ from .setbacks import Setbacks
 class GroupState:
     """The state of one request.
 
-    `may_repeat`, `max_staleness`: see `Samples`. `n`: number of samples; a scoring request counts as one. `is_over`:
-    whether the end was returned. `setbacks`: losses and refusals of workers.
+    `may_repeat`, `max_staleness`: see `Samples`. `n`: number of samples, 1 for a scoring request. `is_over`: whether
+    the request has ended. `setbacks`: the workers that were lost with the request or refused it.
 
-    Methods return replies, which the caller must deliver in this order.
+    The caller must deliver the replies that methods return, in order.
     """
 
     def __init__(self, request: Request, *, may_repeat: bool, max_staleness: int) -> None:
@@ -45,12 +50,12 @@ class GroupState:
 
     @property
     def num_to_ask(self) -> int:
-        """Number of samples that are not delivered yet and that the caller has not aborted."""
+        """Number of samples that are neither delivered yet nor aborted by the caller."""
         return self.n - len(self._samples.delivered.keys() | self._to_end)
 
     def ask(self) -> Ask:
-        """Return the ask for one more worker: for the whole request if nothing has arrived yet, else for the missing
-        samples. Aborted samples are not asked for again.
+        """Return the `Ask` for the next worker. If no tokens have arrived yet, the `Ask` is for the whole request;
+        otherwise for the samples that are neither delivered nor aborted.
         """
         done, parts = self._samples.delivered.keys() | self._to_end, self._samples.parts
         if isinstance(self.request, protocol.Generate) and (done or parts):
@@ -62,14 +67,14 @@ class GroupState:
         return ask
 
     def wants(self, ask: Ask) -> bool:
-        """Return whether answers to the ask are still wanted. They are not if the ask or the request has ended, or if
-        the request was restarted after the ask.
+        """Return whether replies to the `Ask` are still needed. Return False if the `Ask` or the request has ended, or
+        if the request was restarted after the `Ask` was sent.
         """
         return ask in self._asks
 
     def end_ask(self, ask: Ask, worker: str, num_looks: int) -> None:
-        """Record that a worker will send no more answers to an ask. `worker`: the worker's key. `num_looks`: the number
-        of its health checks so far.
+        """Record that a worker will send no more replies to an `Ask`. `worker`: the worker's key. `num_looks`: number
+        of health checks of this worker so far.
         """
         if ask in self._asks:
             self._asks.remove(ask)
@@ -77,15 +82,15 @@ class GroupState:
         self.setbacks.note(worker, num_looks, ask.refusal)
 
     def abort(self, index: int | None) -> set[int]:
-        """Abort the sample `index`, or all samples if it is None. Return the samples that this ends."""
+        """Abort sample `index`; None aborts all samples. Return the indices of the newly aborted samples."""
         named = range(self.n) if index is None else {index}
         ending = {i for i in named if i < self.n} - self._samples.delivered.keys() - self._to_end
         self._to_end |= ending
         return ending
 
     def settle(self) -> list[Reply]:
-        """If no ask is pending, end everything that needs no worker: aborted samples, a complete group, and a request
-        that was lost with too many workers.
+        """If no `Ask` is pending, return the replies that need no worker: aborted samples, the terminal reply of a
+        complete group, or an error if the request was lost with too many workers.
         """
         if self.is_over or self._asks:
             return []
@@ -101,8 +106,8 @@ class GroupState:
         return replies
 
     def is_cut(self, index: int | None, reply: Reply) -> bool:
-        """Return whether the reply is an aborted sample that the caller did not abort. The worker may then be about to
-        exit. `index`: see `take`.
+        """Return whether the reply is an aborted sample that the caller did not abort. A worker that is about to exit
+        may abort samples. `index`: see `take`.
         """
         if not isinstance(reply, protocol.FinishedSample | protocol.Scores) or reply.finish_reason != "abort":
             return False
@@ -110,8 +115,9 @@ class GroupState:
         return own not in self._to_end and own not in self._samples.delivered
 
     def take(self, ask: Ask, index: int | None, reply: Reply) -> list[Reply]:
-        """Handle a worker's reply to an ask. `index`: the sample, if it was requested on its own; None for the whole
-        request. If the ask `is_lost`, an aborted sample is not delivered but continues at another worker.
+        """Handle a worker's reply to an `Ask`. `index`: index of a sample that was requested separately; None for the
+        whole request. If the worker is lost or about to exit, an aborted sample is not delivered, and another worker
+        continues the sample.
         """
         if not self.wants(ask):
             return []
@@ -123,7 +129,7 @@ class GroupState:
         if isinstance(reply, protocol.FinishedSample | protocol.Scores):
             return self._take_result(ask, index, reply)
         if isinstance(reply, protocol.Done) and len(self._samples.delivered) == self.n:
-            counts = dict(finish_reasons=self._samples.finish_reasons)  # some may come from other asks
+            counts = dict(finish_reasons=self._samples.finish_reasons)  # some samples may come from other asks
             return self._finish(reply.model_copy(update=counts) if index is None else self._samples.end())
         return []
 
@@ -146,7 +152,9 @@ class GroupState:
         return [] if goes_on else self._finish(reply)
 
     def _whole(self, ask: Ask, own: int, reply: protocol.FinishedSample) -> protocol.FinishedSample:
-        """Return a reply as a sample of this request, joined with its prior part."""
+        """Return a worker's sample with this request's id and index, joined with the tokens that an earlier worker
+        generated.
+        """
         if own in ask.prior:
             reply = protocol.sample_message(reply.id, joined(ask.prior[own], protocol.sample_output(reply)))
         return reply.model_copy(update=dict(id=self.request.id, index=own))
@@ -155,7 +163,7 @@ class GroupState:
         if goes_on:
             return self._samples.cut(ask if ask is self._asks[0] else None, sample)
         replies = self._samples.deliver(ask, sample)
-        # A worker that has answered all samples sends the end next.
+        # A worker that has sent all samples sends the end next.
         if len(self._samples.delivered) < self.n or ask.has_answered_all(self.n):
             return replies
         return replies + self._finish(self._samples.end())

@@ -1,8 +1,9 @@
-"""Hand the weights of a fleet to a joining worker: from the folder of a push by disk, or from another worker.
+"""Give a joining worker the weights of its fleet (a hand-over), from the folder of a `disk` push or from another
+worker.
 
-Owns: the weights that a worker writes for a hand-over, until the hand-over ends. They are in the subfolder `joins` of a
-folder that all workers can reach. Promises: pushes are identified by their ids, so a worker never gets the weights of
-an earlier run from the same folder.
+Owns: the weights that a worker writes for a hand-over, until the hand-over ends. The weights for hand-overs are in the
+subfolder `joins` of a folder that all workers can reach. Guarantees: even if the folder has weights of an earlier run,
+no worker gets them, because pushes have unique ids.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WeightFolder:
-    """A folder with pushes by disk, in which workers may also write their weights.
+    """A folder of `disk` pushes, to which workers may also write their weights.
 
-    `bases`: ids of pushes that were handed over only as the base of adapters. `without_base`: ids of pushes that have
-    only adapters and have no base in the folder. The base will not appear later, since it would be an older push.
+    `bases`: ids of pushes that workers got only as base weights for adapters. `without_base`: ids of adapter-only
+    pushes for which no push in the folder has the base weights. Missing base weights cannot appear later, because they
+    would belong to an older push.
     """
 
     path: Path
@@ -44,7 +46,7 @@ class WeightFolder:
     without_base: set[str] = field(default_factory=set, compare=False)
 
     def make(self) -> None:
-        """Create the folder. Raise ConfigError if weights cannot be written to it."""
+        """Create the folder. Raise ConfigError if weights cannot be written to the folder."""
         try:
             self.path.mkdir(PRIVATE, parents=True, exist_ok=True)
             (self.path / "joins").mkdir(exist_ok=True)
@@ -54,12 +56,14 @@ class WeightFolder:
             ) from None
 
     def find(self, push_id: str) -> Path | None:
-        """Return the complete folder of a push; None if there is none."""
+        """Return the folder of the push `push_id`; None if there is no complete push with this id."""
         named = (path for path in self._pushes() if path.name.endswith(push_id[:8]))
         return next((path for path in named if read_manifest(path).push_id == push_id), None)
 
     def find_base(self, adapters: Adapters) -> Path:
-        """Return the folder of the push with the base weights of adapters. Raise OtherBaseError if there is none."""
+        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if no push has these
+        base weights.
+        """
         for path in self._pushes():
             try:
                 if _has_base(read_manifest(path), adapters):
@@ -79,23 +83,27 @@ class WeightFolder:
         except FileNotFoundError:
             return []
         except OSError as error:
-            raise PushError(f"weights_folder: cannot read {self.path} ({error.strerror}); correct the folder") from None
+            raise PushError(
+                f"weights_folder: cannot read {self.path} ({error.strerror}); check the permissions"
+            ) from None
 
     def new(self) -> Path:
-        """Create a new folder for the weights of one worker. Raise PushError if that fails."""
+        """Create a new folder for the weights of one worker. Raise PushError if the folder cannot be created."""
         folder = self.path / "joins" / secrets.token_hex(8)
         try:
             folder.mkdir(mode=0o755, parents=True)
         except OSError as error:
             raise PushError(
-                f"weights_folder: cannot create {folder} ({error.strerror}); correct the folder or free space"
+                f"weights_folder: cannot create {folder} ({error.strerror}); check the permissions and the free space"
             ) from None
         return folder
 
 
 @dataclass(frozen=True)
 class _Only:
-    """A membership with a single member: the worker at `address`, while it is a member of `fleet`."""
+    """A membership with only one member, the worker at `address`. Once this worker has left `fleet`, the membership is
+    empty.
+    """
 
     fleet: Membership
     address: str
@@ -112,11 +120,12 @@ async def hand_over(
     fleet: Membership,
     keys: Keys,
 ) -> bool:
-    """Give a worker the weights of the fleet: the weights of a peer or, without a peer, of the noted push.
+    """Give a worker the weights of the fleet: the weights of a peer or, without a peer, the weights of the last push.
 
-    `client`: client of the joining worker, a member of `fleet`. `peer`: client of a serving worker, or None. `noted`:
-    the last push; None means the checkpoint. Return True if the worker serves these weights now. Return False if
-    nothing has them, so that the worker must wait for a push. Raise TruerollError if the hand-over fails.
+    `client`: client of the joining worker, which is a member of `fleet`. `peer`: client of a serving worker, or None.
+    `noted`: the last push; None means the weights of the checkpoint. Return True if the worker now serves the weights
+    of the fleet. Return False if no copy of the weights is left and the worker must wait for a push. Raise
+    TruerollError if the hand-over fails.
     """
     joining = _Only(fleet, client.address)
     own = await _weights(client)
@@ -130,7 +139,7 @@ async def hand_over(
     theirs = await _weights(peer)
     if theirs.push_id == own.push_id and theirs.weight_version == own.weight_version:
         return True
-    if theirs.push_id is None:  # the peer sleeps without weights, until a push brings new ones
+    if theirs.push_id is None:  # the peer has no weights until the next push
         return False
     if not await asyncio.to_thread(_push_found, joining, theirs.push_id, folder, keys):
         await _push_saved(joining, peer, folder, keys)
@@ -150,13 +159,15 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push a noted push from the folder to the worker. Return False if the folder lacks the push or its base."""
+    """Push the weights in the folder of the recorded push to the joining worker. Return False if the push is missing,
+    or if the push has only adapters and the base weights are missing.
+    """
     path = None if push_id in folder.without_base else folder.find(push_id)
     if path is None:
         return False
     try:
         _push(joining, path, folder, keys)
-    except OtherBaseError as error:  # the push has only adapters, and nothing has their base until the next push
+    except OtherBaseError as error:  # the push has only adapters, and their base is missing until the next push
         folder.without_base.add(push_id)
         log.warning("fleet: %s cannot be handed over: %s", path, error)
         return False
@@ -164,7 +175,9 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Do the same as `_push_noted`, but log errors about the folder, because a peer can write the weights instead."""
+    """Push the weights in the folder of an earlier push to the joining worker. On failure, log the error and return
+    False, so that a peer writes the weights instead.
+    """
     path = None
     try:
         path = folder.find(push_id)
@@ -172,7 +185,7 @@ def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
             return False
         _push(joining, path, folder, keys)
     except PushError as error:
-        if path is None or path.exists():  # otherwise a newer push has replaced it
+        if path is None or path.exists():  # otherwise a newer push has replaced the folder
             log.warning(
                 "fleet: cannot use the folder of push %s, so another worker writes the weights: %s", push_id, error
             )
@@ -181,15 +194,15 @@ def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFolder, keys: Keys) -> None:
-    """Let a peer write its weights into a new folder, then push them to the joining worker."""
+    """Make a peer write its weights to a new folder, then push this folder to the joining worker."""
     new = folder.new()
     try:
         await peer.ask(protocol.SaveWeights(id=protocol.new_id(), folder=str(new)))
         found = _content_of(new)
         if len(found) != 1:
             raise ConfigError(
-                f"weights_folder: the worker at {peer.address} wrote its weights, but they are not in {new} here; "
-                "give a folder that all machines share"
+                f"weights_folder: the worker at {peer.address} wrote its weights to {new}, but this machine does not "
+                "see them; give a folder that all machines share"
             )
         await asyncio.to_thread(_push, joining, found[0], folder, keys)
     finally:
@@ -197,15 +210,15 @@ async def _push_saved(joining: _Only, peer: AsyncRolloutClient, folder: WeightFo
 
 
 def _content_of(folder: Path) -> list[Path]:
-    """Return the paths in a folder. Raise PushError if it cannot be read."""
+    """Return the paths in a folder. Raise PushError if the folder cannot be read."""
     try:
         return list(folder.iterdir())
     except OSError as error:
-        raise PushError(f"weights_folder: cannot read {folder} ({error.strerror}); correct the folder") from None
+        raise PushError(f"weights_folder: cannot read {folder} ({error.strerror}); check the permissions") from None
 
 
 def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
-    """Return whether a push has exactly the base weights of adapters."""
+    """Return whether a push contains the base weights that the adapters need, by comparing checksums."""
     if manifest.adapters is not None and manifest.adapters.is_alone:
         return False
     found = [(manifest.checksums[name], value) for name, value in adapters.base or () if name in manifest.checksums]
@@ -213,8 +226,8 @@ def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
 
 
 def _push(joining: _Only, path: Path, folder: WeightFolder, keys: Keys) -> None:
-    """Push a folder to the joining worker. If it has only adapters, push their base first if the worker needs it. Call
-    this function on a thread, because the publisher blocks and imports torch.
+    """Push a folder to the joining worker. If the folder has only adapters and the worker lacks the base weights, push
+    the base weights first. Call this function on a separate thread, because the publisher blocks and imports torch.
     """
     from ..publisher.publisher import WeightPublisher
 

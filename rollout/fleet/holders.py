@@ -1,6 +1,6 @@
-"""An index from the beginnings of prompts to the workers that got them, their holders.
+"""An index from prompt prefixes to the holders of each prefix: the workers that got a prompt with this prefix.
 
-Owns: the most recently used beginnings and their holders. Does not own the contents of the workers' caches.
+Owns: the most recently used prefixes and their holders. Does not own: the contents of the workers' caches.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ Holders: TypeAlias = tuple[Worker, ...]
 
 
 class HolderIndex:
-    """The index. `capacity`: maximum number of beginnings. The `capacity // 2` most recently used are always kept."""
+    """The index. `capacity`: maximum number of prefixes. The `capacity // 2` most recently used prefixes are always
+    kept.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # The holders of each beginning: the latest beginnings in `_newer`, as many earlier ones in `_older`. Beginnings
-        # share tuples, because a container per beginning would trigger full garbage collections again and again.
+        # The holders of each prefix. `_newer` has the latest prefixes, and `_older` has earlier prefixes. Prefixes
+        # share tuples, because a container per prefix would trigger full garbage collections too often.
         self._newer: dict[int, Holders] = {}
         self._older: dict[int, Holders] = {}
 
     @property
     def beginnings(self) -> set[int]:
-        """The known beginnings."""
+        """The hashes of the known prefixes."""
         return self._newer.keys() | self._older.keys()
 
     def find(self, prompt: Sequence[int]) -> list[Holders]:
-        """Return the holders of each beginning of a prompt, up to the first unknown beginning. A holder of a beginning
-        is also a holder of all shorter ones.
+        """Return the holders of each prefix of a prompt, up to the first unknown prefix. A holder of a prefix is also a
+        holder of all shorter prefixes of the prompt.
         """
         found = []
         for beginning in prompt:
@@ -43,9 +45,9 @@ class HolderIndex:
     def add(self, prompt: Sequence[int], holders: list[Holders], known: int, worker: Worker, num_workers: int) -> None:
         """Record that a worker gets a prompt.
 
-        `prompt`: all beginnings of the prompt. `holders`: the result of `find`. `known`: number of beginnings that the
-        worker already holds. `num_workers`: size of the fleet. All beginnings of a prompt are recorded together, so a
-        beginning is never forgotten before a longer beginning of the same prompt.
+        `prompt`: hashes of all prefixes of the prompt. `holders`: the result of `find`. `known`: number of prefixes
+        that the worker already holds. `num_workers`: size of the fleet. All prefixes of a prompt are recorded together,
+        so a prefix is never forgotten before a longer prefix of the same prompt.
         """
         room = self.capacity // 2 - len(self._newer)
         if len(prompt) > room and sum(beginning not in self._newer for beginning in prompt) > room:
@@ -61,7 +63,7 @@ class HolderIndex:
             self._newer[prompt[i]] = more
 
     def remove(self, gone: Worker) -> None:
-        """Remove a worker, as its cache is gone."""
+        """Remove a worker from the holders of all prefixes."""
         for index in (self._newer, self._older):
             for beginning, holders in [(beginning, got) for beginning, got in index.items() if gone in got]:
                 index[beginning] = tuple(holder for holder in holders if holder is not gone)

@@ -1,8 +1,8 @@
-"""Retries of hand-overs, which are attempts to give a worker the weights of its fleet.
+"""Retries of weight hand-overs. A hand-over gives a joining worker the weights of its fleet.
 
-Owns: the number of failed attempts, the time of the next attempt, and the decision to give up. Does not own how weights
-are transferred (`hand_over`). Promises: each failure is logged and reported. The number of attempts for the same
-weights is bounded, and the pauses between them grow.
+Owns: the number of failed hand-overs, the time of the next attempt, and the decision to give up. Does not own: how
+weights are transferred (`hand_over`). Guarantees: each failed hand-over is logged and reported. The number of hand-over
+attempts for the same weights is bounded, and the pauses between attempts grow.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from trueroll.errors import (
 Outcome: TypeAlias = Literal["done", "waiting", "failed"]
 
 MOST_REFUSALS = 3
-"""Number of refused attempts after which the fleet gives up. The cause is the folder, its free space or its content."""
+"""Number of refused attempts after which the fleet gives up. The usual cause is a weights folder without free space or
+with invalid content.
+"""
 MOST_FAILURES = 20
-"""Number of attempts with a transient cause, such as a peer that is lost or asleep, after which the fleet gives up."""
+"""Number of transient failures after which the fleet gives up. A lost or sleeping peer causes a transient failure."""
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 _PASSING = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
 
@@ -39,11 +41,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Failures:
-    """The failed attempts since the last reset.
+    """The failed hand-overs since the last reset.
 
-    `num_refusals`: number of refused attempts. `num_passing`: number of attempts that failed for a transient cause.
-    `are_final`: whether a change of the peer's state cannot help. `pause`: seconds to wait after the next failure.
-    `due`: time of the next attempt, in monotonic seconds.
+    `num_refusals`: number of refused attempts. `num_passing`: number of hand-overs that failed for a transient cause.
+    `are_final`: True if the fleet must not try again, even if the peer's state changes. `pause`: seconds to wait after
+    the next failure. `due`: time of the next attempt, in monotonic seconds.
     """
 
     num_refusals: int = 0
@@ -62,15 +64,16 @@ class _Failures:
 
     @property
     def are_too_many(self) -> bool:
-        """Whether to give up."""
+        """Return whether to give up."""
         return self.are_final or self.num_passing >= MOST_FAILURES
 
 
 class Joining:
-    """The attempts for the worker `name` and its replacements.
+    """Attempts to give the fleet's weights to the worker `name`, or to a worker that replaces it.
 
-    `num_failures`: number of failed attempts for the worker and its replacements. `trouble`: error of the last failed
-    attempt; empty again after a success. `error`: the error that ended the attempts; None while they continue.
+    `num_failures`: number of failed hand-overs to the worker and its replacements. `trouble`: error text of the last
+    hand-over; empty if it succeeded. `error`: the error with which the fleet gave up; None while the fleet keeps
+    trying.
     """
 
     def __init__(self, name: str) -> None:
@@ -83,15 +86,15 @@ class Joining:
         self._failures = _Failures()
 
     def retry(self) -> None:
-        """Reset the counts, so that the next attempt is due at once."""
+        """Reset the counts of failures, so that the next hand-over is due at once."""
         self.error, self._failures = None, _Failures()
 
     async def attempt(self, target: object, state: object, hand_over: Callable[[], Awaitable[bool]]) -> Outcome:
-        """Make an attempt if it is due. Return `done` if the worker has the weights, `waiting` if nothing has them and
-        the worker must wait for a push, else `failed`.
+        """Try to hand over the weights if an attempt is due. Return `done` if the worker has the weights. Return
+        `waiting` if no copy of the weights is left and the worker must wait for a push. Otherwise return `failed`.
 
-        `target`: identifies the weights and the peer; a new target resets all counts. `state`: state of the peer; a new
-        state resets the count of transient causes, but not that of refusals.
+        `target`: identifies the weights and the peer; a new target resets all counts of failures. `state`: state of the
+        peer; a new state resets the count of transient failures, but not the count of refused attempts.
         """
         if target != self._target:
             self.retry()

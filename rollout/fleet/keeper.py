@@ -1,8 +1,8 @@
-"""Keep a worker running in each slot of a fleet, and give it the weights that the other workers serve.
+"""Keep a worker running in each slot of a fleet, and give each worker the weights that the other workers serve.
 
-Owns: no lasting state; a slot has the state of its worker. Promises: a worker that ends, hangs or fails is replaced:
-the first time soon, later after growing pauses if its replacements do not last. A worker serves only once it has the
-weights that the others serve.
+This module owns no state: each slot holds the state of its worker. Guarantees: a worker that ends, hangs or fails is
+replaced. The first replacement starts soon. If replacements keep failing, the pauses between replacements grow. A
+worker serves only once it has the weights that the other workers serve.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from .slots import Slot, Slots
 LOOK_SECONDS = 0.5
 FIRST_PAUSE, MOST_PAUSE = 0.5, 30.0
 STEADY_SECONDS = 60.0
-"""A worker that ran for at least this long is replaced after `FIRST_PAUSE`. Otherwise the pause doubles each time."""
+"""A worker that ran for longer than this is replaced after `FIRST_PAUSE`. The pause doubles each time a worker runs for
+a shorter time.
+"""
 _HOPELESS = (ConfigError, ModelError)
 
 log = logging.getLogger(__name__)
 
 
 class Keeper:
-    """Keeps a worker, started by `launcher`, running in each of `slots`. `weights`: the weights of the fleet."""
+    """Keep a worker running in each of `slots`. `launcher`: starts workers. `weights`: the weights of the fleet."""
 
     def __init__(self, slots: Slots, launcher: Launcher, weights: FleetWeights, config: FleetConfig) -> None:
         self._slots = slots
@@ -41,7 +43,9 @@ class Keeper:
         self._hang_seconds = config.hang_seconds
 
     async def keep(self, slot: Slot) -> None:
-        """Keep a worker in this slot, and replace it whenever it is lost, until the slot leaves."""
+        """Keep a worker in this slot, and replace the worker whenever it is lost, until the slot is removed from the
+        fleet.
+        """
         pause = FIRST_PAUSE
         while True:
             while slot.num_starts and self._slots.are_asleep:
@@ -76,7 +80,7 @@ class Keeper:
         return health
 
     async def _serve(self, slot: Slot) -> None:
-        """Start a worker and let it serve. Raise TruerollError when it ends."""
+        """Start a worker and let it serve. Raise TruerollError when the worker ends."""
         slot.num_starts += 1
         worker = slot.worker = await self._launcher.launch(slot.name)
         health = await self.look(worker)
@@ -96,8 +100,8 @@ class Keeper:
             await asyncio.gather(ended, served, return_exceptions=True)
 
     def _note(self, slot: Slot, error: Exception, seconds: float) -> None:
-        """Log why a worker ended after `seconds`. If it was the first worker of the slot, and a replacement would also
-        fail, store the error for `scale` to raise.
+        """Log why a worker ended. `seconds`: how long the worker ran. If the first worker of a slot failed, and a
+        replacement would also fail, store the error for `scale` to raise.
         """
         is_first = slot.num_starts == 1 and slot.member is None
         if isinstance(error, TruerollError):
@@ -111,7 +115,7 @@ class Keeper:
             slot.first_error = ConfigError(f"fleet: Ray refuses these settings: {said(error)}; correct them")
 
     async def _watch(self, slot: Slot, worker: RunningWorker) -> None:
-        """Let a worker join, and check its health until it is lost. Raise TruerollError then."""
+        """Let a worker join, then check its health repeatedly. Raise TruerollError when the worker is lost."""
         while True:
             if not worker.is_serving and not slot.is_leaving:
                 await self._join(slot, worker)
@@ -124,11 +128,12 @@ class Keeper:
                 self._slots.stand(slot, "joining")
 
     async def _join(self, slot: Slot, worker: RunningWorker) -> None:
-        """Give a worker the weights of the others, and let it serve. If nothing has these weights, wait for a push.
+        """Give a worker the weights of the other workers, then let it serve. If no copy of the weights is left, wait
+        for a push.
 
-        The worker is marked as serving before its weights are compared once more. So a push that ends later includes
-        the worker, and the comparison notices a push that ended before. A worker that is told to leave in the meantime
-        does not join.
+        The worker is first marked as serving, and then its weights are compared with the weights of the peer. A push
+        that ends after the worker was marked as serving includes the worker. The comparison of weights detects a push
+        that ended earlier. If the slot is removed from the fleet meanwhile, the worker does not join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

@@ -1,6 +1,6 @@
-"""The workers of a fleet as a client knows them: the members, a client for each, and the last health report of each.
+"""A client's view of the workers of a fleet: the members, with a client and the last health report of each member.
 
-Owns: the clients of the workers, until they are disconnected. Does not own when a worker's health is checked, nor
+Owns: the clients of the workers, until they are disconnected. Does not own: when a worker's health is checked, or
 whether a worker gets requests (`WorkerPool`).
 """
 
@@ -23,12 +23,14 @@ _ENDING: frozenset[State] = frozenset({"draining", "failed"})
 class Link:
     """A worker, its client, and its last health report.
 
-    - `health`: the last report; None before the first
+    - `health`: the last report; None before the first report
     - `is_silent`: the worker did not answer the last health check or request
     - `is_gone`: the worker is no longer a member, and its client is closed
-    - `is_refusing`: the worker refused a request because of its state, and has not reported since that it is ready
+    - `is_refusing`: the worker refused a request because of the worker's state, and has not reported since then that it
+      is ready
     - `num_looks`: number of answered health checks
-    - `has_refused`: since the last health check the worker has refused a request although its state permits requests
+    - `has_refused`: the worker has refused a request since the last health check, although the worker's state permits
+      requests
     """
 
     member: Member
@@ -42,28 +44,30 @@ class Link:
 
     @property
     def key(self) -> str:
-        """Identifier of the worker's process among all processes that have been in the fleet."""
+        """Identifier of the worker's process, built from name, incarnation and address."""
         return self.member.key
 
     @property
     def version(self) -> int:
-        """The weight version of the last report; 0 if there is none."""
+        """The weight version in the last health report; 0 before the first report."""
         return (self.health and self.health.weight_version) or 0
 
     @property
     def is_able(self) -> bool:
-        """Whether the worker answers, has the fleet's weights, and can take requests now or later."""
+        """Return whether the worker answers, has the fleet's weights, and can take requests now or later."""
         is_there = self.member.standing == "serving" and not self.is_silent
         return is_there and self.health is not None and self.health.state in _READY | _HELD
 
     @property
     def is_ready(self) -> bool:
-        """Whether the worker's state lets it begin requests now."""
+        """Return whether the worker can begin requests in its current state."""
         return self.health is not None and self.health.state in _READY
 
     @property
     def is_ending(self) -> bool:
-        """Whether the worker is gone or about to exit. Then it may abort samples that no caller has aborted."""
+        """Return whether the worker is gone or about to exit. A worker that is about to exit may abort samples that no
+        caller has aborted.
+        """
         return self.is_gone or self.is_silent or (self.health is not None and self.health.state in _ENDING)
 
     @property

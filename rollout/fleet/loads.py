@@ -1,7 +1,7 @@
 """The load and the measured speed of each worker of a fleet.
 
-Owns: the workers that groups are placed on, their loads and speeds, and the sums over all workers. Does not own the
-choice of a worker for a group (`Placement`).
+Owns: the list of workers, the load and speed of each worker, and the sums over all workers. Does not own: the choice of
+a worker for a group (`Placement`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import numpy as np
 import xxhash
 
 _MEMORY = 1 - 1 / 64
-"""Factor by which each new measurement scales down the older ones, so that about the last 64 groups count."""
+"""Decay factor of older measurements at each new measurement. About the last 64 groups determine the speed."""
 _PRIOR = 8.0
-"""Number of imaginary groups at the fleet's speed that are added to each worker's measurements."""
+"""Number of virtual groups at the fleet's speed that are added to the measurements of each worker."""
 _SLOWEST, _FASTEST = 0.05, 20.0
-_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd: the high bits of a product with it depend on all bits of a key
+_FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd, so that the high bits of a product depend on all bits of a key
 
 
 @dataclass(eq=False, slots=True)
 class Worker:
     """A worker on which groups are placed.
 
-    - `position`: index among all workers; -1 if the worker is new or gone
+    - `position`: index in `Rows.workers`; -1 if the worker is new or was removed
     - `load`: total cost of the `count` groups in flight
-    - `done`, `busy`: cost of the finished groups, and seconds with groups in flight, both with decay
+    - `done`, `busy`: cost of the finished groups, and seconds with groups in flight; older values count less in both
     - `since`: the time up to which `busy` is counted
-    - `speed`: speed relative to the fleet's speed
+    - `speed`: speed relative to the average speed of the fleet
     - `pressure`: load divided by speed
     - `alone`: a tuple of only this worker
     """
@@ -63,18 +63,22 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """Return a hash of `key` with each worker, uint64 [num_workers]. The next call overwrites the array."""
+        """Return a hash of `key` for each worker, uint64 [num_workers]. The next call of this method overwrites the
+        array.
+        """
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)
 
     def idlest(self, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure outside `avoid`; None if there is none."""
+        """Return the worker with the least pressure among the workers not in `avoid`; None if all are in `avoid`."""
         places = self.pressure.argsort(kind="stable") if avoid else [self.pressure.argmin()]
         return next((worker for place in places if (worker := self.workers[place]).name not in avoid), None)
 
 
 class Loads:
-    """The loads of all workers. `workers`: the workers by name. `rows`: the result of the last call of `gather`."""
+    """The loads of all workers. `workers`: the workers by name. `rows`: the array that the last call of `gather`
+    returned.
+    """
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
@@ -83,7 +87,7 @@ class Loads:
         self._done, self._busy = 0.0, 0.0  # of all workers
 
     def add(self, name: str) -> None:
-        """Add a worker. A lost worker may return under its name."""
+        """Add a worker. A lost worker may be added again with the same name."""
         if name in self.workers:
             raise ValueError(f"worker {name!r} is already in the fleet")
         self.workers[name] = Worker(name, xxhash.xxh3_64_intdigest(name.encode()))
@@ -99,7 +103,7 @@ class Loads:
         return gone
 
     def gather(self) -> Rows:
-        """Return the rows of all workers. They are rebuilt if workers were added or removed."""
+        """Return the rows of all workers. The rows are rebuilt if workers were added or removed."""
         if self._is_stale:
             self.rows, self._is_stale = Rows(self.workers.values()), False
         return self.rows
@@ -111,7 +115,7 @@ class Loads:
         self._change(worker, 1, cost)
 
     def end(self, worker: Worker, cost: float) -> None:
-        """Take a group off the load of a worker."""
+        """Subtract a group from the load of a worker."""
         self._change(worker, -1, -cost)
 
     def measure(self, worker: Worker, cost: float, now: float) -> None:

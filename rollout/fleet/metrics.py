@@ -1,7 +1,8 @@
-"""Metrics of a whole fleet in one scrape: the metrics of each worker, with the label `worker`, and the fleet's own.
+"""Metrics of a whole fleet in one scrape: the metrics of each worker, with the label `worker`, and the metrics of the
+fleet.
 
-docs/operations.md describes a worker's metrics, and docs/fleet.md describes the fleet's own. A test compares both pages
-with the code.
+docs/operations.md describes the metrics of a worker, and docs/fleet.md describes the metrics of a fleet. A test checks
+that both files in `docs` match the code.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ..monitoring.metrics import WorkerMetrics
 @dataclass(frozen=True)
 class WorkerReport:
     """The state of a worker for metrics. `standing`: None while the worker starts. `health`, `stats`: None before the
-    first report. `restarts`: number of replacements. `failed_hand_overs`: number of failed attempts to get the fleet's
-    weights.
+    first report. `restarts`: number of replacements. `failed_hand_overs`: number of failed attempts to give the worker
+    the fleet's weights.
     """
 
     standing: Standing | None

@@ -1,7 +1,7 @@
-"""The in-flight requests of a fleet's client, and the watch for stragglers among them.
+"""The in-flight requests of a fleet's client, and the task that finds slow requests (stragglers).
 
-Owns: the ids in use, and the task that sends stragglers to a second worker. Does not own how a request ends
-(`FleetRequest`).
+Owns: the ids of requests in flight, and the task that sends slow requests (stragglers) to a second worker. Does not own
+how a request ends (`FleetRequest`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ WATCH_SECONDS = 0.25
 
 
 class OpenRequests:
-    """The requests in flight. `straggler_seconds`: a request that takes longer than this, and much longer than other
-    requests, is sent to a second worker as well; None disables that. `num_asked_twice`: number of such requests.
+    """The requests in flight. `straggler_seconds`: a request is also sent to a second worker if it takes longer than
+    `straggler_seconds` and much longer than other requests. None disables second workers. `num_asked_twice`: number of
+    requests that were sent to a second worker.
     """
 
     def __init__(self, straggler_seconds: float | None) -> None:
@@ -46,7 +47,7 @@ class OpenRequests:
                 raise InvalidRequestError(text, field="request_ids", value=id)
 
     def begin(self, id: str, request: FleetRequest) -> asyncio.Task[None]:
-        """Run a request in a task, and return the task. The request counts as in flight until `end`."""
+        """Run a request in a task, and return the task. The request is in flight until `end` is called."""
         if self._watch is None and self._straggler_seconds is not None:
             self._watch = asyncio.create_task(self._watch_stragglers(self._straggler_seconds))
         self._requests[id] = request
@@ -58,7 +59,7 @@ class OpenRequests:
             self._requests.pop(id, None)
 
     def close(self) -> None:
-        """End all requests with an error, and stop the watch."""
+        """End all requests with an error, and stop looking for stragglers."""
         if self._watch is not None:
             self._watch.cancel()
         for request in [*self._requests.values()]:

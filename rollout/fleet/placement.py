@@ -2,30 +2,36 @@
 
 | owned here                                                | owned elsewhere                                  |
 |-----------------------------------------------------------|--------------------------------------------------|
-| the holders of each beginning of a prompt (`HolderIndex`) | the contents of workers' caches (`engine.cache`) |
+| the holders of each prefix of a prompt (`HolderIndex`)    | the contents of workers' caches (`engine.cache`) |
 | the load and the speed of each worker (`Loads`)           | when groups are sent, aborted and repeated       |
 | the list of workers (`Loads`)                             | which workers are alive, and their weights       |
 
-A holder of a beginning is a worker that got a prompt with this beginning. All samples of a group go to one worker, a
-holder of the longest known beginning of its prompt. So prompts with a common beginning, and later turns of a
-conversation, find their prefix in the worker's cache. If no beginning of the prompt is known, the candidates are the
-two workers that rank highest for the prompt by rendezvous hashing (Thaler, Ravishankar 1998), and the less loaded
-candidate gets the group. Thus independent clients choose between the same two workers, and a worker that joins or
-leaves does not change the order of the others. The same rule applies to a beginning that more than half the fleet
-holds, because it favors no particular worker.
+A holder of a prefix is a worker that got a prompt with this prefix. All samples of a group are placed on one worker: a
+holder of the longest known prefix of the prompt. So prompts with a common prefix, and later turns of a conversation,
+find their prefix in the worker's cache.
 
-A worker is full, and gets no more groups, while its load is at least `1 + SLACK` times its share of the total load
-(Mirrokni, Thorup, Zadimoghaddam 2018), unless all other workers must be avoided. Shares are proportional to the
-measured speeds of the workers. If all holders of the longest known beginning are full, holders of shorter beginnings
-are tried, and then workers by rank. So a popular beginning spreads over as many workers as its load needs. If a
-beginning has several holders, only a few of them are compared, and the least loaded gets the group (the power of two
-choices: Mitzenmacher 2001).
+If no prefix of the prompt is known, workers are ranked for the prompt by rendezvous hashing (Thaler, Ravishankar 1998).
+The less loaded of the two highest-ranked workers gets the group. So independent clients choose between the same two
+workers. When a worker joins or leaves, the order of the other workers does not change. Prefixes that more than half the
+fleet holds are treated as unknown, because they favor no particular worker.
 
-Promises: placement changes no bit of any sample. The same calls give the same placements in any process. A removed
-worker gets no groups. A worker is always chosen unless all must be avoided. The cost of placing a group does not depend
-on the number of groups in flight. The index remembers at most `capacity` prompt prefixes. The cost of adding or
-removing a worker grows with the number of workers. The cost of removing a worker also grows with the number of known
-beginnings.
+A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
+Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets no groups, unless
+all other workers must be avoided. If all holders of the longest known prefix are full, holders of shorter prefixes are
+tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as their load needs. If a
+prefix has several holders, only a few holders are compared. The least loaded of the compared holders gets the group
+(the power of two choices: Mitzenmacher 2001).
+
+Guarantees:
+
+- Placement does not change the bits of any sample.
+- The same sequence of calls gives the same placements in any process.
+- A removed worker gets no groups.
+- A worker is always chosen, unless all workers must be avoided.
+- The cost of placing a group does not depend on the number of groups in flight.
+- The index remembers at most `capacity` prompt prefixes.
+- The cost of adding or removing a worker grows with the number of workers. The cost of removing a worker also grows
+  with the number of known prefixes.
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ from .loads import Loads, Worker
 SLACK = 0.25
 """Fraction by which the load of a worker may exceed its share when the worker gets a group."""
 PIECE = 64
-"""Number of tokens in each of the first pieces. Prompts are compared piece by piece."""
+"""Number of tokens in each of the first 16 pieces of a prompt. Prompts are compared piece by piece."""
 _PIECES_OF_A_SIZE = 16
 _LONGEST_PROMPT = 2**31
 _CHOICES = 4
@@ -66,12 +72,13 @@ _ENDS = _piece_ends()
 def beginnings(
     prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
 ) -> list[int]:
-    """Return a 64-bit hash of each beginning of a prompt that ends with a whole piece, shortest first.
+    """Return a 64-bit hash of each prefix of a prompt, the shortest prefix first. Only prefixes of whole pieces are
+    hashed.
 
-    The first 16 pieces have `PIECE` tokens each. After every 16 pieces the size doubles, so that even long prompts have
-    few pieces. A prompt shorter than one piece counts as a piece, so there is at least one hash. `prompt_token_ids`:
-    int32 [prompt_len]. Prompts with different salts have no beginning in common. Pieces are equal only if the content
-    of `spans` in them is equal, too.
+    The first 16 pieces have `PIECE` tokens each. After every 16 pieces, the piece size doubles, so that even long
+    prompts have few pieces. For a prompt shorter than one piece, the whole prompt is the only prefix.
+    `prompt_token_ids`: int32 [prompt_len]. Prompts with different salts have no common prefix. Two pieces are equal
+    only if the content of `spans` within these pieces is also equal.
     """
     content, count = prompt_token_ids.tobytes(), bisect_right(_ENDS, len(prompt_token_ids)) - 1
     last = 0 if cache_salt is None else xxhash.xxh3_64_intdigest(cache_salt.encode(), 1)
@@ -87,7 +94,7 @@ def beginnings(
 
 @dataclass(eq=False, slots=True)
 class Placed:
-    """A group in flight on a worker, until `finish` or `withdraw`."""
+    """A group that is in flight on a worker, until `finish` or `withdraw` is called."""
 
     _worker: Worker
     cost: float
@@ -99,12 +106,12 @@ class Placed:
 
 
 class Placement:
-    """Places groups on the workers of a fleet. There are no workers at first.
+    """Places groups on the workers of a fleet. A new object has no workers.
 
-    - `capacity`: maximum number of known beginnings, at least 2; the `capacity // 2` most recently used are always
-      kept. A good value is the number of pieces that fit into the caches of all workers.
-    - `free_load`: a worker with less load than this is never full, even if the others are idle. A good value is the
-      load that a worker computes in parallel.
+    - `capacity`: maximum number of known prefixes, at least 2; the `capacity // 2` most recently used prefixes are
+      always kept. A good value is the number of pieces that fit into the caches of all workers.
+    - `free_load`: a worker with less load than this is never full, even if the other workers are idle. A good value is
+      the load that a worker can compute in parallel.
 
     Times are in seconds of any monotonic clock.
     """
@@ -116,7 +123,7 @@ class Placement:
 
     @property
     def num_remembered(self) -> int:
-        """Number of known beginnings."""
+        """Number of known prefixes."""
         return len(self._index.beginnings)
 
     def load(self, worker: str) -> float:
@@ -128,22 +135,23 @@ class Placement:
         return self._loads.workers[worker].speed
 
     def add(self, worker: str) -> None:
-        """Add a worker with an empty cache. A lost worker may return under its name."""
+        """Add a worker with an empty cache. A lost worker may be added again with the same name."""
         self._loads.add(worker)
 
     def remove(self, worker: str) -> None:
-        """Remove a worker, as its cache is gone. The caller must place its groups again."""
+        """Remove a worker, and forget the prefixes in its cache. The caller must place the worker's groups again."""
         self._index.remove(self._loads.remove(worker))
 
     def forget(self) -> None:
-        """Forget all beginnings. Call it after a push of weights."""
+        """Forget all beginnings. Call this method after a push of weights."""
         self._index.clear()
 
     def place(self, prompt: Sequence[int], now: float, cost: float = 1.0, avoid: Collection[str] = ()) -> Placed | None:
-        """Choose a worker for a group and add the group to its load. Return None if there is no worker outside `avoid`.
+        """Choose a worker for a group, and add the group to the worker's load. Return None if all workers are in
+        `avoid`.
 
-        `prompt`: the `beginnings` of the group's prompt. `cost`: amount of work, in any unit that is the same for all
-        groups.
+        `prompt`: hashes of the prompt's prefixes, from `beginnings`. `cost`: amount of work, in any unit that is the
+        same for all groups.
         """
         rows = self._loads.gather()
         prompt = prompt[: self._index.capacity // 2]
@@ -158,20 +166,20 @@ class Placement:
         return Placed(worker, cost)
 
     def finish(self, placed: Placed, now: float) -> None:
-        """Take a finished group off its worker's load, and update the worker's speed."""
+        """Subtract a finished group from its worker's load, and update the worker's speed."""
         self._loads.measure(placed._worker, placed.cost, now)
         self._loads.end(placed._worker, placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """Take a group that was aborted, refused or lost off its worker's load."""
+        """Subtract a group that was aborted, refused or lost from its worker's load."""
         self._loads.end(placed._worker, placed.cost)
 
     def _holding(
         self, holders: list[Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[Worker | None, int]:
-        """Return a worker that is not full and holds the longest possible beginning, and how many beginnings of the
-        prompt it holds; None and 0 if there is no such worker. Beginnings that more than half the fleet holds do not
-        count.
+        """Among the workers that are not full, find a holder of the longest prefix. Return the worker, and the number
+        of the prompt's prefixes that it holds; (None, 0) if no such worker holds a prefix. Skip prefixes that more than
+        half the fleet holds.
         """
         start, looked_at = _next(prompt, holders), 0
         for known in range(len(holders), 0, -1):
@@ -185,8 +193,8 @@ class Placement:
         return None, 0
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Return the worker with the least pressure among a few holders from position `start` on; None if all of them
-        are full or must be avoided.
+        """Among a few holders, starting at position `start`, return the worker with the least pressure. Return None if
+        all these holders are full or must be avoided.
         """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):
@@ -196,8 +204,8 @@ class Placement:
         return found
 
     def _ranked(self, key: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Return the less loaded of the two workers that rank highest for a key and are not full. If the highest-ranked
-        workers are all full, return the least loaded worker of the fleet.
+        """Among the workers that are not full, find the two workers that rank highest for a key. Return the less loaded
+        of the two workers. If the highest-ranked workers are all full, return the least loaded worker of the fleet.
         """
         rows = self._loads.rows
         if not rows.workers:
@@ -219,5 +227,5 @@ class Placement:
 
 
 def _next(prompt: Sequence[int], holders: list[Holders]) -> int:
-    """Return the first unknown beginning of a prompt, or the last beginning if all are known."""
+    """Return the first unknown prefix of a prompt, or the longest prefix if all prefixes are known."""
     return prompt[min(len(holders), len(prompt) - 1)]

@@ -1,8 +1,8 @@
-"""Control access to Ray: the folder, the token and the ports of a local cluster; the token of any other cluster.
+"""Control access to Ray: the folder, token and ports of a local cluster, and the token check for any other cluster.
 
-Owns: the folder of a local cluster. Promises: all files that Ray writes for a local cluster are in a folder of mode
-0700. Its ports listen on loopback only, and each port asks for a token. The token is in a file of mode 0600 in that
-folder.
+Owns: the folder of a local cluster. Guarantees: all files that Ray writes for a local cluster are in a folder of mode
+0700. The ports of a local cluster listen on loopback only, and each port requires a token. The token is in a file of
+mode 0600 in the same folder.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 class LocalAccess:
-    """The private folder of a local cluster, and the environment that keeps other users out of the cluster.
+    """The private folder of a local cluster, and the environment variables that keep other users out of the cluster.
 
-    `temp_dir`: value of `_temp_dir` for `ray.init`. It is a subfolder of the private folder, because Ray changes the
-    mode of its own folder to 0777. `token_file`: file with the token of the cluster. `address`: address of the cluster;
-    None until it runs.
+    `temp_dir`: value of `_temp_dir` for `ray.init`, a subfolder of the private folder. Ray changes the mode of the
+    subfolder to 0777. `token_file`: file with the token of the cluster. `address`: address of the cluster; None until
+    it runs.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class LocalAccess:
 
     @contextmanager
     def environment(self) -> Iterator[None]:
-        """Context manager that sets the environment for `ray.init` and for the Ray processes that it starts.
+        """Context manager that sets environment variables for `ray.init` and for the processes that Ray starts.
 
-        Ray gives a local cluster the IP of the machine, whatever `_node_ip_address` says. If clusters of several
-        machines are disabled, Ray uses 127.0.0.1 instead and binds its ports to it. The port of the autoscaler's
-        metrics asks for no token, so it gets a port number that cannot be opened.
+        By default, Ray gives a local cluster the IP of the machine, and ignores `_node_ip_address`. If multi-machine
+        clusters are disabled, Ray binds its ports to 127.0.0.1 instead. The port for the autoscaler's metrics does not
+        require a token, so the port is set to a number that no process can open.
         """
         from ray._private import ray_constants
 
@@ -84,7 +84,7 @@ class LocalAccess:
                 _set_variable(name, value)
 
     def keep_folder(self) -> None:
-        """Never remove the folder, so that the logs in it can be read."""
+        """Never remove the folder, so that Ray's logs can still be read."""
         self._removal.detach()
 
     def remove_folder(self) -> None:
@@ -93,7 +93,7 @@ class LocalAccess:
 
 
 def _make_folder() -> Path:
-    """Create a folder of mode 0700. It is in /tmp if paths of Ray's sockets would be too long in the default folder."""
+    """Create a folder of mode 0700. Use /tmp if Ray's socket paths would be too long in the default folder."""
     name = f"trueroll-ray-{secrets.token_hex(4)}"
     parents = (Path(tempfile.gettempdir()), Path("/tmp"))
     fitting = [parent for parent in parents if len(bytes(parent / name / "ray" / _SOCKET)) <= MOST_SOCKET_BYTES]
@@ -109,12 +109,12 @@ def _set_variable(name: str, value: str | None) -> None:
 
 
 def read_token_again() -> None:
-    """Make Ray read from the environment again what its token is and whether it uses one."""
+    """Make Ray read its token settings from the environment again."""
     from ray import _raylet
 
     raylet: Any = _raylet  # compiled, without types
     if not hasattr(raylet, "Config") or not hasattr(raylet, "AuthenticationTokenLoader"):
-        raise ConfigError("ray: the installed version cannot be given a token; install 'trueroll[ray]'")
+        raise ConfigError("ray: the installed version does not allow setting a token; install 'trueroll[ray]'")
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 
@@ -125,9 +125,9 @@ def is_loopback(ip: str) -> bool:
 
 
 def asks_for_token(address: str) -> bool:
-    """Return whether the cluster at `address` refuses a process without a token, which a child process tries. With
-    `auto`, try the cluster that Ray finds. Raise ConfigError if there is no clear answer, for example because there is
-    no cluster.
+    """Return whether the cluster at `address` requires a token. The check runs in a child process, which tries to
+    connect without a token. `auto` means the cluster that Ray finds. Raise ConfigError if it is unclear whether a token
+    is required, for example because no cluster runs.
     """
     where = [] if address == "auto" else ["--address", address]
     environment = {name: value for name, value in os.environ.items() if name not in _TOKEN_VARIABLES}
@@ -144,12 +144,15 @@ def asks_for_token(address: str) -> bool:
     if "AuthenticationError" in done.stderr:
         return True
     told = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
-    raise ConfigError(f"ray: no answer from the cluster at {address}: {told:.200}; start one, or leave the address out")
+    raise ConfigError(
+        f"ray: no answer from the cluster at {address}: {told:.200}; start a cluster, or leave the address out"
+    )
 
 
 def reachable_ip(node_ip: str) -> str:
-    """Return the IP at which other machines can reach this machine: `node_ip`, the IP that Ray has for this node. If
-    that is a loopback IP, return the IP of the interface with the default route, or `node_ip` if there is no route.
+    """Return the IP address at which other machines can reach this machine. Return `node_ip`, the IP address that Ray
+    has for this node. If `node_ip` is a loopback address, return the address of the network interface with the default
+    route. Without a default route, return `node_ip`.
     """
     if not is_loopback(node_ip):
         return node_ip

@@ -1,9 +1,9 @@
-"""The use of Ray: a cluster to run on, and one actor per worker, which runs the worker's process.
+"""The use of Ray: a cluster, and one actor per worker that runs the worker's process.
 
-Owns: the connection to the cluster, and the cluster itself if this process started it. Only a worker's settings, its
-address, its process ids and its error or exit go through Ray. A worker ends when its actor ends, even if the actor was
-killed, because the worker reads from a pipe of the actor. A cluster that asks for no token is joined only if the
-settings permit it.
+Owns: the connection to the cluster, and the cluster itself if this process started it. Through Ray, only a worker's
+settings, address, process ids, error and exit code are transferred. A worker ends when its actor ends, even if the
+actor is killed, because the worker reads from a pipe that the actor holds open. A cluster that does not require a token
+is joined only if the settings permit it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _RAYLET = "RAY_RAYLET_PID"
 
 @contextmanager
 def _outliving_its_raylet() -> Iterator[None]:
-    """Context manager for the import of Ray. It keeps Ray from ending this process together with its raylet.
+    """Context manager in which to import Ray, so that Ray does not end this process when a raylet ends.
 
-    When it is imported, Ray reads from an environment variable which process this process must end with; for Ray's own
-    worker processes that is the raylet. If the variable is unset and the parent is process 1, Ray takes the process for
-    an orphan and ends it with its raylet. That would happen to a fleet that a service manager has started. So the
-    variable is set to this process's own id.
+    On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
+    the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
+    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. If a
+    service manager starts the fleet, Ray would treat the fleet as such an orphan. So the variable is set to the id of
+    this process.
     """
     if _RAYLET in os.environ:
         yield
@@ -58,11 +59,13 @@ with _outliving_its_raylet():
     from ray.exceptions import RayError
 
 OBJECT_STORE_BYTES = 80 * 2**20
-"""Size of the object store: the minimum that Ray accepts, because nothing goes through it."""
+"""Size of the object store: the minimum that Ray accepts, because trueroll does not use the store."""
 LOCAL_CPUS = 1024
 """Number of CPUs that a local cluster claims to have, so that Ray does not limit the number of workers."""
 STARTS = 4
-"""Maximum number of attempts to start a local cluster. Ray gives each only 30 s, too little on a busy machine."""
+"""Maximum number of attempts to start a local cluster. Ray limits each attempt to 30 s, which is too short on a busy
+machine.
+"""
 END_SECONDS = 10.0
 """Time to wait for killed processes to end. A process that waits for a device may take longer."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -75,11 +78,11 @@ _local: LocalAccess | None = None
 
 
 class Cluster:
-    """A connection to a Ray cluster. If this process is already connected to a cluster, that one is used.
+    """A connection to a Ray cluster. If this process is already connected to a cluster, that cluster is used.
 
-    `address`: address of a cluster to join, or `auto` for the one on this machine; None starts a local cluster.
-    `without_authentication`: join a cluster that asks for no token, with a warning; otherwise such a cluster raises
-    ConfigError.
+    `address`: address of a cluster to join, or `auto` for the cluster on this machine; None starts a local cluster.
+    `without_authentication`: True joins a cluster that does not require a token, and logs a warning. False raises
+    ConfigError for a cluster that does not require a token.
     """
 
     def __init__(self, address: str | None, without_authentication: bool = False) -> None:
@@ -88,8 +91,9 @@ class Cluster:
         self._is_closed = False
         self._is_reconnecting = False
         self._lock = threading.Lock()
-        # The kernel ends Ray's processes when the thread that started them ends, so Ray is started on a thread that
-        # lasts. A call on the main thread starts Ray there, since only there can Ray install its handler for SIGTERM.
+        # The kernel ends Ray's processes when the thread that started them ends. So Ray is started on a long-lived
+        # thread. A call on the main thread starts Ray directly, because Ray can install its SIGTERM handler only on
+        # this thread.
         self._starter = ThreadPoolExecutor(1, "ray")
         self._is_own = not ray.is_initialized()
         if self._is_own:
@@ -110,7 +114,7 @@ class Cluster:
         except Exception as error:  # Ray has no specific exception for a cluster that cannot be joined
             _shut_down()
             raise ConfigError(
-                f"fleet: cannot join a Ray cluster at {address}: {error}; start one, or leave ray_address out"
+                f"fleet: cannot join a Ray cluster at {address}: {error}; start a cluster, or leave ray_address out"
             ) from None
 
     def _check_authentication(self, address: str) -> None:
@@ -160,7 +164,7 @@ class Cluster:
 
     @property
     def local(self) -> LocalAccess | None:
-        """Access to the local cluster that this process has started; None if it uses another cluster."""
+        """Access to the local cluster that this process has started; None if the process uses another cluster."""
         return _local
 
     def _call_init(self, **fields: Any) -> None:
@@ -173,8 +177,9 @@ class Cluster:
 
     @property
     def is_there(self) -> bool:
-        """Whether Ray may be called. Without a cluster, any call of Ray would start one. The value changes only on the
-        event loop that runs `reconnect`, or if other code in this process shuts Ray down.
+        """Return whether Ray may be called. Without a connection to a cluster, any call of Ray would start a cluster.
+        The result changes only on the event loop that runs `reconnect`, or when other code in this process shuts Ray
+        down.
         """
         return not self._is_reconnecting and ray.is_initialized()
 
@@ -193,8 +198,8 @@ class Cluster:
             return False
 
     async def reconnect(self) -> None:
-        """Join the cluster again after the node was lost, or start another local cluster. Raise ConfigError if that
-        fails.
+        """Join the cluster again after the node was lost, or start another local cluster. Raise ConfigError if Ray
+        cannot connect.
         """
         self._is_reconnecting = True
         await asyncio.to_thread(self._reconnect)
@@ -209,7 +214,7 @@ class Cluster:
             self._connect()
 
     def close(self) -> None:
-        """Leave the cluster, or end it if it is local. Stay in a cluster that other code in this process has joined."""
+        """Leave the cluster, or end a local cluster. Keep a connection that other code in this process opened."""
         with self._lock:
             self._is_closed = True
             if self._is_own:
@@ -219,10 +224,10 @@ class Cluster:
 
 @contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Context manager that restores the action of SIGTERM. Ray makes SIGTERM end the process at once, and Python can
-    change signal handlers only in the main thread.
+    """Context manager that restores the handler of SIGTERM on exit. Ray makes SIGTERM end the process at once. Python
+    can change signal handlers only in the main thread.
     """
-    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a sigaction; Python does not know its size
+    libc, action = ctypes.CDLL(None), ctypes.create_string_buffer(1024)  # a C struct sigaction, of unknown size
     libc.sigaction(signal.SIGTERM, None, action)
     try:
         yield
@@ -231,7 +236,7 @@ def _keeping_sigterm() -> Iterator[None]:
 
 
 def _shut_down() -> None:
-    """Leave the cluster. End a local one, and remove its folder."""
+    """Leave the cluster. End a local cluster, and remove its folder."""
     global _local
     started = [process for child in _children_of_ray() for process in (child, *_children(child))] if _local else []
     with _keeping_sigterm():
@@ -291,8 +296,9 @@ class WorkerActor:
         self._actor: Any = ray.remote(_Runner).options(**options, scheduling_strategy="SPREAD").remote()
 
     async def start(self, settings: Mapping[str, Any], startup_timeout: float, socket: Path) -> str:
-        """Start the worker and return its address, which is an ipc address at `socket` if there are no keys. Wait until
-        the cluster has room. Raise the worker's error if it cannot run, and WorkerLostError if the actor dies.
+        """Wait until the cluster has room, start the worker, and return its address. Without keys, the address is an
+        ipc address at `socket`. If the worker cannot run, raise the worker's error. If the actor dies, raise
+        WorkerLostError.
         """
         here = _BOOT_ID.read_text(), str(socket)
         outcome = await self._ask("start", dict(settings), startup_timeout, *here)
@@ -301,7 +307,7 @@ class WorkerActor:
         return outcome["address"]
 
     async def ended(self) -> str:
-        """Wait until the worker or the actor has ended. Return how it ended, as text."""
+        """Wait until the worker or the actor has ended. Return a text that says how the worker or the actor ended."""
         try:
             return f"ended with exit code {await self._ask('wait')}"
         except WorkerLostError as error:
@@ -319,7 +325,7 @@ class WorkerActor:
         self.kill()
 
     def kill(self) -> None:
-        """End the actor at once. Its worker notices this and ends, too."""
+        """End the actor at once. When the actor ends, its worker ends as well."""
         if self._cluster.is_there:
             with suppress(RayError, RuntimeError, ValueError):
                 ray.kill(self._actor, no_restart=True)
@@ -334,11 +340,11 @@ class WorkerActor:
 
     def _check_cluster(self) -> None:
         if not self._cluster.is_there:
-            raise WorkerLostError("the worker's actor was lost together with its cluster")
+            raise WorkerLostError("the worker's actor was lost, because its Ray cluster was lost")
 
 
 class _Runner:
-    """The class of the actor. Ray runs its methods on separate threads."""
+    """The class of the actor. Ray runs calls of the actor's methods on separate threads."""
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None
@@ -367,9 +373,9 @@ class _Runner:
 
 
 def _with_address(worker: dict[str, Any], socket: str | None) -> dict[str, Any]:
-    """Return the settings of a worker with an address that its clients can reach: on this machine's IP if there are
-    keys, else at `socket`. `socket`: None if this is not the machine of the fleet's process. Raise ConfigError if there
-    are neither keys nor a socket.
+    """Return a worker's settings, with an address that clients can reach. With keys, the address has the IP of this
+    machine. Without keys, the address is an ipc address at `socket`. `socket`: path of the socket file; None if the
+    fleet's process runs on another machine. Raise ConfigError if there are neither keys nor a socket.
     """
     if worker.get("curve_secret_key_file") is not None:
         return worker | {"address": f"tcp://{reachable_ip(ray.util.get_node_ip_address())}:*"}

@@ -1,10 +1,10 @@
-"""One request of a fleet's client, from its start to its end, with its attempts at one or more workers.
+"""One request of a fleet's client, with its attempts at one or more workers.
 
-Owns: the tasks that ask workers, and the wait for a worker, which is limited by `patience`. Does not own the samples
-that have arrived, nor the content of the next ask (`GroupState`), nor the workers (`WorkerPool`).
+Owns: the tasks that send the request to workers, and the wait for an eligible worker, which `patience` limits. Does not
+own: the samples that have arrived and the content of the next `Ask` (`GroupState`), or the workers (`WorkerPool`).
 
-Promises: the request has exactly one end, whatever happens to its workers. If the answers of a worker are no longer
-wanted, the request is given up at this worker.
+Guarantees: the request gets exactly one terminal reply, whatever happens to its workers. If a worker's replies are no
+longer needed, the request is aborted at this worker.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SLOWNESS = 3.0
 
 @dataclass(eq=False)
 class _Attempt:
-    """An ask to one worker. `since`: the time at which it was sent, in monotonic seconds. `is_last`: whether an answer
-    to this ask ended the request.
+    """An attempt to run the request: one `Ask`, sent to one worker. `since`: the time at which the `Ask` was sent, in
+    monotonic seconds. `is_last`: whether a reply to this `Ask` ended the request.
     """
 
     ask: Ask
@@ -52,8 +52,8 @@ class _Attempt:
                 await self.link.client.abort(id, index, missing_ok=True)
 
     def release(self, dispatch: Dispatch) -> None:
-        """Take the request off the worker's load. It counts as finished by this worker if `is_last` is set. The task's
-        outcome does not matter, because the task may have been cancelled earlier.
+        """Remove the request from the worker's load. If `is_last` is set, record that this worker has finished the
+        request, even if the task was cancelled.
         """
         if self.is_last:
             dispatch.finish(self.placed, time.monotonic() - self.since)
@@ -64,11 +64,13 @@ class _Attempt:
 class FleetRequest:
     """A request and its attempts.
 
-    - `deliver`: called with pieces and samples as they arrive, and then with one end: Done, Scores or an error
-    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered earlier
-    - `max_staleness`: maximum difference between the weight versions of tokens
-    - `patience`: seconds to wait for a worker if there is none, if all refuse requests because of their state, or if
-      this request was lost with a worker and all others are full
+    - `deliver`: called with deltas and samples as they arrive, and finally with one terminal reply: Done, Scores or an
+      error
+    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered before
+    - `max_staleness`: maximum difference between the weight versions that generated the request's tokens
+    - `patience`: maximum number of seconds to wait for a worker. A request waits if no worker is eligible, or if no
+      worker's state permits requests. If a worker is lost while it runs the request, the request also waits while all
+      other workers are full.
     """
 
     def __init__(
@@ -87,13 +89,13 @@ class FleetRequest:
         self._attempts: dict[asyncio.Task[None], _Attempt] = {}
         self._patience = patience
         self._patience_ends: float | None = None
-        """End of the wait for a worker, in monotonic seconds, while no worker has accepted the request."""
+        """Deadline of the wait for a worker, in monotonic seconds; None if a worker has accepted the request."""
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
         salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
         self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, request.spans)
 
     async def run(self) -> None:
-        """Ask workers until the end of the request is delivered."""
+        """Send the request to workers until the terminal reply is delivered."""
         try:
             while not self._state.is_over:
                 if not self._attempts:
@@ -111,8 +113,8 @@ class FleetRequest:
             await self._give_up()
 
     def hasten(self, now: float, straggler_seconds: float) -> bool:
-        """If the request is a straggler and another worker is eligible, also ask this worker for the missing samples.
-        Return whether it was asked. `now`: monotonic seconds.
+        """If the request is slow (a straggler) and another worker is eligible, also request the missing samples from
+        the other worker. Return whether the missing samples were requested. `now`: monotonic seconds.
         """
         pace = self._pool.dispatch.slowest_pace
         if self._state.is_over or not self._state.num_to_ask or len(self._attempts) != 1 or pace is None:
@@ -127,8 +129,8 @@ class FleetRequest:
         return found is not None
 
     async def abort(self, index: int | None) -> int:
-        """End the sample `index`, or all samples if it is None, with the tokens that have arrived. Return the number of
-        samples that this ended.
+        """Abort sample `index`; None aborts all samples. Aborted samples keep the tokens that have arrived. Return the
+        number of aborted samples.
         """
         ending, attempts = self._state.abort(index), list(self._attempts.values())
         self._put(self._state.settle())
@@ -140,7 +142,7 @@ class FleetRequest:
         self._put(self._state.fail(error))
 
     async def _ask_somebody(self) -> None:
-        """Choose a worker and ask it. Raise TruerollError if no worker can be asked."""
+        """Choose a worker, and send the next `Ask`. Raise TruerollError if no worker can be chosen."""
         self._put(self._state.settle())
         if self._state.is_over:
             return
@@ -151,7 +153,7 @@ class FleetRequest:
             self._ask(link, placed)
 
     async def _place(self) -> tuple[Link, Placed]:
-        """Choose a worker, and wait for one if necessary. Raise TruerollError if all workers refuse the request, or if
+        """Choose a worker. If no worker is eligible, wait. Raise TruerollError if all workers refuse the request, or if
         the wait exceeds `patience`.
         """
         setbacks = self._state.setbacks
@@ -166,12 +168,12 @@ class FleetRequest:
             raise setbacks.first_refusal or error from None
 
     def _avoided(self) -> set[str]:
-        """Return the keys of the workers that must not be asked now."""
+        """Return the keys of the workers that must not get the request now."""
         is_late = self._patience_ends is not None and time.monotonic() >= self._patience_ends
         return self._state.setbacks.avoided(self._looks(), is_late)
 
     def _looks(self) -> dict[str, int]:
-        """Return the number of health checks of each eligible worker; empty if no refusal depends on it."""
+        """Return the number of health checks of each eligible worker; empty if no worker has refused the request."""
         return self._pool.dispatch.looks if self._state.setbacks.first_refusal else {}
 
     def _ask(self, link: Link, placed: Placed) -> None:
@@ -179,7 +181,7 @@ class FleetRequest:
         self._attempts[asyncio.create_task(self._exchange(attempt))] = attempt
 
     async def _exchange(self, attempt: _Attempt) -> None:
-        """Send the messages of an ask and handle the replies, until all have arrived or they are no longer wanted."""
+        """Send the messages of an `Ask`, and handle replies until all have arrived or no more replies are needed."""
         messages = {-1 if index is None else index: message for index, message in attempt.ask.messages.items()}
         async with aclosing(attempt.link.client.exchange(messages, None, "return")) as replies:
             async for position, reply in replies:
@@ -188,7 +190,7 @@ class FleetRequest:
                     return
 
     async def _take(self, attempt: _Attempt, index: int | None, reply: Reply) -> None:
-        """Handle a reply. `index`: the sample, if it was requested on its own; None for the whole request."""
+        """Handle a reply. `index`: index of a sample that was requested separately; None for the whole request."""
         ask, link = attempt.ask, attempt.link
         if isinstance(reply, TruerollError):
             if link.is_gone:
@@ -202,7 +204,7 @@ class FleetRequest:
         self._put(replies)
 
     def _put(self, replies: Sequence[Reply]) -> None:
-        """Deliver replies, and cancel the tasks of asks that are no longer wanted."""
+        """Deliver replies, and cancel the task of each `Ask` that is no longer needed."""
         for reply in replies:
             self._deliver(_with_max_tokens(reply, self._pool) if isinstance(reply, protocol.Done) else reply)
         for task, attempt in self._attempts.items():
@@ -210,7 +212,7 @@ class FleetRequest:
                 task.cancel()
 
     def _end_attempt(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of an attempt. Raise its error, if it failed."""
+        """Handle the end of an attempt's task. If the task raised an exception, raise the exception."""
         attempt = self._attempts.pop(task)
         attempt.release(self._pool.dispatch)
         if not task.cancelled():
@@ -223,7 +225,7 @@ class FleetRequest:
             link.has_refused = True
 
     async def _give_up(self) -> None:
-        """Cancel all attempts, which gives up their requests at the workers."""
+        """Cancel all attempts. Cancelling an attempt aborts the request at its worker."""
         for task in self._attempts:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)
@@ -233,7 +235,9 @@ class FleetRequest:
 
 
 def _with_max_tokens(done: protocol.Done, pool: WorkerPool) -> protocol.Done:
-    """Return the end of a group. If `max_tokens` is None, replace it with the number that workers use in that case."""
+    """Return the terminal reply of a group. If `max_tokens` in the reply is None, replace it with the number of tokens
+    that workers use instead.
+    """
     engines = [link.health.engine for link in pool.links if link.health and link.health.engine]
     if done.params.max_tokens is not None or not engines:
         return done

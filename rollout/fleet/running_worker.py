@@ -1,4 +1,4 @@
-"""A running worker of a fleet: its actor, its process, a client of it, and its last report.
+"""A running worker of a fleet: the worker's actor and process, a client of the worker, and the worker's last report.
 
 Owns: the actor, the socket and the client, from the start of the worker to its end.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ANSWER_SECONDS = 30.0
 """A worker that does not answer for this long is replaced. A healthy worker answers even while it computes. The client
-measures the time, without the periods in which this process was stopped.
+measures the time, and excludes periods in which this process was stopped.
 """
 STOP_SECONDS = 15.0
 
@@ -31,9 +31,9 @@ STOP_SECONDS = 15.0
 class RunningWorker:
     """A running worker.
 
-    `socket`: socket file of the worker, which a killed worker leaves behind. `pids`: process ids of the actor and of
-    the worker. `member`: the entry for clients; None before the first answer. `health`, `stats`: last reports; None
-    before the first.
+    `socket`: socket file of the worker; a killed worker leaves the file behind. `pids`: process ids of the actor and of
+    the worker. `member`: the worker's entry in the list of members; None before the first answer. `health`, `stats`:
+    last reports; None before the first report.
     """
 
     def __init__(self, actor: WorkerActor, socket: Path, client: AsyncRolloutClient, pids: tuple[int, int]) -> None:
@@ -47,7 +47,7 @@ class RunningWorker:
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients may send requests to the worker."""
+        """Return whether clients may send requests to the worker."""
         return self.member is not None and self.member.standing == "serving"
 
     async def look(self) -> protocol.Health:
@@ -68,11 +68,11 @@ class RunningWorker:
                 raise WorkerFailedError(f"worker: no progress for {hang_seconds:g} s; it will be replaced")
 
     async def ended(self) -> str:
-        """Wait until the worker or its actor has ended. Return how it ended, as text."""
+        """Wait until the worker or its actor has ended. Return a text that says how the worker or the actor ended."""
         return await self._actor.ended()
 
     async def end(self, at_once: bool) -> None:
-        """End the worker. `at_once`: kill it instead of letting it exit."""
+        """End the worker. `at_once`: kill the worker instead of letting it drain and exit."""
         with suppress(TruerollError):
             await self.client.close()
         if at_once:
@@ -92,7 +92,7 @@ class Launcher:
         self._folder = folder
 
     async def launch(self, name: str) -> RunningWorker:
-        """Start a worker on any machine with room. Raise the worker's error if it cannot run."""
+        """Start a worker on any machine with room. Raise the worker's error if the worker cannot run."""
         from .ray_cluster import WorkerActor
 
         config = self._config

@@ -1,7 +1,7 @@
-"""The samples of one request: delivered samples, parts of other samples, and the pieces that were shown to the caller.
+"""The samples of one request: delivered samples, partial samples, and the deltas that were delivered to the caller.
 
-Pure: no clock, no I/O. Promises: the shown pieces of a sample are contiguous, or start again at token 0, and together
-equal the sample. All accepted weight versions differ by at most `max_staleness`.
+Pure: no clock, no I/O. Guarantees: each delta of a sample begins where the previous delta ended, or at token 0. The
+concatenated deltas equal the sample. The weight versions of all accepted samples differ by at most `max_staleness`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Reply: TypeAlias = protocol.FromWorker | SampleDelta | TruerollError
 class Samples:
     """The samples of one request.
 
-    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered earlier
-    - `max_staleness`: maximum difference between the weight versions of tokens
+    - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered before
+    - `max_staleness`: maximum difference between the weight versions that generated the request's tokens
     - `delivered`: finish reasons of the delivered samples, by index
-    - `parts`: partial samples that a worker cut off, by index
+    - `parts`: partial samples that exiting workers did not finish, by index
     """
 
     def __init__(self, request: Request, may_repeat: bool, max_staleness: int) -> None:
@@ -37,13 +37,13 @@ class Samples:
         self._may_repeat = may_repeat
         self._max_staleness = max_staleness
         self._versions: tuple[int, int] | None = None
-        # By sample index: the ask that the shown tokens came from, and their number. The ask is None if the tokens came
-        # from the sample's part or from the whole sample.
+        # By sample index: the source and the number of the tokens delivered in deltas. The source is an `Ask`, or None
+        # for the stored part or the whole sample.
         self._shown: dict[int, tuple[Ask | None, int]] = {}
 
     def accept(self, spans: Sequence[tuple[int, int, int]], prior: SampleOutput | None) -> bool:
-        """Record the weight versions of a sample and of its prior part. If they differ too much from the versions
-        recorded so far, record nothing and return False.
+        """Record the weight versions of a sample and of `prior`, the tokens from an earlier worker. If any two recorded
+        versions would differ by more than `max_staleness`, record nothing and return False.
         """
         versions = [version for version, _, _ in spans] + [*(self._versions or ())]
         versions += [span.version for span in prior.weight_versions] if prior else []
@@ -53,8 +53,8 @@ class Samples:
         return True
 
     def begin_anew(self) -> None:
-        """Drop all samples, to restart the request. Raise StaleWeightsError if the caller has already got a part of
-        them, unless `may_repeat` is set.
+        """Drop all samples, so that the request is restarted. Without `may_repeat`, raise StaleWeightsError if the
+        caller has already received tokens of the request.
         """
         if not self._may_repeat and (self.delivered or self._shown):
             raise StaleWeightsError(
@@ -69,8 +69,8 @@ class Samples:
         self._shown.clear()
 
     def show(self, ask: Ask, piece: SampleDelta) -> list[Reply]:
-        """Return the replies that deliver a piece of a sample; none if an earlier piece was not shown. `ask`: the ask
-        that the piece came from.
+        """Return the replies that deliver a delta of a sample; no replies if an earlier delta was not delivered. `ask`:
+        the `Ask` from which the delta came.
         """
         own, start = piece.index, piece.start
         if own in ask.prior:
@@ -82,8 +82,9 @@ class Samples:
         return [replace(piece, start=start)]
 
     def cut(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Keep a partial sample, so that another worker can continue it. Return the piece that shows its tokens, if
-        they were not shown yet. `ask`: None if pieces of its ask are not shown.
+        """Keep a partial sample, so that another worker can continue it. If some tokens were not delivered in deltas,
+        return one delta with all tokens of the sample. `ask`: the `Ask` of the sample; None if deltas of this `Ask` are
+        not delivered.
         """
         self.parts[sample.index] = protocol.sample_output(sample)
         return [] if ask is None else self._show_whole(ask, sample)
@@ -96,7 +97,7 @@ class Samples:
         return [*pieces, sample]
 
     def deliver_aborted(self, indices: Collection[int]) -> list[Reply]:
-        """Return the replies that deliver aborted samples, with the tokens that have arrived, possibly none."""
+        """Return the replies that deliver aborted samples, with the tokens that have arrived (possibly no tokens)."""
         request, replies = self._request, []
         assert isinstance(request, protocol.Generate)
         for index in sorted(indices):
@@ -105,7 +106,7 @@ class Samples:
         return replies
 
     def end(self) -> protocol.Done:
-        """Return the end of a group with samples from several asks."""
+        """Return the terminal reply for a group with samples from several `Ask` objects."""
         assert isinstance(self._request, protocol.Generate)
         return end_of_group(self._request, self.finish_reasons)
 
@@ -115,7 +116,9 @@ class Samples:
         return dict(Counter(self.delivered.values()))
 
     def _show_whole(self, ask: Ask | None, sample: protocol.FinishedSample) -> list[Reply]:
-        """Return one piece with the whole sample, if the request wants pieces and the shown ones are incomplete."""
+        """If the caller requested deltas and not all tokens were delivered in deltas, return one delta with the whole
+        sample.
+        """
         if not (isinstance(self._request, protocol.Generate) and self._request.deltas):
             return []
         count = len(sample.token_ids) // 4

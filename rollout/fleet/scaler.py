@@ -1,8 +1,8 @@
-"""Change the number of workers of a fleet, and replace all of them when the Ray cluster is lost.
+"""Change the number of workers of a fleet, and replace all workers when the Ray cluster is lost.
 
-Owns: one task per slot, which keeps a worker running in the slot, from the call of `scale` that adds the slot to the
-call that dismisses it. Promises: a leaving worker may finish its requests. A lost cluster is joined or started again,
-and then all workers are started again.
+Owns: one task per slot, which keeps a worker running in the slot. The task starts when `scale` adds the slot, and ends
+when `scale` dismisses the slot. Guarantees: a worker that leaves the fleet can finish its requests first. If the
+cluster is lost, the fleet joins it again or starts it again, and then restarts all workers.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from .ray_cluster import Cluster
 
 SETTLE_SECONDS = 0.5
-"""Time that clients have to notice which workers leave."""
+"""Seconds that clients have to notice that a worker is leaving."""
 
 log = logging.getLogger(__name__)
 
 
 class Scaler:
-    """Adds and dismisses slots. `drain_timeout`: seconds that a leaving worker has to finish its requests."""
+    """Add and dismiss slots. `drain_timeout`: maximum number of seconds for a leaving worker to finish its requests."""
 
     def __init__(
         self, slots: Slots, keeper: Keeper, weights: FleetWeights, cluster: Cluster, drain_timeout: float
@@ -62,7 +62,7 @@ class Scaler:
             await asyncio.sleep(0.05)
 
     async def watch_cluster(self) -> None:
-        """Check the cluster until cancelled. If it is lost with all its workers, join or start it again."""
+        """Check the cluster until cancelled. If the cluster is lost, connect again and replace all workers."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             if await asyncio.to_thread(self._cluster.is_alive):
@@ -91,7 +91,7 @@ class Scaler:
         await self._keeper.keep(slot)
 
     def _check_joining(self) -> None:
-        """Raise the error that keeps workers from serving, if waiting does not help."""
+        """If an error prevents a worker from serving and waiting cannot help, raise the error."""
         for slot in self._slots:
             if error := slot.first_error or slot.joining.error:
                 raise error
@@ -112,7 +112,7 @@ class Scaler:
             )
 
     async def _dismiss(self, slot: Slot) -> None:
-        """Let a worker finish its requests, end it, and remove its slot."""
+        """Let a worker finish its requests, end the worker, and remove its slot."""
         self._slots.stand(slot, "leaving")
         await asyncio.sleep(SETTLE_SECONDS)
         deadline = time.monotonic() + self._drain_timeout
@@ -128,7 +128,9 @@ class Scaler:
 
 
 async def reconnect(cluster: Cluster) -> None:
-    """Join a lost cluster again, or start it again. Retry until that succeeds, with growing pauses."""
+    """Reconnect to a lost cluster, or start a new local cluster. Retry with growing pauses until the connection
+    succeeds.
+    """
     pause = FIRST_PAUSE
     while True:
         try:

@@ -1,6 +1,6 @@
-"""The losses and refusals of a request, and the workers that must not be asked next because of them.
+"""The workers that were lost with a request or refused it, and the workers that must not get the request next.
 
-Pure: no clock, no I/O. Callers pass the number of health checks of each worker.
+Pure: no clock, no I/O. Methods get the number of health checks of each worker as an argument.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from trueroll.errors import QueueFullError, TruerollError, UnavailableError, WorkerLostError
 
 MOST_LOSSES = 5
-"""A request that was lost with more workers than this fails, because the request may be the cause."""
+"""Maximum number of workers that may be lost while they run the same request. After more losses the request fails,
+because the request may be the cause.
+"""
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at that time. The next health
-    check voids the refusal, even if its report is the same as before: the worker may have been full only between the
-    two checks.
+    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at the time of the refusal.
+    After the next health check, the refusal no longer counts, even if the health report has not changed: the worker may
+    have been full only between the two health checks.
     """
 
     error: TruerollError
@@ -26,9 +28,10 @@ class _Refusal:
 
 
 class Setbacks:
-    """The losses and refusals of one request. `num_losses`: number of workers that were lost with it.
+    """The workers that were lost while they ran one request, and the workers that refused the request. `num_losses`:
+    number of workers that were lost while they ran the request.
 
-    The argument `looks` of methods: number of health checks of each eligible worker, by key.
+    The argument `looks` of the methods is the number of health checks of each eligible worker, by the worker's key.
     """
 
     def __init__(self) -> None:
@@ -37,8 +40,9 @@ class Setbacks:
         self._rejecting: set[str] = set()
 
     def note(self, worker: str, num_looks: int, refusal: TruerollError | None) -> None:
-        """Record that an ask to a worker has ended. `refusal`: why the worker refused the request. None means that it
-        accepted the request, which voids all earlier refusals by any worker.
+        """Record that an `Ask` to a worker has ended. `refusal`: the error with which the worker refused the request;
+        None if the worker accepted the request. If a worker accepts the request, the earlier refusals of all workers
+        are forgotten.
         """
         if refusal is None:
             self._refusals.clear()
@@ -49,14 +53,14 @@ class Setbacks:
             self._refusals[worker] = _Refusal(refusal, num_looks)
 
     def avoided(self, looks: Mapping[str, int], is_late: bool) -> set[str]:
-        """Return the keys of the workers that must not be asked now. `is_late`: the client's patience has ended, so
-        include workers that rejected the request because of their state.
+        """Return the keys of the workers that must not get the request now. `is_late`: `patience` seconds have passed,
+        so include workers that refused the request because of their state.
         """
         return self._refusing(looks) | (self._rejecting if is_late else set())
 
     def final(self, looks: Mapping[str, int]) -> TruerollError | None:
-        """Return the error of a request that all workers refuse; None if a worker does not refuse it. A request that
-        was lost with a worker does not fail while other workers are full; it waits for room.
+        """If all workers refuse the request, return the error of the first refusal, else None. But if a worker was lost
+        while it ran the request and other workers are full, return None, so that the request waits for room.
         """
         refusing = self._refusing(looks)
         if not refusing or not looks.keys() <= refusing:
@@ -76,12 +80,12 @@ class Setbacks:
 
     @property
     def first_refusal(self) -> TruerollError | None:
-        """The earliest refusal that still counts; None if there is none."""
+        """The error of the earliest valid refusal; None if no refusal is valid."""
         return next((refusal.error for refusal in self._refusals.values()), None)
 
     def _refusing(self, looks: Mapping[str, int]) -> set[str]:
-        """Drop the refusals of workers that are not eligible or had a health check since. Return the keys of the other
-        refusing workers.
+        """Drop the refusal of a worker that is no longer eligible, or was checked again after the refusal. Return the
+        keys of the workers with a remaining refusal.
         """
         self._refusals = {key: it for key, it in self._refusals.items() if looks.get(key) == it.num_looks}
         return {*self._refusals}

@@ -1,7 +1,7 @@
 """The slots of a fleet, their current workers, and the list of members for clients and publishers.
 
-Owns: the list of members, and the file that contains it. Does not own what happens to a worker (`Keeper`), nor the
-number of slots (`Scaler`).
+Owns: the list of members, and the file with this list. Does not own: what happens to a worker (`Keeper`), or the number
+of slots (`Scaler`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .running_worker import RunningWorker
 
 @dataclass(eq=False)
 class Slot:
-    """A slot of the fleet, and its current worker.
+    """A slot for one worker of the fleet, with the current worker.
 
-    `num_starts`: number of workers started so far. `first_error`: error of the first worker if it could not run; None
-    once a worker runs. `waits_since`: if the worker waits because nothing has its weights, the number of `scale` calls
-    at its last attempt to get them; else None.
+    `num_starts`: number of workers started so far. `first_error`: error with which the slot's first worker failed to
+    run; None once a worker runs. `waits_since`: number of `scale` calls before the last attempt to give the worker its
+    weights, if the worker waits for a push because no copy of the weights is left; None otherwise.
     """
 
     name: str
@@ -40,17 +40,17 @@ class Slot:
 
     @property
     def member(self) -> Member | None:
-        """The entry of the worker for clients; None if the slot has no member."""
+        """The worker's entry in the list of members; None if there is no entry."""
         return None if (worker := self.worker) is None else worker.member
 
     @property
     def is_serving(self) -> bool:
-        """Whether clients may send requests to the worker."""
+        """Return whether clients may send requests to the worker."""
         return (worker := self.worker) is not None and worker.is_serving
 
     @property
     def report(self) -> WorkerReport:
-        """The state of the worker, for metrics."""
+        """A report of the worker's state, for metrics."""
         restarts, num_failures = max(0, self.num_starts - 1), self.joining.num_failures
         if (worker := self.worker) is None:
             return WorkerReport(None, None, None, restarts, num_failures)
@@ -59,7 +59,9 @@ class Slot:
 
 
 class Slots:
-    """All slots. `file`: kept up to date with the members. `num_scales`: number of calls of `scale`."""
+    """All slots of a fleet. `file`: file to which the current members are written. `num_scales`: number of calls of
+    `scale`.
+    """
 
     def __init__(self, file: MembersFile | None) -> None:
         self.num_scales = 0
@@ -76,7 +78,7 @@ class Slots:
 
     @property
     def staying(self) -> list[Slot]:
-        """The slots that are not leaving."""
+        """The slots that are not being removed."""
         return [slot for slot in self if not slot.is_leaving]
 
     @property
@@ -86,22 +88,22 @@ class Slots:
 
     @property
     def are_asleep(self) -> bool:
-        """Whether all serving workers are asleep. Lost workers are then not replaced, so that the trainer can use the
-        memory.
+        """Return whether all serving workers are asleep. While all workers are asleep, lost workers are not replaced,
+        so that the trainer can use the memory.
         """
         states = [worker.health.state for worker in self.serving if worker.health is not None]
         return bool(states) and all(state == "asleep" for state in states)
 
     def newest(self, but: RunningWorker) -> RunningWorker | None:
-        """Return the serving worker from which `but` should get its weights; None if no other worker serves. Prefer the
-        newest weights, then a worker that can write its weights now.
+        """Return the serving worker from which the worker `but` should get its weights; None if no other worker serves.
+        Prefer the newest weights, and among equally new weights a worker that can write its weights now.
         """
         peers = [worker for worker in self.serving if worker is not but and worker.health]
         return max(peers, key=_readiness_to_give, default=None)
 
     def are_ahead_of(self, worker: RunningWorker) -> bool:
-        """Return whether other workers serve newer weights. Return False during a push, which may have reached the
-        other workers first.
+        """Return whether other workers serve newer weights. Return False during a push, because the push may reach the
+        other workers before this worker.
         """
         healths = [other.health for other in self.serving if other.health is not None]
         if worker.health is None or any(health.push or health.state == "updating" for health in healths):
@@ -121,7 +123,7 @@ class Slots:
         self.publish()
 
     def stand(self, slot: Slot, standing: Standing) -> None:
-        """Publish a new standing of the worker in a slot, together with its current trouble."""
+        """Set the `standing` of the worker in a slot, and publish it together with the error of the last hand-over."""
         if slot.worker is not None and slot.worker.member is not None:
             slot.worker.member = replace(slot.worker.member, standing=standing, trouble=slot.joining.trouble)
             self.publish()
@@ -133,13 +135,13 @@ class Slots:
             self._file.tell(self._members)
 
     def withdraw(self) -> None:
-        """Remove the file."""
+        """Remove the file with the list of members."""
         if self._file is not None:
             self._file.remove()
 
     @property
     def is_stale(self) -> bool:
-        """Whether the last write of the file failed."""
+        """Return whether the last write of the list of members to the file failed."""
         return self._file is not None and self._file.is_stale
 
 

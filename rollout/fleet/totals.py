@@ -1,4 +1,6 @@
-"""Combine the reports of several workers into one report, with sums of counts and the least ready state."""
+"""Combine the reports of several workers into one report, with the sums of all counts and the state of the least ready
+worker.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ class FleetHealth(protocol.Health):
 
 
 def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()) -> FleetHealth:
-    """Combine the health of one or more workers. Counts are summed. The result has the least ready state, the oldest
-    weight version, the smallest value of each limit, and the `engine` of the first worker.
+    """Combine the health of one or more workers. Counts are summed. The result has the state of the least ready worker,
+    the oldest weight version, the smallest value of each limit, and the field `engine` of the first worker.
     """
     worst = max(healths, key=lambda health: _LEAST_READY_LAST.index(health.state))
     versions = [health.weight_version for health in healths if health.weight_version is not None]
@@ -52,7 +54,7 @@ def all_stats(stats: Sequence[protocol.Stats]) -> protocol.Stats:
 
 
 def all_statuses(statuses: Sequence[protocol.Status]) -> protocol.Status:
-    """Combine the statuses of one or more workers: the least ready state and the oldest weight version."""
+    """Combine the statuses of several workers: the state of the least ready worker and the oldest weight version."""
     worst = max(statuses, key=lambda status: _LEAST_READY_LAST.index(status.state))
     return worst.model_copy(update={"weight_version": min(status.weight_version for status in statuses)})
 
@@ -65,8 +67,8 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _merged(values: Sequence[Any]) -> Any:
-    """Merge values. Numbers are added, also within maps and lists. Bytes are int64 arrays and are added element by
-    element. For other types the result is the first value.
+    """Merge values. Numbers are added, including numbers in nested maps and lists. `bytes` values are int64 arrays,
+    which are added element by element. For values of other types, the result is the first value.
     """
     first = values[0]
     if isinstance(first, Mapping):
@@ -81,8 +83,8 @@ def _merged(values: Sequence[Any]) -> Any:
 
 
 def _merged_named(values: Sequence[Any]) -> Any:
-    """Merge elements of lists, such as a pool of each worker. A pool's `window` identifies the pool, so it is not
-    added.
+    """Merge corresponding elements of several workers' lists, such as cache pools. The `window` of a pool identifies
+    the pool, so windows are not added.
     """
     merged = _merged(values)
     if isinstance(merged, dict) and "window" in merged:

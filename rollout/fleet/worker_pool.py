@@ -1,9 +1,14 @@
 """The workers of a fleet from a client's view: the members, their health, and the members that are eligible for groups.
 
-Owns: the task that checks members and health, and the decision which workers are eligible. Does not own requests, nor
-the choice of a worker for a group (`Dispatch`). Promises: groups go only to workers that answer, are of one kind, and
-have weights at most `max_staleness` versions older than the newest. If a worker is lost or is no longer a member, its
-pending requests are notified at once. Everything runs on the event loop of the first call.
+Owns: the task that checks the list of members and their health, and the decision which workers may get groups. Does not
+own: requests, or the choice of a worker for a group (`Dispatch`).
+
+Guarantees:
+
+- Groups are placed only on workers that answer health checks and are of one kind. The weights of these workers are at
+  most `max_staleness` versions older than the newest weights.
+- If a worker is lost or is no longer a member, its pending requests are notified at once.
+- Everything runs on the event loop of the first call.
 """
 
 from __future__ import annotations
@@ -37,9 +42,9 @@ log = logging.getLogger(__name__)
 class WorkerPool:
     """The workers of a fleet.
 
-    `make_client`: creates a client for an address. `max_staleness`: number of versions by which the weights of an
-    eligible worker may be older than the newest weights. `mixed_kinds`: accept workers of any kind. `links`: all
-    members. `dispatch`: the eligible workers.
+    `make_client`: creates a client for an address. `max_staleness`: a worker is eligible only if its weights are at
+    most this many versions older than the newest weights. `mixed_kinds`: whether workers of different kinds are
+    accepted. `links`: all members. `dispatch`: the eligible workers.
     """
 
     def __init__(
@@ -59,8 +64,8 @@ class WorkerPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Prepare a call. The first call waits until all members have been checked. Raise ConfigError if workers are of
-        different kinds.
+        """Prepare for a call. The first call of `start` waits until the health of all members has been checked. Raise
+        ConfigError if workers are of different kinds.
         """
         self._check_home()
         if self._meeting is None:
@@ -68,13 +73,15 @@ class WorkerPool:
             self.follow()
             self._watch = asyncio.create_task(self._keep_looking())
             self._meeting = asyncio.create_task(self._meet())
-        await asyncio.shield(self._meeting)  # several calls may wait for it, so cancelling one must not cancel it
+        await asyncio.shield(
+            self._meeting
+        )  # several calls may wait for this task, so a cancelled call must not cancel it
         self._check_home()
         self._kinds.check(self.links)
 
     async def _meet(self) -> None:
         await self._look_at_all()
-        self._kinds.forget()  # the fleet's kind is that of the first member, not of the member that answered first
+        self._kinds.forget()  # the fleet's kind is the kind of the first listed member, not of the first to answer
         self._sort()
 
     async def close(self) -> None:
@@ -94,9 +101,9 @@ class WorkerPool:
     async def place(
         self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
-        """Choose a worker with `Dispatch.place`, and wait until it finds one. Raise WorkerLostError at `deadline`, in
-        monotonic seconds. `avoid`: function that returns the keys of workers that must not be chosen now. `patience`:
-        the whole wait in seconds, for the error text.
+        """Choose a worker with `Dispatch.place`. If no worker is eligible, wait for one. Raise WorkerLostError if no
+        worker is eligible until `deadline`, a time in monotonic seconds. `avoid`: function that returns the keys of
+        workers that must not be chosen now. `patience`: length of the whole wait in seconds, for the error text.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
@@ -126,8 +133,9 @@ class WorkerPool:
         self._sort()
 
     async def note_error(self, link: Link, error: TruerollError) -> None:
-        """Update the condition of a worker after a request to it failed. A lost worker gets no requests until it
-        answers again. A worker that refuses requests because of its state gets none until it reports that it is ready.
+        """Update whether a worker is eligible, after a request to the worker has failed. A lost worker gets no requests
+        until it answers again. A worker that refuses requests because of its state gets no requests until it reports
+        that it is ready.
         """
         if isinstance(error, WorkerLostError | WorkerFailedError):
             link.is_silent = True
@@ -151,7 +159,7 @@ class WorkerPool:
                 new = self.follow()
                 refusing = [link for link in self.links if link.is_refusing and not link.is_silent]
                 await asyncio.gather(*map(self.look, {*new, *refusing}))
-                is_new = version != self.dispatch.version  # then the other workers have the new version now or soon
+                is_new = version != self.dispatch.version  # the other workers have the new version now, or soon
                 if is_new or time.monotonic() - looked >= LOOK_SECONDS:
                     version = self.dispatch.version
                     await self._look_at_all()

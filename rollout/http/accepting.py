@@ -1,8 +1,8 @@
-"""The listening socket: accept a bounded number of connections at a time, even when file descriptors run out.
+"""The listening socket. Accepts a bounded number of connections at a time, even if file descriptors run out.
 
-Owns: the registration of the listener with the event loop, and a spare file descriptor. Promises that pending
-connections never starve the event loop, however many there are. When no descriptor is free, an old connection is closed
-to make room for a new one.
+Owns: the registration of the listener with the event loop, and a spare file descriptor. Guarantees that pending
+connections never starve the event loop, however many arrive. If no descriptor is free, the acceptor closes an old
+connection to make room for a new connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Acceptor:
-    """Context manager that accepts connections from `listener` and opens them in `connections`."""
+    """Context manager that accepts connections from `listener` and passes each connection to `connections`."""
 
     def __init__(self, listener: socket.socket, connections: Connections) -> None:
         self._listener, self._connections = listener, connections
@@ -60,15 +60,15 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _OUT_OF_FILES:
                     raise
-                if number == 0:  # otherwise the pending connection may already have been accepted
+                if number == 0:  # on later iterations, there may be no pending connection
                     self._make_room(error)
                 return
             self._connections.open(accepted, address[:2])
 
     def _make_room(self, error: OSError) -> None:
-        """Close an old connection, or else the pending connection.
+        """Close an old connection. If no old connection may be closed, close the pending connection.
 
-        The event loop then calls `_accept` again.
+        If a connection is still pending afterwards, the event loop calls `_accept` again.
         """
         if self._connections.is_freeing:
             return
@@ -86,7 +86,7 @@ class Acceptor:
             accepted.close()
             self._connections.closed["files"] += 1
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # another thread took the descriptor
+        except OSError:  # another thread has taken the free descriptor
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener)
             self._retry = loop.call_later(RETRY_SECONDS, self._listen)

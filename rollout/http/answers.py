@@ -1,8 +1,8 @@
-"""Answers as JSON: estimate the size of an answer before its request is accepted, and write answers step by step.
+"""Answers as JSON: estimate the size of an answer before the request is accepted, and write answers in steps.
 
-The long lists of an answer are `Rows`, which produce their elements while they are written. Promises that one step of
-writing produces about `STEP_ENTRIES` entries, that the event loop runs other work after every `TURN_CHARS` characters
-or so of a long answer, and that only a part of a long answer is in memory as JSON at a time.
+Long lists in an answer are `Rows`, which produce their elements only when they are written. Guarantees: one step writes
+about `STEP_ENTRIES` list entries. The event loop runs other work after about every `TURN_CHARS` characters of a long
+answer. At any time, only a part of a long answer is in memory as JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .errors import HttpError
 from .turns import Turns
 
 STEP_ENTRIES = 512
-"""Number of entries written in one step, which takes about a millisecond. Each token is one entry, and so is each of
-the most probable tokens listed with it.
+"""Number of entries written in one step. A step takes about a millisecond. Each token is one entry. Each alternative in
+a token's list of most probable tokens is another entry.
 """
 TURN_CHARS = 2**11
 PART_BYTES = 2**16
@@ -29,9 +29,10 @@ _CHOICE_BYTES = 512
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Estimated JSON size of a token in an answer, in bytes. Most tokens take less; a few with long texts take more.
+    """Estimated JSON size of a token in an answer, in bytes. Most tokens need fewer bytes than estimated, and tokens
+    with long texts need more.
 
-    `new`: bytes per generated token. `prompt`: bytes per prompt token, which count again for each choice.
+    `new`: bytes per generated token. `prompt`: bytes per prompt token; each choice counts the prompt tokens again.
     """
 
     new: int
@@ -52,13 +53,13 @@ class TokenBytes:
 def check_answer(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, token_bytes: TokenBytes, most: int
 ) -> None:
-    """Raise HttpError if the estimated size of the answer to these prompts exceeds `most` bytes."""
+    """Raise HttpError if the estimated size of the answer to a request exceeds `most` bytes."""
     lens = [(len(prompt), params.max_tokens or max(1, max_model_len - len(prompt))) for prompt in prompts]
     planned = params.n * sum(token_bytes.of_choice(*each) for each in lens)
     if planned > most:
         raise HttpError(
             400,
-            f"max_tokens: the answer may take {planned} bytes (limit {most}): {params.n * len(prompts)} samples of up "
+            f"max_tokens: the answer may need {planned} bytes (limit {most}): {params.n * len(prompts)} samples of up "
             f"to {max(new for _, new in lens)} tokens at {token_bytes.new} bytes per token; lower max_tokens, n or the "
             "number of log-probs, set stream to true, or raise --max-answer-bytes",
             field="max_tokens",
@@ -70,10 +71,9 @@ def check_answer(
 
 
 class Rows:
-    """A list that produces its elements while it is written. It can be written only once.
+    """A list that produces its elements only when it is written. A `Rows` can be written only once.
 
-    `width`: number of entries that each element counts as. None means that each element is an object that itself
-    contains Rows.
+    `width`: number of entries per element, or None if each element is an object that contains Rows.
     """
 
     def __init__(self, elements: Iterable[Any], width: int | None = 1) -> None:
@@ -81,21 +81,21 @@ class Rows:
 
 
 def rows(elements: Iterable[Any], count: int, width: int = 1) -> Rows | list[Any]:
-    """Return `count` elements as `Rows`, or as a list if there are few, because a list is written faster."""
+    """Return `count` elements as `Rows`. If `count` is small, return a plain list, which is faster to write."""
     return list(elements) if count * width <= STEP_ENTRIES else Rows(elements, width)
 
 
 def encoded(content: Any) -> bytes:
     """Encode a value as JSON.
 
-    Floats get the shortest digits that round-trip. Non-ASCII characters are escaped, because some clients treat U+2028
-    and similar characters in an event as line ends.
+    Floats are written with the shortest digits that round-trip. Non-ASCII characters are escaped, because some clients
+    treat U+2028 and similar characters in an event as line ends.
     """
     return _dumps(content).encode()
 
 
 async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, None]:
-    """Yield the bytes that `encoded` returns, in parts of about `PART_BYTES`. Other work runs in between."""
+    """Yield the bytes that `encoded` would return, in parts of about `PART_BYTES`. Other work runs between steps."""
     held, size, since_turn = [], 0, 0
     for step in _steps(content):
         held.append(step)
@@ -111,7 +111,7 @@ async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, 
 
 
 def _steps(value: Any) -> Iterator[str]:
-    """Yield the JSON of a value, one step at a time."""
+    """Yield the JSON of a value in short texts, one text per step."""
     if isinstance(value, dict):
         yield "{"
         for i, (name, member) in enumerate(value.items()):
@@ -139,7 +139,7 @@ def _steps(value: Any) -> Iterator[str]:
 
 
 def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
-    """Yield the elements as lists, one list per step."""
+    """Yield the elements in short lists, one list per step."""
     elements, width = (value.elements, value.width) if isinstance(value, Rows) else (iter(value), 1)
     while step := list(islice(elements, max(1, STEP_ENTRIES // (width or 1)))):
         yield step

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class TokenizeTextFields(Fields):
-    """Fields of `/tokenize` for a text. `return_token_strs`: also return the text of each token."""
+    """Fields of a `/tokenize` request that contains a text. `return_token_strs`: also return the text of each token."""
 
     model: str | None = None
     prompt: str
@@ -66,8 +66,8 @@ class DetokenizeFields(Fields):
 class ExactRoute(Route):
     """A route that matches only its exact path.
 
-    Starlette's route also matches the path followed by a newline. The guard would check neither roles nor open requests
-    for such a path.
+    Starlette's route also matches the path followed by a newline. The guard does not recognize a path with a newline,
+    and would skip its checks of the role and of the number of open requests.
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
@@ -83,7 +83,7 @@ class Endpoints:
         self._turns = Turns()
 
     def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
-        """Return the handler of an endpoint that generates.
+        """Return the handler for a generation endpoint.
 
         `read`: parses the request body. `prompt_field`: name of the request field that contains the prompts.
         `has_text`: answers contain text.
@@ -94,7 +94,7 @@ class Endpoints:
             served = replace(self._served, salted=partial(self._clients.salted, client))
             texts = served.texts if has_text else None
             asker = Asker(served.client, texts, served.eos_token_ids, self._samples, self._turns, client.user)
-            # Nothing else refers to the parsed body, so its memory is freed as soon as `read` has finished with it.
+            # Only `read` refers to the parsed body, so the body's memory is freed when `read` finishes.
             reading = read(await self._bodies.read(request), served)
             try:
                 task, form = await while_present(request.receive, reading)  # type: ignore[arg-type]
@@ -177,6 +177,7 @@ def make_app(
         ExactRoute("/is_sleeping", lifecycle.is_sleeping),
         ExactRoute("/update_weights", lifecycle.update_weights, methods=["POST"]),
         ExactRoute("/reset_prefix_cache", lifecycle.reset_prefix_cache, methods=["POST"]),
+        ExactRoute("/", pages.home),
         *(ExactRoute(path, pages.file) for path in FILES),
         ExactRoute("/ui/live", pages.live),
         ExactRoute("/ui/group", pages.group),
@@ -190,7 +191,7 @@ def make_app(
         Exception: _tell_fault,
     }
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-    app.router.redirect_slashes = False  # a redirect would go to any name that the request gives in `Host`
+    app.router.redirect_slashes = False  # a redirect would go to the host in `Host`, which the client chooses
     bodies = Bodies(config)
     counters.include(bodies.collect)
     return Guard(app, clients, config.max_open_requests, counters, bodies, {route.path for route in routes})
@@ -207,7 +208,7 @@ async def _tell(counters: Counters, request: Request, error: Exception) -> Respo
 
 async def _tell_http(request: Request, error: HTTPException) -> Response:
     """Return the error response for an unknown path, or for a method that the path does not support."""
-    text = f"{request.method} {request.url.path[:200]}: this server has no such path or method; docs/http.md lists them"
+    text = f"{request.method} {request.url.path[:200]}: unknown path or method; docs/http.md lists the paths"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
     return error_answer(HttpError(error.status_code, text, code=code, headers=error.headers))
 
@@ -217,4 +218,4 @@ async def _tell_fault(request: Request, error: Exception) -> Response:
 
 
 async def _note_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)  # never read: the client has disconnected
+    return Response(status_code=CLIENT_LEFT)  # nobody reads this response, because the client has disconnected

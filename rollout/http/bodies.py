@@ -1,7 +1,7 @@
-"""Request bodies, from the first byte until they are parsed.
+"""Request bodies, from the first received byte until the body is parsed.
 
-Owns: all bytes of bodies that are incomplete or not parsed yet. Promises that the length and the duration of each body
-are bounded, that all bodies together stay within a budget, and that a small body is read even while large slow bodies
+Owns: all bytes of bodies that are incomplete or not parsed yet. Guarantees: the length and the transfer time of each
+body are bounded. All unparsed bodies together stay within a budget. A small body is read even while large slow bodies
 use up the budget.
 """
 
@@ -21,7 +21,7 @@ from .config import HttpConfig
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 
 MAX_OTHER_BYTES = 2**16
-"""Maximum length of a body in bytes, for paths that take only a few fields."""
+"""Maximum length of a body in bytes, for paths that accept only a few fields."""
 UNFINISHED_BODIES = 8
 """The default of `max_unfinished_bytes`, as a multiple of `max_body_bytes`."""
 _BODY = "trueroll.body"
@@ -38,11 +38,11 @@ class Bodies:
         self._refused: Counter[str] = Counter()
 
     async def read(self, scope: Scope, receive: Receive, may_be_long: bool) -> None:
-        """Read the whole body of a request. Afterwards `taken_body` returns it.
+        """Read the whole body of a request, and store the body until `taken_body` takes it.
 
-        `may_be_long`: the limit is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError 413 if the body is
-        too long, 408 if it takes too long to arrive, and 503 if it is evicted because the budget is used up. Raise Gone
-        if the client disconnects.
+        `may_be_long`: whether the maximum length is `max_body_bytes` instead of `MAX_OTHER_BYTES`. Raise HttpError with
+        status 413 for a body that is too long, 408 for a body that does not arrive in time, and 503 for an evicted
+        body. Raise Gone if the client disconnects.
         """
         most = self._config.max_body_bytes if may_be_long else min(MAX_OTHER_BYTES, self._config.max_body_bytes)
         if _declared(scope) > most:
@@ -53,7 +53,7 @@ class Bodies:
             async with asyncio.timeout(self._config.body_seconds) as body.limit:
                 while (message := await receive())["type"] == "http.request":
                     if body.gives_way:
-                        raise TimeoutError  # the timeout was rescheduled to now, but has not fired yet
+                        raise TimeoutError  # the body was evicted, but its timeout has not fired yet
                     self._add(body, message.get("body", b""), most)
                     if not message.get("more_body", False):
                         scope[_BODY] = body
@@ -103,18 +103,18 @@ class Bodies:
     def _no_room(self) -> HttpError:
         text = (
             f"body: dropped, because the unparsed bodies of all requests exceed {self._most} bytes and this incomplete "
-            "body was the largest and slowest; try again later, or send it faster"
+            "body was the largest and slowest; try again later, or send the body faster"
         )
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return HttpError(503, text, limit=self._most, code="bodies_full", headers=headers)
 
 
 class _Body:
-    """A body that is not parsed yet.
+    """A body that was not parsed yet.
 
-    `content`: the bytes received so far. `num_bytes`: share of the budget. `limit`: timeout of reading the body.
-    `gives_way`: True once the body was evicted. `let_go`: callback that gets the number of bytes that return to the
-    budget.
+    `content`: the bytes received so far. `num_bytes`: bytes of the budget that the body uses. `limit`: timeout for
+    reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes of the budget
+    that the body releases.
     """
 
     limit: asyncio.Timeout
@@ -126,12 +126,14 @@ class _Body:
         self.gives_way = False
 
     def let_go(self) -> None:
-        """Give the share of this body back to the budget."""
+        """Release the part of the budget that this body uses."""
         self._let_go(self.num_bytes)
         self.num_bytes = 0
 
     def cost(self, now: float) -> float:
-        """Return how much of the budget the body has used for how long, in byte-seconds."""
+        """Return the cost of this body in byte-seconds: the received bytes times the time since the body began to
+        arrive.
+        """
         return len(self.content) * (now - self._began + 0.001)
 
     def give_way(self) -> None:
@@ -145,10 +147,10 @@ class _Body:
 
 @contextmanager
 def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
-    """Context manager that provides the body that `Bodies.read` has read for this request.
+    """Context manager that provides a request's body after `Bodies.read` has read the body.
 
-    The body counts towards the budget until the context exits. It can be taken only once, so that nothing keeps it
-    alive longer.
+    The body uses the budget until the context exits. A body can be taken only once, so that the memory of the body is
+    freed when the context exits.
     """
     body: _Body = scope.pop(_BODY)
     try:
@@ -158,20 +160,20 @@ def taken_body(scope: MutableMapping[str, Any]) -> Iterator[bytearray]:
 
 
 def drop_body(scope: MutableMapping[str, Any]) -> None:
-    """Give the bytes of a request's body back to the budget if no handler has taken the body."""
+    """Release the part of the budget that a request's body uses, if no handler has taken the body."""
     if _BODY in scope:
         with taken_body(scope):
             pass
 
 
 def _declared(scope: Scope) -> int:
-    """Return the `Content-Length` of a request; 0 if there is none."""
+    """Return the `Content-Length` of a request; 0 if the header is missing."""
     return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
 
 
 def _too_long(most: int) -> HttpError:
-    return HttpError(413, f"body: longer than {most} bytes; send a shorter one", limit=most, code="body_too_large")
+    return HttpError(413, f"body: longer than {most} bytes; send a shorter body", limit=most, code="body_too_large")
 
 
 def _too_slow(seconds: float) -> HttpError:
-    return HttpError(408, f"body: incomplete after {seconds:g} s; send it faster", limit=seconds)
+    return HttpError(408, f"body: incomplete after {seconds:g} s; send the body faster", limit=seconds)

@@ -10,8 +10,8 @@ from .config import HttpConfig
 from .errors import HttpError
 
 READ_BYTES = 2**15
-"""Maximum number of bytes read from a connection at a time, and buffered for requests that wait behind an unanswered
-request.
+"""Maximum number of bytes that are read from a connection at a time, and that are buffered while a request is
+unanswered.
 """
 CHUNK_OVERHEAD_BYTES = 16
 """Allowed average length of a chunk's size line, in bytes."""
@@ -19,7 +19,7 @@ _HEAD_END = re.compile(rb"\n\r?\n")
 
 
 class Head:
-    """Limits the bytes and the lines of a request's head while it arrives."""
+    """Limits the bytes and the lines of a request's head while the head arrives."""
 
     def __init__(self, config: HttpConfig) -> None:
         self._config = config
@@ -28,7 +28,7 @@ class Head:
         self._tail = b""
 
     def add(self, data: bytes) -> None:
-        """Count received bytes. Raise HttpError if the head has too many bytes or lines."""
+        """Add received bytes. Raise HttpError if the head has too many bytes or lines."""
         joined = self._tail + data
         found = _HEAD_END.search(joined)
         end = len(joined) if found is None else found.end()
@@ -61,13 +61,13 @@ class Framing:
             raise HttpError(413, text, limit=self._config.max_body_chunks, code="body_too_large")
         more = self._config.max_head_bytes + READ_BYTES + CHUNK_OVERHEAD_BYTES * self._num_chunks
         if self.num_received - self._num_content > more:
-            raise HttpError(413, "body: chunk extensions are too long; send none", code="body_too_large")
+            raise HttpError(413, "body: chunk extensions are too long; omit them", code="body_too_large")
 
 
 def check_framing(request: h11.Request) -> None:
     """Raise HttpError if servers and proxies may disagree about the length of the request (RFC 9112, 6.1)."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and b"content-length" in names:
-        raise HttpError(400, "head: both Content-Length and Transfer-Encoding are given; send only one of them")
+        raise HttpError(400, "head: has both Content-Length and Transfer-Encoding; send only one of the two headers")
     if b"transfer-encoding" in names and request.http_version < b"1.1":
         raise HttpError(400, "head: HTTP/1.0 does not support Transfer-Encoding; send Content-Length")

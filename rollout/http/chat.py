@@ -15,6 +15,7 @@ from .fields import Fields, NumTop, TextFields, checked, given, recording, take_
 from .logprobs import TokenName, chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
+from .samples import MESSAGE_CHARS
 from .tools import BEGIN, ToolText
 
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -22,7 +23,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class Message(Fields):
-    """A message of a conversation. Further fields, such as `tool_calls`, are passed to the chat template unchanged."""
+    """A message of a conversation. Additional fields, such as `tool_calls`, are passed to the chat template."""
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True)
 
@@ -46,8 +47,8 @@ class ConversationFields(Fields):
 class ChatFields(TextFields, ConversationFields):
     """Fields of a chat completion.
 
-    `logprobs`: return the log-prob of each token. `top_logprobs`: also return this many of the most probable tokens at
-    each position.
+    `logprobs`: return the log-prob of each token. `top_logprobs`: number of most probable tokens to return per
+    position, in addition to the generated token.
     """
 
     logprobs: bool = False
@@ -56,7 +57,7 @@ class ChatFields(TextFields, ConversationFields):
 
 @dataclass
 class ChatForm:
-    """Writes chat completions. `finds_tools`: whether to look for tool calls in the text."""
+    """Writes chat completions. `finds_tools`: whether to parse tool calls in the text."""
 
     id: str
     created: int
@@ -111,7 +112,7 @@ class ChatForm:
         return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
 
     def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """Return the content of a piece, and the tool calls that it completes."""
+        """Return the text content of a `Piece`, and the tool calls that the piece completes."""
         if not self.finds_tools:
             return piece.text, []
         text = self._texts.setdefault(piece.index, ToolText())
@@ -121,7 +122,7 @@ class ChatForm:
 
 
 async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, ChatForm]:
-    """Parse a request for chat completions. Raise InvalidRequestError or HttpError if it cannot be served."""
+    """Parse a request for chat completions. Raise InvalidRequestError or HttpError if the request is not supported."""
     fields = given(body)
     if (most := fields.pop("max_completion_tokens", None)) is not None:
         fields["max_tokens"] = most
@@ -152,8 +153,17 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,
         skip_special_tokens=own.skip_special_tokens,
+        message=_last_user_message(own.messages),
     )
     return task, form
+
+
+def _last_user_message(messages: list[Message]) -> str | None:
+    """Return the beginning of the text of the last user message; None if there is none."""
+    for position, message in reversed([*enumerate(messages)]):
+        if message.role == "user":
+            return (_for_template(position, message)["content"] or "")[:MESSAGE_CHARS]
+    return None
 
 
 def _token_bytes(own: ChatFields) -> TokenBytes:
@@ -164,7 +174,7 @@ def _token_bytes(own: ChatFields) -> TokenBytes:
 async def token_ids_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> list[int]:
     """Return the prompt of a conversation as token ids.
 
-    Raise HttpError if the prompt has more than `most` tokens, and HttpError or InvalidRequestError if a field is not
+    Raise HttpError if the prompt has more than `most` tokens. Raise HttpError or InvalidRequestError if a field is not
     supported.
     """
     if own.tool_choice not in ("auto", "none"):
@@ -172,7 +182,7 @@ async def token_ids_of(own: ConversationFields, served: ServedModel, most: int |
     messages = [_for_template(i, message) for i, message in enumerate(own.messages)]
     reserved = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
     if found := reserved & own.chat_template_kwargs.keys():
-        text = f"chat_template_kwargs: {sorted(found)} cannot be set here; leave them out"
+        text = f"chat_template_kwargs: {sorted(found)} cannot be set here; remove them"
         raise InvalidRequestError(text, field="chat_template_kwargs")
     arguments = own.chat_template_kwargs | dict(
         tools=_tools(own) or None, add_generation_prompt=own.add_generation_prompt
@@ -185,7 +195,9 @@ def _tools(own: ConversationFields) -> list[dict[str, Any]]:
 
 
 def _for_template(position: int, message: Message) -> dict[str, Any]:
-    """Return a message in the form that chat templates expect: content as text, arguments of tool calls as objects."""
+    """Return a message in the format that chat templates expect, with content as text and tool call arguments as
+    objects.
+    """
     told = {name: value for name, value in message if value is not None or name == "content"}
     if isinstance(content := message.content, list):
         told["content"] = "\n".join(_text_of(position, part) for part in content)
@@ -211,6 +223,7 @@ def _with_object(position: int, call: Any) -> Any:
         return call | {"function": call["function"] | {"arguments": arguments}}
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidRequestError(
-            f"messages[{position}].tool_calls: {brief(call)} is not a function call with JSON arguments; correct it",
+            f"messages[{position}].tool_calls: {brief(call)} is not a function call with JSON arguments; correct the "
+            "call",
             field=f"messages[{position}].tool_calls",
         ) from None

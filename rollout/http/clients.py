@@ -1,9 +1,9 @@
 """Authentication over HTTP: API keys, and the user and the role of each key.
 
-Without a key, or with one key for all clients, every client may do everything, and all clients count as one user. With
-a clients file, each key stands for a user and a role. Owns: digests of the keys, but never the keys themselves; and the
-salts that keep the cached prefixes of different users apart. Promises that a key comparison takes the same time
-whatever the client sends and whichever key matches.
+Without a key, or with one key for all clients, every client may call every path, and all clients count as one user.
+With a clients file, each key belongs to a user and a role. Owns: digests of the keys (but not the keys themselves), and
+the salts that separate the cached prefixes of different users. Guarantees that the duration of a key comparison reveals
+nothing about the keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .errors import HttpError
 
 MOST_KEY_BYTES = 4096
 MOST_CLIENTS = 1024
-"""Maximum number of keys, because the key of each request is compared with all of them."""
+"""Maximum number of keys. More keys are refused, because the key of each request is compared with all known keys."""
 MOST_FILE_BYTES = 2**18
 FEWEST_KEY_CHARS = 16
 _CLIENT = "trueroll.client"
@@ -40,7 +40,8 @@ GENERATE_PATHS = {
 class Clients:
     """The known clients.
 
-    `by_key`: the client that each key stands for. If it is empty, no key is needed, and every client may do everything.
+    `by_key`: the client to which each key belongs. If `by_key` is empty, no key is needed, and every client may call
+    every path.
     """
 
     def __init__(self, by_key: Mapping[bytes, Client]) -> None:
@@ -57,17 +58,18 @@ class Clients:
         if not self._by_digest:
             return OWNER
         scheme, _, key = authorization.partition(" ")
-        # All digests have the same length, so the time of a comparison reveals nothing about a key or its length.
+        # All digests have the same length, so the duration of a comparison does not depend on a key or the length of a
+        # key.
         digest, found = _digest(key.strip().encode(errors="replace")), None
         for known, client in self._by_digest:
             found = client if hmac.compare_digest(digest, known) else found
         return found if scheme.lower() == "bearer" else None
 
     def salted(self, client: Client, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of a client's request with the cache salt for the worker.
+        """Return `params` with the cache salt for a request of `client`.
 
-        By default, the requests of a user get a salt that no other client can choose, so they share cached prefixes
-        only with each other. Requests with the same `cache_salt` share prefixes, even across users.
+        By default, a request gets a salt that only requests of the same user have, so cached prefixes are not shared
+        between users. Requests with the same `cache_salt` share prefixes, even across users.
         """
         if client.user is None:
             return params
@@ -76,7 +78,7 @@ class Clients:
 
 
 def clients_of(config: HttpConfig) -> Clients:
-    """Return the clients of a front end with these settings.
+    """Return the clients of a front end with the settings `config`.
 
     Raise ConfigError if a required key is missing, if other users can read the keys, or if the clients file is invalid.
     """
@@ -87,7 +89,7 @@ def clients_of(config: HttpConfig) -> Clients:
     try:
         text = data.decode("utf-8-sig")
     except ValueError:
-        raise ConfigError(f"clients_file: {config.clients_file} is not UTF-8 text; correct it") from None
+        raise ConfigError(f"clients_file: {config.clients_file} is not UTF-8 text; correct the file") from None
     named = parse_clients("clients_file", config.clients_file, text, _check_key)
     if len(named) > MOST_CLIENTS:
         raise ConfigError(f"clients_file: {len(named)} keys are too many (limit {MOST_CLIENTS}); remove some")
@@ -95,10 +97,10 @@ def clients_of(config: HttpConfig) -> Clients:
 
 
 def api_key(config: HttpConfig) -> bytes | None:
-    """Return the key that all clients must send; None if no key is needed or each client has its own.
+    """Return the key that all clients must send; None if no key is needed or each client has a separate key.
 
-    Raise ConfigError if a key is required but missing or malformed, if other users can read its file, or if a clients
-    file is given as well.
+    Raise ConfigError if a required key is missing or malformed, if other users can read the key's file, or if a clients
+    file is given in addition to a key.
     """
     found = os.environ.get(API_KEY_VARIABLE, "").encode(errors="surrogateescape")
     where = API_KEY_VARIABLE
@@ -106,9 +108,11 @@ def api_key(config: HttpConfig) -> bytes | None:
         where, found = "api_key_file", read_private_file("api_key_file", config.api_key_file, MOST_KEY_BYTES)
     key = found.strip()
     if not _is_api_key(key) or (config.api_key_file is not None and not key):
-        raise ConfigError(f"{where}: an API key must be printable ASCII characters without spaces; correct it")
+        raise ConfigError(f"{where}: an API key must be printable ASCII characters without spaces; correct the key")
     if key and config.clients_file is not None:
-        raise ConfigError(f"clients_file: cannot be combined with {where}, which has a key too; give only one of them")
+        raise ConfigError(
+            f"clients_file: cannot be combined with the key in {where}; give only one of the two settings"
+        )
     if not key and config.clients_file is None and not is_loopback(config.host):
         raise ConfigError(
             f"host: {config.host!r} is not a loopback IP and needs an API key; give --api-key-file or --clients-file, "
@@ -118,12 +122,12 @@ def api_key(config: HttpConfig) -> bytes | None:
 
 
 def _is_api_key(key: bytes) -> bool:
-    """Return whether these bytes can be sent as a key in a header."""
+    """Return whether a key can be sent in a header."""
     return all(0x21 <= byte <= 0x7E for byte in key)
 
 
 def note_client(scope: MutableMapping[str, Any], client: Client) -> None:
-    """Record in the scope of a request which client sent it, for `client_of`."""
+    """Add the client to the scope of its request, so that `client_of` can return the client."""
     scope[_CLIENT] = client
 
 
@@ -133,7 +137,7 @@ def client_of(scope: Mapping[str, Any]) -> Client:
 
 
 def check_role(client: Client, path: str) -> None:
-    """Raise HttpError if the client's role does not permit this path, which must be a served one."""
+    """Raise HttpError if the client's role does not permit `path`, which must be a served path."""
     if client.role != "control" and path not in GENERATE_PATHS:
         raise HttpError(403, f"{path} needs the role control; use a key with this role", code="forbidden")
 
@@ -141,8 +145,8 @@ def check_role(client: Client, path: str) -> None:
 def _check_key(where: str, key: str) -> None:
     if len(key) < FEWEST_KEY_CHARS or not _is_api_key(key.encode()):
         raise ConfigError(
-            f"{where}: a key must have at least {FEWEST_KEY_CHARS} printable ASCII characters (this one has {len(key)} "
-            "characters); make one with `openssl rand -hex 32`"
+            f"{where}: a key must have at least {FEWEST_KEY_CHARS} printable ASCII characters (one key has {len(key)} "
+            "characters); create a key with `openssl rand -hex 32`"
         )
 
 

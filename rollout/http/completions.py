@@ -1,4 +1,4 @@
-"""`/v1/completions`: read prompts as text or as token ids, and write their completions."""
+"""`/v1/completions`: read prompts as text or token ids, and write completions."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 
 DEFAULT_MAX_TOKENS = 16
-"""The default of OpenAI's API and of vLLM."""
+"""The default `max_tokens` of OpenAI's API and of vLLM."""
 _FAIL_FAST = Field(fail_fast=True)
 
 
 class CompletionFields(TextFields):
     """Fields of a completion.
 
-    `logprobs`: return the log-prob of each token, and this many of the most probable tokens at each position. `echo`:
-    return the prompt as well.
+    `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
+    `echo`: also return the prompt.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
@@ -44,7 +44,10 @@ class CompletionFields(TextFields):
 
 @dataclass
 class CompletionForm:
-    """Writes completions. `prefixes`: for each prompt, the text and log-probs that `echo` adds in front."""
+    """Writes completions.
+
+    `prefixes`: for each prompt, the text and log-probs that `echo` puts before each completion.
+    """
 
     id: str
     created: int
@@ -100,7 +103,7 @@ class CompletionForm:
 
 
 async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Task, CompletionForm]:
-    """Parse a request for completions. Raise InvalidRequestError or HttpError if it cannot be served."""
+    """Parse a request for completions. Raise InvalidRequestError or HttpError if the request is not supported."""
     fields = given(body)
     params, seed = take_sampling(fields, DEFAULT_MAX_TOKENS)
     own = checked(CompletionFields, fields)
@@ -157,10 +160,10 @@ def _token_bytes(own: CompletionFields) -> TokenBytes:
 async def _prefixes(
     own: CompletionFields, prompts: list[list[int]], params: Any, served: ServedModel
 ) -> list[dict[str, Any]]:
-    """Return the prefixes that `echo` adds to the completions of each prompt.
+    """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
-    A prefix has the text of the prompt and, if `logprobs` is given, the log-probs of its tokens. The first token has
-    no log-prob.
+    A prefix contains the text of the prompt. If `logprobs` is set, a prefix also contains the log-probs of the prompt's
+    tokens. The first token of a prompt has no log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}

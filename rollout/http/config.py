@@ -1,4 +1,6 @@
-"""Settings of the front end. Imports neither starlette nor h11, because settings are checked before these load."""
+"""Settings of the front end. Does not import starlette or h11, so that settings can be checked before these packages
+are imported.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +16,26 @@ API_KEY_VARIABLE = "TRUEROLL_HTTP_API_KEY"
 class HttpConfig(BaseModel):
     """Settings of the front end. Unknown keys and values out of range raise ConfigError.
 
-    `address`: address of the worker, or the file of a fleet. `host`, `port`: IP and port to listen on; port 0 means any
-    free port. `tokenizer`: the model that provides the tokenizer and the chat template; None means the served model,
-    if it is `smollm2` or a folder on this machine. `model_name`: the name that clients use for the model; None means
-    the worker's name. `api_key_file`: a file with the key that clients must send; None means the key in the environment
-    variable `API_KEY_VARIABLE`, if it is set. `clients_file`: a file with a role, a user and a key for each client,
-    instead of one key for all clients.
+    `address`: address of the worker, or path of a fleet's file. `host`, `port`: IP and port to listen on; port 0 means
+    any free port. `tokenizer`: the model that provides the tokenizer and the chat template; None means the served
+    model, which must then be `smollm2` or a folder on this machine. `model_name`: the name that clients use for the
+    model; None means the worker's name. `api_key_file`: a file with the key that clients must send; None means the
+    environment variable `TRUEROLL_HTTP_API_KEY`, if set. `clients_file`: a file with a role, a user and a key for each
+    client; replaces the single key for all clients.
 
-    `max_body_bytes`, `body_seconds`: maximum length of a body in bytes, and maximum time for it to arrive.
-    `max_unfinished_bytes`: maximum number of bytes in all bodies that are incomplete or not parsed yet; None means 8
-    times `max_body_bytes`. `max_body_chunks`: maximum number of chunks of a body. `max_body_elements`: maximum cost of
-    the elements of a body, see `elements.WEIGHTS`. `max_text_chars`: maximum number of characters in all texts of a
-    request. `max_answer_bytes`: maximum estimated length of an answer that is not a stream. `max_open_requests`:
-    maximum number of open requests for tokens or text. `drain_seconds`: time for which open requests may continue after
-    SIGTERM or Ctrl-C.
+    `max_body_bytes`, `body_seconds`: maximum length of a request body in bytes, and maximum time until the body has
+    arrived. `max_unfinished_bytes`: maximum total size, in bytes, of the bodies that are incomplete or not parsed yet;
+    None means 8 times `max_body_bytes`. `max_body_chunks`: maximum number of chunks of a body. `max_body_elements`:
+    maximum parsing cost of the JSON elements in a body, see `elements.WEIGHTS`. `max_text_chars`: maximum total number
+    of characters in the texts of a request. `max_answer_bytes`: maximum estimated length, in bytes, of an answer that
+    is not a stream. `max_open_requests`: maximum number of concurrent requests that generate, score, tokenize or
+    detokenize. `drain_seconds`: time for which open requests may continue after SIGTERM or Ctrl-C.
 
     `max_connections`: maximum number of open connections; None means half of the descriptors that the process may open,
-    minus 64, but at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a head in bytes
-    and lines, and maximum time for it to arrive. `keep_alive_seconds`: time for which an idle connection stays open.
-    `write_seconds`: a connection is cut if its client reads less than 64 KiB of a waiting answer within this time.
-    `linger_seconds`: time for which a refused connection discards incoming data before it closes.
+    minus 64, but at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a request's head
+    in bytes and in lines, and maximum time until the head has arrived. `keep_alive_seconds`: time for which an idle
+    connection stays open. `write_seconds`: a connection is cut if the client reads less than 64 KiB of a pending answer
+    within this time. `linger_seconds`: time for which a refused connection discards incoming data before it closes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -73,6 +75,6 @@ class HttpConfig(BaseModel):
         if self.max_unfinished_bytes is not None and self.max_unfinished_bytes < self.max_body_bytes:
             raise ValueError(
                 f"max_unfinished_bytes: {self.max_unfinished_bytes} is less than max_body_bytes "
-                f"({self.max_body_bytes}), so the longest body could never arrive; give at least max_body_bytes"
+                f"({self.max_body_bytes}), so the longest body could never be read; raise max_unfinished_bytes"
             )
         return self

@@ -1,11 +1,14 @@
-"""Connections, from accept to close: HTTP/1.1 with h11 on asyncio's sockets. The application runs once per request.
+"""Connections, from accept to close: HTTP/1.1, parsed by h11, on asyncio's sockets. The application runs once per
+request.
 
 Owns: every open connection, its timers, and its limits. Promises that:
-- no stage of a connection lasts forever: the connection is closed if the head does not arrive, if the client does not
-  read, or if no request follows an answer;
-- a new connection is accepted as long as an old connection without a complete request can be closed instead;
+- no stage of a connection lasts forever: timeouts close a connection if no complete head arrives, if no request follows
+  an answer, or if the client does not read;
+- at the connection limit, the server accepts a new connection if it can close an old connection that has no complete
+  request;
 - `/health` is answered even when all connections are busy;
-- a refused request is answered before its connection closes, and the rest of its body is dropped unparsed.
+- a refused request is answered before its connection closes, and the unread part of its body is dropped without
+  parsing.
 """
 
 from __future__ import annotations
@@ -37,21 +40,24 @@ from .exchange import Address, Exchange, refusal
 
 Stage: TypeAlias = Literal["new", "idle", "body", "busy", "closing"]
 """`new`: no request yet. `idle`: the last request is answered. `body`: the request's body is incomplete. `busy`: the
-request is being answered. `closing`: the connection is about to close and drops incoming data, so that the client can
-still read the answer.
+request is being answered. `closing`: the connection drops incoming data until it closes, so that the client can still
+read the answer.
 """
 GIVES_WAY: tuple[Stage, ...] = ("closing", "new", "idle", "body")
-"""The stages in which connections may be closed to make room, in this order. Within a stage, the oldest come first."""
+"""The stages in which connections may be closed to make room. Connections in the first stage of this list are closed
+first. Within a stage, the oldest connection is closed first.
+"""
 
 HEALTH_PATH = b"/health"
 HEALTH_RESERVE = 64
-"""Number of connections that are accepted beyond `max_connections`. On these, only `/health` is answered."""
+"""Number of connections that are accepted beyond `max_connections`. These connections may only request `/health`."""
 MOST_BY_DEFAULT = 2048
 FEWEST_WRITTEN_BYTES = 2**16
-"""A connection is cut if its client reads fewer bytes than this of a waiting answer within `write_seconds`."""
+"""A connection is cut if the client reads fewer than this number of bytes of a pending answer within `write_seconds`.
+"""
 EVENTS_PER_TURN = 16
 TURN_SECONDS = 0.005
-"""Time for which queued work runs before the event loop can run other work."""
+"""Maximum time, in seconds, for which queued callbacks run before the event loop runs other work."""
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +65,9 @@ log = logging.getLogger(__name__)
 def most_connections(config: HttpConfig) -> int:
     """Return the maximum number of open connections.
 
-    Connections, with the reserve for `/health`, use at most half of the process's descriptors. The other half is left
-    for the connection to the worker, files and child processes. Raise ConfigError if the process may not open enough
-    descriptors for `max_connections`.
+    Connections, including the reserve for `/health`, use at most half of the process's descriptors. The remaining
+    descriptors are for the connection to the worker, files and child processes. Raise ConfigError if the descriptor
+    limit is too low for `max_connections`.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = MOST_BY_DEFAULT if soft == resource.RLIM_INFINITY else max(1, soft // 2 - HEALTH_RESERVE)
@@ -70,13 +76,13 @@ def most_connections(config: HttpConfig) -> int:
     if soft != resource.RLIM_INFINITY and config.max_connections > room:
         raise ConfigError(
             f"max_connections: must be at most {room}, because this process may open only {soft} descriptors (got "
-            f"{config.max_connections}); lower it, or raise the descriptor limit with `ulimit -n`"
+            f"{config.max_connections}); lower max_connections, or raise the descriptor limit with `ulimit -n`"
         )
     return config.max_connections
 
 
 class Connections:
-    """All open connections. Their requests are answered by `app`. Needs a running event loop."""
+    """All open connections. `app` answers the requests. Needs a running event loop."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self.app, self.config = app, config
@@ -107,10 +113,11 @@ class Connections:
     def open(self, accepted: socket.socket, client: Address) -> None:
         """Serve a newly accepted socket.
 
-        If there are too many connections, close an old connection, or else the new one.
+        If there are too many connections, close an old connection. If no old connection may be closed, close the new
+        connection.
         """
-        # A connection that is refused to make room stays open while its client reads the answer. So more than one
-        # connection may be over the limit.
+        # A connection that was refused to make room stays open while its client reads the answer. Therefore, the number
+        # of connections may exceed the limit by more than one.
         num_over = len(self) - self._num_extra - self.most + 1
         is_extra = not all(self.make_room(is_extra=False) for _ in range(num_over))
         if is_extra and self._num_extra >= HEALTH_RESERVE and not self.make_room(is_extra=True):
@@ -135,16 +142,17 @@ class Connections:
             raise
 
     def run(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine as a task. `end` cancels it."""
+        """Run a coroutine as a task. `end` cancels the task."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def make_room(self, is_extra: bool | None = None) -> bool:
-        """Close the oldest connection in the first stage of `GIVES_WAY` that has any. Return whether one was closed.
+        """Close an old connection: the oldest connection in the first stage of `GIVES_WAY` that is not empty. Return
+        whether a connection was closed.
 
-        `is_extra`: True considers only connections of the reserve for `/health`, False only connections outside it,
-        None all connections.
+        `is_extra`: which connections to consider. If True, consider only connections in the reserve for `/health`; if
+        False, only the other connections; if None, all connections.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:
@@ -154,11 +162,11 @@ class Connections:
         return False
 
     def note_closed(self, connection: Connection) -> None:
-        """Record that the descriptor of this connection is free."""
+        """Record that the descriptor of a connection is free."""
         self._sockets.discard(connection)
 
     def move(self, connection: Connection, stage: Stage | None) -> None:
-        """Record that a connection has entered this stage; None means that it is closed."""
+        """Record that a connection has entered `stage`, or has closed if `stage` is None."""
         if (before := self._stages.pop(connection, None)) is not None:
             del self._by_stage[before][connection]
             self._num_extra -= stage is None and connection.is_extra
@@ -170,7 +178,7 @@ class Connections:
             self._all_closed.set()
 
     async def end(self, seconds: float) -> None:
-        """Let requests finish for up to `seconds`, or until `hurry` is called. Then cut all connections still open."""
+        """Let requests finish for up to `seconds`, or until `hurry` is called. Then cut the remaining connections."""
         self.is_ending = True
         for stage in ("new", "idle", "closing"):
             for connection in [*self._by_stage[stage]]:
@@ -208,7 +216,9 @@ class Connections:
 
 
 class _Turns:
-    """A first-in, first-out queue of callbacks. The event loop runs other work after every `TURN_SECONDS`."""
+    """A first-in, first-out queue of callbacks. After every `TURN_SECONDS` of callbacks, the event loop runs other
+    work.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -239,7 +249,8 @@ class _Turns:
 class Connection(asyncio.BufferedProtocol):
     """One connection.
 
-    `client`, `server`: addresses of the two ends. `is_extra`: the connection belongs to the reserve for `/health`.
+    `client`, `server`: addresses of the client and of this server. `is_extra`: the connection belongs to the reserve
+    for `/health`.
     """
 
     def __init__(self, connections: Connections, client: Address, server: Address, is_extra: bool) -> None:
@@ -290,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
             self._advance()
 
     def eof_received(self) -> None:
-        """Treat a client that closes its sending side as disconnected: asyncio then closes the connection."""
+        """Treat a client that closes its sending side as disconnected. asyncio then closes the connection."""
 
     def pause_writing(self) -> None:
         self.writable.clear()
@@ -309,13 +320,13 @@ class Connection(asyncio.BufferedProtocol):
     # Called by `Connections`
 
     def give_way(self) -> None:
-        """Close to make room for another connection."""
+        """Close this connection to make room for another connection."""
         if self._stage == "body":
             return self.refuse(_busy("this request was the oldest with an incomplete body"), "room")
         self.cut("room")
 
     def cut(self, reason: str) -> None:
-        """Close immediately and discard unsent data."""
+        """Close this connection immediately and discard unsent data."""
         if self._stage is None:
             return
         self._connections.closed[reason] += 1
@@ -336,7 +347,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def awaits_continue(self) -> bool:
-        """Return whether the client waits for `100 Continue` before it sends the body."""
+        """Return whether the client is waiting for `100 Continue` before sending the body."""
         return self._http.they_are_waiting_for_100_continue
 
     @property
@@ -345,13 +356,16 @@ class Connection(asyncio.BufferedProtocol):
         return self.is_extra or self._connections.is_ending
 
     def resume_reading(self) -> None:
-        """Resume reading after the exchange has taken the buffered content, unless the next request has arrived."""
+        """Resume reading after the exchange has taken the buffered content.
+
+        Does nothing if the next request has already arrived.
+        """
         follows = self._http.their_state is h11.DONE and bool(self._http.trailing_data[0])
         if self._transport is not None and not self._has_turn and not follows:
             self._transport.resume_reading()
 
     def finish(self) -> None:
-        """Go on to the next request or close, because the response is complete."""
+        """Read the next request, or close the connection. Called when the response to a request is complete."""
         self._exchange = None
         if self._stage in (None, "closing"):
             return
@@ -370,7 +384,7 @@ class Connection(asyncio.BufferedProtocol):
             self._later(trailing)
 
     def refuse(self, error: HttpError, reason: str) -> None:
-        """Answer with this error, unless an answer has begun, and close."""
+        """Close the connection. If no answer has begun, answer with `error` first."""
         if self._stage in (None, "closing"):
             return
         self._connections.closed[reason] += 1
@@ -380,7 +394,7 @@ class Connection(asyncio.BufferedProtocol):
     # Reading
 
     def _note_received(self, data: bytes) -> None:
-        """Count received data towards the limits of the head or of the body's framing.
+        """Count received data towards the limits on the head or on the framing of the body.
 
         Raise HttpError if a limit is exceeded.
         """
@@ -419,7 +433,7 @@ class Connection(asyncio.BufferedProtocol):
         self._connections.turns.wait(go_on)
 
     def _advance(self) -> None:
-        """Handle the events that h11 parses from the received bytes, a bounded number of them at a time."""
+        """Handle the events that h11 parses from the received bytes. Each call handles a bounded number of events."""
         try:
             for _ in range(EVENTS_PER_TURN):
                 if self._stage in (None, "closing") or not self._take(self._http.next_event()):
@@ -431,7 +445,7 @@ class Connection(asyncio.BufferedProtocol):
         self._wait_for_turn()
 
     def _take(self, event: h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]) -> bool:
-        """Handle one event. Return whether there may be more."""
+        """Handle one event. Return whether there may be further events."""
         assert self._transport is not None
         if isinstance(event, h11.Request):
             self._begin(event)
@@ -443,7 +457,7 @@ class Connection(asyncio.BufferedProtocol):
             self._exchange.complete()
             if self._stage == "body":
                 self._move("busy")
-            return False  # the next request waits until this one is answered
+            return False  # the next request waits until this request is answered
         else:
             if event is h11.PAUSED:
                 self._transport.pause_reading()
@@ -454,7 +468,7 @@ class Connection(asyncio.BufferedProtocol):
         self._is_head = request.method == b"HEAD"
         check_framing(request)
         if self.is_extra and request.target.partition(b"?")[0] != HEALTH_PATH:
-            raise _busy("all of them have requests in flight")
+            raise _busy("all connections have requests in flight")
         self._cancel_deadline()
         self._move("body")
         self._framing = Framing(self._config)
@@ -471,9 +485,9 @@ class Connection(asyncio.BufferedProtocol):
             self.send(*refusal(error, self._is_head))
 
     def _linger(self) -> None:
-        """Half-close, and drop incoming data for a while.
+        """Half-close the connection, and drop incoming data for `linger_seconds`.
 
-        If the connection closed immediately, the client could lose the answer.
+        If the server closed the connection immediately, the client could lose the answer.
         """
         assert self._transport is not None
         self._move("closing")
@@ -487,13 +501,15 @@ class Connection(asyncio.BufferedProtocol):
         self._set_deadline(self._config.linger_seconds, self.cut, "lingered")
 
     def _let_close_reset(self) -> None:
-        """Make closing reset the connection, so that the client sees a cut answer and the kernel drops unsent data."""
+        """Make `close` reset the connection, so that the client notices the truncated response and the kernel drops
+        unsent data.
+        """
         assert self._transport is not None
         at_once = struct.pack("ii", 1, 0)
         self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
 
     def _leave(self) -> None:
-        """Forget the connection, because the client has disconnected or will not be served."""
+        """Remove the connection, because the client has disconnected or will not be served."""
         self._stage = None
         self._connections.move(self, None)
         self._cancel_deadline()
@@ -516,7 +532,7 @@ class Connection(asyncio.BufferedProtocol):
         """Close the connection, because the head did not arrive in time."""
         if self._head.num_bytes == 0:
             return self.cut("head")
-        text = f"head: incomplete after {self._config.head_seconds:g} s; send it faster"
+        text = f"head: incomplete after {self._config.head_seconds:g} s; send the head faster"
         self.refuse(HttpError(408, text, limit=self._config.head_seconds), "head")
 
     def _cancel_deadline(self) -> None:
@@ -549,11 +565,14 @@ def _busy(why: str) -> HttpError:
 
 
 def _no_room() -> bytes:
-    """Return the answer for a connection that is closed before its request is read."""
+    """Return the error response for a connection that is closed before its request is read."""
     http = h11.Connection(h11.SERVER)
     return b"".join(http.send(event) or b"" for event in refusal(_busy("including the reserve for /health"), False))
 
 
 def _malformed(error: h11.RemoteProtocolError) -> HttpError:
-    """Return the error for a request that h11 refuses. h11's text is truncated, because it may quote the request."""
-    return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct it", code="malformed")
+    """Return the error for a request that h11 refuses.
+
+    The text from h11 is truncated, because the text may quote the request.
+    """
+    return HttpError(error.error_status_hint, f"request: {str(error)[:200]}; correct the request", code="malformed")

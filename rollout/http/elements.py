@@ -1,7 +1,7 @@
 """The cost of parsing a body, computed before the body is parsed.
 
-Parsing JSON and checking its fields block the event loop. The duration depends on the number of elements, and hardly on
-their length. Promises that counting itself runs in short steps.
+The event loop is blocked while a JSON body is parsed and its fields are checked. The parsing time depends mainly on the
+number of elements, not on the length of the elements. Guarantees that the cost is computed in short steps.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from .errors import HttpError
 WEIGHTS = {b",": 1, b":": 4, b"[": 4, b"{": 16, b".": 6}
 """Cost of an element in units of about 0.1 µs, by the character that marks the element. A dot marks a float."""
 MAX_DIGITS = 40
-"""Maximum number of digits in a row, because the time to parse a number grows with the square of its length."""
+"""Maximum number of consecutive digits. Longer numbers are refused, because the time to parse a number grows with the
+square of its length.
+"""
 _STEP_BYTES = 2**18
-"""Number of bytes counted in one step, which takes about a millisecond."""
+"""Number of bytes counted in one step. A step takes about a millisecond."""
 _BY_BYTE = np.zeros(256, np.uint8)
 for _character, _weight in WEIGHTS.items():
     _BY_BYTE[ord(_character)] = _weight
@@ -27,11 +29,11 @@ _LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 
 
 def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[None]:
-    """Check the cost of the elements of a body. Yields between steps.
+    """Check the cost of a body's elements in steps, and yield between steps.
 
-    Raise HttpError if the elements cost more than `most` by `WEIGHTS`, or if a number has more than `MAX_DIGITS` digits
-    in a row. The content of strings does not count. `is_setting`: `most` is the setting `max_body_elements`, so the
-    error says to raise that setting.
+    Raise HttpError if the total cost by `WEIGHTS` exceeds `most`, or if a number has more than `MAX_DIGITS` consecutive
+    digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting `max_body_elements`. With
+    `is_setting`, the error advises the client to raise the setting.
     """
     cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):
@@ -48,14 +50,14 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
         at += len(step)
         outside, in_string = _outside_of_strings(step, in_string)
         if _has_long_number(outside.tobytes()):
-            text = f"body: a number has too many digits in a row (limit {MAX_DIGITS}); shorten it"
+            text = f"body: a number has too many digits in a row (limit {MAX_DIGITS}); shorten the number"
             raise HttpError(400, text, limit=MAX_DIGITS, code="invalid_json")
         if (cost := cost + int(_BY_BYTE[outside].sum(dtype=np.int64))) > most:
             advice = "send several requests, or raise --max-body-elements" if is_setting else "send fewer elements"
             raise HttpError(
                 413,
-                f"body: too many elements (limit {most}; a comma counts 1, a member of an object 4, an array 4, a "
-                f"float 6, an object 16); {advice}",
+                f"body: too many elements (limit {most}; a comma costs 1, an object member 4, an array 4, "
+                f"a float 6, an object 16); {advice}",
                 limit=most,
                 code="too_many_elements",
                 setting="max_body_elements" if is_setting else None,
@@ -66,29 +68,33 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
 def rough_cost(body: bytearray, start: int, end: int) -> int:
     """Return an upper bound on the cost of body[start:end].
 
-    The content of strings counts as well. That is faster, and usually precise enough.
+    The bound includes the content of strings. Skipping strings would be slower, and the bound is usually precise
+    enough.
     """
     return sum(weight * body.count(character, start, end) for character, weight in WEIGHTS.items())
 
 
 def _has_long_number(part: bytes | bytearray) -> bool:
-    """Return whether there are more than `MAX_DIGITS` digits in a row.
+    """Return whether `part` has more than `MAX_DIGITS` consecutive digits.
 
-    A regular expression would take ten times as long.
+    Uses `translate`, because a regular expression would take ten times as long.
     """
     return _LONG_NUMBER in part.translate(_AS_ZEROS)
 
 
 def _without_half_an_escape(step: bytearray) -> bytearray:
-    """Return the step without a final backslash that escapes the next byte. A step of only one byte stays as it is."""
+    """Return the step without a final backslash that escapes the next byte.
+
+    A step of a single byte is returned unchanged.
+    """
     num_backslashes = len(step) - len(step.rstrip(b"\\"))
     return step[:-1] if num_backslashes % 2 and len(step) > 1 else step
 
 
 def _outside_of_strings(step: bytearray, in_string: bool) -> tuple[np.ndarray, bool]:
-    """Return the bytes of a step outside of strings, as uint8, and whether the step ends within a string.
+    """Return the bytes of a step that are outside of strings, as uint8, and whether the step ends within a string.
 
-    `in_string`: the step begins within a string.
+    `in_string`: whether the step begins within a string.
     """
     characters = np.frombuffer(step.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     within = np.logical_xor.accumulate(characters == _QUOTE) ^ in_string

@@ -46,18 +46,19 @@ STATUSES: dict[type[TruerollError], int] = {
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _OF_PROMPT = ("prompts[", "sequences[")
-"""Prefixes of `TruerollError.field` in errors of the worker's client about a prompt."""
+"""Prefixes of `TruerollError.field` in the client's errors about a prompt."""
 
 
 class Gone(Exception):
-    """Raised when the client has disconnected, so that no answer is needed."""
+    """Raised when the client has disconnected and needs no answer."""
 
 
 class HttpError(TruerollError):
-    """An error that is answered with `status`.
+    """An error with an HTTP status.
 
-    `code`: a machine-readable word. `setting`: name of the setting that limits the request; refusals are counted by
-    setting. `field`, `value`, `limit`: see `TruerollError`; in the body, the field is called `param`.
+    `status`: status of the response. `code`: machine-readable name of the error. `setting`: name of the setting that
+    limits the request; the metrics count refusals by setting. `field`, `value`, `limit`: see `TruerollError`. In the
+    response body, `field` is called `param`.
     """
 
     def __init__(
@@ -78,12 +79,16 @@ class HttpError(TruerollError):
 
 
 def given_twice(name: str) -> HttpError:
-    """Return the error for a query parameter that is given twice. Parsers differ in which of the values they use."""
-    return HttpError(400, f"{name}: given twice in the query; give it once", field=name, code="invalid_request")
+    """Return the error for a query parameter that is given twice.
+
+    A repeated parameter is ambiguous, because some parsers use the first value and others the last value.
+    """
+    return HttpError(400, f"{name}: given twice in the query; give only one value", field=name, code="invalid_request")
 
 
 def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpError:
-    """Return the HTTP error for any exception. An unexpected exception becomes a 500 that reveals no details.
+    """Return the HTTP error for any exception. An unexpected exception becomes an error with status 500 that reveals no
+    details.
 
     `prompt_field`: name of the request field that contains the prompts.
     """

@@ -22,15 +22,15 @@ from .wire import encoded
 Address: TypeAlias = tuple[str, int]
 
 WRITE_BYTES = 2**18
-"""Maximum number of bytes handed to a connection at a time."""
+"""Maximum number of bytes written to a connection at a time."""
 
 log = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """The part of a connection that an exchange uses.
+    """The interface that an exchange needs from its connection.
 
-    `client`, `server`: addresses of the two ends. `writable`: set while no sent bytes wait in the write buffer.
+    `client`, `server`: addresses of the client and of this server. `writable`: set while the write buffer is empty.
     """
 
     client: Address
@@ -57,7 +57,7 @@ class _Body:
     """The body of a request.
 
     `content`: bytes that the application has not received yet. `is_whole`: the body is complete. `was_told_whole`: the
-    application knows that the body is complete.
+    application has received the message that completes the body.
     """
 
     content: bytearray = field(default_factory=bytearray)
@@ -66,7 +66,7 @@ class _Body:
 
     @property
     def has_news(self) -> bool:
-        """Return whether the application must still receive content, or the information that the body is complete."""
+        """Return whether the application still has to receive content, or the end of the body."""
         return bool(self.content) or (self.is_whole and not self.was_told_whole)
 
     def take(self) -> bytes:
@@ -78,7 +78,7 @@ class _Body:
 
 
 class Exchange:
-    """One request and its response, as an ASGI application sees them."""
+    """One request and its response, translated to ASGI messages."""
 
     def __init__(self, connection: Line, request: h11.Request) -> None:
         self._connection = connection
@@ -91,14 +91,16 @@ class Exchange:
         self._changed = asyncio.Event()
 
     async def run(self, app: ASGIApp) -> None:
-        """Run the application until it has answered, then finish the request on the connection."""
+        """Run the application until it returns. After the application has returned, finish the request on the
+        connection.
+        """
         try:
             await app(self._scope, self._receive, self._send)
         except asyncio.CancelledError:
             raise
         except BaseException:  # a panic of a Rust library is not an Exception
             log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
-        if not self._has_ended and not self._has_left:  # so the client sees that the response is incomplete
+        if not self._has_ended and not self._has_left:  # so that the client notices the incomplete response
             self._connection.cut("broken")
         self._connection.finish()
 
@@ -114,7 +116,7 @@ class Exchange:
         self._changed.set()
 
     def leave(self) -> None:
-        """End the exchange, because the client has disconnected or the connection has answered itself."""
+        """End the exchange, because the client has disconnected or the connection has sent an error response."""
         self._has_left = True
         self._changed.set()
 
@@ -135,7 +137,7 @@ class Exchange:
             return
         if message["type"] == "http.response.start":
             headers = [(b"date", _date(int(time.time()))), *message.get("headers", ())]
-            has_more = not self._body.is_whole  # the rest of the body is not read: close after the answer
+            has_more = not self._body.is_whole  # the rest of the body will not be read, so close after the answer
             if (has_more or self._connection.is_last) and (b"connection", b"close") not in headers:
                 headers.append((b"connection", b"close"))
             self._head = _response(message["status"], headers)
@@ -151,7 +153,10 @@ class Exchange:
             await self._write()
 
     async def _write(self, *events: h11.Event) -> None:
-        """Write the head, if it is not written yet, and these events. Return once the write buffer is empty."""
+        """Write `events`, preceded by the head of the response if the head is still unsent.
+
+        Return once the write buffer is empty.
+        """
         if not self._has_left:
             head, self._head = self._head, None
             self._connection.send(*([] if head is None else [head]), *events)
@@ -179,7 +184,7 @@ def _scope(connection: Line, request: h11.Request) -> Scope:
 def refusal(error: HttpError, is_head: bool) -> tuple[h11.Event, ...]:
     """Return the events of an error response that closes the connection.
 
-    `is_head`: the response answers a HEAD request, so it has no content.
+    `is_head`: whether the request is a HEAD request, in which case the response has no content.
     """
     content = encoded(error_body(error))
     headers = {**error.headers, "Content-Type": "application/json", "Content-Length": str(len(content))}

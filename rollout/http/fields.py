@@ -1,6 +1,7 @@
 """The fields of requests: supported fields, ignored fields, and fields that must be off.
 
-A null value counts as not given. Unknown fields and unsupported values are refused with an error that names the field.
+A field with the value null is treated as missing. Unknown fields and unsupported values are refused with an error that
+names the field.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
     *("stop", "stop_token_ids", "ignore_eos", "cache_salt"),
 )
-"""The fields that are parameters of `SamplingParams` under the same name."""
+"""The fields with the same name and meaning in `SamplingParams`."""
 IGNORED = {
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store"),
     *("detokenize", "output_kind", "flat_logprobs", "routed_experts_prompt_start"),
 }
-"""Hints and labels that never change an answer. `routed_experts_prompt_start` is included because no endpoint returns
-routed experts.
+"""Fields that never change an answer, such as hints and labels. `routed_experts_prompt_start` is included, because no
+endpoint returns routed experts.
 """
 OFF: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -73,7 +74,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-"""Fields that other servers support and this one does not. For each field, only the listed neutral values are accepted.
+"""Fields that other servers support but this server does not. For each field, only the listed neutral values are
+accepted.
 """
 
 F = TypeVar("F", bound="Fields")
@@ -82,10 +84,10 @@ NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class Fields(BaseModel):
-    """Base class for the fields of a kind of request. Values of a wrong type and unknown fields are refused.
+    """Base class for the fields of a request. Values of a wrong type and unknown fields are refused.
 
-    Lists in subclasses must fail fast. Otherwise an error for each of a million elements would take seconds and
-    gigabytes.
+    Lists in subclasses must use `fail_fast`. Without `fail_fast`, a list with a million invalid elements would produce
+    a million errors, which cost seconds and gigabytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -93,7 +95,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field_is_enough(cls, values: Any) -> Any:
-        """Keep only the first unknown field, because a request may have very many of them."""
+        """Report only the first unknown field, because a request may have very many unknown fields."""
         if not isinstance(values, dict) or cls.model_config.get("extra") == "allow":
             return values
         unknown = next((name for name in values if name not in cls.model_fields), None)
@@ -103,7 +105,7 @@ class Fields(BaseModel):
 class StreamOptions(Fields):
     """Options of a stream.
 
-    `include_usage`: end the stream with an event that contains the token counts. The other options must be off.
+    `include_usage`: end the stream with an event that contains the token counts. All other stream options must be off.
     """
 
     include_usage: bool = False
@@ -112,7 +114,7 @@ class StreamOptions(Fields):
 
 
 class GenerationFields(Fields):
-    """Fields of all requests for tokens, in addition to `SAMPLING` and `seed`."""
+    """Fields of all requests that generate tokens, in addition to `SAMPLING` and `seed`."""
 
     model: str | None = None
     stream: bool = False
@@ -123,8 +125,8 @@ class GenerationFields(Fields):
 class TextFields(GenerationFields):
     """Fields of requests for text.
 
-    `return_token_ids`: also return the token ids of prompt and completion. `return_tokens_as_token_ids`: in the
-    log-probs, name a token by its id, as in `token_id:7`. `skip_special_tokens`: leave special tokens out of the text.
+    `return_token_ids`: also return the token ids of prompt and completion. `return_tokens_as_token_ids`: name tokens by
+    their ids in the log-probs, as in `token_id:7`. `skip_special_tokens`: leave special tokens out of the text.
     """
 
     return_token_ids: bool = False
@@ -135,8 +137,8 @@ class TextFields(GenerationFields):
 def given(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that have an effect.
 
-    Leave out fields with null, ignored fields, and fields of `OFF` with a neutral value. Raise HttpError if a field of
-    `OFF` has another value.
+    Drop fields with the value null, ignored fields, and fields of `OFF` with a neutral value. Raise HttpError if a
+    field of `OFF` has any other value.
     """
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     for name in [name for name in fields if name in OFF]:
@@ -147,7 +149,7 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_same(value: Any, expected: Any) -> bool:
-    """Return whether two JSON values are equal. Unlike with `==`, a boolean never equals a number, at any depth."""
+    """Return whether two JSON values are equal. In contrast to `==`, a boolean never equals a number, at any depth."""
     if isinstance(value, bool) != isinstance(expected, bool) or value != expected:
         return False
     if isinstance(expected, dict):
@@ -157,12 +159,12 @@ def is_same(value: Any, expected: Any) -> bool:
 
 def unsupported(name: str, expected: str, value: Any) -> HttpError:
     """Return the error for a field with an unsupported value. `expected`: the supported values, as text."""
-    text = f"{name}: {brief(value)} is not supported; leave it out, or set it to {expected}"
+    text = f"{name}: {brief(value)} is not supported; omit the field, or set it to {expected}"
     return HttpError(400, text, field=name, value=value, code="unsupported_parameter")
 
 
 def checked(kind: type[F], fields: dict[str, Any]) -> F:
-    """Validate the fields of a request as an object of class `kind`. Raise HttpError if they are invalid."""
+    """Validate the fields of a request as an object of class `kind`. Raise HttpError if the fields are invalid."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -172,10 +174,10 @@ def checked(kind: type[F], fields: dict[str, Any]) -> F:
 
 
 def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[SamplingParams, int | None]:
-    """Remove the sampling parameters and the seed from `fields`, and return them.
+    """Remove the sampling parameters and the seed from `fields`, and return the parameters and the seed.
 
-    `max_tokens`: the default. The parameters request log-probs under the distribution that tokens are drawn from. Raise
-    InvalidRequestError if a value is invalid.
+    `max_tokens`: the default of `max_tokens`. The returned parameters request log-probs under the sampling
+    distribution. Raise InvalidRequestError if a value is invalid.
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if is_same(named.get("top_k"), 0):
@@ -185,8 +187,8 @@ def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[Sampl
 
 
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
-    """Return the parameters with a request for log-probs of the drawn tokens and of the `num_top` most probable tokens.
+    """Return a copy of `params` that requests log-probs of the drawn tokens and of the `num_top` most probable tokens.
 
-    None means no log-probs at all.
+    `num_top` None means no log-probs at all.
     """
     return params.model_copy(update=dict(logprobs=None) if num_top is None else dict(top_logprobs=num_top or None))

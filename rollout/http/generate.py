@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`: token ids in, token ids out. Trainers use this endpoint of vLLM."""
+"""`/inference/v1/generate`: generate token ids from token ids. The endpoint is compatible with vLLM, for trainers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pieces import Piece, Task, Usage, ending
 
 
 class GenerateFields(GenerationFields):
-    """Fields of a request for tokens.
+    """Fields of a request for token ids.
 
     `token_ids`: the prompt. `sampling_params`: an object with the fields of `SAMPLING`, `seed`, and the fields of
     `SamplingFields`.
@@ -26,9 +26,9 @@ class GenerateFields(GenerationFields):
 
 
 class SamplingFields(Fields):
-    """Further fields of `sampling_params`.
+    """Fields of `sampling_params` in addition to `SAMPLING` and `seed`.
 
-    `logprobs`: return the log-prob of each token, and this many of the most probable tokens at each position.
+    `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
     `skip_special_tokens`: has no effect, because the answer contains no text.
     """
 
@@ -66,7 +66,7 @@ class GenerateForm:
 
 
 async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:
-    """Parse a request for tokens. Raise InvalidRequestError or HttpError if it cannot be served."""
+    """Parse a request for token ids. Raise InvalidRequestError or HttpError if the request is not supported."""
     own = checked(GenerateFields, given(body))
     served.check_name(own.model)
     fields = given(own.sampling_params)

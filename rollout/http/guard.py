@@ -1,8 +1,9 @@
-"""The guard in front of the application: counts every request, and checks the origin, key and role of each request and
-the number of open requests.
+"""The guard in front of the application. The guard counts requests, limits the number of open requests, and checks the
+origin, key and role of each request.
 
-Without a key, the front end listens on loopback, where any web page in a local browser could reach it. Browsers send
-the origin of the page in `Origin` and the name of the server in `Host`. Both headers are checked.
+A front end without a key listens only on loopback, but any web page in a local browser can send requests to loopback.
+Browsers send the origin of the page in `Origin` and the name of the server in `Host`. The guard checks `Origin` and
+`Host`.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 from .pages import FILES
 from .wire import error_answer
 
-OPEN_PATHS = {"/health", *FILES}
+OPEN_PATHS = {"/", "/health", *FILES}
 """Paths that need no key."""
 LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
-"""Paths that accept bodies of up to `max_body_bytes`, because these contain tokens or text."""
+"""Paths that accept bodies of up to `max_body_bytes`, because the bodies contain tokens or text."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score"}
-"""Requests for these paths count towards `max_open_requests`."""
+"""Paths with the limit `max_open_requests` on the number of open requests."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
-"""The status that is counted if the client disconnects before the answer has begun."""
+"""Status in the metrics for a client that disconnects before the answer has begun."""
 
 
 class Counters:
     """Metrics of requests.
 
-    `requests`: number of requests by path and status. Unknown paths count as `other`, disconnected clients as status
-    499. `open`: number of requests for tokens or text in flight. `over_limit`: number of requests refused because of a
-    limit, by the setting that defines the limit.
+    `requests`: number of requests by path and status. Unknown paths are counted under the path `other`, and
+    disconnected clients under the status 499. `open`: number of requests in flight that generate, score, tokenize or
+    detokenize. `over_limit`: number of requests refused because of a limit, by the setting that defines the limit.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Counters:
         self.over_limit: Counter[str] = Counter()
 
     def include(self, collect: Callable[[], Iterator[Metric]]) -> None:
-        """Add the metrics of `collect` to those of `self.collect`."""
+        """Make `self.collect` also yield the metrics of `collect`."""
         self._others.append(collect)
 
     def collect(self) -> Iterator[Metric]:
@@ -70,7 +71,10 @@ class Counters:
 
 
 class Guard:
-    """ASGI middleware that passes permitted requests to `app` and refuses all others. `paths`: the served paths."""
+    """ASGI middleware that passes permitted requests to `app` and refuses all other requests.
+
+    `paths`: the served paths.
+    """
 
     def __init__(
         self,
@@ -88,7 +92,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # neither websockets nor lifespan events are supported
+            return  # websockets and lifespan events are not supported
         status = CLIENT_LEFT
 
         async def noting(message: Message) -> None:
@@ -114,7 +118,7 @@ class Guard:
                 await self._bodies.read(request.scope, receive, path in LONG_PATHS)
                 self._check_slots(is_work)
         except HttpError as error:
-            error.headers["Connection"] = "close"  # the rest of the body will not be read
+            error.headers["Connection"] = "close"  # because the rest of the body will not be read
             return await error_answer(error)(request.scope, receive, send)
         except Gone:
             return
@@ -146,7 +150,9 @@ class Guard:
     def _check_origin(self, request: Request) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != host:
-            raise HttpError(403, "Origin: cross-origin requests from web pages are refused; do not use a browser")
+            raise HttpError(
+                403, "Origin: requests from pages of other origins are refused; send the request from a program"
+            )
         if not self._clients.need_key and not _is_local(host):
             raise HttpError(403, "Host: must be localhost or a loopback IP, because the server has no API keys")
 

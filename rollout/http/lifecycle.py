@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 HEALTH_SECONDS = 5.0
 PATIENCE_SECONDS = 0.025
-"""Time for which `/health` waits for the worker if it can return a recent report instead."""
+"""Maximum time, in seconds, for which `/health` waits for the worker while a recent report is available."""
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
 _LISTS = {"tags"}
@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 class UpdateFields(Fields):
     """Fields of `/update_weights`.
 
-    `weight_dir`: folder with the weights. `weight_version`: their version; None means the version after the served one.
+    `weight_dir`: folder with the weights. `weight_version`: version of the weights; None means the served version plus
+    1.
     """
 
     weight_dir: str
@@ -54,7 +55,7 @@ class UpdateFields(Fields):
 
 
 def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> Any:
-    """Decorate a handler that changes the worker's state, so that earlier health reports count as stale afterwards."""
+    """Decorator for handlers that change the worker's state: discards earlier health reports, which are now stale."""
 
     @wraps(handle)
     async def handle_and_note(self: Lifecycle, request: Request) -> Response:
@@ -67,10 +68,10 @@ def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> An
 
 
 class Lifecycle:
-    """Handlers for the calls that concern the worker and not a single request.
+    """Handlers for calls about the worker as a whole, not about single requests.
 
-    `address`: address of the worker, or the file of a fleet. `keys`: `server_public_key` and `client_key`. `watch`:
-    polls the same worker.
+    `address`: address of the worker, or path of a fleet's file. `keys`: `server_public_key` and `client_key`. `watch`:
+    the `Watch` that polls the same worker.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Lifecycle:
     async def health(self, request: Request) -> Response:
         """Return 200 and the worker's state, or 503 if the worker has failed or does not answer.
 
-        While the worker is slow, its last report is used if it is recent.
+        If the worker is slow to answer and its last health report is recent, return the last report instead.
         """
         _queries(request, {})
         health, age = await self._health_or_report()
@@ -149,7 +150,10 @@ class Lifecycle:
 
     @_changing
     async def update_weights(self, request: Request) -> Response:
-        """Serve the weights in a folder, from a push by `disk` or a checkpoint in Hugging Face format."""
+        """Serve the weights in a folder.
+
+        The folder contains a push that the transport `disk` wrote, or a checkpoint in Hugging Face format.
+        """
         _queries(request, {})
         fields = checked(UpdateFields, read_json(request))
         async with self._push_lock:
@@ -170,10 +174,10 @@ class Lifecycle:
         return Response(page, headers={"Content-Type": content_type})
 
     async def _health_or_report(self) -> tuple[protocol.Health, float]:
-        """Return the worker's health and its age in seconds.
+        """Return a health report of the worker and the age of the report in seconds.
 
-        The age is 0 if the worker answers in time. If the worker is slow, return its last recent report and the age of
-        that report.
+        If the worker answers in time, the age is 0. If the worker is slow and the last report is recent, return the
+        last report and the age of that report.
         """
         if (report := self.watch.report()) is not None:
             try:
@@ -189,7 +193,7 @@ class Lifecycle:
             async with asyncio.timeout(HEALTH_SECONDS):
                 return await self._client.health()
         except TimeoutError:
-            text = f"worker did not answer within {HEALTH_SECONDS:g} s; check that it is running"
+            text = f"worker did not answer within {HEALTH_SECONDS:g} s; check that the worker is running"
             raise HttpError(503, text, code="worker_lost") from None
 
 
@@ -203,7 +207,7 @@ def _next_version(served: int) -> int:
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
     """Push the weights in a folder to the worker.
 
-    Call this on a separate thread, because the publisher blocks and imports torch.
+    Call this function on a separate thread, because the publisher blocks and imports torch.
     """
     from ..publisher.publisher import WeightPublisher, connect_to
 
@@ -211,7 +215,7 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
     is_push = _is_push(folder)
     tensors = None if is_push else _tensors(folder)
     if is_push and fields.weight_version is not None:
-        text = "weight_version: the folder already specifies a version; leave the field out"
+        text = "weight_version: the folder already specifies a version; omit the field"
         raise InvalidRequestError(text, field="weight_version", value=fields.weight_version)
     try:
         with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
@@ -225,7 +229,9 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
 
 
 def _is_push(folder: Path) -> bool:
-    """Return whether a push by `disk` wrote the folder. Raise PushError if the folder cannot be read."""
+    """Return whether a push through the transport `disk` wrote the folder. Raise PushError if the folder cannot be
+    read.
+    """
     from ...weight_sync.transports.disk import read_manifest
 
     with _one_text(folder):
@@ -238,7 +244,7 @@ def _is_push(folder: Path) -> bool:
 def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Return an iterator over the tensors of a checkpoint.
 
-    All files are opened first. Raise PushError if a file cannot be read.
+    Opens all files first. Raise PushError if a file cannot be read.
     """
     from ...engine.models.loader import read_checkpoint
 
@@ -268,8 +274,8 @@ def _one_text(folder: Path) -> Iterator[None]:
 def _queries(request: Request, known: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
     """Return the values of the query parameters, by name.
 
-    `known`: the permitted values of each known parameter. Raise HttpError if a parameter is unknown, has another value,
-    or is given twice. Only parameters in `_LISTS` may be given several times.
+    `known`: the permitted values of each known parameter. Raise HttpError if a parameter is unknown, if a value is not
+    permitted, or if a parameter outside `_LISTS` is given several times.
     """
     found: dict[str, list[str]] = {}
     for name, value in request.query_params.multi_items():

@@ -1,4 +1,4 @@
-"""Log-probs of tokens in the formats of the endpoints, written as JSON numbers that parse to the same float32."""
+"""Log-probs of tokens in the formats of the endpoints. Parsing the JSON numbers restores the exact float32 values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from .pieces import Piece
 
 TokenName: TypeAlias = Callable[[int], str]
 NEVER = -9999.0
-"""Replaces -inf, which JSON cannot represent. It is the log-prob of a token that a filter dropped."""
+"""The number that replaces -inf, which JSON cannot represent. A token that a sampling filter dropped has the log-prob
+-inf.
+"""
 
 
 def name_by_id(token_id: int) -> str:
-    """Return the name of a token under `return_tokens_as_token_ids`."""
+    """Return the name of a token for requests with `return_tokens_as_token_ids`."""
     return f"token_id:{token_id}"
 
 
 def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict[str, Any] | None:
     """Return log-probs in the format of chat completions; None if the piece has no log-probs.
 
-    Each token has an entry with its log-prob, and with the most probable tokens and their log-probs.
+    Each token has an entry, which contains the token's log-prob, and the most probable tokens with their log-probs.
     """
     if piece.logprobs is None:
         return None
@@ -52,9 +54,9 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """Return log-probs in the format of completions.
 
-    The format has a column for each of: tokens, their log-probs, the most probable tokens with the drawn token added,
-    and text offsets. A text offset is the position of a token in the joined names of all tokens, counted from
-    `first_offset`. `width`: number of entries per token, see `Piece.num_entries_by_token`.
+    The format has four columns: tokens, log-probs of the tokens, most probable tokens plus the drawn token, and text
+    offsets. A text offset is `first_offset` plus the total length of the names of all earlier tokens. `width`: number
+    of entries per token, see `Piece.num_entries_by_token`.
     """
     lens = accumulate((len(name(token_id)) for token_id in token_ids), initial=first_offset)
     told = None if tops is None else (_by_name(*each, name) for each in zip(tops, token_ids, logprobs, strict=True))
@@ -73,9 +75,9 @@ def piece_columns(piece: Piece) -> tuple[list[float], Iterator[list[tuple[int, f
 
 
 def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> Iterator[list[tuple[int, float]]] | None:
-    """Return an iterator that yields, for each position, the most probable tokens with their log-probs, best first.
+    """Return an iterator over positions that yields the most probable tokens with their log-probs, best first.
 
-    Return None if the request did not ask for most probable tokens.
+    Return None if the request did not ask for the most probable tokens.
     """
     if token_ids is None or logprobs is None or token_ids.shape[1] == 0:
         return None
@@ -119,7 +121,8 @@ def _by_name(
 ) -> dict[str, float] | None:
     """Return the log-probs of the most probable tokens and of the drawn token, by name.
 
-    If several tokens have the same name, the name gets the log-prob of the most probable one.
+    If several tokens have the same name, the result contains only the log-prob of the most probable token with this
+    name.
     """
     if tops is None or logprob is None:
         return None

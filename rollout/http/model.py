@@ -1,4 +1,4 @@
-"""The served model, as requests see it: its name, its limits, its tokenizer, and the worker that computes it."""
+"""The served model: its name, limits and tokenizer, and the client of the worker that runs the model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .errors import HttpError
 from .texts import Texts
 
 _LEAST_LONGEST_TOKEN = 16
-"""Lower bound on the length of the longest token, in characters. Tokenizers may drop spaces or join characters, so a
-token can stand for more characters than the longest entry of the vocabulary has.
+"""Lower bound for the length of the longest token, in characters. Tokenizers may drop spaces or join characters, so a
+token can represent more characters than the longest entry of the vocabulary has.
 """
 
 
@@ -27,10 +27,9 @@ token can stand for more characters than the longest entry of the vocabulary has
 class ServedModel:
     """The served model.
 
-    `name`: the name that clients use. `max_prompts`: maximum number of prompts in a request; equals the worker's
-    `max_queued_requests`. `created`: time at which this front end began to serve the model, in seconds since 1970.
-    `max_text_chars`, `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the parameters of
-    a request.
+    `name`: the name that clients use. `max_prompts`: maximum number of prompts in a request, which is the worker's
+    `max_queued_requests`. `created`: start of this front end, in seconds since 1970. `max_text_chars`,
+    `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the parameters of a request.
     """
 
     client: AsyncRolloutClient
@@ -46,11 +45,11 @@ class ServedModel:
 
     @property
     def max_prompt_chars(self) -> int:
-        """Maximum number of characters that can fit in the context, for a text that consists of the longest tokens."""
+        """Maximum length of a prompt in characters, reached if every token of the context is the longest token."""
         return self.max_model_len * max(self.texts.longest_token, _LEAST_LONGEST_TOKEN)
 
     def check_name(self, name: str | None) -> None:
-        """Raise HttpError if a request names another model."""
+        """Raise HttpError if a request names a model that is not served."""
         if name is not None and name != self.name:
             raise HttpError(
                 404,
@@ -72,9 +71,9 @@ class ServedModel:
             )
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_tokens: int | None, field: str = "prompt") -> None:
-        """Raise an error about `field` if a prompt has no tokens, or if prompt and new tokens exceed the context."""
+        """Raise an error about `field` if a prompt is empty, or if a prompt and its new tokens exceed the context."""
         if not prompts or not all(prompts):
-            text = "prompt: each prompt needs at least one token; give some text"
+            text = "prompt: a prompt has no tokens; give at least one token per prompt"
             raise InvalidRequestError(text, field=field, value=0, limit=1)
         longest = max(map(len, prompts))
         if (most := longest + (max_tokens or 1)) > self.max_model_len:
@@ -89,14 +88,14 @@ class ServedModel:
             )
 
     def check_texts(self, texts: Sequence[str], fits_context: bool = True) -> None:
-        """Raise HttpError if all texts together are too long.
+        """Raise HttpError if the total length of the texts exceeds the limit.
 
-        With `fits_context`, also raise HttpError if a single text cannot fit in the context.
+        With `fits_context`, also raise HttpError if a single text is too long for the context.
         """
         self._check_chars("prompt", sum(map(len, texts)), max(map(len, texts), default=0) if fits_context else 0)
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a prompt. Raise HttpError if it is longer than the context."""
+        """Return the token ids of a prompt. Raise HttpError if the prompt is longer than the context."""
         try:
             return await self.texts.encode(text, add_special_tokens, self.max_model_len)
         except TooMany as error:
@@ -105,10 +104,9 @@ class ServedModel:
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], most: int | None
     ) -> list[int]:
-        """Return the token ids of a conversation. Raise HttpError if there are more than `most`.
+        """Return the token ids of a conversation. Raise HttpError if the conversation has more than `most` tokens.
 
-        If the number of characters already shows that there are too many tokens, raise the error before the template is
-        rendered.
+        If the number of characters implies too many tokens, the error is raised before the template is rendered.
         """
         count = num_chars((messages, arguments))
         self._check_chars("messages", count, 0 if most is None else count)
@@ -121,9 +119,9 @@ class ServedModel:
             raise self._too_long("messages", error) from None
 
     def _check_chars(self, field: str, total: int, longest: int) -> None:
-        """Raise HttpError if a text is too long.
+        """Raise HttpError if a request has too many characters of text.
 
-        `total`: number of characters of all texts. `longest`: number of characters of the longest text that must fit in
+        `total`: number of characters in all texts. `longest`: number of characters in the longest text that must fit in
         the context.
         """
         if longest > self.max_prompt_chars:
@@ -147,7 +145,7 @@ class ServedModel:
         return HttpError(
             400,
             f"{field}: {found.count} {found.what} exceed the model's maximum context length ({self.max_model_len} "
-            f"tokens, at most {self.max_prompt_chars} characters); shorten it",
+            f"tokens, at most {self.max_prompt_chars} characters); shorten the prompt",
             field=field,
             value=found.count,
             limit=self.max_prompt_chars if found.what == "characters" else self.max_model_len,
@@ -156,11 +154,11 @@ class ServedModel:
         )
 
     def check_answer(self, prompts: list[list[int]], params: SamplingParams, token_bytes: TokenBytes) -> None:
-        """Raise HttpError if the answer to a request without `stream` may be too long."""
+        """Raise HttpError if the estimated size of an answer without `stream` exceeds the limit."""
         check_answer(prompts, params, self.max_model_len, token_bytes, self.max_answer_bytes)
 
     async def score(self, sequences: list[list[int]], params: SamplingParams) -> list[ScoreOutput]:
-        """Return the log-probs of given tokens under the distribution from which `params` samples."""
+        """Return the log-probs of the tokens in `sequences` under the sampling distribution of `params`."""
         return await self.client.score(
             sequences,
             temperature=params.temperature,
@@ -172,7 +170,7 @@ class ServedModel:
         )
 
     def new_id(self, kind: str) -> str:
-        """Return a new id for an answer. `kind`: its prefix."""
+        """Return a new id for an answer. `kind`: prefix of the id."""
         return f"{kind}-{new_id()}"
 
     def now(self) -> int:

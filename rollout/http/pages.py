@@ -1,8 +1,8 @@
 """`/ui`: a page that shows the worker's activity and the latest samples.
 
-The files of the page contain no data, so no key is needed to read them. The page gets its data from other paths, where
-a key is needed. Text from a model is sent as JSON and inserted as text, never as markup. In addition, the page's
-Content-Security-Policy allows a browser to run only these files.
+The files of the page contain no data, so clients can read the files without a key. The page reads data from other
+paths, which require a key. Text from a model is sent as JSON and inserted as text, never as markup. In addition, the
+Content-Security-Policy of the page lets a browser run only the scripts in these files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from trueroll.errors import brief
 
@@ -45,16 +45,19 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 MOST_TOKENS = 2048
-"""Maximum number of tokens in an answer of `/ui/tokens`."""
+"""Maximum number of tokens in a response of `/ui/tokens`."""
 SHOWN = ("n", "max_tokens", "temperature")
-"""Sampling parameters that are always shown. Other parameters are shown if they differ from their defaults."""
+"""Sampling parameters that are always shown. All other parameters are shown only if they differ from their defaults."""
 PREVIEW_TOKENS = 40
+PREVIEW_CHARS = 80
 CONTEXT_TOKENS = 16
-"""Number of tokens that are decoded before the first returned token, because its text may depend on them."""
+"""Number of tokens that are decoded before the first returned token, because the text of a token may depend on earlier
+tokens.
+"""
 
 
 class ScoreFields(Fields):
-    """Fields of `/ui/score`. `group`: id of a group. `sample`: index of the sample to score again."""
+    """Fields of `/ui/score`. `group`: id of a group. `sample`: index of the sample to score."""
 
     group: int
     sample: int
@@ -63,8 +66,8 @@ class ScoreFields(Fields):
 class Pages:
     """Handlers for the page and its data.
 
-    A client with the role `generate` sees the samples of its user. A client with the role `control` sees all samples.
-    Each front end process counts groups from 1, so answers contain `run`, an id of the process.
+    A client with the role `generate` sees only the samples of its own user. A client with the role `control` sees all
+    samples. Every front end process starts its group ids at 1, so responses contain `run`, an id of the process.
     """
 
     def __init__(self, served: ServedModel, samples: SampleLog, watch: Watch) -> None:
@@ -77,8 +80,12 @@ class Pages:
         path = request.scope["path"]
         return Response(self._files[path], headers=HEADERS, media_type=TYPES[Path(FILES[path]).suffix])
 
+    async def home(self, request: Request) -> Response:
+        """Redirect to the page. The redirect has no host name, because the header `Host` may contain any name."""
+        return RedirectResponse("/ui", headers=HEADERS)
+
     async def live(self, request: Request) -> Response:
-        """Return the looks at the worker after time `since`, and the groups with ids above `after`.
+        """Return the worker's snapshots (`looks`) after time `since`, and the groups with ids above `after`.
 
         `since` is in seconds since 1970.
         """
@@ -94,7 +101,7 @@ class Pages:
         return _data(told)
 
     async def group(self, request: Request) -> Response:
-        """Return everything about the group `group` except its tokens."""
+        """Return all data of the group `group` except its tokens."""
         group = self._group(request, _whole(request, "group"))
         told = {
             "num_prompt_tokens": len(group.prompt),
@@ -105,7 +112,10 @@ class Pages:
         return _data(await self._summary(group) | told)
 
     async def tokens(self, request: Request) -> Response:
-        """Return tokens from `start` on: of sample `sample` of the group `group`, or of its prompt without `sample`."""
+        """Return the tokens of a sample from position `start` on.
+
+        Without the query parameter `sample`, return the tokens of the group's prompt.
+        """
         group, start = self._group(request, _whole(request, "group")), _whole(request, "start")
         sample = None if "sample" not in request.query_params else self._sample(group, _whole(request, "sample"))
         token_ids = (group.prompt if sample is None else sample.token_ids).tolist()
@@ -121,7 +131,7 @@ class Pages:
         return _data(told)
 
     async def score(self, request: Request) -> Response:
-        """Score a sample again, and compare the bits of its log-probs."""
+        """Score a sample, and compare the new log-probs with the log-probs of the sample, bit by bit."""
         fields = checked(ScoreFields, read_json(request))
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
@@ -138,12 +148,20 @@ class Pages:
             return told | {"logprobs": numbers(again)}
         return told | compared(sample.logprobs, again, min(group.params.min_tokens, len(again)))
 
+    async def _preview(self, group: KeptGroup) -> str:
+        """Return the beginning of the last user message, or the end of a prompt that is not a conversation."""
+        if group.message is not None:
+            text = " ".join(group.message.split())
+            return text if len(text) <= PREVIEW_CHARS else f"{text[:PREVIEW_CHARS]}…"
+        tail = group.prompt[-PREVIEW_TOKENS:].tolist()
+        text = " ".join((await self._served.texts.decode_long(tail, skip_special_tokens=True)).split())
+        return text if len(text) <= PREVIEW_CHARS else f"…{text[-PREVIEW_CHARS:]}"
+
     async def _summary(self, group: KeptGroup) -> dict[str, Any]:
-        texts = self._served.texts
         return {
             "id": group.id,
             "seconds": group.seconds,
-            "preview": await texts.decode_long(group.prompt[-PREVIEW_TOKENS:].tolist(), skip_special_tokens=True),
+            "preview": await self._preview(group),
             "num_asked": group.params.n,
             "num_samples": len(group.samples),
             "num_tokens": sum(len(sample.token_ids) for sample in group.samples),
@@ -153,7 +171,9 @@ class Pages:
 
     def _group(self, request: Request, id: int) -> KeptGroup:
         if (found := self._samples.get(id, _viewer(request))) is None:
-            text = f"group: {brief(id)} is not kept, because only the latest groups are; choose another group"
+            text = (
+                f"group: {brief(id)} is not kept, because the server keeps only the latest groups; choose another group"
+            )
             raise HttpError(404, text, field="group", value=id)
         return found
 
@@ -168,8 +188,8 @@ class Pages:
 def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
     """Compare the bits of two float32 arrays [num_tokens] from token `first` on.
 
-    The returned `num_equal` is the number of equal elements. `difference` is the first difference: the position of the
-    token and both log-probs, or None.
+    The returned `num_equal` is the number of equal elements. `difference` is None, or the position of the first
+    differing token with both log-probs.
     """
     differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
     told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}
@@ -180,19 +200,21 @@ def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any
 
 
 def _viewer(request: Request) -> str | None:
-    """Return the user if the request may see only the groups of that user; None if it may see all groups."""
+    """Return the user if the request may see only the groups of this user; None if the request may see all groups."""
     client = client_of(request.scope)
     return None if client.role == "control" else client.user
 
 
 def _further(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, except for private ones and those shown elsewhere."""
+    """Return the parameters that differ from their defaults, except for private parameters and parameters shown
+    elsewhere.
+    """
     hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
     return params.model_dump(exclude=hidden, exclude_defaults=True)
 
 
 def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """Return everything about a sample except its tokens.
+    """Return all data of a sample except its tokens.
 
     Seeds are strings, because JavaScript numbers lose bits of 64-bit integers.
     """

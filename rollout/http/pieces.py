@@ -1,6 +1,6 @@
-"""Generation for all endpoints: send a request to the worker, and turn the samples into choices, whole or in pieces.
+"""Generation for all endpoints: send a request to the worker, and convert the samples to choices, whole or in pieces.
 
-An endpoint describes the request by a `Task` and the format of the answer by a `Form`.
+An endpoint describes the request with a `Task`, and the format of the answer with a `Form`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .texts import GrowingText, Texts
 from .turns import Turns
 
 DECODED_TOKENS = 4096
-"""Number of tokens decoded to text in one step, which takes about a millisecond."""
+"""Number of tokens decoded to text in one step. A step takes about a millisecond."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a choice: all its tokens, or the tokens since the previous piece.
+    """A part of a choice: all tokens of the choice, or the tokens since the previous piece.
 
     `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: position of
-    the first token of the piece in the sample. `text`: new text, which may lag behind the tokens. `logprobs`: float32
-    [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None. `ended`: the finished sample if
-    this is its last piece, else None.
+    the first token of the piece in the sample. `text`: the new text; the text of the latest tokens may follow in a
+    later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None.
+    `ended`: the finished sample in the last piece of a choice; None in earlier pieces.
     """
 
     position: int
@@ -54,7 +54,10 @@ class Piece:
 
 @dataclass
 class Usage:
-    """Token counts of an answer. `prompt_tokens`: counts each prompt once, whatever its number of samples."""
+    """Token counts of an answer.
+
+    `prompt_tokens`: number of prompt tokens. The tokens of a prompt are counted once, not once per sample.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -66,7 +69,7 @@ class Usage:
         self.cached_tokens[position] = max(sample.num_cached_tokens, self.cached_tokens.get(position, 0))
 
     def told(self) -> dict[str, Any]:
-        """Return the counts in OpenAI's format."""
+        """Return the token counts in the format of OpenAI's `usage`."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -79,23 +82,24 @@ class Form(Protocol):
     """The answer format of an endpoint."""
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        """Return the whole answer. Each piece is a whole choice."""
+        """Return the whole answer. Each of `pieces` is a complete choice."""
         ...
 
     def event(self, piece: Piece) -> dict[str, Any]:
-        """Return a stream's event for a piece."""
+        """Return the stream event for a piece."""
         ...
 
     def last_event(self, usage: Usage) -> dict[str, Any]:
-        """Return a stream's last event, which has the token counts."""
+        """Return the last event of a stream, which contains the token counts."""
         ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """A request to the worker, `AsyncRolloutClient.generate(prompts, params, seed=seed)`, and options of its answer.
+    """A request to the worker, `AsyncRolloutClient.generate(prompts, params, seed=seed)`, and options for the answer.
 
-    `tells_usage`: a stream ends with an event that has the token counts.
+    `tells_usage`: whether a stream ends with an event that contains the token counts. `message`: the beginning of the
+    last user message of a conversation, for the page at `/ui`.
     """
 
     prompts: list[list[int]]
@@ -104,13 +108,14 @@ class Task:
     is_stream: bool
     tells_usage: bool
     skip_special_tokens: bool = True
+    message: str | None = None
 
 
 class Asker:
     """Sends tasks to the worker, and keeps finished groups in `samples`.
 
-    `texts`: None if the answers have no text. `eos_token_ids`: end-of-sequence tokens of the model. `user`: the user of
-    the request; None if clients have no names.
+    `texts`: the tokenizer; None if the answers contain no text. `eos_token_ids`: end-of-sequence tokens of the model.
+    `user`: the user of the request; None if clients have no names.
     """
 
     def __init__(
@@ -126,10 +131,10 @@ class Asker:
         self._turns, self._user = turns, user
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
-        """Return the answer to a task that is not a stream."""
+        """Return the complete answer to a task. The task must not ask for a stream."""
         groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
         for prompt, group in zip(task.prompts, groups, strict=True):
-            self._samples.add(prompt, task.params, task.seed, group.samples, self._user)
+            self._keep(task, prompt, group.samples)
         usage = Usage(sum(map(len, task.prompts)))
         pieces: list[Piece] = []
         num_waiting = 0
@@ -141,7 +146,7 @@ class Asker:
         return form.whole(pieces, usage)
 
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of a task that is a stream, each as soon as it is ready."""
+        """Yield the events of a streamed task as soon as they are ready."""
         usage = Usage(sum(map(len, task.prompts)))
         streams: dict[tuple[int, int], tuple[GrowingText | None, _Told]] = {}
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
@@ -162,14 +167,16 @@ class Asker:
                 else:
                     finished[position].append(got)
                     if len(finished[position]) == task.params.n:
-                        samples = finished[position]
-                        self._samples.add(task.prompts[position], task.params, task.seed, samples, self._user)
+                        self._keep(task, task.prompts[position], finished[position])
                     check_sample(got)
                     before.check_whole(got)
                     usage.add(position, got)
                     yield form.event(_end(position, got, text.finish(got) if text else ""))
         if task.tells_usage:
             yield form.last_event(usage)
+
+    def _keep(self, task: Task, prompt: list[int], samples: Iterable[SampleOutput]) -> None:
+        self._samples.add(prompt, task.params, task.seed, samples, self._user, task.message)
 
     def _choice(self, task: Task, position: int, sample: SampleOutput, usage: Usage) -> Piece:
         check_sample(sample)
@@ -191,7 +198,7 @@ def check_sample(sample: SampleOutput) -> None:
 
 
 def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
-    """Split a delta into deltas that can each be written in one step, with at most `STEP_ENTRIES` log-probs each."""
+    """Split a delta into deltas of at most `STEP_ENTRIES` log-probs, so that each delta can be written in one step."""
     width = 1 if delta.top_token_ids is None else 1 + delta.top_token_ids.shape[1]
     size = max(1, STEP_ENTRIES // width)
     for start in range(0, max(1, len(delta.token_ids)), size):
@@ -199,7 +206,7 @@ def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
 
 
 def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
-    """Return the part of a delta that has its tokens [start, end)."""
+    """Return the part of a delta with the tokens [start, end)."""
     token_ids, columns = delta.token_ids[start:end], cut_columns(columns_of(delta), start, end)
     return replace(delta, start=delta.start + start, token_ids=token_ids, **columns)
 
@@ -207,19 +214,19 @@ def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
 class _Told:
     """The tokens and log-probs of a choice that a stream has already sent.
 
-    A sample may restart from its first token, for example on another worker of a fleet after its worker was lost. The
-    stream continues if the restarted sample has the tokens and log-probs that were already sent. With the same weights,
-    it always has.
+    A sample may restart from its first token, for example on another worker of a fleet after the first worker was lost.
+    The stream continues if the restarted sample has the tokens and log-probs that were already sent. With the same
+    weights, a restarted sample always has the same tokens and log-probs.
     """
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
-        self._logprobs: list[int] = []  # the bits
+        self._logprobs: list[int] = []  # the bits of the float32 values
 
     def rest_of(self, delta: SampleDelta) -> SampleDelta | None:
-        """Return the part of a delta that was not sent yet; None if the whole delta was already sent.
+        """Return the unsent part of a delta; None if the whole delta was already sent.
 
-        Raise WorkerLostError if the delta contradicts the tokens and log-probs that were sent.
+        Raise WorkerLostError if the delta differs from the tokens and log-probs that were already sent.
         """
         tokens, logprobs = delta.token_ids, [] if delta.logprobs is None else delta.logprobs.view(np.int32).tolist()
         again, place = len(self._token_ids) - delta.start, slice(delta.start, delta.start + len(tokens))
@@ -259,15 +266,15 @@ def _piece(position: int, got: SampleDelta | SampleOutput, text: str, start: int
 
 
 def _end(position: int, sample: SampleOutput, text: str) -> Piece:
-    """Return the last piece of a streamed choice, which has no new tokens but the finished sample."""
+    """Return the last piece of a streamed choice. The piece has no new tokens, but contains the finished sample."""
     return Piece(position, sample.index, len(sample.token_ids), text, [], None, None, None, sample)
 
 
 def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """Return the fields that say how a choice ended.
+    """Return the fields that describe the end of a choice.
 
     `stop_reason`: the stop string or stop token that ended the choice; None for an end-of-sequence token of the model.
-    `weight_versions`: version, start and end of each span of tokens; missing until the choice has ended.
+    `weight_versions`: the weight version, start and end of each span of tokens; missing until the choice has ended.
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}
@@ -280,5 +287,5 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
 
 
 def told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
-    """Return `[version, start, end]` for each span of tokens."""
+    """Return `[version, start, end]` for each span of tokens that were generated with one weight version."""
     return [[span.version, span.start, span.end] for span in spans]

@@ -1,7 +1,7 @@
 """The latest groups of samples that this front end returned, for the page at `/ui`.
 
-Owns: the tokens and log-probs of these groups, as arrays. Promises that at most `MOST_GROUPS` groups and `MOST_BYTES`
-bytes are kept, however long prompts and samples are. The oldest groups are evicted first.
+Owns: the tokens and log-probs of the kept groups, as arrays. Guarantees that at most `MOST_GROUPS` groups and
+`MOST_BYTES` bytes are kept, for prompts and samples of any length. The oldest groups are evicted first.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from ...engine.request import SampleOutput, SamplingParams, WeightSpan
 MOST_GROUPS = 300
 MOST_BYTES = 64 * 2**20
 MOST_GROUP_BYTES = 8 * 2**20
-"""Maximum size of one group. Samples of the group that do not fit are not kept."""
+"""Maximum size of one group, in bytes. Samples beyond this size are not kept."""
 OBJECT_BYTES = 2048
-"""Upper bound on the memory of a sample or a group, without its arrays."""
+"""Upper bound on the memory of a sample or a group, excluding arrays, in bytes."""
+MESSAGE_CHARS = 200
 _MOST_TEXT = 500
 
 
@@ -42,7 +43,7 @@ class KeptSample:
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory."""
+        """Size in memory, in bytes."""
         return OBJECT_BYTES + self.token_ids.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
 
 
@@ -50,9 +51,11 @@ class KeptSample:
 class KeptGroup:
     """A kept group.
 
-    `id`: counts from 1. `seconds`: when the group finished, in seconds since 1970. `prompt`: int32 [num_tokens].
-    `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of the request. `samples`: the
-    samples that fit. `user`: the user of the request; None if clients have no names.
+    `id`: number of the group, from 1. `seconds`: time at which the group finished, in seconds since 1970. `prompt`:
+    int32 [num_tokens]. `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of the
+    request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if clients
+    have no names. `message`: the beginning of the last user message; None if the request is not a conversation or has
+    no user message.
     """
 
     id: int
@@ -62,15 +65,16 @@ class KeptGroup:
     seed: int | None
     samples: tuple[KeptSample, ...]
     user: str | None = None
+    message: str | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory."""
+        """Size in memory, in bytes."""
         return OBJECT_BYTES + self.prompt.nbytes + sum(sample.num_bytes for sample in self.samples)
 
 
 class SampleLog:
-    """The latest groups. `num_bytes`: their total size."""
+    """The latest groups. `num_bytes`: total size of the groups."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -79,7 +83,7 @@ class SampleLog:
 
     @property
     def first_id(self) -> int:
-        """Id of the oldest kept group, or if there is none, the id that the next group will get."""
+        """Id of the oldest kept group, or of the next group if no group is kept."""
         return next(iter(self._groups), self._last_id + 1)
 
     def add(
@@ -89,8 +93,12 @@ class SampleLog:
         seed: int | None,
         samples: Iterable[SampleOutput],
         user: str | None = None,
+        message: str | None = None,
     ) -> None:
-        """Keep a finished group and evict the oldest ones. The group is not kept if not even one sample fits."""
+        """Keep a finished group, and evict the oldest groups.
+
+        If no sample fits into `MOST_GROUP_BYTES`, the group is not kept.
+        """
         tokens = np.array(prompt, np.int32)
         kept = _fitting(
             sorted(samples, key=lambda sample: sample.index), MOST_GROUP_BYTES - OBJECT_BYTES - tokens.nbytes
@@ -99,14 +107,14 @@ class SampleLog:
             return
         self._last_id += 1
         plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
-        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, user)
+        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, user, message)
         self._groups[group.id] = group
         self.num_bytes += group.num_bytes
         while len(self._groups) > MOST_GROUPS or self.num_bytes > MOST_BYTES:
             self.num_bytes -= self._groups.pop(self.first_id).num_bytes
 
     def get(self, id: int, user: str | None = None) -> KeptGroup | None:
-        """Return the group with this id; None if there is no such group or it belongs to another user.
+        """Return the group with this id; None if the group is not kept or belongs to another user.
 
         With `user` None, return the group of any user.
         """

@@ -1,9 +1,9 @@
 """`trueroll http`: the process of the front end for a worker or a fleet.
 
-Owns: the listening socket, and the client of the worker or the fleet. Promises: the front end listens before it reports
-that it is ready. At a shutdown, it lets open requests finish for up to `drain_seconds`, then cuts the remaining ones.
-It outlives the worker, and serves a new worker at the same address. If the front end itself is killed, the worker ends
-the requests of the front end.
+Owns: the listening socket, and the client of the worker or the fleet. Guarantees: the front end listens before it
+reports readiness. At a shutdown, open requests get `drain_seconds` to finish. Requests that are still open after
+`drain_seconds` are cut. The front end outlives the worker, and serves a new worker at the same address. If the front
+end is killed, the worker ends the requests of the front end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..client.client import AsyncRolloutClient
 from ..client.membership import membership_of
 from ..fleet.client import client_for
 from ..network.keys import Key
-from ..text import TextModel, model_served_here, needs_tokenizer
+from ..text import TextModel, model_served_here, needs_tokenizer, prepare_for_conversations
 from .accepting import Acceptor
 from .app import make_app
 from .clients import Clients, clients_of
@@ -41,20 +41,23 @@ BACKLOG = 2048
 M_MMAP_THRESHOLD = -3
 """The parameter of glibc's `mallopt`."""
 LARGE_BLOCK = 2**18
-"""Minimum size, in bytes, of memory blocks that are mapped one by one."""
+"""Minimum size, in bytes, of the memory blocks that glibc allocates with `mmap`."""
 LOOK_SECONDS = 0.2
 WORKER_SECONDS = 30.0
-"""A worker counts as lost if requests are pending and it sends nothing for this time."""
+"""Timeout in seconds. If requests are pending and the worker sends nothing for this time, the worker is considered
+lost.
+"""
 
 log = logging.getLogger(__name__)
 
 
 def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Callable[[str, str], None]) -> None:
-    """Run the front end until SIGTERM or SIGINT. Call it in the main thread, because only this thread gets signals.
+    """Run the front end until SIGTERM or SIGINT. Call this function in the main thread, because only the main thread
+    gets signals.
 
     `keys`: `server_public_key` and `client_key` for the worker. `on_ready`: called with the URL and the model's name.
-    Raise ConfigError if the settings cannot work, WorkerLostError if there is no worker, and ModelError if the model
-    has no tokenizer.
+    Raise ConfigError for invalid settings, WorkerLostError if there is no worker, ModelError if the model has no
+    tokenizer, and KeyboardInterrupt once a SIGINT has ended the front end.
     """
     clients = clients_of(config)
     members = membership_of(config.address).members()
@@ -67,16 +70,19 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
 
     _map_large_blocks()
     with listen(config) as listener:
-        asyncio.run(run(config, clients, keys, listener, settle))
+        is_interrupted = asyncio.run(run(config, clients, keys, listener, settle))
+    if is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _map_large_blocks() -> None:
-    """Make glibc map large blocks one by one, so that the memory of a body returns to the system when it is freed.
+    """Make glibc allocate each large block with a separate `mmap`, so that the system gets back the memory of large
+    request bodies.
 
-    By default, glibc stops mapping blocks after it has freed a few of them. Then long bodies leave hundreds of
-    megabytes allocated.
+    By default, glibc raises the minimum block size for `mmap` whenever such a block is freed. The process would then
+    keep hundreds of megabytes after the request bodies are freed.
     """
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has it
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
@@ -86,8 +92,11 @@ async def run(
     keys: tuple[Key | None, Key | None],
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
-) -> None:
-    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Parameters and errors: see `serve`."""
+) -> bool:
+    """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Return whether the signal was SIGINT.
+
+    Parameters and errors: see `serve`.
+    """
     counters = Counters()
     async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
         served = await _meet(client, config)
@@ -101,18 +110,24 @@ async def run(
         with closing(served.texts):
             watching = asyncio.create_task(watch.run())
             try:
-                await _answer(listener, connections, config, lambda: on_ready(url, served.name))
+                return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:
                 watching.cancel()
 
 
 async def _answer(
     listener: socket.socket, connections: Connections, config: HttpConfig, on_ready: Callable[[], None]
-) -> None:
-    """Serve until SIGTERM or SIGINT. Then let requests finish for up to `drain_seconds`; another SIGINT cuts them."""
+) -> bool:
+    """Serve until SIGTERM or SIGINT. Return whether there was a SIGINT.
+
+    After the first signal, let requests finish for up to `drain_seconds`. Another SIGINT cuts the requests.
+    """
     told = asyncio.Event()
+    is_interrupted = False
 
     def end(hurries: bool) -> None:
+        nonlocal is_interrupted
+        is_interrupted |= hurries
         if told.is_set() and hurries:
             connections.hurry()
         told.set()
@@ -123,17 +138,18 @@ async def _answer(
             with Acceptor(listener, connections):
                 on_ready()
                 await told.wait()
-            listener.close()  # the kernel refuses new clients from here on
+            listener.close()  # from now on, the kernel refuses new clients
             seconds = config.drain_seconds
         finally:
             await connections.end(seconds)
+    return is_interrupted
 
 
 @contextmanager
 def _signals(end: Callable[[bool], None]) -> Iterator[None]:
     """Context manager that calls `end(False)` at SIGTERM and `end(True)` at SIGINT.
 
-    It does nothing outside the main thread, because only the main thread gets signals.
+    The context manager does nothing outside the main thread, because only the main thread gets signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -153,6 +169,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
     while (health := await client.health()).engine is None:
         await asyncio.sleep(LOOK_SECONDS)
     engine = health.engine
+    prepare_for_conversations()
     return ServedModel(
         client=client,
         texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
@@ -167,7 +184,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
 
 
 def listen(config: HttpConfig) -> socket.socket:
-    """Return a socket that listens on the host and port of the settings. Raise ConfigError if that fails."""
+    """Return a socket that listens on `config.host` and `config.port`. Raise ConfigError if listening fails."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,7 +1,6 @@
-"""Tokenizing and detokenizing in the front end: tokenize in separate processes, and decode samples while they grow.
+"""Tokenizing and detokenizing in the front end. Child processes tokenize texts. Samples are decoded while they grow.
 
-Promises that short texts never wait behind long texts, and that work on a text is dropped or stopped once its client
-has disconnected.
+Guarantees that short texts never wait behind long texts. Work for a client that has disconnected is dropped or stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ..text import ANY, IsAbandoned, TextModel, is_long
 T = TypeVar("T")
 _KNOWN_TOKENS = 2**16
 _MANY_TOKENS = 2**12
-"""More tokens than this are decoded in another process."""
+"""Maximum number of tokens that are decoded in this process. Longer sequences are decoded in a child process."""
 
 
 class Texts:
@@ -41,11 +40,11 @@ class Texts:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; empty if the model has none or several."""
+        """The text of the chat template; empty if the model has no chat template or several."""
         return self._model.chat_template or ""
 
     async def encode(self, text: str, add_special_tokens: bool, most: int = ANY) -> list[int]:
-        """Return the token ids of a text. Raise TooMany if there are more than `most`."""
+        """Return the token ids of a text. Raise TooMany if the text has more than `most` tokens."""
         return await self._run(is_long(len(text)), partial(self._model.encode, text, add_special_tokens, most))
 
     async def encode_conversation(
@@ -63,7 +62,7 @@ class Texts:
             raise InvalidRequestError(f"messages: {error}", field="messages") from None
 
     async def decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of any number of tokens, without blocking the event loop."""
+        """Return the text of any number of tokens without blocking the event loop."""
         if len(token_ids) > _MANY_TOKENS:
             return await self._run(True, partial(self._model.decode_long, token_ids, skip_special_tokens))
         return self.decode(token_ids, skip_special_tokens)
@@ -71,20 +70,20 @@ class Texts:
     async def by_token(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text that each token adds.
 
-        If several tokens form one character, the last of them gets the character, and the other tokens get empty
-        strings.
+        If several tokens form one character, the result has the character at the last token and empty strings at the
+        earlier tokens.
         """
         return await self._run(True, partial(self._by_token, token_ids))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of tokens. Blocks; for many tokens use `decode_long`."""
+        """Return the text of tokens. This call blocks, so use `decode_long` for many tokens."""
         return self._model.decode(token_ids, skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """Return a decoder for tokens that arrive one at a time."""
 
         def decode(token_ids: list[int]) -> str:
-            if len(token_ids) == 1:  # half of all calls
+            if len(token_ids) == 1:  # half of all calls have one token
                 return self.token(token_ids[0], skip_special_tokens)
             return self._model.decode(token_ids, skip_special_tokens)
 
@@ -104,10 +103,10 @@ class Texts:
         return self._model.decode([token_id], skip_special_tokens)
 
     async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
-        """Run `work` on the thread for long or for short texts, and return its result.
+        """Run `work` on the thread for long texts or the thread for short texts, and return the result.
 
         `work` gets the argument `is_abandoned`, a function that returns whether to stop. If this coroutine is
-        cancelled, the work does not start, or stops.
+        cancelled, pending work never starts, and running work is told to stop.
         """
         abandoned, waiting = threading.Event(), [work]
         try:
@@ -115,14 +114,16 @@ class Texts:
             return await asyncio.wrap_future(running)
         finally:
             abandoned.set()
-            waiting.clear()  # the pool keeps a cancelled call until its turn comes, but must not keep the text
+            waiting.clear()  # the pool keeps a cancelled call in its queue, but must not keep the text in memory
 
 
 class GrowingText:
-    """The text of one sample while the sample grows. The text ends before the stop token or stop string of the sample.
+    """The text of one sample, decoded while tokens arrive. The text ends before the stop token or stop string of the
+    sample.
 
-    The returned parts, joined, are the text of all tokens, to the extent that `Detokenizer` promises. Text is withheld
-    while it may be the beginning of a stop string or of a character, or if it is a token of `stop_token_ids`.
+    Concatenated, the returned parts are the text of all tokens, with the exceptions that `Detokenizer` documents. Text
+    that may begin a stop string or an incomplete character is withheld. The text of a token in `stop_token_ids` is also
+    withheld.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class GrowingText:
         self._num_told = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Add any number of tokens. Return the new text that is certain."""
+        """Add tokens. Return the new text that later tokens cannot change."""
         return "".join([self._add(token_id) for token_id in token_ids])
 
     def _add(self, token_id: int) -> str:
@@ -150,7 +151,7 @@ class GrowingText:
         return self._tell(min(ends))
 
     def finish(self, sample: SampleOutput) -> str:
-        """Return the remaining text, given the whole sample."""
+        """Return the remaining text of the finished sample."""
         token_ids, stop = sample.token_ids, sample.stop_reason
         text = self._decode(token_ids[:-1] if isinstance(stop, int) else token_ids)
         if isinstance(stop, str):
@@ -161,9 +162,8 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """Return the whole text as a continuation of the parts that were returned.
-
-        Used if decoding the whole sample contradicts these parts.
+        """Return the whole text, beginning with the parts that were already returned. Called if the text of the
+        finished sample does not begin with these parts.
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
@@ -171,7 +171,7 @@ class GrowingText:
         return text if at < 0 else text[:at]
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
-        """Return the text before the stop string. The last token completes the stop string."""
+        """Return the text before the stop string, which the last token completes."""
         before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
         at = text.find(stop, max(0, before - len(stop) + 1))
         return text if at < 0 else text[:at]

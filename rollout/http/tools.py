@@ -1,7 +1,7 @@
 """Tool calls in the text of a model: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
 
-The chat templates of many models (Hermes, Qwen2.5, Qwen3) specify this format. For models with other templates, all
-text is content.
+The chat templates of many models (Hermes, Qwen2.5, Qwen3) specify this format for tool calls. For models with other
+templates, all text is content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ToolText:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """Add text. Return the new content that is certain."""
+        """Add text. Return the new content that later text cannot change."""
         self._held += text
         end = self._held.find(BEGIN)
         if end < 0:
@@ -36,12 +36,12 @@ class ToolText:
 
 
 def _overlap(text: str) -> int:
-    """Return the number of characters at the end of a text that may be the beginning of a tool call."""
+    """Return the length of the longest suffix of a text that may begin a tool call."""
     return next((size for size in range(len(BEGIN) - 1, 0, -1) if text.endswith(BEGIN[:size])), 0)
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
-    """Return the tool calls in a text that consists only of tool calls; an empty list for any other text."""
+    """Return the tool calls in a text that consists only of tool calls. Return an empty list for any other text."""
     calls: list[dict[str, Any]] = []
     for part in text.split(BEGIN)[1:]:
         call, end, rest = part.partition(END)

@@ -1,4 +1,4 @@
-"""Turns on the event loop for long answers, which are produced and written in steps."""
+"""Scheduling of long answers on the event loop. Long answers are produced and written in steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import asyncio
 
 
 class Turns:
-    """Schedules the steps of all long answers: one at a time, in turn, with other work in between."""
+    """Schedules the steps of all long answers.
+
+    Only one step runs at a time. Answers alternate, and the event loop runs other work between steps.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def next(self) -> None:
-        """Wait until all other work, and every caller that already waits here, has had a turn."""
+        """Wait until the event loop has run other work and all earlier callers of `next` have had their turns."""
         async with self._lock:
             await asyncio.sleep(0)

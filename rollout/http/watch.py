@@ -1,8 +1,9 @@
-"""Poll the worker once a second: for the page at `/ui`, and for `/health` while the worker is slow.
+"""Poll the worker once a second, for the page at `/ui` and for `/health` requests while the worker is slow.
 
-Owns: the looks of the last hour, which are snapshots of the worker's state and counters; and the last health report.
-Promises that polling never stops because of an error: while the worker does not answer, the looks say so. A report is
-returned only while it is recent, and never if the front end has since changed the worker's state.
+Owns: the snapshots of the last hour (`looks`), and the last health report. A look is a snapshot of the worker's state
+and counters. Guarantees: polling never stops because of an error. While the worker does not answer, snapshots have the
+state `unreachable`. `report` never returns a report that is older than `REPORT_SECONDS`, or older than the front end's
+last change of the worker's state.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ LOOK_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 MOST_LOOKS = 3600
 REPORT_SECONDS = 2.0
-"""Maximum age, in seconds, of a report that is returned."""
+"""Maximum age, in seconds, of a health report that `Watch.report` returns."""
 UNREACHABLE = "unreachable"
-"""The state of a worker that does not answer."""
+"""The state that a look records while the worker does not answer."""
 COUNTERS = (
     *("computed_tokens", "computed_prompt_tokens", "prefix_queries", "prefix_hits", "preemptions"),
     *("num_running", "num_waiting"),
 )
 BLOCKS = ("in_use", "cached", "empty")
 COLUMNS = ("time", "state", "weight_version", "instance", "push", *BLOCKS, *COUNTERS)
-"""The columns of a look: `time` in seconds since 1970, fields of the worker's health, the number of KV blocks of all
-pools, and counters of `EngineStats` under the same names. All but `time` and `state` are None if the worker does not
-report them.
+"""The columns of a look. `time` is in seconds since 1970. `state` to `push` come from the worker's health. `BLOCKS` are
+numbers of KV blocks over all pools. `COUNTERS` are counters of `EngineStats`. All columns except `time` and `state` are
+None if the worker does not report the value.
 """
 
 
 class Watch:
-    """Polls the worker of `client` while `run` runs."""
+    """Polls the worker of `client` until `run` is cancelled."""
 
     def __init__(self, client: AsyncRolloutClient) -> None:
         self._client = client
@@ -53,18 +54,20 @@ class Watch:
             await asyncio.sleep(LOOK_SECONDS)
 
     def since(self, seconds: float) -> dict[str, list[Any]]:
-        """Return the looks after a time, in seconds since 1970, as columns."""
+        """Return the snapshots after time `seconds` (in seconds since 1970), as one list of values per column."""
         looks = [look for look in self._looks if look[0] > seconds]
         return {name: [look[i] for look in looks] for i, name in enumerate(COLUMNS)}
 
     def report(self) -> tuple[protocol.Health, float] | None:
-        """Return the worker's last health report and its age in seconds; None if there is no recent one."""
+        """Return the worker's last health report and the age of the report in seconds; None if there is no recent
+        report.
+        """
         if self._report is None or (age := time.monotonic() - self._report[1]) > REPORT_SECONDS:
             return None
         return self._report[0], age
 
     def note_change(self) -> None:
-        """Discard the last report, and a report in flight, because the worker's state may have changed."""
+        """Discard the last health report and any report in flight, because the worker's state may have changed."""
         self._report, self._changed_at = None, time.monotonic()
 
     async def _look(self) -> tuple[Any, ...]:

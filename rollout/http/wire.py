@@ -1,7 +1,7 @@
 """JSON in and out: request bodies, answers, and answers streamed as server-sent events.
 
-Promises that request bodies are bounded and strictly valid JSON, that answers keep every bit of a float, and that work
-on an answer is cancelled as soon as the client disconnects.
+Guarantees: request bodies are bounded and strictly valid JSON. Answers keep every bit of a float. Work on an answer is
+cancelled as soon as the client disconnects.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
 Steps: TypeAlias = Generator[None, None, dict[str, Any]]
 
 MAX_ELEMENTS = 2**12
-"""Maximum cost of the elements of a body, for paths that take only a few fields."""
+"""Maximum cost of the elements of a body, for paths that accept only a few fields."""
 _LONG_BYTES, _LONG_COST = 2**16, 2**12
-"""A body with more bytes than this, or with elements that cost more, is parsed in steps."""
+"""A body is parsed in steps if it has more than `_LONG_BYTES` bytes, or if its elements cost more than `_LONG_COST`."""
 _WHOLE_BYTES = 2**20
-"""Answers longer than this, in bytes, are sent in parts before their length is known."""
+"""Maximum length, in bytes, of an answer that is sent as a whole. A longer answer is sent in parts, without
+`Content-Length`.
+"""
 
 log = logging.getLogger(__name__)
 
 
 def read_json(request: Request) -> dict[str, Any]:
-    """Return the JSON object in the body of a request that has only a few fields; {} if the body is empty.
+    """Return the JSON object in a short request body; {} if the body is empty.
 
     Raise HttpError if the body is not valid.
     """
@@ -51,8 +53,10 @@ def read_json(request: Request) -> dict[str, Any]:
 
 
 class LongJson:
-    """Parses bodies that may be long. Long bodies are parsed one at a time and in steps, with other work in between.
-    `max_elements`: the setting `max_body_elements`.
+    """Parses request bodies of any length.
+
+    Long bodies are parsed one at a time, in steps, and the event loop runs other work between steps. `max_elements`:
+    the setting `max_body_elements`.
     """
 
     def __init__(self, max_elements: int) -> None:
@@ -60,7 +64,7 @@ class LongJson:
         self._lock = asyncio.Lock()
 
     async def read(self, request: Request) -> dict[str, Any]:
-        """Return the JSON object in a body; {} if the body is empty.
+        """Return the JSON object in a request body; {} if the body is empty.
 
         Raise HttpError if the body is not valid, and Gone if the client disconnects before the body is parsed.
         """
@@ -81,7 +85,7 @@ class LongJson:
 
 
 def _result(steps: Steps) -> dict[str, Any]:
-    """Run all steps, and return their result."""
+    """Run all steps of a parser without a pause, and return the result."""
     try:
         while True:
             next(steps)
@@ -90,25 +94,30 @@ def _result(steps: Steps) -> dict[str, Any]:
 
 
 def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
-    """Return the JSON object in a body. Yields between steps. Elements are counted first, so no step takes long."""
+    """Return the JSON object in a body.
+
+    Yields between steps. The cost of the elements is checked first, so that every step is short.
+    """
     if not body:
         return {}
     yield from check_elements(body, max_elements, is_setting)
     try:
         text = body.decode()
-        body.clear()  # so that a long body is in memory only once
+        body.clear()  # so that memory holds only one copy of a long body
         yield
         content = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_with_each_name_once)
         yield
         if "\\ud" in text or "\\uD" in text:
             for string in strings_in(content):
-                string.encode()  # raises for a lone surrogate, which no tokenizer accepts
+                string.encode()  # raises UnicodeEncodeError for a lone surrogate, which no tokenizer accepts
             yield
     except (ValueError, RecursionError) as error:
-        cause = "it is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
-        raise HttpError(400, f"body: not valid JSON in UTF-8 ({cause}); correct it", code="invalid_json") from None
+        cause = "the JSON is nested too deeply" if isinstance(error, RecursionError) else f"{error!s:.200}"
+        raise HttpError(
+            400, f"body: not valid JSON in UTF-8 ({cause}); correct the body", code="invalid_json"
+        ) from None
     if not isinstance(content, dict):
-        raise HttpError(400, f"body: {brief(content)} is not a JSON object; correct it", code="invalid_json")
+        raise HttpError(400, f"body: {brief(content)} is not a JSON object; send an object", code="invalid_json")
     return content
 
 
@@ -119,7 +128,7 @@ def _refuse_constant(name: str) -> None:
 def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object's members.
 
-    Raise ValueError if a name occurs twice, because parsers differ in which of the values they use.
+    Raise ValueError if a name occurs twice, because some parsers would use the first value and others the last value.
     """
     found = dict(members)
     if len(found) != len(members):
@@ -129,14 +138,14 @@ def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """Return a response with JSON."""
+    """Return a JSON response."""
     return Response(encoded(content), status, media_type="application/json")
 
 
 async def long_answer(content: Any, turns: Turns) -> Response:
-    """Return a response with JSON that may be long.
+    """Return a JSON response of any length.
 
-    A short response has a `Content-Length`. A long response is sent in parts, and each part is produced only after the
+    A short response has a `Content-Length`. A long response is sent in parts. Each part is produced only after the
     client has read the previous parts.
     """
     parts = encoded_in_parts(content, turns)
@@ -149,7 +158,7 @@ async def long_answer(content: Any, turns: Turns) -> Response:
 
 
 class _InParts(Response):
-    """A response in parts: first `begun`, then `parts`."""
+    """A response that is sent in parts: `begun`, followed by `parts`."""
 
     media_type = "application/json"
 
@@ -173,14 +182,14 @@ class _InParts(Response):
 
 
 def error_answer(error: HttpError) -> Response:
-    """Return the response for an error."""
+    """Return the JSON response for an error."""
     return Response(encoded(error_body(error)), error.status, error.headers, media_type="application/json")
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone.
 
-    The request's body must have been read before.
+    Call this function only after the request's body has been read.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
@@ -200,9 +209,9 @@ async def _disconnect(receive: Receive) -> None:
 
 
 async def event_stream(receive: Receive, events: Events) -> Response:
-    """Wait for the first event, and return a response of server-sent events.
+    """Wait for the first event, and return a response that streams all events as server-sent events.
 
-    An error before the first event is raised, so that the response can have the HTTP status of the error.
+    An error before the first event is raised, so that the error response can have the right HTTP status.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]
@@ -213,7 +222,10 @@ async def event_stream(receive: Receive, events: Events) -> Response:
 
 
 class _EventStream(Response):
-    """A stream of server-sent events. If the stream fails, its last event is the error, and no `[DONE]` follows."""
+    """A stream of server-sent events.
+
+    If the stream fails, the last event is the error, and the stream has no `[DONE]`.
+    """
 
     media_type = "text/event-stream"
 

@@ -13,8 +13,8 @@ from trueroll.errors import ProtocolError
 def expert_tokens(info: Mapping[str, Any], stats: Mapping[str, Any]) -> np.ndarray:
     """Return the number of tokens that each expert has processed, int64 [layers with experts, experts].
 
-    `info`: the field `engine` of `Health`. `stats`: the field `engine` of `Stats`. Raise ProtocolError if their sizes
-    do not match.
+    `info`: the field `engine` of `Health`. `stats`: the field `engine` of `Stats`. Raise ProtocolError if the sizes of
+    `info` and `stats` do not match.
     """
     shape = info["expert_layers"], info["num_experts"]
     if len(stats["expert_tokens"]) != 8 * shape[0] * shape[1]:
@@ -26,10 +26,11 @@ def expert_tokens(info: Mapping[str, Any], stats: Mapping[str, Any]) -> np.ndarr
 
 
 def imbalance(tokens: np.ndarray) -> np.ndarray:
-    """Return each layer's tokens of the busiest expert divided by the mean over all experts, float64 [layers].
+    """Return, for each layer, the number of tokens of the busiest expert, divided by the mean number of tokens per
+    expert: float64 [layers].
 
-    The minimum, 1, means that the layer is balanced or has no tokens. The maximum is the number of experts divided by
-    the number of experts per token.
+    The minimum, 1, means that the layer is balanced or has no tokens. The maximum is the total number of experts
+    divided by the number of experts that process each token.
     """
     mean = tokens.mean(1)
     return np.where(mean > 0, tokens.max(1) / np.maximum(mean, 1e-9), 1.0)

@@ -1,9 +1,10 @@
-"""`/metrics` for Prometheus and `/healthz`, over HTTP on loopback.
+"""An HTTP server on loopback for `/metrics` (Prometheus) and `/healthz`.
 
-Owns a listening socket on 127.0.0.1, with its connections and threads. Whatever clients do, the number and the lifetime
-of connections and threads are bounded, and `close` ends them. Does not own the values: sources must return them without
-blocking, so that a long or stuck step never delays a scrape. docs/operations.md describes every metric, and a test
-checks that it does.
+Owns: a listening socket on 127.0.0.1, with its connections and threads. The number and the lifetime of connections and
+threads are bounded, whatever clients do. `close` ends all connections and threads. Does not own: the values. Sources
+must return values without blocking, so that a long or stuck step never delays a scrape.
+
+A test checks that docs/operations.md describes every metric.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .timings import BOUNDS, Histogram, Timings
 
 HOST = "127.0.0.1"
 MAX_CONNECTIONS = 16
-"""Maximum number of simultaneous connections. A new one replaces the oldest."""
+"""Maximum number of simultaneous connections. A new connection replaces the oldest."""
 REQUEST_SECONDS = 10.0
 """Maximum duration of a connection, from accept until the answer to its single request is read."""
 POLL_SECONDS = 0.1
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """A worker's state and counters. Any thread may call the methods, which do not block."""
+    """A worker's state and counters. Methods of a `Source` never block, and any thread may call them."""
 
     def health(self) -> protocol.Health: ...
 
@@ -57,19 +58,19 @@ class Source(Protocol):
 
 
 class Healthy(Protocol):
-    """The source of `/healthz`. Any thread may call the method, which does not block."""
+    """The source of `/healthz`. The method `health` never blocks, and any thread may call it."""
 
     def health(self) -> protocol.Health: ...
 
 
 class Collector(Protocol):
-    """The source of `/metrics`. Any thread may call the method, which does not block."""
+    """The source of `/metrics`. The method `collect` never blocks, and any thread may call it."""
 
     def collect(self) -> Iterator[Metric]: ...
 
 
 def exposition(registry: CollectorRegistry, accepted: str) -> tuple[str, bytes]:
-    """Return the content type and the body of `/metrics`, in the format that `accepted`, the Accept header, prefers."""
+    """Return the content type and the body of `/metrics`. `accepted`: the Accept header, which selects the format."""
     try:
         encode, content_type = choose_encoder(accepted)
     except (TypeError, ValueError):  # the header names an invalid version
@@ -98,7 +99,7 @@ class MetricsServer:
         log.info("metrics on http://%s:%d/metrics", HOST, self.port)
 
     def close(self) -> None:
-        """Stop listening and close every connection. No thread and no descriptor remains."""
+        """Stop listening and close every connection. All threads end, and all descriptors are closed."""
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
@@ -107,8 +108,8 @@ class MetricsServer:
 class _Server(socketserver.TCPServer):
     """The listening server and its connections, oldest first.
 
-    Only the thread of `serve_forever` uses the list of connections, and after its end the thread that closes the
-    server.
+    While `serve_forever` runs, only its thread uses the list of connections; later, only the thread that closes the
+    server does.
     """
 
     allow_reuse_address = True
@@ -169,7 +170,7 @@ class _Connection:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the request was answered, or the connection has reached its time limit."""
+        """Return whether the connection can be closed: its request was answered, or its time limit was reached."""
         return not self._thread.is_alive() or monotonic() >= self._deadline
 
     def end(self) -> None:
@@ -305,7 +306,7 @@ _ENGINE_COUNTERS = (
     ("prefix_hit_tokens", "prefix_hits", "Prompt tokens found in the cache or shared with a running computation."),
     ("preemptions", "preemptions", "Sequences preempted to give their blocks to older sequences."),
     ("recomputed_sequences", "recomputed", "Sequences recomputed after a commit or a sleep."),
-    ("deferred_admissions", "deferred_admissions", "Steps that requests waited for a shared prefix."),
+    ("deferred_admissions", "deferred_admissions", "Steps during which requests waited for a shared prefix."),
     ("evictions", "evictions", "Cached blocks that were evicted."),
     ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
     ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of recurrent states skipped for lack of room."),
@@ -338,7 +339,9 @@ def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:
-    """Yield one series per expert and one per layer, but none per pair of them. `tokens`: from `expert_tokens`."""
+    """Yield one series per expert and one series per layer, but no series per (layer, expert) pair. `tokens`: from
+    `expert_tokens`.
+    """
     text = "Tokens processed by an expert, over all layers."
     counter = CounterMetricFamily("trueroll_expert_tokens", text, labels=["expert"])
     yield _fill(counter, {str(i): count for i, count in enumerate(tokens.sum(0).tolist())})

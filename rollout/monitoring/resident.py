@@ -1,4 +1,4 @@
-"""The resident memory of this process, for frequent queries.
+"""The resident memory of this process, cached so that callers can query it often.
 
 Owns a descriptor of `/proc/self/statm`. The file is opened only once, so that queries work even when the process has no
 free descriptor left.
@@ -16,7 +16,7 @@ PERIOD_SECONDS = 1.0
 
 
 class ResidentMemory:
-    """The resident memory of the process that creates it. Any thread may use it.
+    """The resident memory of the process that creates the object. Thread-safe.
 
     Raise OSError if `/proc/self/statm` cannot be read.
     """
@@ -34,7 +34,7 @@ class ResidentMemory:
     def num_bytes(self) -> int:
         """Return the resident memory in bytes.
 
-        The value is at most PERIOD_SECONDS old. After `close` or a failed read, it is the last value.
+        The value is at most PERIOD_SECONDS old. After `close` or a failed read, return the last value.
         """
         with self._lock:
             now = monotonic()
@@ -55,5 +55,5 @@ class ResidentMemory:
 
 
 def _read(file: int) -> int:
-    """Return the resident memory in bytes, from the second number in `statm`, which counts pages."""
+    """Return the resident memory in bytes, computed from the second number in `statm`, the number of resident pages."""
     return int(os.pread(file, 256, 0).split()[1]) * resource.getpagesize()

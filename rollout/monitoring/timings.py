@@ -1,4 +1,4 @@
-"""Histograms of durations. One thread writes a histogram, any thread may read it without a lock. Imports no torch."""
+"""Histograms of durations. One thread writes a histogram; any thread may read it without a lock. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class Durations:
 
 
 class Histogram:
-    """Counts durations. One thread calls `observe`. Any thread may read `durations`, which is replaced atomically."""
+    """Counts durations. One thread calls `observe`. Any thread may read `durations`, because each update replaces the
+    object atomically.
+    """
 
     def __init__(self) -> None:
         self.durations = Durations()
@@ -39,9 +41,10 @@ class Timings:
 
     - `step`: a step of the engine
     - `stage`: a push from its start until it is verified
-    - `commit_pause`: the time during which the engine did not step because of a commit
+    - `commit_pause`: the pause of the engine during a commit
     - `push`: a push from its start until it is committed
-    - `sleep`, `wake_up`: a call of this kind; a sleep includes the wait for running requests if it drains them
+    - `sleep`, `wake_up`: a call of `sleep` or `wake_up`. For a `sleep` with `drain`, the duration includes the wait for
+      running requests.
     """
 
     step: Histogram = field(default_factory=Histogram)

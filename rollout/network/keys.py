@@ -3,11 +3,12 @@
 A worker identifies its clients in one of three ways:
 
 - An ipc socket needs no keys, because the file system gives access only to the worker's own user.
-- Any user of the machine can reach a TCP port on loopback. There, worker and clients use the keys in a private file of
-  their common user. The file is created on first use.
-- With `curve_secret_key_file` and `clients_file`, on any address, each client has a name and a role.
+- On a loopback TCP port, worker and clients run as the same user, and use the keys in a private file of this user. Keys
+  are needed because any user of the machine can reach the port. The file is created on first use.
+- If `curve_secret_key_file` and `clients_file` are set, each client has a user name and a role. Named clients work with
+  any address.
 
-Does not own sockets. Secrets leave this module only as socket options.
+Does not own sockets. Secret keys leave this module only as socket options.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 @dataclass(frozen=True)
 class Client:
-    """The sender of a message. `user`: the user's name; None if all clients count as one user."""
+    """The sender of a message. `user`: the user's name; None if the worker has no named clients."""
 
     user: str | None
     role: Role
@@ -53,7 +54,7 @@ OWNER = Client(None, "control")
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A worker's keys in Z85, and its clients by public key."""
+    """A worker's keys in Z85, and the worker's clients by their public keys."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -70,7 +71,7 @@ class ClientKeys:
 
 
 def server_keys(config: WorkerConfig) -> ServerKeys | None:
-    """Return the worker's keys for the configured address, or None if that address needs no keys.
+    """Return the worker's keys for the configured address, or None if this address needs no keys.
 
     Raise ConfigError if the keys cannot be read or created.
     """
@@ -84,7 +85,7 @@ def server_keys(config: WorkerConfig) -> ServerKeys | None:
 
 
 def client_keys(address: str, server_public_key: Key | None, client_key: Key | None) -> ClientKeys | None:
-    """Return a client's keys for a worker at `address`, or None if that address needs no keys.
+    """Return a client's keys for a worker at `address`, or None if this address needs no keys.
 
     Raise ConfigError if the keys cannot be read or created.
     """
@@ -103,25 +104,25 @@ def client_keys(address: str, server_public_key: Key | None, client_key: Key | N
 
 
 def serve_curve(router: zmq.Socket[bytes], keys: ServerKeys) -> None:
-    """Configure a socket, before it is bound, to accept only clients with known keys."""
+    """Configure a socket to accept only clients with known keys. Call this function before the socket is bound."""
     router.set(zmq.CURVE_SERVER, 1)
     router.set(zmq.CURVE_PUBLICKEY, keys.public)
     router.set(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Configure a socket, before it is connected, to use these keys."""
+    """Configure a socket to use these keys. Call this function before the socket is connected."""
     dealer.set(zmq.CURVE_SERVERKEY, keys.server_public)
     dealer.set(zmq.CURVE_PUBLICKEY, keys.public)
     dealer.set(zmq.CURVE_SECRETKEY, keys.secret)
 
 
 def read_clients(path: str) -> dict[str, Client]:
-    """Return a worker's clients by public key, read from its clients file.
+    """Read a worker's clients file. Return the clients by public key.
 
     Each line of the file has a role, a user and a key. A user may have several keys. Empty lines and lines that begin
-    with # are ignored. Raise ConfigError if the file cannot be read, if other users can write it, or if a line is
-    invalid.
+    with # are ignored. Raise ConfigError if the file cannot be read, if users other than the owner can write it, or if
+    a line is invalid.
     """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o022)
@@ -135,11 +136,11 @@ def read_clients(path: str) -> dict[str, Client]:
 
 
 def parse_clients(setting: str, path: str, text: str, check_key: Callable[[str, str], None]) -> dict[str, Client]:
-    """Return the clients by key in the text of a clients file, in the format of `read_clients`.
+    """Parse the text of a clients file, in the format of `read_clients`. Return the clients by key.
 
     `check_key(where, key)` raises ConfigError if `key` is not a valid key. Raise ConfigError if a line is invalid, a
-    key appears twice or there are no clients. Errors name the setting, the file and the line, but never show the key:
-    it may be a secret.
+    key appears twice or there are no clients. Errors name the setting, the file and the line, but never contain the
+    key, which may be secret.
     """
     clients: dict[str, Client] = {}
     for number, line in enumerate(text.split("\n"), start=1):
@@ -205,7 +206,9 @@ def _key_pair(given: Key) -> tuple[bytes, bytes]:
 
 
 def _key_or_file(what: str, given: Key) -> bytes | Path:
-    """Return the key itself, or the path of its file. Errors never show the text, which may be a secret."""
+    """Return the key if `given` is a key, or the path if `given` is the path of a key file. Errors never contain
+    `given`, which may be secret.
+    """
     if isinstance(given, Path):
         return given
     text = given.decode(errors="replace") if isinstance(given, bytes) else given
@@ -234,7 +237,7 @@ def _check_key(what: str, key: str) -> None:
 def _read_certificate(setting: str, path: str) -> tuple[bytes, bytes]:
     """Return the public and the secret key in a file of `zmq.auth.create_certificates`.
 
-    Raise ConfigError if other users can read the file, or if it does not contain a valid pair of keys.
+    Raise ConfigError if other users can read the file, or if the file does not contain a valid pair of keys.
     """
     try:
         _check_owner(os.stat(path), stat.S_ISREG, 0o077)
@@ -264,7 +267,7 @@ class _OwnKeys:
     def load(cls) -> _OwnKeys:
         """Read the keys from the user's file, which is created if it does not exist.
 
-        Raise ConfigError if other users could have written or read the file.
+        Raise ConfigError if the permissions let other users read or write the file.
         """
         file = _own_folder() / "loopback_keys.json"
         with _explained(file):
@@ -274,12 +277,12 @@ class _OwnKeys:
             own = cls(**json.loads(_read_private(file)))
             for key in astuple(own):
                 if not isinstance(key, str) or not _is_key(key):
-                    raise ValueError("a value that is not a key")
+                    raise ValueError("a value in the file is not a CURVE key")
             return own
 
     @classmethod
     def _create(cls, file: Path) -> None:
-        """Create the file atomically. If another process has created it meanwhile, keep that file."""
+        """Create the file atomically. If another process creates the file at the same time, keep the existing file."""
         pairs = [key.decode() for _ in range(2) for key in zmq.curve_keypair()]
         draft = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
         try:
@@ -292,7 +295,9 @@ class _OwnKeys:
 
 
 def _own_folder() -> Path:
-    """Return the folder for the keys, as the XDG base directory specification says. It ignores relative paths."""
+    """Return the folder for the keys, according to the XDG base directory specification. A relative path in
+    XDG_CONFIG_HOME is ignored.
+    """
     configured = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
         folder = configured if configured.is_absolute() else Path.home() / ".config"
@@ -330,6 +335,8 @@ def _read_private(file: Path) -> bytes:
 
 
 def _check_owner(status: os.stat_result, is_kind: Callable[[int], bool], forbidden: int) -> None:
-    """Raise ValueError unless the file is of this kind, belongs to this user or root, and lacks `forbidden` bits."""
+    """Raise ValueError unless `is_kind` accepts the file's mode, the file belongs to this user or root, and no mode bit
+    of `forbidden` is set.
+    """
     if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
         raise ValueError(f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}")

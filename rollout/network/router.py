@@ -1,9 +1,10 @@
-"""The worker's ROUTER socket: it listens at the configured address, authenticates clients and enforces limits.
+"""The worker's ROUTER socket: listens at the configured address, authenticates clients and enforces limits.
 
-Owns the socket, its private folder if there is one, the check of keys, the number of connections (`Gate`), and the
-replies that wait for slow readers (`Outboxes`). Does not own the meaning of messages. Promises: `receive` names the
-sender of each message. The memory for received bytes, connections and slow readers is bounded. `close` releases all
-resources.
+Owns: the socket, the private folder of an ipc socket, the check of keys, the limit on connections (`Gate`), and the
+replies that are queued for slow clients (`Outboxes`). Does not own: the content of messages.
+
+Guarantees: `receive` returns the authenticated sender of each message. The memory for received bytes, for connections
+and for replies to slow clients is bounded. `close` releases all resources.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from ..config import WorkerConfig
 from .keys import OWNER, Client, ServerKeys, serve_curve, server_keys
 
 MAX_SILENT = 64
-"""Maximum number of connections that have not sent a complete message. Each may hold a part of one, up to the maximum
-length.
+"""Maximum number of connections that have not sent a complete message. Each of these connections may hold a partial
+message, up to the maximum length.
 """
 MAX_AHEAD_BYTES = 2**26
-"""Maximum number of bytes that a TCP connection may have sent beyond its received messages."""
+"""Maximum number of bytes sent on a TCP connection that are not part of a received message."""
 LOOK_SECONDS = 0.5
 """Interval between checks of TCP connections."""
 _MESSAGE_BYTES = 42
@@ -55,33 +56,36 @@ log = logging.getLogger(__name__)
 class Gate:
     """Limits the connections of a ROUTER socket and reports when connections end.
 
-    Create the gate before the socket is bound, so that it sees every connection. When a connection that was `heard`
-    ends, the gate calls `on_gone` with its identity. If a queued message of the ended connection is heard afterwards,
-    the gate calls `on_gone` again.
+    Create the gate before the socket is bound, so that the gate sees every connection. When a connection that was
+    passed to `heard` ends, the gate calls `on_gone` with the identity of the connection. If `heard` later gets a queued
+    message of the ended connection, the gate calls `on_gone` again.
 
-    Owns a monitor of the ROUTER socket. Promises:
+    Owns a monitor of the ROUTER socket. Guarantees:
 
-    - There are at most `max_connections` connections at a time, and at most `MAX_SILENT` that have not sent a message.
-      Beyond a limit, a new connection replaces the oldest silent one. So a peer that opens connections without
-      authentication can neither use up the descriptors of the process nor lock out other clients.
-    - A TCP connection is closed, within about `LOOK_SECONDS`, once it has sent more than `MAX_AHEAD_BYTES` beyond its
-      received messages. Such a client sends faster than the worker receives, or its message is endless.
+    - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent: they have not sent a
+      message yet. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens connections
+      without authentication cannot exhaust the descriptors of the process, and cannot lock out other clients.
+    - A TCP connection is closed, within about `LOOK_SECONDS`, if more than `MAX_AHEAD_BYTES` of its bytes do not belong
+      to a message that the worker has received. A connection reaches this limit if its client sends faster than the
+      worker receives, or sends a message without end.
 
-    ZMQ provides incomplete information about connections. With each message comes the descriptor of its connection and,
-    if there are keys, the number that the authenticator has given to the connection, in ascending order. For a new or
-    ended connection, the monitor reports only the descriptor. The monitor reports a connection before its first message
-    can be received, and reports its end before the descriptor is reused. But messages of an ended connection may stay
-    queued for a long time. They arrive interleaved with messages of other connections, possibly after the descriptor
-    was reused. Of two connections with the same descriptor, the connection with the larger number is newer, and only
-    the newest connection can be open. Hence:
+    ZMQ provides incomplete information about connections. With each message, ZMQ reports the descriptor of the
+    connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger
+    number. When a connection begins or ends, ZMQ's monitor reports only the descriptor. The monitor reports a new
+    connection before its first message can be received. The monitor reports an ended connection before the descriptor
+    is reused. But messages of an ended connection may stay queued for a long time. Queued messages of an ended
+    connection arrive interleaved with messages of other connections, possibly after the descriptor was reused. Of two
+    connections with the same descriptor, the connection with the larger number is newer. Only the newest connection
+    with a descriptor can be open. Hence:
 
     - `heard` never returns False for an open connection.
-    - `heard` may return True for an ended connection. For a connection that was heard before, this is possible until
-      `follow` processes its end, which calls `on_gone`. For a connection that was not heard before, this is possible
-      while its successor with the same descriptor is open and silent; `on_gone` is called once the successor is heard
-      or ends.
-    - Connections without keys have no numbers. All connections that were heard on a descriptor count as open until the
-      last of them ends.
+    - `heard` may return True for an ended connection. If a message of the ended connection was heard before, `heard`
+      may return True until `follow` processes the end and calls `on_gone`. If no message of the ended connection was
+      heard before, `heard` may return True while a newer connection with the same descriptor is open and silent. If the
+      ended connection was never heard, `on_gone` is called once a message of the newer connection is heard, or the
+      newer connection ends.
+    - Connections without keys have no numbers. So the gate treats all connections that were heard on one descriptor as
+      open until the last of these connections ends.
     """
 
     def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
@@ -96,7 +100,7 @@ class Gate:
 
     @property
     def monitor(self) -> Any:
-        """The socket to poll. Call `follow` when it is readable."""
+        """The socket to poll. Call `follow` when the socket is readable."""
         return self._monitor
 
     def follow(self) -> None:
@@ -122,7 +126,7 @@ class Gate:
         return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
-        """Close connections that have sent too many bytes beyond their received messages."""
+        """Close TCP connections that have sent too many bytes that do not belong to a received message."""
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
@@ -130,14 +134,14 @@ class Gate:
                 (received,) = struct.unpack_from("=Q", info, _RECEIVED_AT)
                 if received - taken > MAX_AHEAD_BYTES:
                     log.warning(
-                        "disconnected a client: it sent %d bytes beyond its received messages", received - taken
+                        "disconnected a client: %d of its bytes are not part of a received message", received - taken
                     )
                     self._end(fd)
 
     def heard(self, fd: int, identity: bytes, number: int | None, num_bytes: int) -> bool:
         """Record a message of `num_bytes` from the connection with this identity and number.
 
-        Return whether the connection is still open, as far as the gate can know (see the class).
+        Return whether the connection is still open. The docstring of `Gate` says when the result may be wrong.
         """
         if identity not in self._heard.get(fd, ()) or not identity.startswith(b"\0"):
             self.follow()  # the connection may be new, may have ended, or may have chosen this identity
@@ -157,7 +161,7 @@ class Gate:
         return number > newest
 
     def close(self) -> None:
-        """Stop the monitor. Call this before closing the socket."""
+        """Stop the monitor. Call this method before closing the socket."""
         self.follow()
         self._router.disable_monitor()
         self._monitor.close(linger=0)
@@ -175,7 +179,7 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        """Shut down a connection. `follow` forgets it once the monitor reports its end."""
+        """Shut down a connection. `follow` removes the connection once the monitor reports that it ended."""
         # The descriptor may belong to another file by now. Only a connection of this socket is shut down.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
@@ -183,7 +187,7 @@ class Gate:
 
 
 def _socket_at(fd: int) -> socket.socket:
-    """Return the socket behind a descriptor, as a duplicate. Raise OSError if it is closed or not a socket."""
+    """Return a duplicate of the socket with descriptor `fd`. Raise OSError if `fd` is closed or not a socket."""
     copy = os.dup(fd)
     try:
         return socket.socket(fileno=copy)
@@ -204,7 +208,9 @@ FRAME_BYTES = 100
 
 @dataclass
 class _Box:
-    """Replies to one client. `is_dropped`: the replies were dropped, and only the error that says so is left."""
+    """Queued replies to one client. `is_dropped`: the replies were discarded, and only an error that reports this is
+    left.
+    """
 
     frames: deque[bytes] = field(default_factory=deque)
     num_bytes: int = 0
@@ -214,14 +220,17 @@ class _Box:
 class Outboxes:
     """Sends replies through `router`, and queues replies that the socket does not accept yet.
 
-    `on_lost`: called by `report_lost` with the identity of each client that is gone or was dropped. No send calls it,
-    because the sender may be in the middle of a request that the loss ends. `user_of`: returns the user of a
-    connection.
+    `on_lost`: called by `report_lost` with the identity of each client that has disconnected or was dropped. `send`
+    does not call `on_lost`, because the caller of `send` may be processing a request that ends with the lost client.
+    `user_of`: returns the user of a connection.
 
-    Owns the queued replies. Promises that each client gets its replies in order, and that all queued replies together
-    stay within `max_bytes`. Beyond that limit, a connection is dropped: of the user with the most queued bytes, the
-    connection with the most. Its replies are discarded, and its messages are ignored until the client reads again and
-    has received one error without an id, which ends all its calls.
+    Owns: the queued replies. Guarantees: each client gets its replies in order, and the queued replies of all clients
+    stay within `max_bytes`.
+
+    At the limit, the user with the most queued bytes is selected, and the connection of this user with the most queued
+    bytes is dropped. The replies to a dropped connection are discarded, and its messages are ignored. Messages are
+    accepted again once the client has read an error reply without an id. An error reply without an id ends all calls of
+    the client.
     """
 
     def __init__(
@@ -249,12 +258,12 @@ class Outboxes:
         return identity not in self._boxes
 
     def is_dropped(self, identity: bytes) -> bool:
-        """Return whether this client was dropped. Its messages must then be ignored."""
+        """Return whether this client was dropped. Messages of a dropped client must be ignored."""
         box = self._boxes.get(identity)
         return box is not None and box.is_dropped
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send a frame now, or as soon as the client reads. Return False if the client is gone or was dropped."""
+        """Send a frame now, or when the client reads. Return False if the client has disconnected or was dropped."""
         box = self._boxes.get(identity)
         if box is None:
             if (was_sent := self._try(identity, frame)) is not None:
@@ -272,7 +281,9 @@ class Outboxes:
         return not box.is_dropped
 
     def _largest(self) -> bytes:
-        """Return the identity with the largest box of the user with the most queued bytes."""
+        """Find the user with the most queued bytes, and return the identity of this user's connection with the most
+        queued bytes.
+        """
         totals: Counter[object] = Counter()
         for identity, box in self._boxes.items():
             totals[self._user_of(identity)] += box.num_bytes
@@ -291,13 +302,15 @@ class Outboxes:
                 self.forget(identity)
 
     def report_lost(self) -> None:
-        """Report the clients that were lost since the last call. Their requests may end meanwhile, and send replies."""
+        """Call `on_lost` for each client that was lost since the last call. `on_lost` may end requests and send
+        replies.
+        """
         while self._lost:
             identity, _ = self._lost.popitem()
             self._on_lost(identity)
 
     def forget(self, identity: bytes) -> None:
-        """Discard the replies for a client that is gone."""
+        """Discard the queued replies to a client that has disconnected."""
         if (box := self._boxes.pop(identity, None)) is not None:
             self._empty(box)
 
@@ -309,7 +322,9 @@ class Outboxes:
             time.sleep(FINISH_SECONDS)
 
     def _try(self, identity: bytes, frame: bytes) -> bool | None:
-        """Return True if the frame was sent, False if the client is gone, None if the client must read first."""
+        """Return True if the frame was sent, False if the client has disconnected, and None if the socket cannot accept
+        the frame yet.
+        """
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -418,18 +433,20 @@ class Router:
         return self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def register(self, poller: zmq.Poller) -> None:
-        """Register the sockets with `poller`, so that it wakes up when `receive` or `maintain` has work."""
+        """Register the sockets with `poller`, so that the poller wakes up when `receive` or `maintain` has work."""
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._gate.monitor, zmq.POLLIN)
 
     @property
     def poll_ms(self) -> float:
-        """Milliseconds until `maintain` has work; infinity if no time is known."""
+        """Milliseconds until `maintain` must be called; infinity if no work is scheduled."""
         to_look = 1000 * self._gate.seconds_to_look
         return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 
     def maintain(self) -> None:
-        """Process new and ended connections, close those over the limits, send queued replies, and report losses."""
+        """Process new and ended connections, close connections beyond the limits, send queued replies, report lost
+        clients.
+        """
         self._gate.follow()
         if self._gate.seconds_to_look == 0.0:
             self._gate.look()
@@ -437,7 +454,7 @@ class Router:
         self._outboxes.report_lost()
 
     def _user_of(self, identity: bytes) -> object:
-        """Return the user of a connection. Without named clients, each connection counts as its own user."""
+        """Return the user of a connection. Without named clients, each connection is its own user."""
         return self._users.get(identity, identity)
 
     def _leave(self, identity: bytes) -> None:
@@ -470,15 +487,17 @@ class Router:
         return self._keys.clients[key], int(number)
 
     def takes(self, identity: bytes) -> bool:
-        """Return whether no replies are queued for this client, because it has read enough."""
+        """Return whether no replies are queued for this client."""
         return self._outboxes.takes(identity)
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send a frame to a client. Return False if the client is gone, or was dropped because it does not read."""
+        """Send a frame to a client. Return False if the client has disconnected, or was dropped because it does not
+        read its replies.
+        """
         return self._outboxes.send(identity, frame)
 
     def close(self) -> None:
-        """Stop listening. Replies to clients that read get up to `LINGER_SECONDS` to arrive."""
+        """Stop listening. Wait up to `LINGER_SECONDS` until clients have received their replies."""
         self._outboxes.finish(LINGER_SECONDS)
         self._gate.close()
         self._socket.close(linger=int(1000 * LINGER_SECONDS))
@@ -486,15 +505,16 @@ class Router:
 
 
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:
-    """Return a message's frames, with empty bytes for all frames but the first and the last.
-
-    A message of more than one frame is an error, so its frames, which may be many, need not be copied.
+    """Return a message's frames. The first and the last frame are copied. All frames between the two are replaced by
+    empty bytes, because a message of more than one frame is invalid and may have many frames.
     """
     return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 
 
 def _descriptor_of(frame: zmq.Frame) -> int | None:
-    """Return the descriptor of a frame's connection; None if the peer uses ZMTP 1 or 2, which do not support keys."""
+    """Return the descriptor of the connection that a frame came from; None if the peer uses ZMTP 1 or 2, which do not
+    support keys.
+    """
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
@@ -519,9 +539,9 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.set(zmq.MAXMSGSIZE, OVERSIZE_FACTOR * config.max_message_bytes)
     router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-    # libzmq 4.3.5 aborts the process if a heartbeat of either side is due on a connection that ended with a full
-    # receive queue, or on a connection with an identity that another connection took over (ROUTER_HANDOVER). So receive
-    # queues are unbounded, and the worker sends no heartbeats. TCP keepalive detects hosts that are gone.
+    # libzmq 4.3.5 aborts the process if a heartbeat of either side is due on a broken connection. A connection is
+    # broken if it ended with a full receive queue, or if another connection took over its identity (ROUTER_HANDOVER).
+    # So receive queues are unbounded, and the worker sends no heartbeats. TCP keepalive detects dead hosts.
     router.set(zmq.RCVHWM, 0)
     router.set(zmq.SNDHWM, SEND_HWM)
     router.set(zmq.TCP_KEEPALIVE, 1)
@@ -532,11 +552,11 @@ def _set_options(router: zmq.Socket[bytes], config: WorkerConfig, address: str, 
     if keys is not None:
         serve_curve(router, keys)
         router.set_string(zmq.ZAP_DOMAIN, DOMAIN)
-        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no client is admitted unless the authenticator answers
+        router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # admit clients only if the authenticator answers
 
 
 class _KnownKeys:
-    """The authenticator's credentials provider: it admits the keys of known clients."""
+    """The authenticator's credentials provider, which admits the keys of known clients."""
 
     def __init__(self, keys: ServerKeys) -> None:
         self._keys = keys
@@ -546,7 +566,7 @@ class _KnownKeys:
 
 
 class _Authenticator(ThreadAuthenticator):
-    """Sets the `User-Id` of each message to its client's public key and the number of its connection."""
+    """An authenticator that sets the `User-Id` of a message to the client's public key and the connection's number."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         super().__init__(context)
@@ -565,10 +585,8 @@ def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> 
 
 
 def _check_ipc_is_free(address: str) -> None:
-    """Raise OSError if the path of an ipc address is in use.
-
-    Only a socket that a dead worker left behind may be replaced. Without this check, ZMQ would silently remove any
-    file.
+    """Raise OSError if the path of an ipc address exists, unless the path is a socket that a dead worker left behind.
+    Without this check, ZMQ would silently remove any file at the path.
     """
     path = address.removeprefix("ipc://")
     if path == address or not os.path.lexists(path):
@@ -583,7 +601,7 @@ def _check_ipc_is_free(address: str) -> None:
 
 @contextmanager
 def _private_files() -> Iterator[None]:
-    """Make files that this process creates inside this context accessible to this user only."""
+    """Context manager in which new files of this process are accessible to this user only."""
     before = os.umask(0o077)
     try:
         yield

@@ -1,8 +1,8 @@
 """The messages between client and worker. Imports no torch.
 
 - `messages`: message types and their fields
-- `codec`: encoding and decoding, conversion of the engine's results, and samples assembled from deltas
-- `error_codes`: error classes by their codes
+- `codec`: encoding and decoding, conversion of the engine's results to messages, and assembly of samples from deltas
+- `error_codes`: the mapping from error codes to error classes
 """
 
 from ...engine.request import new_id

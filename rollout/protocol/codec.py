@@ -1,11 +1,12 @@
-"""Encoding and decoding of messages, conversion of the engine's results to messages, and samples built from deltas.
+"""Encoding and decoding of messages, conversion of the engine's results to messages, and assembly of samples from
+deltas.
 
-A message is one frame: a MessagePack map with `version`, `type` and the fields of the type. Every received frame passes
-through `from_client` or `from_worker`. They reject missing, unknown, mistyped and out-of-range fields, so other modules
-never see them.
+A message is one frame: a MessagePack map with `version`, `type` and the fields of the type. Every received frame is
+decoded by `from_client` or `from_worker`, which reject missing, unknown, mistyped and out-of-range fields. So all other
+modules get only valid messages.
 
 Arrays are raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts. Only
-this module knows which field carries which column of `engine.request`.
+this module maps the columns of `engine.request` to message fields.
 """
 
 from __future__ import annotations
@@ -67,32 +68,36 @@ def encode(message: FromClient | FromWorker) -> bytes:
 
 
 def encode_for_anyone(message: FinishedSample | Done | Scores) -> bytes:
-    """Return the frame of a reply without the value of its last field, `caller`. `address` completes the frame."""
+    """Return the frame of a reply, except for the value of the last field, `caller`. The function `address` adds the
+    value.
+    """
     return encode(message.model_copy(update={"caller": None}))[: -len(_NIL)]
 
 
 def address(reply: bytes, caller: str | None) -> bytes:
-    """Complete a frame of `encode_for_anyone` for one caller."""
+    """Complete a frame from `encode_for_anyone` by adding the id of the caller."""
     return reply + msgpack.Packer().pack(caller)
 
 
 def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
     """Decode a client's frame.
 
-    Raise ProtocolError if the frame is invalid, or if it exceeds `max_elements` in total, `MAX_FIELDS` in a map or
-    `MAX_DEPTH`. These limits keep the cost of decoding proportional to the size of the frame. Raise InvalidRequestError
-    if sampling parameters are invalid.
+    Raise ProtocolError if the frame is invalid or exceeds a limit: `max_elements` elements in total, `MAX_FIELDS`
+    fields in a map, or a nesting of `MAX_DEPTH`. The limits keep the cost of decoding proportional to the size of the
+    frame. Raise InvalidRequestError if sampling parameters are invalid.
     """
     return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
 
 
 def from_worker(frame: bytes) -> FromWorker:
-    """Decode a worker's frame. Raise ProtocolError if it is invalid."""
+    """Decode a worker's frame. Raise ProtocolError if the frame is invalid."""
     return _check(_unpack(frame, 2 * len(frame), len(frame)), _FROM_WORKER, _WORKER_TYPES)
 
 
 def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
-    """Return the unchecked fields of a frame. Raise ProtocolError if it does not decode within the limits."""
+    """Return the fields of a frame, without checking them. Raise ProtocolError if the frame cannot be decoded or
+    exceeds a limit.
+    """
     count = _element_counter(max_elements)
     try:
         _check_completeness(frame)
@@ -115,9 +120,8 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
 
 
 def _check_completeness(frame: bytes) -> None:
-    """Raise the error that unpacking would raise if an array or map announces more elements than the frame contains.
-
-    Unpacking itself would first allocate memory for all announced elements.
+    """Raise msgpack's error if the header of an array or map gives more elements than the frame contains. Call this
+    function before unpacking, because unpacking allocates memory for the number of elements in the header.
     """
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0, max_buffer_size=len(frame) + 1)
     unpacker.feed(frame)
@@ -125,9 +129,10 @@ def _check_completeness(frame: bytes) -> None:
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
-    """Return a hook for each decoded map and array, which raises ValueError once they have more than `limit` elements.
+    """Return a hook that msgpack calls for each decoded map and array. The hook raises ValueError once all maps and
+    arrays together have more than `limit` elements.
 
-    The maps and arrays count as elements, too.
+    Each map and each array is also an element.
     """
     num_elements = 0
 
@@ -142,7 +147,7 @@ def _element_counter(limit: int) -> Callable[[Any], Any]:
 
 
 def _with_string_keys(fields: dict[Any, Any]) -> dict[str, Any]:
-    """Return the fields. Raise ValueError if a key is not a string, because MessagePack also allows bytes."""
+    """Return the fields. Raise ValueError if a key is not a string: MessagePack also allows bytes."""
     for key in fields:
         if not isinstance(key, str):
             raise ValueError(f"the key {brief(key)} is not a string")
@@ -164,7 +169,7 @@ def _values(values: tuple[Any, ...] | dict[str, Any]) -> Iterable[Any]:
 
 
 def id_in(frame: bytes) -> str | None:
-    """Return the id of an unchecked message, for the error that rejects it; None if there is no valid id.
+    """Return the id of an invalid message, so that the error reply can name it; None if the message has no valid id.
 
     To bound the cost, only the first `_ID_WITHIN_BYTES` bytes are searched.
     """
@@ -198,7 +203,9 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
     try:
         return union.validate_python({key: value for key, value in fields.items() if key != "version"})
     except ValidationError as error:
-        raise from_validation(ProtocolError, error, first_part=1) from None  # the location starts with the type
+        raise from_validation(
+            ProtocolError, error, first_part=1
+        ) from None  # the error's location starts with the message type
 
 
 _TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
@@ -215,12 +222,14 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
 
 
 def num_listed(message: Carrier) -> int:
-    """Return the number of elements per token in a message's listed columns."""
+    """Return the number of elements per token in listed columns (columns with several elements per token)."""
     return 0 if message.tops is None else message.tops.k
 
 
 def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
-    """Return the message fields that carry the columns `content`. Listed columns have `k` elements per token."""
+    """Convert columns to message fields. `content`: columns as bytes. `k`: number of elements per token in listed
+    columns, which have several elements per token.
+    """
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
 
@@ -236,7 +245,7 @@ def columns_within(message: Carrier) -> Columns:
 
 
 def fields_for(columns: Columns) -> dict[str, Any]:
-    """Return the message fields that carry `columns`."""
+    """Convert columns to message fields."""
     content = {
         column: columns[column.name].astype(column.dtype).tobytes() for column in COLUMNS if column.name in columns
     }
@@ -250,8 +259,8 @@ _BOOLEANS = frozenset((bool, np.bool_))
 def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
     """Return token ids as the protocol's int32 array.
 
-    Python and numpy integers are accepted. For any other values, raise InvalidRequestError, which names `field`.
-    Booleans are refused too, although numpy would convert them to 0 and 1.
+    Python and numpy integers are accepted. All other values raise InvalidRequestError, which names `field`. Booleans
+    are also refused, because numpy would convert them to 0 and 1.
     """
     if isinstance(token_ids, list | tuple) and not (kinds := {*map(type, token_ids)}) <= {int}:
         if not _BOOLEANS.isdisjoint(kinds):
@@ -272,7 +281,7 @@ def tokens_to_bytes(token_ids: Sequence[int] | np.ndarray, field: str) -> bytes:
 
 
 def bytes_to_tokens(data: bytes) -> np.ndarray:
-    """Return the token ids of the protocol's array, int32 [num_tokens], writable."""
+    """Decode the protocol's array of token ids. Return a writable array, int32 [num_tokens]."""
     return np.frombuffer(data, "<i4").astype(np.int32)
 
 
@@ -294,7 +303,7 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
 
 
 def delta_message(id: str, delta: SampleDelta) -> Delta:
-    """Return the part of a `Deltas` message for new tokens of a sample of request `id`."""
+    """Return a `Delta` with the new tokens of a sample of request `id`."""
     return Delta(
         id=id,
         index=delta.index,
@@ -305,7 +314,7 @@ def delta_message(id: str, delta: SampleDelta) -> Delta:
 
 
 def scores_message(id: str, output: ScoreOutput) -> Scores:
-    """Return the message for the finished score of request `id`."""
+    """Return the message for the finished scoring request `id`."""
     return Scores(
         id=id,
         finish_reason=output.finish_reason,
@@ -316,12 +325,12 @@ def scores_message(id: str, output: ScoreOutput) -> Scores:
 
 
 def error_message(id: str | None, error: TruerollError, caller: str | None = None) -> Error:
-    """Return the message that answers message `id` with an error."""
+    """Return the error reply to message `id`."""
     return Error(id=id, caller=caller, **told(error))
 
 
 def sample_output(message: FinishedSample) -> SampleOutput:
-    """Convert a message to the engine's sample, with writable arrays."""
+    """Convert a message to a `SampleOutput` of the engine, with writable arrays."""
     return SampleOutput(
         request_id=message.id,
         index=message.index,
@@ -338,7 +347,7 @@ def sample_output(message: FinishedSample) -> SampleOutput:
 
 
 def sample_delta(message: Delta) -> SampleDelta:
-    """Convert a message to the engine's delta of a sample, with writable arrays."""
+    """Convert a message to a `SampleDelta` of the engine, with writable arrays."""
     return SampleDelta(
         request_id=message.id,
         index=message.index,
@@ -349,7 +358,7 @@ def sample_delta(message: Delta) -> SampleDelta:
 
 
 def score_output(message: Scores) -> ScoreOutput:
-    """Convert a message to the engine's scores, with writable arrays."""
+    """Convert a message to a `ScoreOutput` of the engine, with writable arrays."""
     return ScoreOutput(
         request_id=message.id,
         finish_reason=message.finish_reason,
@@ -360,7 +369,7 @@ def score_output(message: Scores) -> ScoreOutput:
 
 
 def _routed_array(routed: RoutedExperts | None) -> np.ndarray | None:
-    """Convert the field of a message to the engine's `routed_experts`, a writable array."""
+    """Convert a message's field `routed_experts` to the engine's format, a writable array."""
     if routed is None:
         return None
     elements = np.frombuffer(routed.data, np.dtype(routed.dtype).newbyteorder("<"))
@@ -383,7 +392,7 @@ def _spans(versions: tuple[WeightSpan, ...]) -> tuple[Span, ...]:
 class Growth:
     """The tokens of a sample so far, assembled from deltas.
 
-    `first`: a delta that starts with token 0. It also provides the id and the index of the sample.
+    `first`: a delta that starts with token 0. The id and index of the sample are also taken from `first`.
     """
 
     def __init__(self, first: Delta) -> None:
@@ -400,8 +409,8 @@ class Growth:
     def put(self, delta: Delta) -> bool:
         """Append the new tokens of a delta, and return True.
 
-        If the delta contradicts the known tokens, has other columns or would leave a gap, change nothing and return
-        False.
+        If the delta differs from the known tokens, has different columns or would leave a gap, change nothing and
+        return False.
         """
         found, num_known = _columns(delta), self.num_tokens - delta.start
         if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
@@ -414,7 +423,7 @@ class Growth:
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
-        """Return the tokens from `start` on as a delta: as many as fit in `max_bytes`, but at least one."""
+        """Return a delta with the tokens from `start` on, as many as fit into `max_bytes`, but at least one token."""
         widths = self._widths
         room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
         content = {
@@ -443,6 +452,6 @@ def _columns(delta: Delta) -> dict[Column, bytes]:
 
 
 def _agree(known: bytearray, new: bytes, start: int) -> bool:
-    """Return whether `new`, placed at byte `start` of `known`, equals `known` where the two overlap."""
+    """Return whether `new`, placed at byte `start` of `known`, has the same bytes as `known` where the two overlap."""
     count = min(len(known) - start, len(new))
     return known[start : start + count] == new[:count]

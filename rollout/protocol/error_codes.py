@@ -1,7 +1,7 @@
 """The mapping between error codes on the wire and exception classes.
 
 A worker sends the `code`, text, field, value and limit of an error. The client raises the exception class of that code.
-So the same `except` clause works with an engine in this process and with a worker behind a socket.
+So the same `except` clause works for an engine in the caller's process and for a remote worker.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MAX_ERROR_CHARS = 2000
 
 
 def told(error: TruerollError) -> dict[str, Any]:
-    """Return the arguments with which `error_from_code` recreates an error in another process."""
+    """Return the arguments of `error_from_code` that recreate an error in another process."""
     text = str(error)[:MAX_ERROR_CHARS]
     return dict(code=error.code, message=text, field=error.field, value=error.value, limit=error.limit)
 
@@ -71,7 +71,7 @@ def error_from_code(
     value: Value | None = None,
     limit: int | float | None = None,
 ) -> TruerollError:
-    """Return the exception for `code`, or a plain TruerollError if this version does not know the code.
+    """Return the exception for `code`, or a plain TruerollError if this version of trueroll does not know the code.
 
     The text comes from another process, so unprintable characters are escaped for logs and terminals.
     """

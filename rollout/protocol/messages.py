@@ -1,6 +1,7 @@
 """The fields of the messages between client and worker, except for the messages of a push, which `weight_sync` defines.
 
-`docs/protocol.md` describes the same messages for authors of other clients. Uses no sockets and imports no torch.
+`docs/protocol.md` describes the same messages for people who write their own client. Uses no sockets and imports no
+torch.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ Tags = Annotated[tuple[Tag, ...], Field(min_length=1), FailFast()]
 class _Request(Message):
     """Fields that `Generate` and `GetScores` share.
 
-    - `caller`: name of the caller of this submission. Keep the name if the request is sent again because its reply was
-      lost. If the request was aborted earlier by another caller, the aborted result does not answer this submission.
-    - `min_weight_version`: minimum version of the weights with which the request may begin. A worker with older weights
-      answers with the error `stale_weights`, unless `wait_for_weights` is set.
+    - `caller`: id of the caller that submits the request. To send a request again because its reply was lost, use the
+      same caller id. If a different caller has aborted the request, this caller does not get the aborted result.
+    - `min_weight_version`: minimum weight version at which the request may begin. A worker with older weights answers
+      with the error `stale_weights`, unless `wait_for_weights` is set.
     - `wait_for_weights`: do not begin before a push brings weights of the minimum version
     """
 
@@ -83,8 +84,9 @@ class Generate(_Request):
 
     - `prompt_token_ids`: int32 array
     - `num_prior_tokens`, `spans`: see `GenerateRequest`
-    - `deltas`: send `Deltas` to this caller while the samples grow
-    - `while_connected`: end the request and drop its result as soon as no client that waits for it is connected
+    - `deltas`: send new tokens to this caller in `Deltas` messages while the samples are generated
+    - `while_connected`: once every client that waits for the request has disconnected, end the request and drop its
+      result
     - other fields: see `_Request`
     """
 
@@ -99,7 +101,7 @@ class Generate(_Request):
 
 
 class GetScores(_Request):
-    """Request the log-probs of given tokens, at least two.
+    """Request the log-probs of two or more given tokens.
 
     - `token_ids`: int32 array
     - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
@@ -117,10 +119,10 @@ class GetScores(_Request):
 
 
 class Abort(Message):
-    """End request `request_id`, or only its sample `index`. Its result keeps the tokens generated so far.
+    """End request `request_id`, or only its sample `index`. The result has the tokens generated so far.
 
-    If `caller` is given, only this caller gives up the request, and this caller gets no more replies. If no other
-    caller waits for the request, the request ends and its result is not kept.
+    If `caller` is given, only this caller abandons the request, and the worker sends this caller no more replies. If no
+    other caller waits for the request, the request ends and the worker drops its result.
     """
 
     type: Literal["abort"] = "abort"
@@ -154,7 +156,7 @@ class GetStats(Message):
 
 
 class Pause(Message):
-    """Pause generation before the next step. Running requests keep their tokens and blocks."""
+    """Pause generation before the next engine step. Running requests keep their tokens and blocks."""
 
     type: Literal["pause"] = "pause"
     id: Id
@@ -178,9 +180,9 @@ class Drain(Message):
 class Sleep(Message):
     """Release memory.
 
-    - `level`: 1 keeps the weights on the host; 2 drops them, so a push must follow
+    - `level`: 1 keeps the weights in host memory; 2 drops the weights, so a push must follow
     - `tags`: the kinds of memory to release
-    - `in_flight`: how to treat running requests; `drain` waits for at most `timeout` seconds
+    - `in_flight`: what to do with running requests; `drain` waits for at most `timeout` seconds
     """
 
     type: Literal["sleep"] = "sleep"
@@ -207,9 +209,9 @@ class Invalidate(Message):
 
 
 class SaveWeights(Message):
-    """Write the served weights into a new folder inside `folder`, from which a push by disk can load them.
+    """Write the served weights into a new folder inside `folder`, in the format of a `disk` push.
 
-    Only weights that a push brought can be written. Generation stops during the call.
+    Only pushed weights can be written, not the weights of the checkpoint. Generation stops during the call.
     """
 
     type: Literal["save_weights"] = "save_weights"
@@ -218,14 +220,14 @@ class SaveWeights(Message):
 
 
 class GetChecksums(Message):
-    """Request the checksums of the served weights. The engine computes them between two steps."""
+    """Request the checksums of the served weights. The engine computes the checksums between two of its steps."""
 
     type: Literal["checksums"] = "checksums"
     id: Id
 
 
 class TopArrays(Message):
-    """The record of `top_logprobs`: for each token its `entropy` and the `k` most probable tokens.
+    """The data for `top_logprobs`: for each token, the `entropy` and the `k` most probable tokens at its position.
 
     `entropy`: float32 [num_tokens]. `token_ids`: int32 [num_tokens, k]. `logprobs`: float32 [num_tokens, k].
     """
@@ -240,14 +242,14 @@ class TopArrays(Message):
         expected = self.k * len(self.entropy)
         if len(self.token_ids) != expected or len(self.logprobs) != expected:
             raise ValueError(
-                f"tops: token_ids and logprobs must each have {expected} bytes, {self.k} elements for each entropy "
-                f"(got {len(self.token_ids)} and {len(self.logprobs)} bytes)"
+                f"tops: token_ids and logprobs must each have {expected} bytes ({self.k} elements per token), but have "
+                f"{len(self.token_ids)} and {len(self.logprobs)} bytes"
             )
         return self
 
 
 class RoutedExperts(Message):
-    """The record of `return_routed_experts`: dtype, shape and row-major elements of `SampleOutput.routed_experts`."""
+    """The data for `return_routed_experts`: dtype, shape and row-major elements of `SampleOutput.routed_experts`."""
 
     dtype: Literal["uint8", "uint16"]
     shape: tuple[Count, Count, Count]
@@ -265,7 +267,7 @@ class RoutedExperts(Message):
 
 
 class FinishedSample(Message):
-    """One finished sample, with the fields of `SampleOutput`. `caller`, here and below: the submission's caller."""
+    """One finished sample, with the fields of `SampleOutput`. `caller`: id of the caller that submitted the request."""
 
     type: Literal["sample"] = "sample"
     id: Id
@@ -284,7 +286,7 @@ class FinishedSample(Message):
 
 
 class Delta(Message):
-    """New tokens of a sample of request `id`, from token `start` on. The fields are the same as in `SampleDelta`."""
+    """New tokens of a sample of request `id`, starting at token `start`. The fields are those of `SampleDelta`."""
 
     id: Id
     index: Count
@@ -305,7 +307,9 @@ class Delta(Message):
 
 
 class Deltas(Message):
-    """New tokens, since the last `Deltas` to `caller`, of unfinished samples of all its requests with `deltas`."""
+    """New tokens of unfinished samples, since the last `Deltas`. One message has the new tokens of all those requests
+    of `caller` that set `deltas`.
+    """
 
     type: Literal["deltas"] = "deltas"
     samples: tuple[Delta, ...]
@@ -313,7 +317,9 @@ class Deltas(Message):
 
 
 class Done(Message):
-    """The terminal reply to `Generate`, after all its samples. `params`: the parameters used, including the seed."""
+    """The terminal reply to `Generate`, after all its samples. `params`: the parameters that the worker used, including
+    the seed.
+    """
 
     type: Literal["done"] = "done"
     id: Id
@@ -362,7 +368,9 @@ class Aborted(Message):
 
 
 class Status(Message):
-    """The terminal reply to a pause, resume, drain, sleep, wake_up, invalidate or save_weights: the resulting state."""
+    """The terminal reply to pause, resume, drain, sleep, wake_up, invalidate and save_weights, with the state after the
+    call.
+    """
 
     type: Literal["status"] = "status"
     id: Id
@@ -374,15 +382,15 @@ class Health(Message):
     """The worker's state.
 
     - `instance`: random id of the worker's process
-    - `seconds_since_progress`: seconds since the last step that computed or finished something, or, if later, since an
-      idle engine got work; None while loading
+    - `seconds_since_progress`: seconds since the engine last made progress; None while loading. The engine makes
+      progress when a step computes or finishes something, or when it is idle and gets new work.
     - `weight_version`: version of the served weights; None while loading
-    - `requests`: counts of `open` requests (accepted, unfinished), of `running` and `waiting` sequences in the engine,
-      and of `kept` results
-    - `memory`: bytes by tag: `process` (resident memory); once loaded also `weights`, `kv_cache`, `staging` and, for a
-      model with experts, `routed_experts`
+    - `requests`: number of `open` requests (accepted but unfinished), of `running` and `waiting` sequences in the
+      engine, and of `kept` results (not yet acknowledged)
+    - `memory`: bytes of each kind of memory: `process` (resident memory) and, once the model is loaded, `weights`,
+      `kv_cache`, `staging` and (only with experts) `routed_experts`
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
-    - `sleeping`: tags of the released memory
+    - `sleeping`: tags of the memory that `sleep` has released
     - `push`: the push in progress, if any
     """
 
@@ -401,7 +409,7 @@ class Health(Message):
 
 
 class Stats(Message):
-    """Lifetime counters. `engine`: the fields of `EngineStats`, empty while loading. `service`: the fields of
+    """Lifetime counters. `engine`: the fields of `EngineStats`; empty while the model loads. `service`: the fields of
     `ServiceStats`.
     """
 
@@ -456,4 +464,4 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
     GetChecksums: (Checksums,),
 }
-"""The types of the replies to each kind of call. Errors, and `Deltas` if requested, come in addition."""
+"""The types of the replies to each kind of call. Any call may also get an `Error`, and `Deltas` if requested."""

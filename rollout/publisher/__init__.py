@@ -1,5 +1,5 @@
-"""Pushes of weights from a trainer to workers, which are given by address or as a fleet.
+"""Pushes of weights from a trainer to workers. The caller gives the workers by address or as a fleet.
 
-Owns: the choice of the workers for a push, and the calls to them. Does not own: the content of a push, or how it
-travels (`weight_sync`).
+Owns: the choice of the workers for a push, and the calls to these workers. Does not own: the content or the transport
+of a push (`weight_sync`).
 """

@@ -1,23 +1,25 @@
-"""The trainer's side: `WeightPublisher` pushes weights to workers. No worker commits them before all have verified.
+"""The trainer's side: `WeightPublisher` pushes weights to workers. No worker commits weights before all workers have
+verified them.
 
 - `WorkerClients` owns a client of each worker. All clients share one event loop on a separate thread. The class
-  remembers which workers did not answer the last call. Every call ends within its timeout, or as soon as the worker
-  has left its fleet. A call to all workers ends when the first worker fails, with an error that names the worker. A
-  greeting waits for all workers.
+  remembers which workers did not reply to the last greeting, the call with which every push begins. A call to a worker
+  ends within its timeout, or as soon as the worker has left its fleet. When the first worker fails, `ask` fails with an
+  error that names the worker. `greet` and `ask_all` wait for all workers.
 - `WeightPublisher` owns the list of workers, and the push that each worker was last known to serve.
 
-Does not own: how weights travel (`WeightSender`), or the trainer's tensors.
+Does not own: how weights are transferred (`WeightSender`), or the trainer's tensors.
 
-Promises:
+Guarantees:
 
-- `push` returns when every worker that was not left out serves the new weights. Otherwise it raises an error that says
-  which worker failed and which weights each worker serves: the old weights, unless a worker failed at its commit.
-- Every wait for a worker has a deadline. A wait inside CUDA for an NCCL broadcast has none.
-- After a failure the publisher is ready for the next push; nothing in the trainer needs a restart.
+- `push` returns when every worker serves the new weights, except workers that `PushResult.left_out` lists. If a worker
+  fails, `push` raises an error that says which worker failed and which weights each worker serves. After the error,
+  workers serve the old weights, unless the failure happened during the commit.
+- Every wait for a worker has a deadline, except the wait inside CUDA for an NCCL broadcast.
+- After a failure, the publisher is ready for the next push without a restart of the trainer.
 - A worker that does not answer when a push begins delays that push by `ANSWER_SECONDS`, and each later push by
   `LOST_SECONDS`.
-- If a worker of a fleet is lost during a push, the push is repeated without the worker, provided that the tensors can
-  be read again.
+- If a worker of a fleet is lost during a push, the push is repeated without the worker, provided that the trainer's
+  tensors can be read a second time.
 """
 
 from __future__ import annotations
@@ -69,18 +71,17 @@ from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fl
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
 LATE_SECONDS = 0.2
-"""Interval of the checks of workers that joined during a push. Clients check more often, and send such workers no
-requests.
+"""Interval between checks of workers that joined during a push. Clients check workers more often, and send no requests
+to workers with stale weights.
 """
 _LOST = (DeadlineError, WorkerLostError, IllegalStateError)
 """Errors of a greeting to a worker that does not answer, still loads its model, or has failed."""
 
 ANSWER_SECONDS = 5.0
-"""Time that a worker has to answer a greeting. A worker answers at once, even while it computes, unless its process is
-stopped.
+"""Timeout of a greeting to a worker. A worker answers at once, even while it computes, unless its process is stopped.
 """
 LOST_SECONDS = 1.0
-"""Time that a worker has to answer a greeting if it did not answer the last one."""
+"""Timeout of a greeting to a worker that did not answer the last greeting."""
 FOLLOW_SECONDS = 0.1
 """Interval at which the members of the fleet are checked."""
 
@@ -88,10 +89,10 @@ log = logging.getLogger(__name__)
 
 
 class WorkerClients:
-    """A client of each worker at `addresses`: the `PushTargets` of a push. A position is an index into `addresses`.
+    """A client for each worker at `addresses`. Implements `PushTargets`. A position is an index into `addresses`.
 
-    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the fleet that the
-    workers belong to; None if they belong to no fleet.
+    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the workers' fleet;
+    None if the workers are in no fleet.
     """
 
     def __init__(
@@ -118,16 +119,18 @@ class WorkerClients:
         return not self._gone
 
     def at(self, positions: Iterable[int]) -> WorkerClients:
-        """Return the workers at these positions. They share the clients of this object, and are closed with it."""
+        """Return a `WorkerClients` for the workers at these positions. The returned object shares the clients of this
+        object, and is closed together with this object.
+        """
         chosen, positions = copy.copy(self), tuple(positions)
         chosen.addresses = tuple(self.addresses[position] for position in positions)
         chosen._clients = [self._clients[position] for position in positions]
         return chosen
 
     def greet(self, timeout: float) -> list[protocol.Weights | TruerollError]:
-        """Return each worker's answer, which says what weights it needs, or its error: DeadlineError without an answer.
-
-        Waits at most `timeout` seconds, and much less if a worker does not answer soon.
+        """Return each worker's `Weights` reply, which lists the weights that the worker needs, or each worker's error.
+        For a worker that does not answer, the error is DeadlineError. Waits at most `timeout` seconds, and never longer
+        than `ANSWER_SECONDS`.
         """
         replies = self._thread.submit(self._greet(timeout)).result()
         silent = zip(self.addresses, replies, strict=True)
@@ -138,9 +141,10 @@ class WorkerClients:
     def ask(
         self, what: str, calls: protocol.PushCall | Sequence[protocol.PushCall], timeout: float
     ) -> Future[list[protocol.PushStatus]]:
-        """Send each worker its own call, or send all workers the same call.
+        """Send `calls` to the workers: a separate call for each worker, or the same call for all workers.
 
-        The future returns the replies in the order of the workers. It raises WorkerFailure as soon as a worker fails.
+        The future returns the replies in the order of the workers. The future raises WorkerFailure as soon as a worker
+        fails.
         """
         each = calls if isinstance(calls, Sequence) else [calls] * len(self.addresses)
         return self._thread.submit(self._ask_until_failure(what, each, timeout))
@@ -191,11 +195,11 @@ class WorkerClients:
             raise DeadlineError(f"{call.type}: no answer within {timeout} s") from None
         except TruerollError:
             if self.addresses[position] in self._gone:
-                raise WorkerLostError("worker: it has left its fleet; see the fleet's log") from None
+                raise WorkerLostError("worker: the worker has left its fleet; see the fleet's log") from None
             raise
 
     async def _follow(self, membership: Membership) -> None:
-        """Close the clients of workers that have left the fleet, so that no call waits for them.
+        """Close the client of each worker that has left the fleet, so that no call waits for the worker.
 
         A fleet notices the end of a worker sooner than a client does.
         """
@@ -214,43 +218,49 @@ class WorkerClients:
 
 @dataclass(frozen=True)
 class _Party:
-    """The workers of a push, what weights each of them needs, and the addresses of workers that are left out."""
+    """The workers that take part in a push, each worker's `Weights` reply, and the addresses of workers that are left
+    out.
+    """
 
     workers: WorkerClients
     replies: list[protocol.Weights]
     left_out: list[str]
 
     def where(self, holds: Callable[[str, protocol.Weights], bool]) -> _Party:
-        """Return only the workers for which `holds` returns True."""
+        """Return a `_Party` with only those workers for which `holds` returns True."""
         told = enumerate(zip(self.workers.addresses, self.replies, strict=True))
         chosen = [position for position, (address, reply) in told if holds(address, reply)]
         return _Party(self.workers.at(chosen), [self.replies[position] for position in chosen], self.left_out)
 
 
 class WeightPublisher:
-    """Pushes weights to workers. Any thread may call its methods, one call at a time.
+    """Pushes weights to workers. Any thread may call the methods, but only one call may run at a time.
 
-    During a push nothing may change the tensors. If they are sharded, nothing else may use their process group.
+    Do not change the tensors during a push. If the tensors are sharded, do not use their process group for anything
+    else during a push.
 
     - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network) or `disk`
-      (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory: `shared` uses
-      CUDA IPC if all are on the same GPU; `collective` uses NCCL if each is on a different GPU, and refuses two on one
-      GPU. Otherwise, and with `sparse`, the weights go through host memory, and `collective` uses gloo.
-    - `timeout`: limit on each wait, in seconds. With `disk` it includes the time in which a worker reads the folder.
-    - `folder`: for `disk`, the folder in which each push gets a folder of its own. Older pushes in it are removed. If
-      the folder is created, it gets mode 0700; an existing folder keeps its mode.
-    - `host`: for `collective`, the address of this machine that workers can reach, by default 127.0.0.1. Its traffic is
+      (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory. `shared` uses
+      CUDA IPC if trainer and workers are on the same GPU. `collective` uses NCCL, and requires a separate GPU for the
+      trainer and for each worker. In all other cases, and with `sparse`, the weights are copied through host memory,
+      and `collective` uses gloo.
+    - `timeout`: limit on each wait, in seconds. With `disk`, the limit includes the time that a worker needs to read
+      the folder.
+    - `folder`: for `disk`, the folder for pushes. Each push creates a subfolder and removes the subfolders of older
+      pushes. A new folder gets mode 0700; an existing folder keeps its mode.
+    - `host`: for `collective`, the address of this machine that workers can reach, by default 127.0.0.1. The traffic is
       neither encrypted nor authenticated.
-    - `sparse`: send only the elements that changed since the last push, to workers that still serve that push. This
-      keeps a copy of the weights in the trainer.
-    - `in_flight`: what happens to a worker's running requests: `recompute` continues them with the new weights; `drain`
-      lets them finish first, within `drain_timeout` seconds; `abort` ends them with their tokens so far.
-    - `in_place`: write into the live weights, for workers without memory for a second copy. After a failed push such a
-      worker generates nothing until a push succeeds.
+    - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. With
+      `sparse`, the trainer keeps a copy of the weights.
+    - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
+      `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests with their tokens
+      so far.
+    - `in_place`: workers overwrite the weights that they serve, and so need no memory for a second copy. After a failed
+      `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.
-    - `on_lost`: what happens if a worker does not answer when a push begins, or still loads its model. `raise` fails
-      the push. `skip` pushes to the other workers only, and includes the worker again once it is back.
-    - `server_public_key`, `client_key`: see `RolloutClient`. The client's role must be control.
+    - `on_lost`: what happens if, when a push begins, a worker does not answer or still loads its model. `raise` fails
+      the push. `skip` pushes to the other workers only, and later pushes include the worker once it answers again.
+    - `server_public_key`, `client_key`: see `RolloutClient`. The client needs the role `control`.
     """
 
     def __init__(
@@ -274,7 +284,7 @@ class WeightPublisher:
         _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
         _check(0.0 < timeout <= 86400.0, "timeout", "more than 0 and at most 86400 seconds", timeout)
         _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "more than 0 and at most 86400 seconds", drain_timeout)
-        _check((folder is None) == (transport != "disk"), "folder", "given if transport is disk, and only then", folder)
+        _check((folder is None) == (transport != "disk"), "folder", "set for disk, else None", folder)
         _check(host is None or transport == "collective", "host", f"None for {transport}", host)
         _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
         _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
@@ -291,30 +301,31 @@ class WeightPublisher:
         self._keys = server_public_key, client_key
         self._workers: WorkerClients | None = None
         self._latest: dict[str, str] = {}
-        """By address, the id of the last push that the worker committed."""
+        """Id of the last push that each worker committed, by address."""
         self._terms: tuple[int, bool] | None = None
         """Version and `allow_older` of the last push."""
         self._instances: dict[str, str] = {}
-        """By address, the `instance` of the worker process when the last push began."""
+        """The `instance` of each worker's process when the last push began, by address."""
         self._fleet: Membership | None = None
         self._taken_out: set[str] = set()
         """Addresses of workers that were lost during the current push to a fleet."""
 
     def connect(self, addresses: Sequence[str]) -> None:
-        """Push to these workers from now on, and to no others. Sends nothing yet."""
+        """Set the workers for all following pushes. Sends nothing yet."""
         workers = WorkerClients(addresses, self._settings.timeout, self._keys)
         self._disconnect()
         self._workers = workers
 
     def connect_fleet(self, fleet: FleetArg) -> None:
-        """Push to the workers of `fleet` from now on, and to no others. Sends nothing yet.
+        """Set the fleet for all following pushes. Sends nothing yet.
 
-        Each push goes to the workers that serve when it begins, or to the joining workers if none serves. `fleet`: a
-        `Fleet`, its file, or addresses of workers.
+        Each push includes the workers that serve when the push begins. If no worker serves, the push includes the
+        joining workers. `fleet`: a `Fleet`, its file, or addresses of workers.
 
-        If a worker is lost during a push, the push is repeated without it, unless the tensors came from an iterator or
-        are sharded. If a worker lacks the base weights in a push of adapters alone, the push is repeated with the base
-        weights. The fleet itself hands the weights over to replacements and to workers that join later.
+        If a worker is lost during a push, the push is repeated without the lost worker, unless the tensors came from an
+        iterator or are sharded. If a push has only adapters and a worker lacks the base weights, the push is repeated
+        with the base weights. Workers that join later, including replacements of lost workers, get the weights from the
+        fleet.
         """
         membership = membership_of(fleet)
         self._disconnect()
@@ -323,21 +334,23 @@ class WeightPublisher:
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
         """Make every worker serve these weights, as version `version`.
 
-        Raise PushError if a worker has not committed the push; the next push then sends every tensor whole.
+        Raise PushError if a worker has not committed the push. After PushError, even with `sparse`, the next push sends
+        whole tensors.
 
-        - `tensors`: a module, or tensors with Hugging Face names as a mapping or an iterable of pairs, of any dtype and
-          on any device. If tensors are sharded (DTensor, as by FSDP2), every rank of the trainer must call this method
-          with the same names in the same order. Rank 0 gathers the tensors one by one and pushes them; the other ranks
-          return or raise when rank 0 does. With DistributedDataParallel, call this method on rank 0 only. It pushes the
-          wrapped module.
-        - `version`: at most 2**63 - 2, and later than the version that each worker serves. A worker serves version 0
-          when it starts.
-        - `allow_older`: accept any version. Samples from different weights may then have the same version.
-        - `adapters`: of a PEFT model, send only A and B of LoRA and the `modules_to_save`. The workers must have its
-          other weights from their checkpoint or from a push without `adapters`. Checksums verify this, but they miss
-          changes that were made to a frozen weight through `.data`.
+        - `tensors`: a module, or a mapping or an iterable of pairs of Hugging Face names and tensors. Tensors may have
+          any dtype and be on any device. If tensors are sharded (DTensor, as with FSDP2), every rank of the trainer
+          must call this method with the same names in the same order. Rank 0 gathers the tensors one by one and pushes
+          them; the other ranks return when rank 0 returns, and raise when rank 0 raises. With DistributedDataParallel,
+          call this method on rank 0 only. The wrapped module is pushed.
+        - `version`: at most 2**63 - 2, and higher than the version that any worker serves. A new worker serves version
+          0.
+        - `allow_older`: accept a `version` that is not higher than the served versions. With `allow_older`, samples
+          from different weights may have the same version.
+        - `adapters`: for a PEFT model, send only the LoRA matrices A and B and the `modules_to_save`. The workers must
+          already have the other weights of the model, from the checkpoint or from a push without `adapters`. Checksums
+          verify the other weights, but do not notice if a frozen weight was changed through `.data`.
 
-        The adapters of a PEFT model are sent unmerged. Workers add its LoRA adapter to its weights, as an aligned
+        The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
         """
         version = plain(version)
@@ -346,7 +359,7 @@ class WeightPublisher:
         self._taken_out.clear()
         alone = adapters
         while True:
-            again = bool(self._taken_out)  # some workers may have committed the version before another was lost
+            again = bool(self._taken_out)  # some workers may have committed the version before another worker was lost
             push = partial(self._push, version=version, allow_older=allow_older or again)
             try:
                 result = self._push_on_all_ranks(tensors, alone, push)
@@ -355,7 +368,7 @@ class WeightPublisher:
                     raise
                 log.warning("repeating the push of version %d without lost workers: %s", version, error)
                 continue
-            if result is None:  # on every rank alike
+            if result is None:  # the same on every rank
                 alone = False
                 continue
             self._tell_fleet(version, result.push_id)
@@ -363,27 +376,26 @@ class WeightPublisher:
             return replace(result, left_out=sorted({*result.left_out, *self._taken_out}))
 
     def stale_workers(self) -> list[str]:
-        """Return the addresses of workers that do not answer, or do not serve the last push that they got from here."""
+        """Return the addresses of workers that do not answer or do not serve the last push from this publisher."""
         workers = self._connected()
         replies = zip(workers.addresses, workers.greet(self._settings.timeout), strict=True)
         return [address for address, reply in replies if self._is_stale(address, reply)]
 
     def restore(self, tensors: Tensors) -> PushResult | None:
-        """Push the weights of the last push again, with its version, to the workers that do not serve them.
+        """Repeat the last push, with the same version, for the workers that do not serve these weights.
 
-        The other workers are not affected. A worker that does not answer makes this call fail or is left out, as in a
-        push (`on_lost`). `tensors`: as for `push`. They must be the weights of the last push, which is not checked.
-        Return None if all workers serve these weights. Raise ConfigError before the first push, and for `disk` (call
-        `push_folder` instead). Raise PushError as `push` does.
+        Workers that serve the last push are not affected. If a worker does not answer, `on_lost` decides whether the
+        call fails or leaves the worker out. `tensors`: see `push`. The caller must pass the same weights as in the last
+        push; the method does not check this. Return None if all workers serve the last push. Raise ConfigError before
+        the first push, and for `disk` (call `push_folder` instead). Raise PushError for the same reasons as `push`.
         """
-        _check(self._transport != "disk", "restore", "called for shared or collective; call push_folder", "disk")
+        _check(self._transport != "disk", "restore", "called with shared or collective; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
-        """Push the folder of an earlier push by `disk` to the workers that do not serve it, such as restarted workers.
-
-        The other workers are not affected. Return None if all workers serve the push. `allow_older` and errors: as for
-        `push`.
+        """Push the folder of an earlier `disk` push to the workers that do not serve its weights, such as restarted
+        workers. Workers that serve these weights are not affected. Return None if all workers serve these weights.
+        `allow_older` and errors: see `push`.
         """
         path = Path(folder).absolute()
         manifest = read_manifest(path)
@@ -414,7 +426,7 @@ class WeightPublisher:
         return self._workers is not None or self._fleet is not None
 
     def _takes_out(self, error: PushError, tensors: Tensors) -> bool:
-        """Note the workers that were lost. Return whether to repeat a push to a fleet without them."""
+        """Record the workers that were lost during a push. Return whether to repeat the push without these workers."""
         lost = set(error.lost) - self._taken_out
         if self._fleet is None or not lost or not can_be_read_again(tensors):
             return False
@@ -424,7 +436,7 @@ class WeightPublisher:
     def _wait_for_late_ones(self, push_id: str) -> None:
         """Wait until this push has reached every worker that serves in the fleet.
 
-        A worker that began to serve during the push has older weights until the fleet notices it.
+        A worker that began to serve during the push has older weights until the fleet gives the worker the new weights.
         """
         deadline = time.monotonic() + self._settings.timeout
         while self._fleet is not None and self._workers is not None:
@@ -446,7 +458,7 @@ class WeightPublisher:
         return any(isinstance(reply, protocol.Weights) and reply.push_id != push_id for reply in replies)
 
     def _tell_fleet(self, version: int, push_id: str) -> None:
-        """Tell the fleet about the push, so that it serves these weights even if it loses all its workers now."""
+        """Report the push to the fleet, so that replacements serve these weights even if all workers are lost."""
         if not isinstance(self._fleet, KeepsPush):
             return
         try:
@@ -455,7 +467,9 @@ class WeightPublisher:
             log.warning("the fleet will notice version %d only when it checks its workers: %s", version, error)
 
     def _fleet_addresses(self) -> list[str]:
-        """Return the addresses of the serving workers; if there are none, of the joining workers."""
+        """Return the addresses of the serving workers. If no worker serves, return the addresses of the joining
+        workers.
+        """
         assert self._fleet is not None
         members = self._fleet.members()
         chosen = [member for member in members if member.standing != "joining"] or members
@@ -476,7 +490,9 @@ class WeightPublisher:
         alone: bool,
         push: Callable[[TrainerTensors, TrainerAdapters | None], PushResult | None],
     ) -> PushResult | None:
-        """Call `push` with the tensors and, for a PEFT model, its adapters. `alone`: send only the adapters."""
+        """Call `push` with the tensors and, for a PEFT model, with the model's adapters. `alone`: send only the
+        adapters.
+        """
         adapters = _adapters_of(tensors, alone)
         in_place = self._settings.in_place and adapters is not None
         _check(not in_place, "in_place", "False with a PEFT model, or push its merged_weights", in_place)
@@ -486,9 +502,10 @@ class WeightPublisher:
     def _push(
         self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
     ) -> PushResult | None:
-        """Push to all workers. Return None if a worker of a fleet needs more than the adapters.
+        """Push to all workers. Return None if the push has only adapters and a worker of a fleet also needs the base
+        weights.
 
-        That happens if the worker was restarted, or if it got the merged weights of another worker.
+        A worker needs the base weights if the worker was restarted, or got the merged weights of another worker.
         """
         party = self._meet()
         try:
@@ -542,7 +559,7 @@ class WeightPublisher:
         return party
 
     def _note_instances(self, party: _Party) -> None:
-        """Log a warning for each worker that was restarted."""
+        """Log a warning for each worker that was restarted since the last push."""
         for address, reply in zip(party.workers.addresses, party.replies, strict=True):
             if self._instances.get(address, reply.instance) != reply.instance:
                 log.warning(
@@ -577,7 +594,7 @@ class WeightPublisher:
 
 
 def connect_to(publisher: WeightPublisher, target: str) -> None:
-    """Connect the publisher to a worker, given its address, or to a fleet, given its file or several addresses."""
+    """Connect the publisher to `target`: the address of a worker, the file of a fleet, or several addresses."""
     if is_fleet(target):
         publisher.connect_fleet(target)
     else:

@@ -1,21 +1,23 @@
 """`trueroll bench`: measure the engine's speed in this process, and the speed of transformers' `generate`.
 
-Owns the workloads. Each figure comes from a single run after a warm-up run, so the figures do not show how much they
-vary. Promises that both systems do the same work: the same model, dtype, threads, prompts, samples, number of new
-tokens and temperature.
+Owns the workloads. Each figure is the median of RUNS runs after a warm-up run. The systems take turns, so that a change
+in the machine's speed affects all systems. The table also shows the slowest and the fastest run. Guarantees that all
+systems do the same work: the same model, dtype, threads, prompts, samples, number of new tokens and temperature.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import importlib
 import json
+import os
+import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,16 +25,20 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trueroll.errors import ConfigError
-
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, SampleOutput, SamplingParams
 from ...engine.running.loading import LoadedModel, load_dummy, load_model
+from .pictures import check_can_plot, plot_speeds
+from .progress import tell
 
+RUNS = 3
 NOTE = (
-    "first token: mean time from submission to a request's first token, measured in a separate run of the same prompts "
-    "with one new token. hit rate: the share of prompt tokens found in the cache or shared with a running request."
+    f"Each figure is the median of {RUNS} runs after a warm-up run; the systems run in turn. tokens/s: new tokens of "
+    "all samples per second, with the slowest and the fastest run. Systems with overlapping ranges are perhaps equal. "
+    "reqs/s: prompts per second. hit rate: the share of prompt tokens found in the cache or shared with a running "
+    "request. first token: mean time from submission to a request's first token, measured in separate runs of the same "
+    "prompts with one new token."
 )
 
 
@@ -41,7 +47,8 @@ class Workload:
     """A workload of random prompts.
 
     - `num_prompts`: number of prompts
-    - `shared`, `own`: number of first tokens that all prompts share, and number of further tokens of each prompt
+    - `shared`, `own`: length of the prefix that all prompts share, and number of tokens of each prompt after this
+      prefix
     - `n`: samples per prompt
     - `max_tokens`: new tokens per sample
     """
@@ -80,7 +87,9 @@ WORKLOADS = {
 class Measurement:
     """The measurement of one system (`cache on`, `cache off` or `hf`) on one workload.
 
-    `hit_rate`: None if the system has no cache.
+    - `seconds`, `tokens_per_second`, `requests_per_second`, `first_token_seconds`: the medians of all runs
+    - `all_seconds`, `all_tokens_per_second`: the values of each run, in order
+    - `hit_rate`: None if the system has no cache
     """
 
     workload: str
@@ -90,6 +99,8 @@ class Measurement:
     requests_per_second: float
     hit_rate: float | None
     first_token_seconds: float
+    all_seconds: tuple[float, ...]
+    all_tokens_per_second: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -101,22 +112,44 @@ class Timing:
     hit_rate: float | None = None
 
 
-def measure(workload: Workload, system: str, run: Callable[[Workload], Timing]) -> Measurement:
-    """Run the workload twice and measure the second run. The first run is slower, because it allocates memory.
+System: TypeAlias = Callable[[Workload], Timing]
 
-    A third run, with one new token per sample, measures the time to first token.
+
+def measure(
+    workload: Workload, systems: Mapping[str, System], say: Callable[[str], Any] = lambda doing: None
+) -> list[Measurement]:
+    """Measure all systems on a workload; the systems take turns. `say` is called with the name of each run before the
+    run.
+
+    The first run of each system is not measured, because the first run is slower: it allocates memory.
     """
-    run(workload)
-    timing = run(workload)
-    first = run(dataclasses.replace(workload, max_tokens=1))
+    for name, run in systems.items():
+        say(f"{workload.name}: {name}, warm-up")
+        run(workload)
+    timings: dict[str, list[tuple[Timing, Timing]]] = {name: [] for name in systems}
+    for number in range(1, RUNS + 1):
+        for name, run in systems.items():
+            say(f"{workload.name}: {name}, run {number} of {RUNS}")
+            timings[name].append((run(workload), run(dataclasses.replace(workload, max_tokens=1))))
+    return [_summarize(workload, name, runs) for name, runs in timings.items()]
+
+
+def _summarize(workload: Workload, system: str, runs: Sequence[tuple[Timing, Timing]]) -> Measurement:
+    """Return the medians of `runs`. Each element of `runs` is a pair: a run of the workload, and a run that generates
+    only one token per sample.
+    """
+    all_seconds = tuple(timing.seconds for timing, _ in runs)
+    seconds, num_tokens = median(all_seconds), workload.num_samples * workload.max_tokens
     return Measurement(
         workload.name,
         system,
-        seconds=timing.seconds,
-        tokens_per_second=workload.num_samples * workload.max_tokens / timing.seconds,
-        requests_per_second=workload.num_prompts / timing.seconds,
-        hit_rate=timing.hit_rate,
-        first_token_seconds=sum(first.arrivals) / len(first.arrivals),
+        seconds=seconds,
+        tokens_per_second=num_tokens / seconds,
+        requests_per_second=workload.num_prompts / seconds,
+        hit_rate=runs[-1][0].hit_rate,
+        first_token_seconds=median(sum(first.arrivals) / len(first.arrivals) for _, first in runs),
+        all_seconds=all_seconds,
+        all_tokens_per_second=tuple(num_tokens / each for each in all_seconds),
     )
 
 
@@ -191,10 +224,11 @@ class Plan:
     """The measurements to make, and the output files.
 
     - `workloads`: workloads to run
-    - `caches`: one engine for each entry, with its prefix cache on (True) or off
+    - `caches`: for each entry, measure an engine with its prefix cache on (True) or off (False)
     - `with_hf`: also measure transformers
     - `json_file`, `plot_file`: output files
-    - `dummy_weights`: the model name is a configuration, and the weights are random; excludes `with_hf`
+    - `dummy_weights`: the model name is the name of a configuration, and the weights are random; not possible together
+      with `with_hf`
     """
 
     workloads: Sequence[Workload]
@@ -208,31 +242,29 @@ class Plan:
 def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measurement]:
     """Measure every workload with every system, print a table, and write the files of `plan`.
 
-    Raise ConfigError or ModelError if the model cannot be loaded. Raise ConfigError for a plot without matplotlib.
+    Raise ConfigError or ModelError if the model cannot be loaded. Raise ConfigError if a plot is requested but
+    matplotlib is not installed.
     """
     if plan.plot_file is not None:
-        _check_can_plot()
+        check_can_plot()
     loaded = load_dummy(config) if plan.dummy_weights else load_model(config)
     systems = _make_systems(config, plan, loaded)
     gc.freeze()  # like a worker
-    measurements = []
-    for workload in plan.workloads:
-        for name, system in systems.items():
-            with console.status(f"{workload.name}: {name}"):
-                measurements.append(measure(workload, name, system))
+    measurements = [each for workload in plan.workloads for each in measure(workload, systems, tell)]
     setting = _describe_setting(config, plan, loaded)
-    console.print(make_table(measurements, ", ".join(f"{value}" for value in setting.values())))
+    title = ", ".join(setting.values())
+    console.print(make_table(measurements, title))
     console.print(NOTE)
     if plan.json_file is not None:
         report = {"setting": setting, "measurements": [dataclasses.asdict(m) for m in measurements]}
         plan.json_file.write_text(json.dumps(report, indent=2))
     if plan.plot_file is not None:
-        plot(measurements, plan.plot_file)
+        plot_speeds({(m.system, m.workload): m.all_tokens_per_second for m in measurements}, title, plan.plot_file)
     return measurements
 
 
-def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, Callable[[Workload], Timing]]:
-    systems: dict[str, Callable[[Workload], Timing]] = {}
+def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, System]:
+    systems: dict[str, System] = {}
     for is_on in plan.caches:
         cached = config.model_copy(update={"enable_prefix_caching": is_on})
         systems[f"cache {'on' if is_on else 'off'}"] = EngineSystem(cached, loaded)
@@ -248,21 +280,35 @@ def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> 
         "device": str(loaded.model.device),
         "backend": f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})",
         "threads": f"{torch.get_num_threads()} threads",
+        "machine": _machine(loaded.model.device),
     }
 
 
+def _machine(device: torch.device) -> str:
+    """Return the name of the GPU. On a CPU, return the name of the processor and the number of cores that this process
+    may use.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()} ({len(os.sched_getaffinity(0))} cores)"
+
+
 def make_table(measurements: Sequence[Measurement], title: str) -> Table:
-    """Return a table with a row for each measurement, and ratios to `hf` if it was measured."""
+    """Return a table with a row for each measurement. If `hf` was measured, the table also has ratios to `hf`."""
     hf = {m.workload: m for m in measurements if m.system == "hf"}
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for header in ("workload", "system"):
         table.add_column(header, no_wrap=True)
-    for header in ("seconds", "tokens\n/s", "reqs\n/s", "hit\nrate", "first\ntoken s"):
+    for header in ("seconds", "tokens\n/s", "slowest to\nfastest", "reqs\n/s", "hit\nrate", "first\ntoken s"):
         table.add_column(header, justify="right")
     for header in ("speed\nvs hf", "first\nvs hf") if hf else ():
         table.add_column(header, justify="right")
     for m in measurements:
-        speeds = [f"{x:.2f}" for x in (m.seconds, m.tokens_per_second, m.requests_per_second)]
+        lowest, *_, highest = sorted(m.all_tokens_per_second)
+        speeds = [f"{m.seconds:.2f}", f"{m.tokens_per_second:,.0f}", f"{lowest:,.0f} to {highest:,.0f}"]
+        speeds.append(f"{m.requests_per_second:.2f}")
         hit_rate = "-" if m.hit_rate is None else f"{m.hit_rate:.0%}"
         ratios = _ratios(m, hf[m.workload]) if hf else []
         table.add_row(m.workload, m.system, *speeds, hit_rate, f"{m.first_token_seconds:.2f}", *ratios)
@@ -272,29 +318,3 @@ def make_table(measurements: Sequence[Measurement], title: str) -> Table:
 def _ratios(measurement: Measurement, hf: Measurement) -> list[str]:
     speed = measurement.tokens_per_second / hf.tokens_per_second
     return [f"{speed:.2f}x", f"{measurement.first_token_seconds / hf.first_token_seconds:.2f}x"]
-
-
-def _check_can_plot() -> None:
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError:
-        raise ConfigError("plot: the package matplotlib is not installed; run pip install 'trueroll[plot]'") from None
-
-
-def plot(measurements: Sequence[Measurement], file: Path) -> None:
-    """Write a PNG with one group of bars for each workload: tokens/s by system."""
-    from matplotlib.figure import Figure
-
-    workloads = list(dict.fromkeys(m.workload for m in measurements))
-    systems = list(dict.fromkeys(m.system for m in measurements))
-    speeds = {(m.system, m.workload): m.tokens_per_second for m in measurements}
-    figure = Figure(figsize=(2 + 2 * len(workloads), 4), layout="constrained")
-    axes = figure.subplots()
-    width = 0.8 / len(systems)
-    for i, system in enumerate(systems):
-        places = [x + (i - (len(systems) - 1) / 2) * width for x in range(len(workloads))]
-        axes.bar(places, [speeds[system, workload] for workload in workloads], width, label=system)
-    axes.set_xticks(range(len(workloads)), workloads)
-    axes.set_ylabel("generated tokens per second")
-    axes.legend()
-    figure.savefig(file, format="png")

@@ -7,6 +7,7 @@ Heavy modules are imported inside the commands, so that `trueroll --help` is fas
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 from enum import StrEnum
 from importlib.metadata import version
@@ -19,12 +20,15 @@ import typer
 from trueroll.errors import LINES, ConfigError, TruerollError, printable
 
 from ...engine.config import BackendName, Dtype, EngineConfig, defaults_of
+from ...engine.models.names import HUB, check_model, find_config
 from ...engine.request import SamplingParams
-from ..config import WorkerConfig, check_socket
+from ..config import WorkerConfig, address_hint
 from ..http.config import HttpConfig
 from ..logs import log_to_stderr
 from . import options
-from .options import with_settings
+from .contact import WORKER_SECONDS, check_worker, contact, patience
+from .options import GroupedCommand, names_of, with_settings
+from .progress import tell
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,6 +56,17 @@ def _program(
 ENGINE = {name: field.default for name, field in EngineConfig.model_fields.items()}
 GPU = defaults_of("cuda")
 _MOST_GIB = 2**20
+SERVE_EXAMPLES = """\b
+Examples:
+  trueroll serve smollm2
+  trueroll serve hf://Qwen/Qwen3-0.6B --device cuda --max-model-len 8192
+  trueroll serve MODEL --address tcp://127.0.0.1:5555 --kv-memory 4GiB
+"""
+HTTP_EXAMPLES = """\b
+Examples:
+  trueroll http ipc:///tmp/trueroll-x/worker.sock --port 8000
+  trueroll http tcp://127.0.0.1:5555 --tokenizer MODEL --api-key-file KEY
+"""
 SAMPLING = {name: field.default for name, field in SamplingParams.model_fields.items()}
 
 
@@ -69,13 +84,37 @@ def _check_gib(size: float) -> float:
     return size
 
 
-_MODEL = typer.Argument(metavar="MODEL", help="A model folder, hf://ORG/NAME[@REVISION] from the hub, or smollm2.")
+def _check_model(name: str | None) -> str | None:
+    if name is not None:
+        check_model(name)
+    return name
+
+
+def _check_target(target: str) -> str:
+    """Return `target`. Raise ModelError or ConfigError if `target` is neither a model nor the address of a worker."""
+    if "://" in target and not target.startswith(HUB) or address_hint(target):
+        return check_worker(target)
+    check_model(target)
+    return target
+
+
+_MODEL = typer.Argument(
+    metavar="MODEL",
+    help="A model folder, hf://ORG/NAME[@REVISION] from the hub, or smollm2.",
+    callback=_check_model,
+)
 Model = Annotated[str, _MODEL]
 OptionalModel = Annotated[str | None, _MODEL]
-DtypeOption = Annotated[Dtype, typer.Option(help=options.ENGINE["dtype"])]
-Device = Annotated[str, typer.Option(help=options.ENGINE["device"])]
-Backend = Annotated[BackendName, typer.Option(help=options.ENGINE["backend"])]
-Threads = Annotated[int | None, typer.Option(help=options.ENGINE["num_threads"])]
+Address = Annotated[
+    str,
+    typer.Argument(
+        metavar="ADDRESS", help="A worker's ipc://... or tcp://..., or a fleet's file.", callback=check_worker
+    ),
+]
+DtypeOption = Annotated[Dtype, typer.Option(help=options.KERNELS["dtype"])]
+Device = Annotated[str, typer.Option(help=options.KERNELS["device"])]
+Backend = Annotated[BackendName, typer.Option(help=options.KERNELS["backend"])]
+Threads = Annotated[int | None, typer.Option(help=options.KERNELS["num_threads"])]
 
 
 ServerPublicKey = Annotated[
@@ -92,13 +131,13 @@ class WorkloadName(StrEnum):
     SINGLE = "single"
 
 
-@app.command()
+@app.command(cls=GroupedCommand, epilog=SERVE_EXAMPLES)
 @with_settings((EngineConfig, options.ENGINE), (WorkerConfig, options.WORKER))
 def serve(model: Model, **settings: Any) -> None:
-    """Run a worker until SIGTERM or Ctrl-C. Prints one line when it is ready; logs go to stderr."""
-    worker_config = WorkerConfig(**{name: settings[name] for name in options.WORKER})
-    engine_config = EngineConfig(model=model, **{name: settings[name] for name in options.ENGINE})
-    print(f"starting a worker for {printable(model)} ...", file=sys.stderr, flush=True)
+    """Run a worker until SIGTERM or Ctrl-C. Prints one line when the worker is ready; logs go to stderr."""
+    worker_config = WorkerConfig(**{name: settings[name] for name in names_of(options.WORKER)})
+    engine_config = EngineConfig(model=model, **{name: settings[name] for name in names_of(options.ENGINE)})
+    tell(f"starting a worker for {model} ...")
     from ..worker.process import load_engine
     from ..worker.process import serve as serve_requests
 
@@ -116,20 +155,24 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 
 
 def _summary(address: str, info: dict[str, Any]) -> str:
-    """Return what a user wants to know about a new worker: its memory, its capacity, and the next command."""
-    mebibytes = {name: info[f"{name}_bytes"] / 2**20 for name in ("weight", "kv")}
+    """Return a summary of a new worker for the user: address, model, memory, capacity, and the next command to try."""
+    sizes = {"weights": info["weight_bytes"], "KV cache": info["kv_bytes"], "recurrent states": info["state_bytes"]}
+    tokenizer = ["--tokenizer", str(info["model"])] if address.startswith("tcp://") else []
+    command = shlex.join(["trueroll", "generate", address, *tokenizer, "--prompt", "Once upon a time"])
     lines = (
-        f"memory:    weights {mebibytes['weight']:,.0f} MiB, KV cache {mebibytes['kv']:,.0f} MiB",
-        f"capacity:  {info['num_blocks'] * info['block_size']:,} tokens, {info['max_num_seqs']:,} samples at a time, "
-        f"contexts of up to {info['max_model_len']:,} tokens",
-        f"next:      trueroll generate {address} --prompt 'Once upon a time'",
+        f"address:   {address}",
+        f"model:     {info['model']} ({info['architecture']}), {info['dtype']} on {info['device']}",
+        "memory:    " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items() if size),
+        f"capacity:  {info['num_blocks'] * info['block_size']:,} cached tokens, {info['max_num_seqs']:,} samples at a "
+        f"time, contexts of up to {info['max_model_len']:,} tokens",
+        f"next:      {command}",
     )
     return "\n".join(map(printable, lines))
 
 
 def _say(line: str) -> None:
-    """Print a line to stdout and flush it, for programs that wait for it. Names in it come from outside, so escape
-    them.
+    """Print a line to stdout and flush stdout, because programs may wait for the line. Unprintable characters are
+    escaped, because names in the line are untrusted.
     """
     print(printable(line), flush=True)
 
@@ -139,7 +182,9 @@ def generate(
     model_or_address: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL_OR_ADDRESS", help="A model to start a worker for, or a worker's ipc://... or tcp://..."
+            metavar="MODEL_OR_ADDRESS",
+            help="A model to start a worker for, or a worker's ipc://... or tcp://...",
+            callback=_check_target,
         ),
     ],
     prompt: Annotated[list[str], typer.Option(help="Text to complete. Can be given several times.")],
@@ -183,17 +228,15 @@ def generate(
     print_completions(model_or_address, prompt, params, seed, chat, tokenizer, keys)
 
 
-@app.command()
+@app.command(cls=GroupedCommand, epilog=HTTP_EXAMPLES)
 @with_settings((HttpConfig, options.HTTP))
 def http(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://..., or a fleet's file.")
-    ],
+    address: Address,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
     **settings: Any,
 ) -> None:
-    """Serve a worker over HTTP with the endpoints of OpenAI and vLLM servers. Prints one line when it is ready.
+    """Serve a worker over HTTP with the endpoints of OpenAI and vLLM servers. Prints one line when the server is ready.
 
     Requires pip install 'trueroll[http]'.
     """
@@ -202,35 +245,38 @@ def http(
     for package in ("starlette", "h11"):
         if find_spec(package) is None:
             raise ConfigError(f"http: the package {package} is not installed; run pip install 'trueroll[http]'")
+    tell(f"waiting for {address}: if no worker answers within {patience(WORKER_SECONDS):.0f} s, this command ends ...")
     from ..http.server import serve as serve_http
     from ..worker.process import raise_descriptor_limit
 
     raise_descriptor_limit()
     keys = server_public_key, client_key_file
-    serve_http(config, keys, lambda url, model: _say(f"ready url={url} model={model} address={address}"))
+    line = "ready url={url} page={url}/ui model={model} address={address}"
+    serve_http(config, keys, lambda url, model: _say(line.format(url=url, model=model, address=address)))
 
 
 @app.command()
 def fleet(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file; docs/fleet.md has an example.")],
 ) -> None:
-    """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when they are ready; logs go to
+    """Run many workers on a Ray cluster until SIGTERM or Ctrl-C. Prints one line when the workers are ready; logs go to
     stderr.
 
     Requires pip install 'trueroll[ray]'.
     """
     from ..fleet.config import read_config
+
+    settings = read_config(config)
+    tell(f"starting {settings['num_workers']} workers for {settings['model']} ...")
     from ..fleet.serve import serve as serve_fleet
 
     log_to_stderr(logging.INFO)
-    serve_fleet(read_config(config), _say)
+    serve_fleet(settings, _say)
 
 
 @app.command()
 def top(
-    address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://..., or a fleet's file.")
-    ],
+    address: Address,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
@@ -248,7 +294,7 @@ def top(
     from .top import top as watch
 
     keys = server_public_key, client_key_file
-    check_socket(address)
+    contact(address, SILENCE_SECONDS)
     is_one = not is_fleet(address)
     client = RolloutClient(address, SILENCE_SECONDS, *keys) if is_one else FleetClient(address, SILENCE_SECONDS, *keys)
     with client:
@@ -258,27 +304,48 @@ def top(
 @app.command()
 def audit(
     model: Model,
-    address: Annotated[str, typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://...")],
+    address: Annotated[
+        str,
+        typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://...", callback=check_worker),
+    ],
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draw the difference of each token in this PNG, beside those of the model without alignment "
+            "(pip install 'trueroll[plot]').",
+            callback=_check_folder,
+        ),
+    ] = None,
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
-    """Compare a worker's log-probs with an aligned trainer of MODEL on this machine, and explain differences.
+    """Compare a worker's log-probs with the log-probs of an aligned trainer of MODEL on this machine, and explain
+    differences.
 
     Exits with 1 if any bit differs.
     """
-    from ..auditing import audit_folder
     from ..client.client import RolloutClient
+    from .pictures import check_can_plot, describe_worker, plot_differences
 
-    check_socket(address)
-    with RolloutClient(address, server_public_key=server_public_key, client_key=client_key_file) as client:
-        found = audit_folder(model, client)
-    typer.echo(printable(str(found), kept=LINES))
-    _exit_unless(not found.num_different)
+    if plot is not None:
+        check_can_plot()
+    contact(address, WORKER_SECONDS)
+    from ..auditing import audit_folder
+
+    with RolloutClient(address, WORKER_SECONDS, server_public_key, client_key_file) as client:
+        audits = audit_folder(model, client, with_plain=plot is not None)
+        if plot is not None:
+            plot_differences(audits, describe_worker(client), plot)
+    typer.echo(printable(str(audits[0]), kept=LINES))
+    if plot is not None:
+        typer.echo(f"Without alignment: {printable(str(audits[1]), kept=LINES)}")
+    _exit_unless(not audits[0].num_different)
 
 
 @app.command()
 def demo() -> None:
     """Generate groups of samples with SmolLM2-135M, then show that no bit depends on the cache or on other requests."""
+    tell("starting the demo ...")
     from rich.console import Console
 
     from .demo import demo as run_demo
@@ -292,20 +359,25 @@ def verify(
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Run fewer cells with shorter prompts; the output says what is left out."),
+    ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write the results of all cells to this file as JSON.", callback=_check_folder)
     ] = None,
 ) -> None:
     """Run the exactness matrix: the same requests under many circumstances, compared bit by bit.
 
-    Exits with 1 if any bit differs, or if a cell's circumstances did not occur.
+    Exits with 1 if any bit differs, or if intended circumstances, such as a preemption, did not occur.
     """
+    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend)
+    tell(f"loading {model} ...")
     from rich.console import Console
 
     from .verify import verify as run_matrix
 
-    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend)
-    _exit_unless(run_matrix(config, Console(), json))
+    _exit_unless(run_matrix(config, Console(), json, quick=quick))
 
 
 @app.command()
@@ -346,15 +418,16 @@ def bench(
     ] = None,
 ) -> None:
     """Measure tokens/s, requests/s, hit rate and time to first token."""
+    named = _check_one_model(model, dummy_weights, compare)
+    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, num_threads=num_threads)
+    tell(f"loading {named} ...")
     from rich.console import Console
 
     from .bench import WORKLOADS, Plan
     from .bench import bench as run_bench
 
-    named = _check_one_model(model, dummy_weights, compare)
     workloads = [each for name in workload for each in WORKLOADS[name.value]]
     caches = {"on": (True,), "off": (False,), "both": (True, False)}[cache]
-    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, num_threads=num_threads)
     plan = Plan(
         workloads=workloads,
         caches=caches,
@@ -386,10 +459,6 @@ def plan(
     dtype: DtypeOption = ENGINE["dtype"],
 ) -> None:
     """Show how a worker would divide a device's memory, and the effect of other checkpoint intervals."""
-    from rich.console import Console
-
-    from .plan import plan as show
-
     config = EngineConfig(
         model=model,
         dtype=dtype,
@@ -400,15 +469,23 @@ def plan(
         state_interval=state_interval,
         kv_memory_fraction=1.0,
     )
+    find_config(model)
+    tell(f"planning for {model} ...")
+    from rich.console import Console
+
+    from .plan import plan as show
+
     show(config, int(memory * 2**30), kv_bytes, ranks, Console())
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:
-    """Return the name of the model or of the configuration. Raise BadParameter unless exactly one is given."""
+    """Return the name of the model or the configuration. Raise BadParameter unless exactly one of the two is given."""
     if model is not None and dummy_weights is not None:
         raise typer.BadParameter(f"MODEL {model} and --dummy-weights {dummy_weights} exclude each other; give only one")
     if dummy_weights is not None and compare is not None:
-        raise typer.BadParameter("--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare")
+        raise typer.BadParameter("--compare hf needs a MODEL; give MODEL instead of --dummy-weights, or omit --compare")
+    if dummy_weights is not None:
+        find_config(dummy_weights)
     if name := model or dummy_weights:
         return name
     raise typer.BadParameter(
@@ -422,7 +499,7 @@ def _exit_unless(passed: bool) -> None:
 
 
 def main() -> None:
-    """Run the program `trueroll`. Exit codes: 0 success, 1 an error or a failed check, 2 wrong usage."""
+    """Run the command that the arguments name. Exit with 1 after an error, which is printed in one line."""
     try:
         app()
     except TruerollError as error:

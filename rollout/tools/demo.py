@@ -1,16 +1,21 @@
 """`trueroll demo`: a real model behind a real worker process.
 
-It shows that cache hits, other requests and a sleep change no bit, and that a worker serves the pushed weights.
+The demo shows samples, and a trainer's log-probs of the same samples, with and without alignment. Then the demo shows
+that cache hits, other requests and a sleep change no bit, and that a worker serves the pushed weights.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads would stall the worker on the same cores
 
 import numpy as np
 import psutil
@@ -21,12 +26,14 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from trueroll.errors import LINES, printable
 
-from ...engine.models.loader import resolve_model
+from ...engine.models.names import resolve_model
 from ...engine.models.smollm2 import smollm2_folder, smollm2_path
 from ...engine.request import SampleOutput, SamplingParams
+from ..auditing import Audit, audit_folder
 from ..client.client import Group, RolloutClient
 from ..client.local_worker import WorkerProcess, launch_worker
 from ..publisher.publisher import PushResult, WeightPublisher
@@ -47,99 +54,156 @@ QUESTIONS = (
 )
 
 
+BINS = {"exactly 0": 0.0, "below 0.01": 0.01, "0.01 to 0.1": 0.1, "0.1 or more": np.inf}
+"""The rows of the chart of differences, and the upper limit of each; the first limit belongs to its row."""
+TRAINERS = "Log-probs of a trainer and of the worker: same model, dtype, samples"
+BAR = 24
+"""Characters of the longest bar in the chart."""
+NEXT = (
+    ("trueroll serve smollm2", "run a worker for other programs"),
+    ("trueroll generate smollm2 --prompt 'Once upon a time' -n 4", "complete your own prompts"),
+    ("trueroll verify smollm2 --quick", "compare bits under more circumstances"),
+)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The sizes of the demo.
 
     - `samples`: sampled answers per question
     - `max_tokens`: new tokens per sampled answer
-    - `greedy_tokens`: new tokens per greedy answer, for the comparison
+    - `compared_tokens`: new tokens per answer, for the comparison of circumstances
     """
 
     samples: int = 8
     max_tokens: int = 48
-    greedy_tokens: int = 24
+    compared_tokens: int = 24
+
+    @property
+    def params(self) -> SamplingParams:
+        """The parameters of the shown samples."""
+        return SamplingParams(n=self.samples, temperature=0.8, max_tokens=self.max_tokens, seed=7)
 
 
 SIZES = Sizes()
 
 
 @dataclass(frozen=True)
-class Repetition:
-    """The greedy answers under one circumstance, one for each question.
+class Answers:
+    """One greedy answer and two sampled answers to each question."""
 
-    `has_cache`: whether cached tokens must be found; if False, none may be found.
+    greedy: list[SampleOutput]
+    sampled: list[SampleOutput]
+
+    @property
+    def samples(self) -> list[SampleOutput]:
+        return [*self.greedy, *self.sampled]
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """The answers under one circumstance.
+
+    `has_cache`: if True, the requests must find cached tokens; if False, the requests must find no cached tokens.
     """
 
     circumstance: str
     has_cache: bool
-    samples: Sequence[SampleOutput]
+    answers: Answers
 
     @property
     def cached_tokens(self) -> int:
-        return sum(sample.num_cached_tokens for sample in self.samples)
+        """Total number of cached prompt tokens of all requests. All samples of a request have the same
+        `num_cached_tokens`.
+        """
+        return sum(sample.num_cached_tokens for sample in self.answers.samples if sample.index == 0)
+
+
+class Stages:
+    """The stages of the demo and their total duration."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.seconds = console, 0.0
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[None]:
+        """Context manager that prints the stage's title at the start and the stage's duration at the end. On a
+        terminal, show a spinner below the title.
+        """
+        console, start = self.console, time.perf_counter()
+        console.print(title, markup=False, highlight=False, soft_wrap=True)
+        if console.is_interactive:
+            columns = SpinnerColumn(), BarColumn(), TimeElapsedColumn()
+            with Progress(*columns, console=console, transient=True) as progress:
+                progress.add_task("", total=None)
+                yield
+        else:
+            yield
+        seconds = round(time.perf_counter() - start, 1)
+        self.seconds += seconds
+        console.print(f"  done in {seconds:.1f} s", highlight=False)
 
 
 def demo(console: Console, model: str = "smollm2", sizes: Sizes = SIZES) -> bool:
-    """Generate groups of samples, show some of them, and repeat greedy answers under other circumstances.
+    """Generate groups of samples, compare a trainer with the worker, and repeat answers under other circumstances.
 
     Return whether all bits agree.
     """
+    stages = Stages(console)
     if model == "smollm2" and not os.path.exists(smollm2_path()):
-        with _stage(console, f"Converting smollm2 to {smollm2_path().parent} (only once) ..."):
+        with stages.stage(f"Converting smollm2 to {smollm2_path().parent} (only once) ..."):
             smollm2_folder()
-    with _stage(console, f"Loading the tokenizer of {model} ..."):
+    with stages.stage(f"Loading the tokenizer of {model} ..."):
         text = TextModel(model)
         prompts = [text.encode_chat(question, SYSTEM_PROMPT) for question in QUESTIONS]
     title = f"Starting a worker process for {model} ..."
-    with _start_worker(console, title, model) as worker, RolloutClient(worker.address) as client:
+    with _start_worker(stages, title, model) as worker, RolloutClient(worker.address) as client:
         console.print(f"It listens at {worker.address}.", soft_wrap=True)
-        groups = _generate_groups(console, client, prompts, sizes)
+        groups = _generate_groups(stages, client, prompts, sizes)
         _show_samples(console, text, groups)
-        with _stage(console, "Generating greedy answers to the same prompts under other circumstances ..."):
+        with stages.stage("Computing the log-probs of these samples as a trainer does, aligned and not ..."):
+            audits = _audit(client, model, prompts, sizes)
+        is_aligned = compare_trainers(console, *audits)
+        with stages.stage("Generating answers to the same prompts under other circumstances ..."):
             repetitions = _repeat(client, prompts, sizes)
-        with _stage(console, "Putting the worker to sleep, then pushing changed weights, then the old weights ..."):
+        with stages.stage("Putting the worker to sleep, then pushing changed weights, then the old weights ..."):
             changed, restored = _sleep_and_push(console, client, worker, _read_weights(model), prompts, sizes)
         repetitions.append(Repetition("after a sleep and two pushes", False, restored))
     title = "Starting another worker, without a prefix cache ..."
     with (
-        _start_worker(console, title, model, enable_prefix_caching=False) as worker,
+        _start_worker(stages, title, model, enable_prefix_caching=False) as worker,
         RolloutClient(worker.address) as client,
-        _stage(console, "Generating greedy answers with it ..."),
+        stages.stage("Generating the same answers with it ..."),
     ):
-        repetitions.append(Repetition("cache off (another worker)", False, _greedy(client, prompts, sizes)))
-    return _compare_changed(console, restored, changed) & compare(console, repetitions)
+        repetitions.append(Repetition("cache off (another worker)", False, _answer(client, prompts, sizes)))
+    agrees = _compare_changed(console, restored, changed) & compare(console, repetitions, sum(map(len, prompts)))
+    console.print(f"All stages took {stages.seconds:.1f} s.", highlight=False)
+    _say_what_is_next(console)
+    return agrees & is_aligned
 
 
-@contextmanager
-def _stage(console: Console, title: str) -> Iterator[None]:
-    """Print a title. On a terminal, show a spinner below it until the context ends."""
-    console.print(title, markup=False, highlight=False, soft_wrap=True)
-    if not console.is_interactive:
-        yield
-        return
-    with Progress(SpinnerColumn(), BarColumn(), TimeElapsedColumn(), console=console, transient=True) as progress:
-        progress.add_task("", total=None)
-        yield
-
-
-def _start_worker(console: Console, title: str, model: str, **settings: Any) -> WorkerProcess:
-    with _stage(console, title):
+def _start_worker(stages: Stages, title: str, model: str, **settings: Any) -> WorkerProcess:
+    with stages.stage(title):
         return launch_worker(model, **settings)
 
 
-def _generate_groups(console: Console, client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Group]:
-    console.print(f"Generating {sizes.samples} samples of up to {sizes.max_tokens} tokens for each prompt ...")
-    params = SamplingParams(n=sizes.samples, temperature=0.8, top_p=0.95, max_tokens=sizes.max_tokens)
+def _generate_groups(stages: Stages, client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Group]:
+    params, seed = sizes.params.model_copy(update={"seed": None}), sizes.params.seed
     start = time.perf_counter()
-    groups = client.generate(prompts, params, seed=7, progress=console.is_interactive)
+    with stages.stage(f"Generating {sizes.samples} samples of up to {sizes.max_tokens} tokens for each prompt ..."):
+        groups = client.generate(prompts, params, seed=seed)
     seconds = time.perf_counter() - start
     engine = client.stats().engine
     num_tokens = sum(len(sample.token_ids) for group in groups for sample in group.samples)
-    console.print(
-        f"{len(prompts)} prompts x {sizes.samples} samples: {num_tokens} tokens in {seconds:.1f} s, "
-        f"{num_tokens / seconds:.0f} tokens/s; prefix cache: {engine['prefix_hits']} of {engine['prefix_queries']} "
-        f"prompt tokens found, hit rate {engine['prefix_hits'] / engine['prefix_queries']:.0%}."
+    shared, total = len(os.path.commonprefix(prompts)), sum(map(len, prompts))
+    block_size = (client.health().engine or {})["block_size"]
+    stages.console.print(
+        f"{len(prompts)} prompts x {sizes.samples} samples = {len(prompts) * sizes.samples} samples with {num_tokens} "
+        f"tokens: {num_tokens / seconds:.0f} tokens/s.\n"
+        f"Prompts: {total} tokens. Their first {shared} tokens are the same, of which whole blocks of {block_size} are "
+        f"shared: {engine['prefix_hits']} of the {total} tokens came from the prefix cache "
+        f"({engine['prefix_hits'] / total:.0%}).",
+        soft_wrap=True,
     )
     return groups
 
@@ -153,15 +217,73 @@ def _show_samples(console: Console, text: TextModel, groups: list[Group]) -> Non
     console.print()
 
 
+def _audit(client: RolloutClient, model: str, prompts: list[list[int]], sizes: Sizes) -> list[Audit]:
+    """Return the audit of an aligned trainer and the audit of a trainer without alignment. Both audits use the samples
+    that the demo has shown.
+    """
+    disable_progress_bar()
+    return audit_folder(model, client, prompts, sizes.params, with_plain=True)
+
+
+def compare_trainers(console: Console, aligned: Audit, plain: Audit) -> bool:
+    """Print by how much the log-probs of both trainers differ from the log-probs of the worker.
+
+    Return True if the aligned trainer has the same bits as the worker and the other trainer does not. If both trainers
+    had the same bits, the comparison would prove nothing.
+    """
+    names = "aligned trainer", "ordinary forward pass"
+    table = Table("trainer", "other bits", "at most", "importance ratios", title=TRAINERS)
+    for name, audit in zip(names, (aligned, plain), strict=True):
+        ratios = np.exp(np.concatenate(audit.differences))
+        low, high = ratios.min(), ratios.max()
+        shown = f"exactly {low}" if low == high else f"{low:.6f} to {high:.6f}"
+        table.add_row(name, f"{audit.num_different} of {audit.num_tokens}", f"{audit.largest:.3g}", shown)
+    console.print(table)
+    console.print(_draw_differences(dict(zip(names, (aligned, plain), strict=True))))
+    if aligned.num_different:
+        console.print(printable(str(aligned), kept=LINES), style="red", markup=False)
+    elif not plain.num_different:
+        console.print("[red]Nothing is proved:[/] the ordinary forward pass has the same bits as the worker.")
+    return not aligned.num_different and plain.num_different > 0
+
+
+def _draw_differences(audits: Mapping[str, Audit]) -> Table:
+    """Return a bar chart that shows, for each range of differences, the number of tokens with a difference in this
+    range.
+    """
+    chart = Table("|difference|", *audits, title="Tokens by |trainer's log-prob - worker's log-prob|")
+    columns = [_draw_bars(count_by_size(np.concatenate(audit.differences))) for audit in audits.values()]
+    for row in zip(BINS, *columns, strict=True):
+        chart.add_row(*row)
+    return chart
+
+
+def count_by_size(differences: np.ndarray) -> list[int]:
+    """Return the number of differences in each of BINS."""
+    sizes = np.abs(differences)
+    up_to = [int((sizes == 0).sum()), *(int((sizes < limit).sum()) for limit in [*BINS.values()][1:-1]), len(sizes)]
+    return np.diff([0, *up_to]).tolist()
+
+
+def _draw_bars(counts: list[int]) -> list[str]:
+    """Return each count with a bar. The bar of every count above 0 has at least one character."""
+    return [f"{count:>6} {'█' * -(-BAR * count // sum(counts))}" for count in counts]
+
+
+def _say_what_is_next(console: Console) -> None:
+    console.print("\nTry next:")
+    if shutil.which("trueroll") is None:
+        console.print(f"  source {sys.prefix}/bin/activate", markup=False, highlight=False, soft_wrap=True)
+    for command, purpose in NEXT:
+        console.print(f"  {command:<60} # {purpose}", markup=False, highlight=False, soft_wrap=True)
+
+
 def _repeat(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[Repetition]:
-    """Return greedy answers with a cold cache, with a warm cache, and beside sampled requests."""
-    others = SamplingParams(n=2, seed=11, max_tokens=sizes.greedy_tokens, ignore_eos=True)
-    params = [*[_greedy_params(sizes)] * len(prompts), *[others] * len(prompts)]
-    company = client.generate(prompts + [prompt[::-1] for prompt in prompts], params)
+    """Return the answers with a cold cache, with a warm cache, and while other requests run."""
     return [
-        Repetition("cache cold", False, _greedy_cold(client, prompts, sizes)),
-        Repetition("cache warm", True, _greedy(client, prompts, sizes)),
-        Repetition("beside other requests", True, [group.samples[0] for group in company[: len(prompts)]]),
+        Repetition("cache cold", False, _answer(client, prompts, sizes, is_cold=True)),
+        Repetition("cache warm", True, _answer(client, prompts, sizes)),
+        Repetition("beside other requests", True, _answer(client, prompts, sizes, others=len(prompts))),
     ]
 
 
@@ -172,10 +294,10 @@ def _sleep_and_push(
     weights: Mapping[str, Tensor],
     prompts: list[list[int]],
     sizes: Sizes,
-) -> tuple[list[SampleOutput], list[SampleOutput]]:
-    """Let the worker drop its weights and cache, push changed weights, and then push the old weights.
+) -> tuple[Answers, Answers]:
+    """Make the worker drop its weights and cache. Then push changed weights, and after that the old weights.
 
-    Return the greedy answers with the changed and with the old weights.
+    Return the answers with the changed weights and the answers with the old weights.
     """
     process = psutil.Process(worker.pid)
     before = process.memory_info().rss
@@ -186,10 +308,10 @@ def _sleep_and_push(
         publisher.connect([worker.address])
         push = publisher.push(((name, _blur(tensor)) for name, tensor in weights.items()), version=1)
         client.wake_up(tags=["kv_cache"])
-        changed = _greedy_cold(client, prompts, sizes)
+        changed = _answer(client, prompts, sizes, is_cold=True)
         _show_push(console, push, changed)
         push = publisher.push(weights, version=2)
-        restored = _greedy_cold(client, prompts, sizes)
+        restored = _answer(client, prompts, sizes, is_cold=True)
         _show_push(console, push, restored)
     return changed, restored
 
@@ -204,44 +326,53 @@ def _blur(tensor: Tensor) -> Tensor:
     return tensor + 0.5 * tensor.float().std() * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
 
 
-def _show_push(console: Console, push: PushResult, samples: Sequence[SampleOutput]) -> None:
-    versions = sorted({span.version for sample in samples for span in sample.weight_versions})
+def _show_push(console: Console, push: PushResult, answers: Answers) -> None:
+    versions = sorted({span.version for sample in answers.samples for span in sample.weight_versions})
     console.print(
         f"Version {push.version} was pushed: {push.num_bytes / 1e6:.0f} MB in {push.total_seconds:.2f} s, with a pause "
-        f"of {push.pause_seconds * 1e3:.1f} ms. First tokens: {samples[0].token_ids[:6]}, from version "
+        f"of {push.pause_seconds * 1e3:.1f} ms. First tokens: {answers.greedy[0].token_ids[:6]}, from version "
         f"{versions}."
     )
 
 
-def _greedy_cold(client: RolloutClient, prompts: list[list[int]], sizes: Sizes) -> list[SampleOutput]:
-    """Return greedy answers that share no cached prefix with each other or with other requests."""
-    return _greedy(client, prompts, sizes, salts=[f"cold {i}" for i in range(len(prompts))])
+def _answer(
+    client: RolloutClient, prompts: list[list[int]], sizes: Sizes, is_cold: bool = False, others: int = 0
+) -> Answers:
+    """Return the answers to all prompts.
+
+    `is_cold`: whether to prevent the requests from sharing cached prefixes with each other and with earlier requests.
+    `others`: number of additional requests, with reversed prompts, that run at the same time.
+    """
+    kind: dict[str, Any] = dict(max_tokens=sizes.compared_tokens, ignore_eos=True)
+    greedy, sampled = SamplingParams(temperature=0.0, **kind), SamplingParams(n=2, seed=3, **kind)
+    params = [greedy] * len(prompts) + [sampled] * len(prompts)
+    if is_cold:
+        params = [each.model_copy(update={"cache_salt": f"cold {i}"}) for i, each in enumerate(params)]
+    params += [SamplingParams(n=2, seed=11, **kind)] * others
+    groups = client.generate(prompts * 2 + [prompt[::-1] for prompt in prompts[:others]], params)
+    samples = [group.samples for group in groups]
+    return Answers(
+        [group[0] for group in samples[: len(prompts)]],
+        [sample for group in samples[len(prompts) : 2 * len(prompts)] for sample in group],
+    )
 
 
-def _greedy(
-    client: RolloutClient, prompts: list[list[int]], sizes: Sizes, salts: Sequence[str | None] | None = None
-) -> list[SampleOutput]:
-    """Return one greedy answer for each prompt. Requests with different salts share no cached prefix."""
-    params = [_greedy_params(sizes, salt) for salt in salts or [None] * len(prompts)]
-    return [group.samples[0] for group in client.generate(prompts, params)]
-
-
-def _greedy_params(sizes: Sizes, salt: str | None = None) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=sizes.greedy_tokens, ignore_eos=True, cache_salt=salt)
-
-
-def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
+def compare(console: Console, repetitions: Sequence[Repetition], prompt_tokens: int) -> bool:
     """Print how many tokens and log-probs of each repetition differ from the first repetition.
 
-    Return True if nothing differs, a warm cache had a hit and a cold cache had none.
+    `prompt_tokens`: tokens of all prompts; each prompt has a greedy and a sampled request. Return True if nothing
+    differs, every warm cache had hits, and every cold cache had no hits.
     """
-    cold = repetitions[0]
-    table = Table("circumstance", "cached prompt tokens", "tokens compared", "differences")
-    differences = 0
+    cold = repetitions[0].answers.samples
+    headers = "circumstance", "cached", "greedy", "sampled", "differences"
+    table, differences = Table(*headers, title="Cached prompt tokens, compared tokens, and differences"), 0
     for repetition in repetitions:
-        found = sum(_count_differences(*pair) for pair in zip(cold.samples, repetition.samples, strict=True))
-        num_tokens = sum(len(sample.token_ids) for sample in repetition.samples)
-        table.add_row(repetition.circumstance, str(repetition.cached_tokens), str(num_tokens), str(found))
+        answers = repetition.answers
+        found = sum(_count_differences(*pair) for pair in zip(cold, answers.samples, strict=True))
+        cached = f"{repetition.cached_tokens} of {2 * prompt_tokens}"
+        table.add_row(
+            repetition.circumstance, cached, *map(_count_tokens, (answers.greedy, answers.sampled)), f"{found}"
+        )
         differences += found
     console.print(table)
     is_meant = all((r.cached_tokens > 0) == r.has_cache for r in repetitions)
@@ -254,9 +385,15 @@ def compare(console: Console, repetitions: Sequence[Repetition]) -> bool:
     return differences == 0 and is_meant
 
 
-def _compare_changed(console: Console, old: Sequence[SampleOutput], changed: Sequence[SampleOutput]) -> bool:
-    """Return whether the changed weights changed every answer. Otherwise restoring the old weights proves nothing."""
-    if all(_count_differences(*pair) for pair in zip(old, changed, strict=True)):
+def _count_tokens(samples: Sequence[SampleOutput]) -> str:
+    return str(sum(len(sample.token_ids) for sample in samples))
+
+
+def _compare_changed(console: Console, old: Answers, changed: Answers) -> bool:
+    """Return whether the changed weights changed every answer. If an answer did not change, restoring the old weights
+    proves nothing.
+    """
+    if all(_count_differences(*pair) for pair in zip(old.samples, changed.samples, strict=True)):
         return True
     console.print("[red]Nothing is proved:[/] changed weights gave the same bits.")
     return False

@@ -1,90 +1,147 @@
-"""Command line options for settings: a table of help texts for each settings class.
+"""Command line options for settings: a table of help texts for each settings class, and the headings in the help.
 
-Types and defaults come from the settings class, so a new setting needs one field there and one line here.
+Types and defaults come from the settings class. To add a setting, add a field to the settings class and a line to the
+table.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar, get_type_hints
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import typer
 from pydantic import BaseModel
+from typer.core import TyperCommand
 
 F = TypeVar("F", bound=Callable[..., None])
 
-ENGINE = {
+Table: TypeAlias = dict[str, dict[str, str]]
+"""The help texts of settings by their names, below headings."""
+
+KERNELS = {
     "dtype": "Dtype of weights and KV cache; auto: the dtype in config.json.",
     "device": "Torch device, such as cpu or cuda.",
     "backend": "Kernels: cpu, triton (GPU) or reference; auto: the device's native kernels if they support the model.",
-    "block_size": "Tokens in a block of the KV cache; an even number.",
-    "num_blocks": "Blocks of the KV cache. Default: chosen from the available memory.",
-    "kv_memory": "Memory of the KV cache and recurrent states, such as 4GiB, instead of --num-blocks.",
-    "kv_memory_fraction": "The same as a fraction of available memory. Default: at most 0.9 on a GPU, 0.25 on a CPU.",
-    "max_model_len": "Maximum length of a prompt with its new tokens. Default: the model's training length.",
-    "max_num_seqs": "Samples that run at the same time. Default: 256 on a GPU, 64 on a CPU.",
-    "max_num_batched_tokens": "Maximum tokens per step; longer prompts are split into chunks. "
-    "Default: 8192 (GPU), 512 (CPU).",
-    "state_interval": "Prompt tokens between checkpoints of recurrent states. `trueroll plan` shows the default.",
-    "decode_state_interval": "Generated tokens between checkpoints; 0: no checkpoints while decoding.",
-    "state_budget": "Maximum number of kept checkpoints. Default: the number of intervals in the blocks.",
-    "enable_prefix_caching": "Reuse the keys and values of prefixes that were computed before.",
-    "speculative": "Drafting of tokens, which changes no bit: off, or ngram (repeats of the prompt and its samples).",
-    "num_speculative_tokens": "Maximum drafted tokens per sample and step.",
-    "cuda_graphs": "Run decode steps on a GPU as CUDA graphs.",
     "num_threads": "CPU threads; results do not depend on their number. Default: torch's choice.",
+    "cuda_graphs": "Run decode steps on a GPU as CUDA graphs.",
+}
+"""The settings of an engine that commands other than `serve` also have."""
+
+ENGINE: Table = {
+    "Model and kernels": KERNELS,
+    "KV cache and recurrent states": {
+        "block_size": "Tokens in a block of the KV cache; an even number.",
+        "num_blocks": "Blocks of the KV cache. Default: chosen from the available memory.",
+        "kv_memory": "Memory of the KV cache and recurrent states, such as 4GiB, instead of --num-blocks.",
+        "kv_memory_fraction": "The same as a fraction of available memory. Default: at most 0.9 on a GPU, "
+        "0.25 on a CPU.",
+        "enable_prefix_caching": "Reuse the keys and values of prefixes that were computed before.",
+        "state_interval": "Prompt tokens between checkpoints of recurrent states. `trueroll plan` shows the default.",
+        "decode_state_interval": "Generated tokens between checkpoints; 0: no checkpoints while decoding.",
+        "state_budget": "Maximum number of kept checkpoints. Default: the number of intervals in the blocks.",
+    },
+    "Size of a step": {
+        "max_model_len": "Maximum length of a prompt with its new tokens. Default: the model's training length.",
+        "max_num_seqs": "Samples that run at the same time. Default: 256 on a GPU, 64 on a CPU.",
+        "max_num_batched_tokens": "Maximum tokens per step; longer prompts are split into chunks. "
+        "Default: 8192 (GPU), 512 (CPU).",
+    },
+    "Drafts": {
+        "speculative": "Drafted tokens, which change no bit: off, or ngram (repeats of a prompt and its samples).",
+        "num_speculative_tokens": "Maximum number of drafted tokens per sample and step.",
+    },
 }
 
-WORKER = {
-    "address": "ipc://PATH or tcp://127.0.0.1:PORT. Default: a new private ipc socket.",
-    "curve_secret_key_file": "The worker's CURVE key file; required for addresses beyond this machine.",
-    "clients_file": "Admitted clients: on each line a role (generate, control), a user and a public key.",
-    "max_connections": "Maximum number of connections.",
-    "max_message_bytes": "Maximum bytes of a message.",
-    "max_n": "Maximum number of samples per request.",
-    "max_queued_requests": "Maximum number of unfinished requests.",
-    "max_queued_samples": "Maximum number of unfinished samples.",
-    "max_queued_bytes": "Maximum bytes of unfinished requests.",
-    "max_kept_results": "Maximum number of results kept until a client acknowledges them.",
-    "max_kept_bytes": "Maximum bytes of kept results.",
-    "max_unread_bytes": "Maximum bytes of replies to clients that do not read.",
-    "drain_seconds": "Seconds for running requests to finish after SIGTERM or Ctrl-C.",
-    "while_unavailable": "New requests wait, or are refused, while the worker is paused, asleep or being updated.",
-    "metrics_port": "Port of 127.0.0.1 for /metrics and /healthz. Default: no metrics.",
-    "push_folder": "Accept pushes by disk from inside this folder. Default: only from this user's own folders.",
-    "push_hosts": "A host or network beyond loopback for collective pushes. Can be given several times.",
+WORKER: Table = {
+    "Address and clients": {
+        "address": "ipc://PATH or tcp://127.0.0.1:PORT. Default: a new private ipc socket.",
+        "curve_secret_key_file": "The worker's CURVE key file; required for addresses beyond this machine.",
+        "clients_file": "Admitted clients: on each line a role (generate, control), a user and a public key.",
+        "max_connections": "Maximum number of connections.",
+    },
+    "Limits of requests and results": {
+        "max_message_bytes": "Maximum bytes of a message.",
+        "max_n": "Maximum number of samples per request.",
+        "max_queued_requests": "Maximum number of unfinished requests.",
+        "max_queued_samples": "Maximum number of unfinished samples.",
+        "max_queued_bytes": "Maximum bytes of unfinished requests.",
+        "max_kept_results": "Maximum number of results kept until a client acknowledges them.",
+        "max_kept_bytes": "Maximum bytes of kept results.",
+        "max_unread_bytes": "Maximum bytes of replies to clients that do not read.",
+    },
+    "Operation": {
+        "while_unavailable": "New requests wait, or are refused, while the worker is paused, asleep or being updated.",
+        "drain_seconds": "Seconds for running requests to finish after SIGTERM or Ctrl-C.",
+        "metrics_port": "Port of 127.0.0.1 for /metrics and /healthz. Default: no metrics.",
+    },
+    "Weight pushes": {
+        "push_folder": "Accept pushes by disk from inside this folder. Default: only from this user's own folders.",
+        "push_hosts": "A host or network beyond loopback for collective pushes. Can be given several times.",
+    },
 }
 
-HTTP = {
-    "host": "IP to listen on; addresses beyond loopback need an API key.",
-    "port": "Port to listen on; 0: any free port.",
-    "api_key_file": "File with the API key. Default: the variable TRUEROLL_HTTP_API_KEY, if it is set.",
-    "clients_file": "Instead of one key, a file with a role (generate, control), a user and a key on each line.",
-    "tokenizer": "Model with the tokenizer to use; required for tcp://. Default: the served model.",
-    "model_name": "The model's name for clients. Default: the name of the worker's model.",
-    "max_body_bytes": "Maximum bytes of a request body.",
-    "max_unfinished_bytes": "Maximum bytes of all unfinished bodies. Default: 8 times --max-body-bytes.",
-    "body_seconds": "Seconds for a client to send a body.",
-    "max_body_chunks": "Maximum number of chunks in a body.",
-    "max_head_bytes": "Maximum bytes of a request head.",
-    "max_head_lines": "Maximum number of lines in a head.",
-    "max_connections": "Maximum number of connections. Default: half of the descriptors, at most 2048.",
-    "head_seconds": "Seconds for a client to send a head.",
-    "keep_alive_seconds": "Seconds until an idle connection is closed.",
-    "write_seconds": "Seconds that a client may spend without reading its answer.",
-    "linger_seconds": "Seconds for which a refused connection discards incoming data.",
-    "max_body_elements": "Maximum weighted number of elements in a body.",
-    "max_text_chars": "Maximum number of characters in all texts of a request.",
-    "max_answer_bytes": "Maximum estimated bytes of an answer that is not streamed.",
-    "max_open_requests": "Maximum number of requests at a time.",
-    "drain_seconds": "Seconds for open requests to finish after SIGTERM or Ctrl-C.",
+HTTP: Table = {
+    "Address and clients": {
+        "host": "IP to listen on; addresses beyond loopback need an API key.",
+        "port": "Port to listen on; 0: any free port.",
+        "api_key_file": "File with the API key. Default: the variable TRUEROLL_HTTP_API_KEY, if it is set.",
+        "clients_file": "Instead of one key, a file with a role (generate, control), a user and a key on each line.",
+    },
+    "Model": {
+        "tokenizer": "Model with the tokenizer to use; required for tcp://. Default: the served model.",
+        "model_name": "The model's name for clients. Default: the name of the worker's model.",
+    },
+    "Limits of a request": {
+        "max_head_bytes": "Maximum bytes of a request head.",
+        "max_head_lines": "Maximum number of lines in a head.",
+        "max_body_bytes": "Maximum bytes of a request body.",
+        "max_body_chunks": "Maximum number of chunks in a body.",
+        "max_body_elements": "Maximum weighted number of elements in a body.",
+        "max_text_chars": "Maximum number of characters in all texts of a request.",
+        "max_answer_bytes": "Maximum estimated bytes of an answer that is not streamed.",
+    },
+    "Limits of the front end": {
+        "max_connections": "Maximum number of connections. Default: half of the descriptors, at most 2048.",
+        "max_open_requests": "Maximum number of requests at a time.",
+        "max_unfinished_bytes": "Maximum bytes of all unfinished bodies. Default: 8 times --max-body-bytes.",
+    },
+    "Times": {
+        "head_seconds": "Seconds for a client to send a head.",
+        "body_seconds": "Seconds for a client to send a body.",
+        "write_seconds": "Seconds that a client may spend without reading its answer.",
+        "keep_alive_seconds": "Seconds until an idle connection is closed.",
+        "linger_seconds": "Seconds for which a refused connection discards incoming data.",
+        "drain_seconds": "Seconds for open requests to finish after SIGTERM or Ctrl-C.",
+    },
 }
 
 
-def with_settings(*groups: tuple[type[BaseModel], Mapping[str, str]]) -> Callable[[F], F]:
-    """Replace a command's `**settings` with one option for each setting with a help text. `groups`: (class, texts)."""
+class GroupedCommand(TyperCommand):
+    """A command with a help page that lists options below headings. Typer shows headings only in rich's layout."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the options. Called by typer."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                heading = getattr(parameter, "rich_help_panel", None)
+                usual = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(heading or usual, []).append(record)
+        for heading, records in sections.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+def names_of(table: Table) -> Iterator[str]:
+    """Yield the names of the settings in a table."""
+    for settings in table.values():
+        yield from settings
+
+
+def with_settings(*groups: tuple[type[BaseModel], Table]) -> Callable[[F], F]:
+    """Replace a command's `**settings` with one option per setting that has a help text. `groups`: (class, table)."""
 
     def decorate(command: F) -> F:
         own = [
@@ -92,7 +149,12 @@ def with_settings(*groups: tuple[type[BaseModel], Mapping[str, str]]) -> Callabl
             for each in inspect.signature(command, eval_str=True).parameters.values()
             if each.kind is not each.VAR_KEYWORD
         ]
-        options = [_option(config, name, help) for config, helps in groups for name, help in helps.items()]
+        options = [
+            _option(config, name, help, heading)
+            for config, table in groups
+            for heading, settings in table.items()
+            for name, help in settings.items()
+        ]
         parameters = sorted([*own, *options], key=lambda each: each.kind)
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
@@ -101,9 +163,10 @@ def with_settings(*groups: tuple[type[BaseModel], Mapping[str, str]]) -> Callabl
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return a number of bytes: a plain number, or one with a unit, such as 4GiB or 512M. Units are powers of 1024.
+    """Parse a size in bytes. `text` is a plain number, or a number with a unit, such as 4GiB or 512M. Units are powers
+    of 1024.
 
-    Raise BadParameter for anything else.
+    Raise BadParameter for any other text.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT])?(?:i?B)?", str(text).strip(), re.IGNORECASE)
     if found is None or ("." in found[1] and found[2] is None):
@@ -114,10 +177,19 @@ def parse_bytes(text: str | int) -> int:
 SIZE: dict[str, Any] = dict(parser=parse_bytes, metavar="SIZE")
 
 
-def _option(config: type[BaseModel], name: str, help: str) -> inspect.Parameter:
+def _with_unit(size: int | None) -> bool | str:
+    """Return a size as text for the help page, in the largest unit that divides the size. Return True if the help page
+    can show the plain number.
+    """
+    units = [(unit, 1024**power) for power, unit in enumerate(("bytes", "KiB", "MiB", "GiB"))]
+    return next((f"{size // factor} {unit}" for unit, factor in reversed(units) if size and size % factor == 0), True)
+
+
+def _option(config: type[BaseModel], name: str, help: str, heading: str) -> inspect.Parameter:
     kind, default = get_type_hints(config)[name], config.model_fields[name].default
     if default is None:
         kind = kind | None
     is_size = name == "kv_memory" or name.endswith("_bytes")
-    annotation = Annotated[kind, typer.Option(help=help, **(SIZE if is_size else {}))]
+    how: dict[str, Any] = SIZE | dict(show_default=_with_unit(default)) if is_size else {}
+    annotation = Annotated[kind, typer.Option(help=help, rich_help_panel=heading, **how)]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,6 +1,7 @@
 """`trueroll plan`: show how a worker would divide the memory of a device, without a worker or a device.
 
-Reads only a configuration, no weights. The worker plans with the same code, `engine.running.planner`.
+Reads only the model's configuration, not the weights. Workers use the same code, `engine.running.planner`, to divide
+memory.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, co
     """Print the division of `memory` bytes on each of `ranks` devices.
 
     `kv_bytes`: bytes per element of keys and values. With 1 byte, each head and token needs 4 more bytes, for a float16
-    scale and zero point. Raise ConfigError if the plan does not fit; the text says which options would make it fit.
-    Raise ModelError if the model is not supported.
+    scale and zero point. Raise ConfigError if the plan does not fit; the error text proposes options with which the
+    plan fits. Raise ModelError if the model is not supported.
     """
     model = outline(config)
     asked = _Asked(config, model, find_max_model_len(config, model.spec), memory, kv_bytes, ranks)
@@ -70,7 +71,7 @@ class _Asked:
         return scratch_bytes(self.model.spec, self.model.dtype, self.config) // self.ranks
 
     def plan(self) -> MemoryPlan:
-        """Return the memory plan. Raise ConfigError if it does not fit."""
+        """Return the memory plan. Raise ConfigError if the plan does not fit."""
         available = self.memory - self.weights - self.scratch
         if available <= 0:
             raise ConfigError(f"memory: the weights and the largest step need more than {self.memory} bytes")
@@ -100,7 +101,9 @@ def _what_would_fit(asked: _Asked) -> str:
 
 
 def _proposals(asked: _Asked) -> Iterator[str]:
-    """Yield command line options that make the plan fit: the most samples, the fewest ranks, the least memory."""
+    """Yield command line options, each of which makes the plan fit: the largest number of samples, the smallest number
+    of ranks, and the smallest memory.
+    """
     seqs = asked.config.max_num_seqs
     if fewer := seqs - _first(seqs, lambda left_out: asked.with_seqs(seqs - left_out).holds_a_sample):
         yield f"--max-num-seqs {fewer}"
@@ -113,7 +116,7 @@ def _proposals(asked: _Asked) -> Iterator[str]:
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """Return the smallest number from 0 for which `holds` is true, or `count` if there is none below `count`.
+    """Return the smallest number in [0, count) for which `holds` is true; `count` if there is no such number.
 
     `holds` must be monotonic: once true, it is true for all larger numbers.
     """
@@ -143,7 +146,9 @@ def _add(table: Table, name: str, count: int, size: int, holds: str) -> None:
 
 
 def _intervals(plan: MemoryPlan) -> Table:
-    """Return a table of checkpoint intervals, and of the tokens that fit into the memory of blocks and checkpoints."""
+    """Return a table that shows, for each checkpoint interval, how many tokens fit into the memory of blocks and
+    checkpoints.
+    """
     sizes = plan.sizes
     pool = plan.num_blocks * sizes.block + plan.checkpoints * sizes.state
     table = Table(

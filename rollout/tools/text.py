@@ -12,9 +12,10 @@ from trueroll.errors import LINES, printable
 from ...engine.request import SamplingParams
 from ..client.client import Group, RolloutClient
 from ..client.local_worker import launch_worker
-from ..config import check_socket
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer
+from .contact import WORKER_SECONDS, contact
+from .progress import tell
 
 
 def print_completions(
@@ -28,7 +29,7 @@ def print_completions(
 ) -> None:
     """Complete prompts and print all samples. Terminal control characters in the samples are escaped.
 
-    - `model_or_address`: the address of a worker, or a model to start a worker for
+    - `model_or_address`: the address of a running worker, or a model for which to start a worker
     - `seed`: seed for all prompts, see `RolloutClient.generate`; None: a random seed
     - `tokenizer`: model with the tokenizer to use; None: the served model, if it is available on this machine
     - `keys`: `server_public_key` and `client_key` of `RolloutClient`
@@ -38,14 +39,16 @@ def print_completions(
     """
     seed = secrets.randbits(63) if seed is None else seed
     address = model_or_address
-    check_socket(address)
     if tokenizer is None and address.startswith("tcp://"):
         raise needs_tokenizer(address)
     with ExitStack() as stack:
         if not address.startswith(("ipc://", "tcp://")):
             tokenizer = tokenizer or model_or_address
+            tell(f"starting a worker for {model_or_address} ...")
             address = stack.enter_context(launch_worker(model_or_address)).address
-        client = stack.enter_context(RolloutClient(address, 30.0, *keys))
+        else:
+            contact(address, WORKER_SECONDS)
+        client = stack.enter_context(RolloutClient(address, WORKER_SECONDS, *keys))
         text = TextModel(tokenizer or model_served_here(client.health()))
         token_ids = [text.encode_chat(prompt) if chat else text.encode(prompt) for prompt in prompts]
         groups = client.generate(token_ids, params, seed=seed, progress=sys.stderr.isatty())

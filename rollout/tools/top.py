@@ -1,7 +1,7 @@
 """`trueroll top`: show the activity of a worker or a fleet in a terminal, from its health and stats.
 
-Speeds and rates are differences between two snapshots; all other values come from the last snapshot. Promises that text
-from a worker is never interpreted as markup or terminal codes, and that a missing or mistyped counter raises
+Speeds and rates are differences between two snapshots; all other values come from the last snapshot. Guarantees that
+text from a worker is never interpreted as markup or terminal codes, and that a missing or mistyped counter raises
 ProtocolError.
 """
 
@@ -37,7 +37,7 @@ STATE_STYLES: dict[protocol.State, str] = {"ready": "green", "dirty": "yellow", 
 
 
 class _Shown(BaseModel):
-    """Displayed fields of a map that the protocol does not define in detail."""
+    """Base class for displayed fields of health and stats. The protocol does not define these fields one by one."""
 
     model_config = ConfigDict(strict=True, frozen=True)
 
@@ -150,7 +150,7 @@ def _shown(kind: type[S], values: dict[str, Any]) -> S:
 
 
 def view(before: Look, now: Look) -> RenderableType:
-    """Return all rows of the view. Values that are unknown while the model loads are left out."""
+    """Return all rows of the view. While the model loads, values that are not known yet are left out."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold")
     grid.add_column()
@@ -205,7 +205,7 @@ def _engine_rows(engine: _Engine, rates: _Rates) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class _Rates:
-    """Differences of the engine's lifetime counters between two snapshots, `seconds` apart."""
+    """The increases of the engine's lifetime counters between two snapshots. `seconds`: time between the snapshots."""
 
     before: _Engine
     now: _Engine
@@ -228,7 +228,7 @@ def _checkpoints(model: _Model, engine: _Engine) -> str:
 
 
 def _experts(model: _Model, before: _Engine, now: _Engine) -> str:
-    """Return the line about the load of a layer's busiest expert compared with the mean."""
+    """Return the line that compares the load of a layer's busiest expert with the mean load."""
     earlier, later = (expert_tokens(model.model_dump(), engine.model_dump()) for engine in (before, now))
     return f"busiest to mean, now {_imbalance(later - earlier)}  ever {_imbalance(later)}"
 

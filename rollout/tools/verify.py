@@ -2,9 +2,10 @@
 
 A cell is one set of circumstances: the content of the cache, the number of other requests, the chunking of prompts, the
 block size, preemption, and the number of threads. The baseline serves each request alone with a cold cache. A cell
-counts only if its premises are proven: for example, that tokens were reused, that the other requests ran in the same
-steps, or that a preemption happened. The baseline must prove that each variation of a request had an effect. Each cell
-gets its own engine; all engines share one loaded model.
+passes only if its premises are proven. A premise states that a circumstance really occurred: for example, that tokens
+were reused, that the other requests ran in the same steps, or that a preemption happened. The baseline must also prove
+that each variation of the sampling parameters had an effect. Each cell has a separate engine; all engines share one
+loaded model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from trueroll.errors import printable
@@ -29,6 +29,7 @@ from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model
+from .progress import tracked
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 from .verify_subjects import (
     Sizes,
@@ -74,6 +75,38 @@ CELLS = (
     Cell(is_score=True, budget=64),
     Cell(is_score=True, others=31, block_size=8),
 )
+# The cells of `--quick`, one for each kind of circumstances that can be combined.
+QUICK_CELLS = (
+    Cell(cache="warm"),
+    Cell(others=10, budget=64),
+    Cell(others=10, is_starved=True),
+    Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
+    Cell(is_score=True, budget=64),
+)
+QUICK_SIZES = Sizes(prompt_lengths=(150, 64, 5))
+LEFT_OUT = (
+    "quick: {run} of {all} cells, prompts of up to {longest} tokens instead of {usual}. Left out: token by token, "
+    "unlimited budget, multi-turn, 31 others, other block sizes and numbers of threads one by one, and most "
+    "combinations. Run verify without --quick for all of them."
+)
+LEGEND = """\
+Each row is a cell: the same requests, served under the circumstances it names.
+  samples, tokens  how many are compared with the baseline, the first row
+  differences      tokens of which any bit differs, in the id, the log-prob or
+                   another requested number; a sample with another end adds 1
+  premises         evidence that the circumstances occurred; if one FAILED, the
+                   cell proves nothing
+    reused, reread   prompt tokens, or tokens of earlier answers, from the cache
+    chunks           steps in which the longest prompt was computed
+    together         samples that shared a step
+    preempted        samples that lost their memory and were recomputed
+    threads          CPU threads that computed
+    ended by, held   requests of the baseline on which a stop token, a stop
+    back, other ...  string, min_tokens or other log-probs had an effect
+Circumstances: others are requests that run at the same time; budget is the
+limit of tokens per step, block the number of tokens in a block of the cache;
+score computes the log-probs of given tokens."""
+
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
     Cell(cache="warm", interval=16, states="hit"),
@@ -94,8 +127,9 @@ ROUTE_CELLS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """A cell's results for the tokens of the sample `key`, from token `start` on.
+    """The results of a cell for one sample, from token `start` of the sample on.
 
+    - `key`: request id and index of the sample
     - `rows`: the array of `rows_of`
     - `end`: finish reason and stop reason of a sample; None for a score
     - `routes`: `routed_experts` of prompt and sample, for a model with experts
@@ -110,7 +144,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class CellResult:
-    """The result of a cell: the numbers of compared samples and tokens, and the total of `count_differences`."""
+    """The result of a cell: the number of compared samples, the number of compared tokens, and the total of
+    `count_differences`.
+    """
 
     cell: Cell
     samples: int
@@ -127,26 +163,31 @@ class CellResult:
         return self.differences == 0 and not self.failed_premises
 
 
-def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> Iterator[CellResult]:
-    """Yield the baseline's result, then a result for each of `cells_of`.
+def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False) -> Iterator[CellResult]:
+    """Yield the result of the baseline, and then the result of each cell in `cells_of`.
 
-    `loaded`: the model of `config`. Dtype, device and backend come from `config` too. Raise ConfigError if the model
-    does not support `sizes.num_positions` tokens.
+    `loaded`: the model of `config`. The dtype, device and backend are also taken from `config`. Raise ConfigError if
+    the model does not support `sizes.num_positions` tokens.
     """
     lab = _Lab(config, loaded, sizes)
     runs, premises = lab.run(Cell(), {})
     baseline = {(sample.request_id, sample.index): sample for run in runs for sample in run.samples}
     yield CellResult(Cell(), len(baseline), 0, 0, premises + check_variations(runs))
-    for cell in cells_of(loaded):
+    for cell in cells_of(loaded, quick):
         runs, premises = lab.run(cell, baseline)
         pieces = [piece for run in runs for piece in pieces_of(run, baseline, cell.num_reread)]
         yield compare(cell, pieces, baseline, premises)
 
 
-def cells_of(loaded: LoadedModel) -> Sequence[Cell]:
-    """Return CELLS, with STATE_CELLS if the model has recurrent layers and ROUTE_CELLS if it has experts."""
+def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
+    """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
+    `quick`: return QUICK_CELLS instead of CELLS, plus only the first cell of each additional list.
+    """
     spec = loaded.model.spec
-    return CELLS + (STATE_CELLS if spec.delta_nets else ()) + (ROUTE_CELLS if spec.experts else ())
+    more = (STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
+    if quick:
+        return sum((cells[:1] for cells in more), QUICK_CELLS)
+    return sum(more, CELLS)
 
 
 class _Lab:
@@ -160,7 +201,7 @@ class _Lab:
         self.subjects += make_variations(self.subjects, self._serve, loaded.folder)
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
-        """Return all runs of a cell and its premises."""
+        """Run a cell. Return all runs of the cell and the checked premises."""
         with _thread_count(cell.threads):
             engine = Engine(self._engine_config(cell), self.loaded)
             runs = list(self._runs(engine, cell, baseline))
@@ -193,7 +234,7 @@ class _Lab:
         )
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
-        """Return sample 0 under the circumstances of the baseline."""
+        """Serve a request under the circumstances of the baseline, and return sample 0."""
         engine = Engine(self._engine_config(Cell()), self.loaded)
         return next(sample for sample in run_together(engine, [request]).samples if sample.index == 0)
 
@@ -207,7 +248,9 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
-        """Yield the subjects in batches. Fillers bring each batch to the size that the cell wants."""
+        """Yield the compared requests in batches. If a batch has fewer than `cell.others` + 1 requests, fillers are
+        added.
+        """
         subjects = self.subjects
         if cell.budget == 1:
             subjects = [s for s in subjects if len(s.prompt_token_ids) <= self.sizes.longest_token_by_token]
@@ -249,7 +292,8 @@ def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
 def run_together(engine: Engine, requests: Sequence[Request], lose_all_after: int | None = None) -> Run:
     """Serve all requests at once until they finish.
 
-    After `lose_all_after` steps, all running requests are recomputed, as after a commit of weights.
+    After `lose_all_after` steps, interrupt the engine, so that all running requests are recomputed, as after a commit
+    of weights.
     """
     outputs, history = [], [engine.stats()]
     for request in requests:
@@ -274,7 +318,9 @@ def _thread_count(threads: int | None) -> Iterator[None]:
 
 
 def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
-    """Yield a run's results for samples of the baseline. The run's samples begin with token `start`."""
+    """Yield the results of a run for each sample that the baseline also has. The samples of the run begin with token
+    `start` of the baseline's samples.
+    """
     for output in run.outputs:
         if isinstance(output, ScoreOutput):
             request_id, index = output.request_id.rsplit("/", 1)
@@ -286,9 +332,10 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
 
 
 def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
-    """Return all records of the tokens as int32 [num_tokens, width]: their ids, and the bits of all numbers.
+    """Return the record of each token as int32 [num_tokens, width]: the token id, and the bits of the token's log-prob
+    and other numbers.
 
-    The tokens of a score are the last ones of its sequence.
+    For a score, `token_ids` are the last tokens of the scored sequence.
     """
     columns = [column[len(column) - len(token_ids) :] for column in columns_of(output).values()]
     bits = [np.ascontiguousarray(column).view(np.int32) for column in columns]
@@ -311,10 +358,10 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
 
 
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
-    """Return the number of tokens with any different bit in their record.
+    """Return the number of tokens with a record that differs in any bit.
 
-    A missing token counts as a difference, and so does a different end of the sample. Each token with different routes,
-    including tokens of the prompt, counts once more.
+    A missing token counts as a difference. A different end of the sample counts as one more difference. Each token with
+    different routes, including tokens of the prompt, also counts as one more difference.
     """
     rows = rows_of(expected, expected.token_ids)[piece.start :]
     other_end = piece.end is not None and piece.end != _end(expected)
@@ -333,17 +380,32 @@ def _different_rows(expected: np.ndarray, found: np.ndarray) -> int:
     return int(differs.sum()) + abs(len(expected) - len(found))
 
 
-def verify(config: EngineConfig, console: Console, json_file: Path | None = None, sizes: Sizes = SIZES) -> bool:
+def verify(
+    config: EngineConfig,
+    console: Console,
+    json_file: Path | None = None,
+    sizes: Sizes | None = None,
+    quick: bool = False,
+) -> bool:
     """Run the matrix on the model of `config`, print its table, and write it to `json_file`. Return whether it passed.
 
-    Raise ConfigError or ModelError if the model cannot be loaded or its context is too short for the matrix.
+    `quick`: run fewer cells with shorter prompts. Raise ConfigError or ModelError if the model cannot be loaded or its
+    context is too short for the matrix.
     """
     loaded = load_model(config)
-    matrix = run_matrix(config, loaded, sizes)
-    total = len(cells_of(loaded)) + 1
-    results = list(track(matrix, "verifying", total=total, console=console, transient=True))
+    sizes = sizes or (QUICK_SIZES if quick else SIZES)
+    matrix = run_matrix(config, loaded, sizes, quick)
+    total = len(cells_of(loaded, quick)) + 1
+    results = list(tracked(matrix, "verifying", total))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
     console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
+    console.print(LEGEND, markup=False, highlight=False)
+    if quick:
+        run, every = (len(cells_of(loaded, each)) + 1 for each in (True, False))
+        console.print(
+            LEFT_OUT.format(run=run, all=every, longest=max(sizes.prompt_lengths), usual=max(SIZES.prompt_lengths)),
+            markup=False,
+        )
     if loaded.backend.note:
         console.print(
             f"backend {loaded.backend.name}, not a faster one: {printable(loaded.backend.note)}", markup=False

@@ -1,7 +1,9 @@
-"""The premises of the exactness matrix: the claims of the cells and of the baseline, and the evidence for them.
+"""The premises of the exactness matrix: what each cell and the baseline claim about their runs, and the evidence for
+these claims.
 
-A cell claims its circumstances, and the baseline claims that each way to sample had an effect. The evidence is the
-engine's outputs, and its counters before and after every step. Pure functions; nothing is run here.
+A cell claims that its circumstances occurred. The baseline claims that each variation of the sampling parameters had an
+effect. The evidence is the engine's outputs, and the engine's counters before and after every step. All functions in
+this module are pure; the module runs no engine.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ class Cell:
 
     - `others`: number of requests that are served together with each request
     - `budget`: maximum number of tokens in a step
-    - `num_reread`: number of decoded tokens that are read again as part of a prompt
+    - `num_reread`: number of generated tokens that become part of the prompt of the next request
     - `is_starved`: there are too few KV blocks for all running requests
-    - `is_score`: log-probs of given tokens are computed
+    - `is_score`: the requests only compute log-probs of given tokens
     - `threads`: number of threads; None: unchanged
     - `interval`, `checkpoints`: for models with recurrent layers, the engine's `state_interval` and `state_budget`
-    - `states`: for models with recurrent layers, what must happen to checkpoints
-    - `routes`: for models with experts, whether a warm cache has the chosen experts: `unknown` (it does not have them)
-      or `added` (a later request has added them)
+    - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
+    - `routes`: for models with experts, whether a warm cache stores the experts that were chosen for each token:
+      `unknown` (the cache does not store the experts) or `added` (a later request has added the experts to the cache)
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -103,15 +105,17 @@ class Run:
     def reused(self) -> int:
         """Number of prompt tokens found in the cache.
 
-        Requests that joined a running computation of their prompt do not count. They are recognized because they report
-        all tokens as cached, while a lookup never finds the last token.
+        Requests that shared a running computation of the same prompt are not counted. Such a request reports all its
+        prompt tokens as cached, while a cache lookup never finds the last token.
         """
         lengths = {r.id: len(r.prompt_token_ids) for r in self.requests if isinstance(r, GenerateRequest)}
         return sum(s.num_cached_tokens for s in self.samples if s.num_cached_tokens < lengths[s.request_id])
 
     @property
     def hits(self) -> int:
-        """Number of prompt tokens that were not computed, for whatever reason."""
+        """Number of prompt tokens that were not computed, either because the cache had the tokens or because a request
+        shared a running computation.
+        """
         return self.growth("prefix_hits")
 
     def growth(self, counter: str) -> int:
@@ -124,7 +128,9 @@ class Run:
 
     @property
     def steps(self) -> list[tuple[int, int]]:
-        """(prompt tokens, decoded tokens) computed in each step. Each decoding sample has one decoded token."""
+        """For each step: the number of computed prompt tokens, and the number of decoded tokens (one for each decoding
+        sample).
+        """
         prompts = [
             after.computed_prompt_tokens - before.computed_prompt_tokens for before, after in pairwise(self.history)
         ]
@@ -135,9 +141,9 @@ class Run:
     def together(self) -> int:
         """Maximum number of samples that decoded in one step.
 
-        The number is that of the decoded tokens, but at most that of the sequences that ran before the step, since a
-        preempted sample recomputes several tokens. Score requests do not decode; their number is that of the requests
-        that must have shared a step.
+        The number of samples in a step is the number of decoded tokens, but at most the number of sequences that ran
+        before the step, because a preempted sample recomputes several tokens. Score requests do not decode. For score
+        requests, return the number of requests that must have shared a step.
         """
         if not self.samples:
             return -(-len(self.requests) // len(self.steps))
@@ -151,7 +157,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Premise:
-    """A circumstance, the number that was observed for it, and whether this number matches the claim."""
+    """A claimed circumstance, the observed number for this circumstance, and whether the number matches the claim."""
 
     name: str
     seen: int
@@ -168,9 +174,10 @@ _STATE_COUNTERS = {
 
 
 def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool = False) -> list[Premise]:
-    """Return all premises of a cell, checked on its `runs`.
+    """Check the premises of a cell against its `runs`, and return all of them.
 
-    `num_threads`: number of threads during the runs. `cuts`: prompts are also split at checkpoints.
+    `num_threads`: number of threads during the runs. `cuts`: whether prompts are also split at checkpoints of recurrent
+    states.
     """
     preemptions = sum(run.preemptions for run in runs)
     return [
@@ -186,9 +193,8 @@ def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool
 
 @dataclass(frozen=True)
 class _Variation:
-    """The first sample of a request, and the first sample of the request that it varies.
-
-    The varied request is the first one with the same prompt and seed.
+    """The first sample of a request with varied parameters, and the first sample of the original request. The original
+    request is the first request with the same prompt and seed.
     """
 
     params: SamplingParams
@@ -216,7 +222,9 @@ class _Variation:
 
 
 def check_variations(runs: Sequence[Run]) -> list[Premise]:
-    """Return the premises of the baseline: each variation had an effect on its sample. Each run has one request."""
+    """Return the premises of the baseline: each variation of sampling parameters had an effect. Each run has one
+    request.
+    """
     variations = list(_variations(runs))
     delayed = [v for v in variations if v.params.stop_token_ids]
     in_text = [v.was_ended for v in variations if v.params.stop]
@@ -245,7 +253,9 @@ def _showed(name: str, seen: list[bool]) -> Premise:
 
 
 def _finish_premise(runs: Sequence[Run]) -> Premise:
-    """Return the premise that every sample and score arrived and that none ended with an error."""
+    """Return the premise that every sample and score is complete: no output is missing, and no output ended with an
+    error.
+    """
     expected = sum(
         request.params.n if isinstance(request, GenerateRequest) else 1 for r in runs for request in r.requests
     )
@@ -269,7 +279,9 @@ def _reuse_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
 
 
 def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
-    """Return the premise about checkpoints of recurrent states, if the cell claims any."""
+    """Return the premise about checkpoints of recurrent states; an empty list if the cell makes no claim about
+    checkpoints.
+    """
     counter = _STATE_COUNTERS.get(cell.states)
     if counter is None:
         return []
@@ -280,9 +292,9 @@ def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
 def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
     """Return the premise about the number of chunks per prompt.
 
-    If a sample runs alone, the number must be exactly the number that the budget implies. Otherwise it may be larger,
-    because a waiting sample of a group recomputes the end of its prompt, which adds chunks. With a warm cache there is
-    little to split, so the number is not checked.
+    If a sample runs alone, the number of chunks must be exactly the number that the budget implies. Otherwise, the
+    number of chunks may be larger, because a waiting sample of a group recomputes the end of its prompt, which adds
+    chunks. With a warm cache, few prompt tokens are left to split into chunks, so the number of chunks is not checked.
     """
     chunks = [sum(prompt > 0 for prompt, _ in run.steps) for run in runs]
     expected = [-(-run.longest // cell.budget) for run in runs]
@@ -297,9 +309,8 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
 
 
 def _company_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
-    """Return the premise about the number of samples, or score requests, that shared a step.
-
-    A starved cell and a score cell claim only that several requests shared a step.
+    """Return the premise about the number of samples, or score requests, that shared a step. Cells with `is_starved` or
+    `is_score` claim only that several requests shared a step.
     """
     together = [run.together for run in runs]
     if cell.others == 0:

@@ -1,8 +1,9 @@
-"""The requests of the exactness matrix: requests for each way to sample, and fillers that run beside them.
+"""The requests of the exactness matrix: the compared requests, with various sampling parameters, and fillers that run
+at the same time.
 
-Owns the requests, but not how they are served. A variation has the prompt and seed of another request, so that a
-comparison of the two shows its effect. The stop tokens and stop strings of variations are taken from the text that the
-model generates without them.
+Owns the requests, but does not serve the requests. A variation is a request with the prompt and seed of an original
+request but other parameters, so that a comparison of the two requests shows the effect of the parameters. The stop
+tokens and stop strings of a variation are taken from the text that the model generates for the original request.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ Serve = Callable[[GenerateRequest], SampleOutput]
 class Sizes:
     """The sizes of the matrix.
 
-    - `prompt_lengths`: each length has a greedy and a seeded request
+    - `prompt_lengths`: lengths of the prompts; for each length, there is a greedy request and a seeded request
     - `max_tokens`: new tokens of each sample
-    - `longest_token_by_token`: maximum length of a prompt in the cell that computes one token in each step
+    - `longest_token_by_token`: maximum length of a prompt in the cell in which each step computes only one token
     - `varied_length`: length of the prompt that all variations of sampling use
     """
 
@@ -48,14 +49,13 @@ class Sizes:
 
     @property
     def num_positions(self) -> int:
-        """Length of the longest prompt with its new tokens."""
+        """Length of the longest prompt plus its new tokens."""
         return max(self.prompt_lengths) + self.max_tokens
 
 
 def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[GenerateRequest]:
-    """Return a request for each prompt with each of SAMPLINGS, and the plain group as the last request.
-
-    Prompts are random but always the same. `routes`: request the routed experts of all tokens.
+    """Return a request for each combination of prompt and SAMPLINGS, followed by a request with the parameters PLAIN.
+    Prompts are random, but every call returns the same prompts. `routes`: request the routed experts of all tokens.
     """
     update = dict(max_tokens=sizes.max_tokens, return_routed_experts=routes)
     generator = np.random.default_rng(0)
@@ -73,8 +73,8 @@ def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[G
 def make_variations(subjects: list[GenerateRequest], serve: Serve, folder: Path) -> Iterator[GenerateRequest]:
     """Yield two variations.
 
-    The first is the plain group with stop tokens and `min_tokens`. The second is the seeded request of the same prompt
-    with raw log-probs and, if the model in `folder` has a tokenizer, a stop string.
+    The first variation is the plain request with stop tokens and `min_tokens`. The second variation is the seeded
+    request for the same prompt, with raw log-probs and, if the model in `folder` has a tokenizer, with a stop string.
     """
     plain = subjects[-1]
     (seeded,) = (s for s in subjects if s.id == f"seeded {len(plain.prompt_token_ids)}")
@@ -85,7 +85,7 @@ def make_variations(subjects: list[GenerateRequest], serve: Serve, folder: Path)
 
 
 def stop_string_obstacle(folder: Path) -> str:
-    """Return why stop strings cannot be used, or an empty string if they can."""
+    """Return the reason why stop strings cannot be used; an empty string if stop strings can be used."""
     try:
         load_vocabulary(folder)
     except InvalidRequestError as error:
@@ -94,15 +94,16 @@ def stop_string_obstacle(folder: Path) -> str:
 
 
 def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest:
-    """Return a request for only the first sample, with changed parameters."""
+    """Return a copy of a request with changed parameters, for only the first sample."""
     return dataclasses.replace(with_params(request, n=1, **update), id=f"{name} {len(request.prompt_token_ids)}")
 
 
 def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
     """Return the plain request with two stop tokens: `min_tokens` delays the first, and the second ends the sample.
 
-    The first is the token with which the plain sample begins. The second is a late token of the sample. If that token
-    also occurs among the first `min_tokens` tokens, it is banned there and the sample changes, so the search goes on.
+    The first stop token is the first token of the plain sample. The second stop token is a late token of the sample. If
+    the second stop token also occurs among the first `min_tokens` tokens, the token is banned in these positions and
+    the sample changes, so the function tries another token.
     """
     stop_tokens = set(serve(plain).token_ids[:1])
     while True:
@@ -115,13 +116,17 @@ def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
 
 
 def _find_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
-    """Return up to two characters from the text of all but the last tokens, or a line break if there is no text."""
+    """Return the last one or two characters of the text before the last three tokens. Without text, return a line
+    break.
+    """
     whole = [part for part in vocabulary.decode(token_ids[:-3]).split("\ufffd") if part]
     return whole[-1][-2:] if whole else "\n"
 
 
 def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequest]:
-    """Return requests that only run beside the compared requests, with prompts of 3 to 40 tokens."""
+    """Return requests that run at the same time as the compared requests, but are not compared. The prompts have 3 to
+    40 tokens.
+    """
     generator = np.random.default_rng(1)
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=sizes.max_tokens)
     prompts = [generator.integers(0, vocab_size, 3 + 7 * i % 38, np.int32) for i in range(count)]
@@ -129,7 +134,7 @@ def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequ
 
 
 def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
-    """Return a request that scores a sample with the distribution of its log-probs."""
+    """Return a request that scores a sample under the distribution to which the sample's log-probs refer."""
     token_ids = np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32)
     asked = _distribution_of(subject.params)
     return ScoreRequest(
@@ -142,7 +147,7 @@ def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
 
 
 def _distribution_of(params: SamplingParams) -> Distribution:
-    """Return the distribution of a sample's log-probs, without the effect of `min_tokens`."""
+    """Return the distribution to which a sample's log-probs refer, without the effect of `min_tokens`."""
     if params.logprobs == "raw":
         return Distribution()
     names = Distribution.model_fields if params.logprobs == "processed" else ("temperature",)
@@ -155,5 +160,5 @@ def may_end_early(request: GenerateRequest) -> bool:
 
 
 def with_params(request: GenerateRequest, **update: Any) -> GenerateRequest:
-    """Return the request with changed parameters."""
+    """Return a copy of a request with changed parameters."""
     return dataclasses.replace(request, params=request.params.model_copy(update=update))

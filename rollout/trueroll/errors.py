@@ -1,11 +1,11 @@
-"""The exception hierarchy: every error that a user can meet is a `TruerollError`, whichever folder raises it.
+"""The exception hierarchy. Every error that trueroll raises to users is a `TruerollError`.
 
-Every class has a `code`, which stands for the class on the wire (`docs/protocol.md`). Every message says what is wrong,
-with the value, and what to do. Quotes in messages are short: `brief` and `said` cut them. `printable` escapes text from
-outside before it is shown to people.
+Every class has a `code`, which identifies the class in messages (`docs/protocol.md`). Every error text says what is
+wrong, with the value, and what to do. `brief` and `said` shorten quoted text. `printable` escapes external text before
+it is shown to people.
 
-This module imports the standard library only. Every folder imports it, and so does a client without torch. It is
-installed as `trueroll.errors`, outside the package `trueroll.rollout`, although the file is in the folder `rollout`.
+This module imports only the standard library, because all packages import it, even a client without torch. The module
+is installed as `trueroll.errors`, outside the package `trueroll.rollout`, although the file is in the folder `rollout`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_VALUE_CHARS = 80
 
 
 class TruerollError(Exception):
-    """Base class of every error that a user of trueroll can meet.
+    """Base class of every error that trueroll raises to users.
 
-    Besides the text, an error has attributes for programs. Each is None if it does not apply.
+    Besides the text, an error has attributes for programs. An attribute is None if it does not apply.
 
-    - `field`: the invalid parameter, as the caller wrote it, such as `max_tokens` or `prompts[3]`
-    - `value`: the invalid value: a number, a boolean or a text of at most `MAX_VALUE_CHARS` characters; for any other
-      value the text that `brief` returns
-    - `limit`: the number that limits the value
+    - `field`: the invalid parameter, named as in the caller's code, such as `max_tokens` or `prompts[3]`
+    - `value`: the invalid value, if it is a number, a boolean, or a text of at most `MAX_VALUE_CHARS` characters. For
+      any other value, the text that `brief` returns.
+    - `limit`: the numeric limit on the value
     """
 
     code = "internal"
@@ -59,7 +59,7 @@ class ModelError(TruerollError):
 
 
 class InvalidRequestError(TruerollError):
-    """A request is invalid and can never be served. No part of it was started."""
+    """A request is invalid and can never be served. No part of the request was started."""
 
     code = "invalid_request"
 
@@ -95,14 +95,14 @@ class QueueFullError(TruerollError):
 
 
 class UnreadError(TruerollError):
-    """The client did not read its replies, so the worker dropped them. Send the request again."""
+    """The client did not read its replies, so the worker dropped the replies. Send the request again."""
 
     code = "unread"
 
 
 class ForbiddenError(TruerollError):
-    """The client's role or connection does not allow this call, its key is unknown, or the worker belongs to another
-    user.
+    """The client's role or connection does not allow this call. Also raised if the client's key is unknown, or if the
+    worker belongs to another user.
     """
 
     code = "forbidden"
@@ -121,7 +121,7 @@ class WorkerFailedError(TruerollError):
 
 
 class IllegalStateError(TruerollError):
-    """The call is not valid in the worker's current state, which the text names."""
+    """The call is not valid in the worker's current state. The error text names the state."""
 
     code = "illegal_state"
 
@@ -133,7 +133,8 @@ class DeadlineError(TruerollError):
 
 
 class PushError(TruerollError):
-    """A push of weights was refused or aborted. The text says why, and names the tensor if one is at fault.
+    """A push of weights was refused or aborted. The error text names the cause; if a tensor is the cause, the text
+    names the tensor.
 
     `lost`: addresses of the lost workers, if lost workers are the cause.
     """
@@ -143,50 +144,56 @@ class PushError(TruerollError):
 
 
 class StaleWeightsError(TruerollError):
-    """The worker serves older weights than the request demands, for example after a restart. Push again."""
+    """The worker serves older weights than the request requires, for example after a restart. Push again."""
 
     code = "stale_weights"
 
 
 class VersionGapError(PushError):
-    """A sparse push is based on weights that the worker does not serve. Push every tensor whole."""
+    """A sparse push contains only changes, and the worker does not serve the weights that were changed. Push every
+    tensor whole.
+    """
 
     code = "version_gap"
 
 
 class OtherBaseError(PushError):
-    """A push of only adapters is based on weights that the worker does not have. Push the whole model."""
+    """A push contains only adapters, and the worker does not have the base weights of the adapters. Push the whole
+    model.
+    """
 
     code = "other_base"
 
 
 class WorkerLostError(TruerollError):
-    """No process, or a different process, answers at the worker's address. Raised by the client, never sent."""
+    """No process, or a different process, answers at the worker's address. Only the client raises this error."""
 
     code = "worker_lost"
 
 
 class AlignmentError(TruerollError):
-    """A trainer's model cannot be aligned or is not aligned, an aligned model got input that it does not support, or
-    the log-probs of trainer and rollout do not match each other.
+    """A trainer's model cannot be aligned or is not aligned. Also raised if an aligned model gets unsupported input, or
+    if the log-probs of trainer and rollout differ.
     """
 
     code = "not_aligned"
 
 
 class RequestAbortedError(TruerollError):
-    """A score request was aborted before its result was ready. Raised by the client, never sent."""
+    """A score request was aborted before its result was ready. Only the client raises this error."""
 
     code = "aborted"
 
 
 _MAX_SAID_CHARS = 300
 LINES = "\n\t"
-"""Characters that `printable` keeps in multi-line text, as its argument `kept`."""
+"""The argument `kept` of `printable` for multi-line text."""
 
 
 class _Brief(reprlib.Repr):
-    """A bounded `repr`. Python's own `repr` visits the whole value, however long, and raises for deep nesting."""
+    """A bounded `repr`. Python's own `repr` visits the whole value, however long, and raises an error for deeply nested
+    values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +219,7 @@ def brief(value: object) -> str:
 
 
 def _plain(value: object) -> Value:
-    """Return the value if it is a number or a short printable text, otherwise its description by `brief`."""
+    """Return the value if it is a number or a short printable text, otherwise the description that `brief` returns."""
     if isinstance(value, int | float):
         return value if _is_small(value) else brief(value)
     if isinstance(value, str) and len(value) <= MAX_VALUE_CHARS and value.isprintable():
@@ -226,12 +233,14 @@ def _is_small(number: int | float) -> bool:
 
 
 def said(cause: object) -> str:
-    """Return another package's message, which may quote a file, as one line: cut and escaped by `printable`."""
+    """Return an error message of another package as one line, shortened and escaped. Such a message may quote the
+    content of a file.
+    """
     return printable(" ".join(str(cause).split())[:_MAX_SAID_CHARS])
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Escape text from outside so that it is safe to show in a terminal or a log.
+    """Escape external text, so that it is safe to show in a terminal or a log.
 
     Invisible characters, and characters that move the cursor or change the writing direction, become Python escapes
     such as `\\x1b`. Backslashes and the characters in `kept` stay as they are.

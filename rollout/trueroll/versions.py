@@ -1,6 +1,6 @@
 """Installed and tested versions of the libraries that trueroll plugs into.
 
-The tested ranges come from pyproject.toml, by way of the installed metadata. Imports the standard library only.
+The tested ranges come from pyproject.toml, through the installed metadata. Imports the standard library only.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The requests of a worker, from their submission to their one terminal reply.
+"""The requests of a worker, from submission to terminal reply.
 
-Owns: for each request, its entry (`ledger`), its admission, its place among the requests that the engine does not have
-yet (`WaitingRoom`), the clients that stream it (`Streams`), and its pending aborts. Does not own: sockets, the engine,
-or the state of the worker. It runs on the worker's thread.
+Owns: entries of requests (`ledger`), admission, requests that wait for the engine (`WaitingRoom`), streams (`Streams`),
+and pending aborts. Does not own: sockets, the engine, or the state of the worker. All code here runs on the thread of
+`Worker.run`.
 
-Promises: every submission of an accepted request gets exactly one terminal reply, unless its client does not read.
-Every request ends through `end`, whether it finishes, fails, is aborted or refused, or ends because its client or the
-worker goes away. After that, only a kept result remains of it. No user can access another user's requests or cached
-prefixes.
+Guarantees: every submission of an accepted request gets exactly one terminal reply, provided that the client reads
+replies. Every request ends through `RequestBook.end`, after success, an error, an abort, a lost client or a shutdown.
+After a request has ended, only the result of the request may be kept. No user can access the requests or the cached
+prefixes of another user.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MOST_CALLERS = 1024
 
 
 class Conditions(NamedTuple):
-    """The parts of the worker's state on which the admission of a request depends.
+    """The parts of the worker's state that determine the admission of a request.
 
     `takes_requests`: the engine accepts requests now. `version`: version of the served weights; None until the model
     has loaded.
@@ -70,9 +70,9 @@ def check_admission(
     ledger: Ledger,
     max_model_len: int | None,
 ) -> None:
-    """Check whether the worker can accept a new request.
+    """Raise an error if the worker cannot accept a new request.
 
-    Raise UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError if it cannot.
+    The error is UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError.
     """
     _check_state(conditions, config)
     num_samples = message.params.n if isinstance(message, Generate) else 1
@@ -90,7 +90,7 @@ def check_admission(
 
 
 def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError unless one more submission can join a known request."""
+    """Raise QueueFullError if a known request cannot accept another submission."""
     is_open = entry.key in ledger.open
     if is_open and len(entry.subscribers) >= (most := config.max_queued_requests):
         raise _too_many("clients are waiting for", entry, most)
@@ -101,16 +101,17 @@ def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, le
 
 
 def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError unless one more submission can wait for the end of an open request."""
+    """Raise QueueFullError if no further submission can wait for the end of an open request."""
     if len(entry.successors) >= (most := config.max_queued_requests):
         raise _too_many("clients are waiting for the end of", entry, most)
     _check_room_to_wait(submission, config, ledger)
 
 
 def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError unless there is room for one more submission of a known request.
+    """Raise QueueFullError if the submissions of known requests would exceed `max_queued_bytes`.
 
-    These submissions have a separate budget, so that a client can submit again after it lost its connection.
+    Submissions of known requests have a separate budget, so that a client can submit a request again after a lost
+    connection.
     """
     more, of = submission.num_bytes, " by submissions of known requests"
     _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
@@ -148,7 +149,9 @@ def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str
 
 
 def _length(message: Generate | GetScores) -> tuple[str, int, int]:
-    """Return the name of the field with the prompt, its length in tokens, and the number of tokens that may follow."""
+    """Return the name of the prompt field, the length of the prompt in tokens, and the number of new tokens that must
+    also fit in the context.
+    """
     if isinstance(message, GetScores):
         return "token_ids", len(message.token_ids) // 4, 0
     num_new = 1 if (most := message.params.max_tokens) is None else most
@@ -156,16 +159,19 @@ def _length(message: Generate | GetScores) -> tuple[str, int, int]:
 
 
 MOST_BYTES = 2**20
-"""Maximum size of a message in bytes, unless a single token is larger."""
+"""Maximum size of a message in bytes. A message with a single token may be larger."""
 Reader: TypeAlias = tuple[bytes, str | None]
-"""The identity of a connection, and the caller behind it."""
+"""The identity of a connection, and the caller that uses the connection."""
 _Place: TypeAlias = tuple[str, int]
-"""A sample: the key of its request, and its index."""
+"""A sample, as the key of the request and the index of the sample."""
 
 
 @dataclass
 class _Stream:
-    """A streamed request. `growths`: the tokens so far of each unfinished sample, by index. `readers`: its readers."""
+    """A streamed request.
+
+    `growths`: the tokens so far of each unfinished sample, by index. `readers`: the request's readers.
+    """
 
     growths: dict[int, Growth] = field(default_factory=dict)
     readers: set[Reader] = field(default_factory=set)
@@ -175,8 +181,8 @@ class _Stream:
 class _Progress:
     """The progress of a reader.
 
-    `keys`: keys of the requests that the reader streams. `told`: number of tokens sent, by sample. `due`: samples with
-    unsent tokens.
+    `keys`: keys of the requests that the reader streams. `told`: for each sample, the number of tokens that were
+    already sent to the reader. `due`: samples with unsent tokens.
     """
 
     keys: set[str] = field(default_factory=set)
@@ -189,18 +195,18 @@ class _Progress:
 
 
 class Streams:
-    """The streams of requests, by key.
+    """The streamed requests, by key, and their readers.
 
-    `send`: sends a message to a connection. `takes`: returns whether a connection has read everything sent before.
+    `send`: sends a message to a connection. `takes`: returns whether a connection has read all messages sent so far.
 
-    Owns: the tokens so far of the unfinished samples of streamed requests, stored once for all readers; and the
-    readers, with the progress of each. Does not own: sockets, the ledger, or the replies that end a sample.
+    Owns: the tokens of unfinished samples in streamed requests, stored once for all readers; and the progress of each
+    reader. Does not own: sockets, the ledger, or the replies that end a sample.
 
-    Promises: a reader gets each token once and in order, starting with the first token even if it joins late. When a
-    sample ends, its readers get no more deltas: the finished sample contains the remaining tokens. Once a reader has
-    read everything sent before, all its unsent tokens go out in one message, or in several of about `MOST_BYTES`. For a
-    reader that does not read, only its position in each sample is stored, however long the samples grow. A request
-    without readers costs nothing.
+    Guarantees: a reader gets each token once and in order, from the first token on. A reader that joins late also
+    starts with the first token. Deltas stop when a sample ends, because the finished sample contains the remaining
+    tokens. Once a reader has read all earlier messages, the stream sends all unsent tokens in one message, or in
+    several messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is
+    stored. A request without readers needs no memory in `Streams`.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -215,7 +221,7 @@ class Streams:
         return key in self._streams
 
     def add(self, key: str, reader: Reader) -> None:
-        """Add a reader of a request. If the reader is already there, it starts again with the first token."""
+        """Add a reader of a request. A reader that is added again starts over with the first token."""
         self._remove(key, reader)
         stream = self._streams.setdefault(key, _Stream())
         stream.readers.add(reader)
@@ -232,14 +238,14 @@ class Streams:
             stream.growths[delta.index] = Growth(delta)
         elif not growth.put(delta):
             raise RuntimeError(
-                f"streams: the delta of {key!r} from token {delta.start} on does not continue its {growth.num_tokens} "
-                "known tokens"
+                f"streams: the delta of {key!r} from token {delta.start} on does not continue the {growth.num_tokens} "
+                "tokens received so far"
             )
         for reader in stream.readers:
             self._fall_due(reader, (key, delta.index))
 
     def end_sample(self, key: str, index: int) -> None:
-        """End a sample for all readers. They get no more deltas of it."""
+        """End a sample for all readers. No reader gets another delta of the sample."""
         if stream := self._streams.get(key):
             stream.growths.pop(index, None)
             for reader in stream.readers:
@@ -259,13 +265,13 @@ class Streams:
                 self._remove(key, reader)
 
     def lose(self, identity: bytes) -> None:
-        """Remove the readers of a connection that gets no more replies."""
+        """Remove the readers of a lost connection."""
         for reader in list(self._by_identity.get(identity, ())):
             for key in list(self._progress[reader].keys):
                 self._remove(key, reader)
 
     def flush(self) -> None:
-        """Send each reader its unsent tokens, if it has read everything sent before."""
+        """Send unsent tokens to each reader that has read all earlier messages."""
         for reader in list(self._due):
             while reader in self._due and self._takes(reader[0]):
                 if parts := self._take(self._progress[reader]):
@@ -315,16 +321,16 @@ class Streams:
 
 @dataclass
 class Waiting:
-    """A waiting request, and its message. `ended`: indices of aborted samples; {0} for an aborted score."""
+    """A waiting request and its message. `ended`: indices of the aborted samples; {0} for an aborted score."""
 
     request: Request
     message: Generate | GetScores
     ended: set[int] = field(default_factory=set)
 
     def abort(self, index: int | None) -> list[Output]:
-        """End sample `index`, or all remaining samples if it is None.
+        """End sample `index`, or all remaining samples if `index` is None.
 
-        Return the outputs of the ended samples. The list is empty if there is nothing to end.
+        Return the outputs of the ended samples; an empty list if no sample was left to end.
         """
         if not isinstance(self.request, GenerateRequest):
             if index is not None or self.ended:
@@ -338,11 +344,12 @@ class Waiting:
 
 
 class WaitingRoom:
-    """The requests that the engine does not have yet, by key.
+    """The requests that have not been sent to the engine yet, by key.
 
-    Owns the record of which of their samples were aborted while they waited. Does not own their ledger entries, or the
-    engine. Promises: requests leave in the order in which they came, except for requests that wait for weights, which
-    are checked again only after the weights may have changed. An aborted sample is never computed.
+    Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
+    requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
+    sample is never computed. Requests that wait for newer weights may be overtaken by later requests, because waiting
+    requests are checked only after a possible change of the weights.
     """
 
     def __init__(self) -> None:
@@ -356,26 +363,28 @@ class WaitingRoom:
         return key in self._due or key in self._early
 
     def add(self, key: str, waiting: Waiting) -> None:
-        """Add a request. The next `take_due` checks it."""
+        """Add a request, to be checked by the next `take_due`."""
         self._due[key] = waiting
 
     def get(self, key: str) -> Waiting | None:
         return self._due.get(key) or self._early.get(key)
 
     def discard(self, key: str) -> None:
-        """Remove a request that has ended or will not be served."""
+        """Remove a request that has ended."""
         self._due.pop(key, None)
         self._early.pop(key, None)
 
     def look_at_all(self) -> None:
-        """Let `take_due` check all requests again, because the weights may have changed."""
+        """Make the next `take_due` check all requests again, because the weights may have changed."""
         self._due, self._early = self._early | self._due, {}
 
     def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
-        """Check the due requests. Remove and return the ones that weights `version` can serve, and the refused ones.
+        """Remove and return the due requests that weights of version `version` can serve, and the due requests that
+        must be refused.
 
-        Each refused request comes with its error. Requests that wait for newer weights stay. `version`: None if it is
-        not known yet; requests that demand a version then stay, too.
+        Refused requests are returned with their errors. Requests that wait for newer weights stay in the waiting room.
+        `version`: None if the model has not loaded; all requests with a `min_weight_version` then stay in the waiting
+        room.
         """
         due, self._due = self._due, {}
         ready: dict[str, Waiting] = {}
@@ -390,13 +399,13 @@ class WaitingRoom:
         return ready, refused
 
     def take_early(self) -> list[Waiting]:
-        """Remove and return the requests that wait for weights, because no more weights will come."""
+        """Remove and return the requests that wait for weights, because no more pushes are accepted."""
         early, self._early = self._early, {}
         return list(early.values())
 
 
 def serves(message: Generate | GetScores, version: int | None) -> bool:
-    """Return whether weights of `version` are new enough for the request."""
+    """Return whether weights of version `version` are new enough for the request."""
     demanded = message.min_weight_version
     return demanded is None or (version is not None and version >= demanded)
 
@@ -405,7 +414,7 @@ def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
     """Return the error for a request that demands newer weights than `version`."""
     return StaleWeightsError(
         f"min_weight_version: the request needs version {message.min_weight_version} or later, but the worker serves "
-        f"version {version}; if the worker was restarted, push again; or use wait_for_weights",
+        f"version {version} (a restarted worker has lost its pushes); push newer weights, or set wait_for_weights",
         field="min_weight_version",
         value=message.min_weight_version,
         limit=version,
@@ -423,10 +432,11 @@ def _empty_scores(id: str) -> ScoreOutput:
 
 
 class Abortion(NamedTuple):
-    """A command to the engine to end samples of `entry`.
+    """An abort that was sent to the engine, for one sample or all samples of `entry`.
 
     `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
-    `ends_successors`: whether the entry had successors when the call came, which it then ends as well.
+    `ends_successors`: whether the entry had successors when the abort call arrived. If `ends_successors` is True, the
+    abort also ends the successors.
     """
 
     entry: Entry
@@ -439,12 +449,12 @@ class RequestBook:
     """The requests of all users.
 
     - `command`: sends a command to the engine.
-    - `send`: sends a frame to a client. If the client can get no more replies, `lose` is called later, outside of all
-      calls of the book.
-    - `takes`: returns whether a client has read everything sent before.
+    - `send`: sends a frame to a client. If `send` loses the client, `lose` is called later, outside of all methods of
+      the book.
+    - `takes`: returns whether a client has read all messages sent so far.
     - `conditions`: returns the current `Conditions`.
-    - `waiting_room`: the requests that the engine does not have yet.
-    - `max_model_len`: in tokens; None until the model has loaded.
+    - `waiting_room`: the requests that have not been sent to the engine yet.
+    - `max_model_len`: maximum context length in tokens; None until the model has loaded.
     """
 
     def __init__(
@@ -470,13 +480,16 @@ class RequestBook:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of unfinished requests that the engine has."""
+        """Number of unfinished requests in the engine."""
         return len(self.ledger.open) - len(self.waiting_room)
 
     # Calls of clients.
 
     def submit(self, identity: bytes, user: str | None, message: protocol.Generate | protocol.GetScores) -> None:
-        """Accept a new request, or another submission of a known one. Raise TruerollError if it is refused."""
+        """Accept a new request, or another submission of a known request.
+
+        Raise TruerollError if the submission is refused.
+        """
         submission = Submission(identity, message.caller, num_streamed_by(message))
         entry = self.ledger.find(user, message)
         is_open = entry is not None and entry.key in self.ledger.open
@@ -521,7 +534,7 @@ class RequestBook:
             self.ledger.acknowledge(scoped(user, id))
 
     def abort(self, identity: bytes, user: str | None, message: protocol.Abort) -> None:
-        """End a request, or remove a caller from it. Raise TruerollError if the call is refused."""
+        """End a request, or only remove a caller from the request. Raise TruerollError if the call is refused."""
         call, key = scoped(user, message.id), scoped(user, message.request_id)
         if not self._aborts.is_new(call, identity, message):
             return
@@ -533,7 +546,7 @@ class RequestBook:
             self._end_named(call, key, message)
 
     def _end_named(self, call: str, key: str, message: protocol.Abort) -> None:
-        """End the request, or the sample, that an abort names."""
+        """End the request or sample that an abort call names."""
         if (entry := self.ledger.open.get(key)) is None:
             unknown = f"request_id: no unfinished request has the id {message.request_id!r}"
             self._aborts.refuse(call, UnknownRequestError(unknown))
@@ -543,10 +556,10 @@ class RequestBook:
             self._tell_engine(Abortion(entry, call, message, bool(entry.successors)))
 
     def lose(self, identity: bytes) -> None:
-        """Remove a client that can get no more replies.
+        """Remove a lost client.
 
-        A request that no client waits for any more ends if it is `while_connected`, or if it still waits for weights. A
-        client that reconnects submits it again.
+        End each request that has no waiting client left, if the request is `while_connected` or waits for weights. A
+        client that reconnects submits the request again.
         """
         self.streams.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
@@ -563,9 +576,9 @@ class RequestBook:
     # Commands and events of the engine.
 
     def admit(self, whatever_state: bool = False) -> None:
-        """Send the waiting requests to the engine if it accepts requests now, or in any state with `whatever_state`.
+        """Send the waiting requests to the engine if the current state allows this or `whatever_state` is True.
 
-        Requests that demand newer weights keep waiting, or are refused.
+        Requests that need newer weights keep waiting or are refused.
         """
         if not len(self.waiting_room):
             return
@@ -574,7 +587,7 @@ class RequestBook:
             self._give(conditions.version)
 
     def _give(self, version: int | None) -> None:
-        """Send the engine the waiting requests for which its weights, `version`, are new enough."""
+        """Send the engine the waiting requests that weights of version `version` can serve."""
         ready, refused = self.waiting_room.take_due(version)
         for key, waiting in ready.items():
             self._command(Add(waiting.request, tuple(waiting.ended)))
@@ -584,13 +597,13 @@ class RequestBook:
             self.end(key, error)
 
     def take_deltas(self, deltas: list[SampleDelta]) -> None:
-        """Take deltas of streamed samples from the engine."""
+        """Handle the engine's deltas of streamed samples."""
         for delta in deltas:
             entry = self.ledger.open[delta.request_id]
             self.streams.grow(entry.key, protocol.delta_message(entry.message.id, delta))
 
     def take_outputs(self, outputs: list[Output]) -> None:
-        """Take finished samples and scores from the engine."""
+        """Handle finished samples and scores from the engine."""
         for output in outputs:
             entry = self.ledger.open[output.request_id]
             if isinstance(output, SampleOutput):
@@ -605,13 +618,13 @@ class RequestBook:
                 self.end(entry.key)
 
     def take_ended(self, event: Ended) -> None:
-        """Take the outputs of an abort from the engine."""
+        """Handle the engine's response to an abort."""
         abortion: Abortion = event.command.tag
         key = abortion.entry.key
         if abortion.call is None or abortion.message is None:
             self.take_outputs(event.outputs)
         elif abortion.ends_successors and self.ledger.open.get(key, abortion.entry) is not abortion.entry:
-            # An earlier abort had ended the entry, and its successors have opened the request again.
+            # An earlier abort has already ended the entry, and the successors have opened the request again.
             self._end_named(abortion.call, key, abortion.message)
         else:
             self._finish_abort(abortion.call, abortion.message, event.outputs)
@@ -634,8 +647,8 @@ class RequestBook:
     def command(self, command: Run, aborts: bool) -> None:
         """Send a command to the engine.
 
-        `aborts`: the command aborts all requests that the engine has. Later submissions of these requests wait until
-        the aborted requests have ended.
+        `aborts`: whether the command aborts all requests in the engine. Later submissions of an aborted request wait
+        until the request has ended.
         """
         if aborts:
             self._interrupted = [entry for key, entry in self.ledger.open.items() if key not in self.waiting_room]
@@ -644,7 +657,7 @@ class RequestBook:
         self._command(command)
 
     def resume(self, outputs: list[Output]) -> None:
-        """Take the outputs of a command that ran between two steps."""
+        """Handle the outputs of a command that ran between two steps."""
         self.take_outputs(outputs)
         interrupted, self._interrupted = self._interrupted, []
         for entry in interrupted:
@@ -657,7 +670,7 @@ class RequestBook:
     def let_in_the_last(self) -> None:
         """Send all waiting requests to the engine.
 
-        Abort those that demand newer weights, because the worker accepts no more pushes.
+        Abort the requests that need newer weights, because the worker accepts no more pushes.
         """
         self.waiting_room.look_at_all()
         self.admit(whatever_state=True)
@@ -665,7 +678,7 @@ class RequestBook:
             self.take_outputs(waiting.abort(None))
 
     def abort_all(self) -> None:
-        """Tell the engine to end every request."""
+        """Send the engine an abort of every request."""
         for entry in list(self.ledger.open.values()):
             self._tell_engine(Abortion(entry))
 
@@ -679,7 +692,9 @@ class RequestBook:
     # Helpers.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors, unless the entry is still open and was, or will be, partly aborted."""
+        """Submit the entry's successors again. No-op while the entry is open and has aborted samples or a pending
+        abort.
+        """
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
         for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
@@ -689,13 +704,17 @@ class RequestBook:
                 self._send(identity, _error_frame(entry, error, caller))
 
     def _tell_engine(self, abortion: Abortion) -> None:
-        """Tell the engine to end the sample that an abort names, or all samples of the entry."""
+        """Send the engine an abort of the sample that the abort call names, or of all samples if the call names no
+        sample.
+        """
         abortion.entry.num_aborts += 1
         index = None if abortion.message is None else abortion.message.index
         self._command(End(abortion.entry.key, index, abortion))
 
     def _finish_abort(self, call: str, message: protocol.Abort, outputs: list[Output]) -> None:
-        """Take the outputs that an abort has ended, and answer the abort; with an error if there are none."""
+        """Handle the outputs of the samples that an abort has ended, and answer the abort call. If there are no
+        outputs, answer with an error.
+        """
         self.take_outputs(outputs)
         if outputs:
             self._aborts.answer(call, _aborted(message, len(outputs)))
@@ -719,7 +738,7 @@ def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> byte
 
 
 def _request_of(entry: Entry) -> Request:
-    """Return the request in the engine's form."""
+    """Convert an entry to a request for the engine."""
     message, params = entry.message, entry.params
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
@@ -744,10 +763,10 @@ def _ends_with_client(entry: Entry) -> bool:
 
 
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
-    """Return the last message of a request.
+    """Return the message that completes a request.
 
-    `max_model_len`: None if the request was aborted before the model had loaded, so that its parameters were never
-    used.
+    `max_model_len`: None if the request was aborted before the model had loaded. If `max_model_len` is None, the reply
+    contains `max_tokens` as submitted.
     """
     assert isinstance(entry.message, protocol.Generate) and entry.params is not None
     num_prompt_tokens = len(entry.message.prompt_token_ids) // 4

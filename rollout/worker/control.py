@@ -1,10 +1,10 @@
 """Control of a worker: the lifecycle calls and the calls of pushes.
 
-Owns: the state (`lifecycle`), and the calls that wait for their turn. Does not own: the current operation and push
-(`pushes`), the socket, the requests, or the engine. It runs on the worker's thread, and reaches the engine only through
-commands.
+Owns: the state (`lifecycle`), and the queue of waiting calls. Does not own: the current operation and push (`pushes`),
+the socket, the requests, or the engine. The code here runs on the thread of `Worker.run`, and reaches the engine only
+through commands.
 
-Promises: operations run one at a time, in the order of their calls. Every call gets exactly one reply, even if the
+Guarantees: operations run one at a time, in the order of their calls. Every call gets exactly one reply, even if the
 worker shuts down or fails.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Host(PushHost, Protocol):
-    """The part of the worker that control uses."""
+    """The interface that `Control` needs from the worker."""
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None: ...
 
@@ -43,10 +43,10 @@ class Host(PushHost, Protocol):
 
 
 class Requests(EngineHost, Protocol):
-    """The part of the requests that control uses."""
+    """The interface that `Control` needs from the request book."""
 
     def admit(self) -> None:
-        """Send the waiting requests to the engine, if `Control.takes_requests`."""
+        """Send the waiting requests to the engine if `Control.takes_requests` is True."""
         ...
 
 
@@ -55,7 +55,7 @@ _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPus
 
 
 class Control:
-    """Handles control calls (`handle`). Call `follow` whenever something may have changed."""
+    """Handles control calls (`handle`). Call `follow` after every event and at `deadline`."""
 
     def __init__(self, host: Host, requests: Requests, calls: Calls, timings: Timings, policy: PushPolicy) -> None:
         self.lifecycle = Lifecycle()
@@ -67,12 +67,12 @@ class Control:
 
     @property
     def takes_requests(self) -> bool:
-        """Return whether new requests may go to the engine now."""
+        """Return whether new requests may be sent to the engine now."""
         return self.lifecycle.state in ("loading", "ready") and self._operations.current is None
 
     @property
     def deadline(self) -> float:
-        """Latest time, in monotonic seconds, at which `follow` has something to do."""
+        """Time, in monotonic seconds, by which `follow` must be called again."""
         return min(self._operations.deadline, self.pushes.deadline)
 
     def finish_loading(self, weights: Destination, device: str) -> None:
@@ -83,11 +83,11 @@ class Control:
         self.lifecycle.finish_loading()
 
     def handle(self, identity: bytes, call: protocol.LifecycleCall | protocol.PushCall | protocol.GetWeights) -> None:
-        """Handle a call, and answer it now or later.
+        """Handle a call. The reply is sent now or later.
 
-        Raise IdConflictError if another call has its id, and QueueFullError if too many calls are pending. For
-        GetWeights, raise IllegalStateError or UnavailableError if the state does not allow it. Other errors are sent as
-        replies.
+        Raise IdConflictError if a different call has the same id, and QueueFullError if too many calls are pending. For
+        GetWeights, raise IllegalStateError or UnavailableError if the state does not allow the call. Other errors are
+        sent as replies.
         """
         if isinstance(call, protocol.GetWeights):
             self._check(call)
@@ -122,7 +122,7 @@ class Control:
         self._requests.admit()
         while self._waiting and self._operations.current is None:
             self._try(self._waiting.popleft())
-            self._requests.admit()  # a later call, such as a drain, covers the requests before it
+            self._requests.admit()  # so that a later call, such as a drain, covers earlier requests
 
     def handle_ran(self, event: Ran) -> None:
         """Record that the engine has finished the action of the current operation."""
@@ -153,7 +153,7 @@ class Control:
                     self._operations.begin(operation)
 
     def _operation_of(self, call: protocol.LifecycleCall) -> Operation | None:
-        """Return the operation for a call, or None if the worker already is in the requested state.
+        """Return the operation for a call; None if the worker is already in the requested state.
 
         Raise TruerollError if the call is not possible.
         """
@@ -181,7 +181,10 @@ class Control:
                 return self._compute_checksums(call)
 
     def _done(self, call: protocol.LifecycleCall, took: Histogram | None = None) -> Callable[[float], None]:
-        """Return the callback for the end of a call's operation. `took`: histogram of the time from now until then."""
+        """Return the `done` callback for a call.
+
+        `took`: histogram that records the time from now until the operation is done.
+        """
         started = time.monotonic()
 
         def done(seconds: float) -> None:
@@ -193,7 +196,7 @@ class Control:
 
     def _sleep(self, call: protocol.Sleep) -> Operation:
         then = self.lifecycle.standing.slept(call.tags, call.level == 2 and "weights" in call.tags)
-        slept = PushError("push: the weights went to sleep before the commit; wake them up and push again")
+        slept = PushError("push: the weights went to sleep before the commit; wake up the weights and push again")
         reply = self._done(call, self._timings.sleep)
 
         def sleep(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
@@ -216,8 +219,8 @@ class Control:
         push_id, version, weights = self.pushes.served, self._host.weight_version(), self.pushes.weights
         if push_id is None:
             raise PushError(
-                "save_weights: only pushed weights can be saved, but this worker serves the model's own checkpoint; "
-                "use the checkpoint"
+                "save_weights: only pushed weights can be saved, but this worker serves the original checkpoint; "
+                "use the original checkpoint"
             )
         self._policy.check_writable(call.folder)
         failed: list[PushError] = []
@@ -264,7 +267,7 @@ class Control:
         operation = self._operations.current
         if operation is not None and is_of_push(operation.call, call.push_id):
             if operation.run is not None:
-                self._waiting.appendleft(call)  # too late to abort: reply once the operation is over
+                self._waiting.appendleft(call)  # too late to abort, so reply after the operation
                 return
             self._operations.cancel(aborted())
         for waiting in [waiting for waiting in self._waiting if is_of_push(waiting, call.push_id)]:
@@ -295,14 +298,14 @@ class Control:
         self._calls.answer(id, protocol.Status(id=id, state=state, weight_version=self._host.weight_version()))
 
     def start_ending(self) -> None:
-        """Refuse waiting calls, and cancel the current operation unless it has reached the engine."""
+        """Refuse waiting calls, and cancel the current operation if the engine has not received the operation yet."""
         if self._operations.current is not None and not self._operations.is_in_engine:
             self._operations.cancel(ending())
         self._refuse_waiting(ending())
         self.lifecycle.start_ending()
 
     def fail_calls(self, error: TruerollError) -> None:
-        """Answer every call with `error`."""
+        """Answer every pending call with `error`."""
         self._operations.fail(error)
         self._refuse_waiting(error)
 

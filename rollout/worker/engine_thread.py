@@ -1,8 +1,8 @@
-"""The thread that owns the engine: no other thread builds, feeds or steps it.
+"""The thread that owns the engine. No other thread builds the engine, adds requests or runs steps.
 
-Commands arrive through a queue, and events leave through a callback. No part of the engine is shared, so no locks are
-needed. A command waits at most one step. Between steps, the thread replaces the `Snapshot` that health and stats read.
-Promises: commands are applied in order, and every exception that the engine raises becomes an event.
+Commands arrive through a queue, and events leave through a callback. The engine needs no locks, because threads do not
+share it. A command waits for at most one step. After each step, the thread replaces the `Snapshot` from which health
+and stats are answered. Guarantees: commands are applied in order, and every exception of the engine becomes an event.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ServedEngine(Protocol):
-    """The part of an engine that the service uses. `trueroll.engine.engine.Engine` is the real one."""
+    """The interface that the worker needs from its engine. `trueroll.engine.engine.Engine` implements this protocol."""
 
     info: Any
     """A dataclass that describes the engine, with fields `backend` and `backend_note`."""
@@ -53,7 +53,9 @@ class ServedEngine(Protocol):
     def settle(self) -> list[Output]: ...
 
     def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]:
-        """Commit new weights. `staging`: must come from `new_staging` of this engine's `weights`."""
+        """Commit new weights. `staging`: the new weights, staged in an area that `new_staging` of this engine's
+        `weights` has returned.
+        """
         ...
 
     def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
@@ -69,15 +71,15 @@ class ServedEngine(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes held now, by tag."""
+        """Return the current memory use in bytes, by tag."""
         ...
 
 
 @dataclass(frozen=True)
 class Add:
-    """Add a request to the engine. Answered by the request's outputs, or by `Refused`.
+    """Add a request to the engine. The response is the request's outputs, or `Refused`.
 
-    `ended`: indices of samples that have already ended and must not be generated.
+    `ended`: indices of samples that were aborted before and must not be generated.
     """
 
     request: Request
@@ -86,9 +88,9 @@ class Add:
 
 @dataclass(frozen=True)
 class Stream:
-    """Stream a request: from now on `Finished` contains deltas of its samples.
+    """Stream a request: from now on, `Finished` events contain deltas of the request's samples.
 
-    The first delta of a sample contains all its tokens so far. No-op if the request has ended.
+    The first delta of a sample contains all tokens so far. No-op if the request has ended.
     """
 
     request_id: str
@@ -96,7 +98,10 @@ class Stream:
 
 @dataclass(frozen=True)
 class End:
-    """End the unfinished samples of a request, or only sample `index`. Answered by `Ended`. `tag`: for the sender."""
+    """End all unfinished samples of a request, or only sample `index`.
+
+    The response is `Ended`. `tag`: returned in the response.
+    """
 
     request_id: str
     index: int | None
@@ -105,9 +110,9 @@ class End:
 
 @dataclass(frozen=True)
 class Run:
-    """Run an action on the engine between two steps. Answered by `Ran`.
+    """Run an action on the engine between two steps. The response is `Ran`.
 
-    `hold`: do not step afterwards, until a `Run` without `hold`.
+    `hold`: after the action, run no steps until a `Run` without `hold`.
     """
 
     action: Callable[[ServedEngine], list[Output]]
@@ -116,12 +121,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Stop:
-    """End the thread, even if requests are unfinished. No event answers it."""
+    """End the thread, even if requests are unfinished. `Stop` has no response."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine is built. `info`: its EngineInfo as a dictionary. `weights`: the destination of pushes."""
+    """The engine is built. `info`: the EngineInfo as a dictionary. `weights`: the destination of pushes."""
 
     info: dict[str, Any]
     weights: Destination
@@ -129,7 +134,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Finished:
-    """The samples and scores that a step finished, and new tokens of unfinished samples of streamed requests."""
+    """The finished samples and scores of a step, and the new tokens of unfinished samples in streamed requests."""
 
     outputs: list[Output]
     deltas: list[SampleDelta]
@@ -145,7 +150,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ended:
-    """The outputs that an `End` ended; empty if there was nothing to end."""
+    """The outputs of the samples that an `End` command ended; empty if the command found no unfinished samples."""
 
     command: End
     outputs: list[Output]
@@ -153,7 +158,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Ran:
-    """The outputs that a `Run` finished, and the seconds that it took, during which the engine did not step."""
+    """The outputs of the samples and scores that a `Run` command finished.
+
+    `seconds`: duration of the action, during which the engine did not step.
+    """
 
     command: Run
     outputs: list[Output]
@@ -173,7 +181,7 @@ Event: TypeAlias = Loaded | Finished | Refused | Ended | Ran | Failed
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The engine after its last step.
+    """The state of the engine after its last step.
 
     `stats`: lifetime counters. `memory`: bytes by tag. `progress_at`: time at which the engine last made progress, in
     monotonic seconds.
@@ -186,10 +194,11 @@ class Snapshot:
 
 
 class EngineThread(threading.Thread):
-    """Builds the engine, then applies commands and runs steps until `Stop`. Put each `Command` into `commands`.
+    """Builds the engine, and then applies commands and runs steps until a `Stop` command arrives. Put each `Command`
+    into `commands`.
 
-    `publish`: called on this thread with every event. `step_seconds`: histogram of step durations. `snapshot`: None
-    until the engine is built.
+    `publish`: called on the engine thread with every event. `step_seconds`: histogram of step durations. `snapshot`:
+    None until the engine is built.
     """
 
     def __init__(
@@ -209,7 +218,7 @@ class EngineThread(threading.Thread):
             self._take_snapshot(engine, made_progress=True)
             self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights))
             self._loop(engine)
-        except BaseException as error:  # whatever ends the thread must be reported
+        except BaseException as error:  # every cause of the thread's end must be reported
             self._publish(Failed(error))
 
     def _loop(self, engine: ServedEngine) -> None:
@@ -226,7 +235,10 @@ class EngineThread(threading.Thread):
         return engine.has_unfinished and not self._is_held
 
     def _apply_commands(self, engine: ServedEngine) -> bool:
-        """Apply all pending commands, and wait for more while the engine has no work. Return False after `Stop`."""
+        """Apply all pending commands.
+
+        While the engine has no work, wait for more commands. Return False after `Stop`.
+        """
         has_work = self._has_work(engine)
         while True:
             try:

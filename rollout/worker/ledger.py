@@ -1,20 +1,20 @@
-"""The worker's record of requests and calls. It makes submissions idempotent, so results survive a lost connection.
+"""Stores requests and calls, so that submissions are idempotent and results survive a lost connection.
 
-`Ledger` owns the request ids of all users. For each id it stores the content of the request, the submissions that wait
-for it, and the replies so far. It stores replies as encoded frames and does not send them. `Calls` owns the pending
-calls that have one reply each, the clients that sent them, and the last replies, for clients that did not get them.
-Does not own: sockets, the engine, the effect of a call, or the decision to accept a request.
+`Ledger` owns the request ids of all users. For each id, `Ledger` stores the content of the request, the waiting
+submissions, and the replies so far as encoded frames. `Ledger` does not send replies. `Calls` owns the pending calls
+that get a single reply, and the clients of each pending call. `Calls` also keeps the latest replies, for clients that
+lost a reply. This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
 
-Promises:
+Guarantees:
 
-- While an id is known, it always stands for the same content. Each user has a separate set of ids.
-- An open entry is never dropped. Finished entries are kept until they are acknowledged or the limits evict them, the
-  first finished ones first.
-- Aborted results go only to callers that had submitted the request before the abort.
-- The entries that a connection waits for are found without a search through all entries.
-- A call that is sent several times, for example after a reconnect, is executed once, and each copy is answered. This
-  holds while the call is pending or its reply is among the last `MAX_REMEMBERED`. A different call with the same id is
-  refused.
+- A known id always belongs to the same content. Each user has a separate set of ids.
+- An open entry is never dropped. Finished entries are kept until they are acknowledged or evicted. If a limit is
+  exceeded, the entry that finished first is evicted first.
+- Aborted results are sent only to callers that submitted the request before the abort.
+- Open entries are indexed by the connections that wait for them.
+- A call that is sent several times, for example after a reconnect, is executed once, and each copy is answered. The
+  ledger recognizes copies of pending calls and of the `MAX_REMEMBERED` calls that were answered last. A different call
+  with the same id is refused.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ..protocol import Generate, GetScores
 
 
 def scoped(user: str | None, id: str) -> str:
-    """Return a key for an id of this user, unique among the ids of all users. User names contain no slash."""
+    """Return a key for an id of this user. Keys of different users differ, because user names contain no slash."""
     return id if user is None else f"{user}/{id}"
 
 
 def salt_of(user: str | None, cache_salt: str | None) -> str | None:
     """Return the cache salt that the engine uses for a request.
 
-    Requests without a `cache_salt` share prefixes only with the same user's requests, under a salt that no other user
-    can choose. Requests with the same `cache_salt` share prefixes even across users.
+    A request without `cache_salt` gets a salt that only requests of the same user have, so prefixes are not shared
+    between users. Requests with the same `cache_salt` share prefixes even across users.
     """
     if user is None:
         return cache_salt
@@ -48,19 +48,22 @@ def salt_of(user: str | None, cache_salt: str | None) -> str | None:
 
 
 FIXED_BYTES = 4096
-"""Estimated size of a request without its tokens."""
+"""Estimated memory of a request without its tokens, in bytes."""
 INT_BYTES = 36
-"""Estimated size of a number in memory, including its slot in a tuple."""
+"""Estimated memory of a number, including its slot in a tuple, in bytes."""
 SPAN_BYTES = 256
-"""Estimated size of a span in memory."""
+"""Estimated memory of a span, in bytes."""
 NAME_BYTES = 256
-"""Estimated size of a waiting submission, or of a remembered caller, without its name."""
+"""Estimated memory of a waiting submission or of a remembered caller, without the caller's name, in bytes."""
 STREAM_BYTES = 256
-"""Estimated size of the stream of one sample for one submission."""
+"""Estimated memory for streaming one sample to one submission, in bytes."""
 
 
 def num_bytes_of(message: Generate | GetScores) -> int:
-    """Return the estimated memory of a request's content in bytes. Tokens count twice: as bytes and as an array."""
+    """Return the estimated memory of a request's content in bytes.
+
+    Tokens count twice, because they are stored as bytes and as an array.
+    """
     beside = FIXED_BYTES + SPAN_BYTES * len(message.spans)
     if isinstance(message, GetScores):
         return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
@@ -70,7 +73,7 @@ def num_bytes_of(message: Generate | GetScores) -> int:
 
 
 def num_bytes_to_name(caller: str | None) -> int:
-    """Return the estimated memory, in bytes, that it takes to remember `caller`."""
+    """Return the estimated memory of a remembered caller, in bytes."""
     return NAME_BYTES + _text_bytes(caller)
 
 
@@ -80,9 +83,9 @@ def num_streamed_by(message: Generate | GetScores) -> int:
 
 
 def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) -> Generate | GetScores:
-    """Return a copy of a request with this `caller` and `deltas`.
+    """Return a copy of a request with the given `caller` and `deltas`.
 
-    With the same `caller` and `deltas`, two submissions of the same request are equal.
+    Two submissions of the same request are equal once they have the same `caller` and `deltas`.
     """
     if isinstance(message, Generate):
         return message.model_copy(update={"caller": caller, "deltas": deltas})
@@ -92,15 +95,15 @@ def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) ->
 def _text_bytes(*texts: str | None) -> int:
     """Return an upper bound on the texts' memory in bytes.
 
-    `sys.getsizeof` is not used, because its result grows once Python also stores the text as UTF-8.
+    `sys.getsizeof` is not used, because its result grows when Python caches the text's UTF-8 encoding.
     """
     return sum(len(text) if text.isascii() else 8 * len(text) for text in texts if text)
 
 
 class Submission(NamedTuple):
-    """A recipient of replies: the identity of a connection, and the caller behind it.
+    """A recipient of replies: the identity of a connection, and the caller that uses the connection.
 
-    `num_streamed`: number of samples for which it wants deltas.
+    `num_streamed`: number of samples for which the submission requests deltas.
     """
 
     identity: bytes
@@ -114,7 +117,7 @@ class Submission(NamedTuple):
 
 
 class Submissions:
-    """The waiting submissions of one request, by connection. `num_bytes`: their estimated size."""
+    """The waiting submissions of one request, by connection. `num_bytes`: estimated size of the submissions."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, list[Submission]] = {}
@@ -154,19 +157,19 @@ class Submissions:
 
 @dataclass(eq=False)
 class Entry:
-    """One request: its content as submitted, the submissions that wait for it, and the frames sent for it so far.
+    """One request: the submitted content, the waiting submissions, and the frames sent so far.
 
-    - `key`: its key among the requests of all users. `user`: name of the user that submitted it.
+    - `key`: key of the request, unique among all users. `user`: name of the user that submitted the request.
     - `params`: resolved parameters; None for a score.
-    - `num_unfinished`: number of samples still to come. `num_bytes_asked`: estimated size of the content.
-    - `subscribers`: the waiting submissions. Each gets its own replies.
-    - `callers`: all callers that submitted the request; for an open entry, with the number of each caller's waiting
-      submissions.
-    - `replies`: frames so far, in order.
+    - `num_unfinished`: number of unfinished samples. `num_bytes_asked`: estimated size of the content.
+    - `subscribers`: the waiting submissions. Each subscriber gets separate replies.
+    - `callers`: all callers that submitted the request. While the entry is open, each caller is mapped to the number of
+      submissions with which the caller waits.
+    - `replies`: the frames sent so far, in order.
     - `num_aborts`: number of aborts that the engine has not answered yet.
-    - `successors`: submissions that came after an abort. They do not get the aborted results; they are submitted again
-      once the entry has ended.
-    - `is_wanted`: keep the result once the entry has ended.
+    - `successors`: submissions that arrived after an abort. Successors do not get the aborted results, and are
+      submitted again after the end of the entry.
+    - `is_wanted`: whether to keep the result after the entry has ended.
     """
 
     key: str
@@ -190,27 +193,32 @@ class Entry:
 
     @property
     def is_aborted(self) -> bool:
-        """Return whether a part of the request was aborted or will be."""
+        """Return whether some samples of the request were aborted, or may still be aborted by a pending abort."""
         return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
 
     def serves(self, caller: str | None) -> bool:
-        """Return whether a submission by `caller` may join. After an abort, only callers from before it may."""
+        """Return whether a submission by `caller` may join this request. After an abort, only callers that submitted
+        before the abort may join.
+        """
         return caller in self.callers or not self.is_aborted
 
     @property
     def num_bytes_waiting(self) -> int:
-        """Estimated size of the submissions that wait for this request, in bytes."""
+        """Estimated size of the subscribers and the successors, in bytes."""
         return self.subscribers.num_bytes + self.successors.num_bytes
 
     def withdraw(self, caller: str) -> None:
-        """Remove `caller` and all its submissions, because it gave up the request."""
+        """Remove `caller` and all its submissions, because the caller has given up the request."""
         del self.callers[caller]
         self.subscribers.withdraw(caller)
         self.successors.withdraw(caller)
         self.is_wanted = self.is_wanted and bool(self.subscribers)
 
     def lose(self, identity: bytes) -> None:
-        """Remove a lost connection. Callers that come back do not get results that were aborted in the meantime."""
+        """Remove a lost connection.
+
+        A caller that reconnects does not get results that were aborted while the caller was disconnected.
+        """
         for submission in self.subscribers.take(identity):
             self.callers[submission.caller] -= 1
             if not self.callers[submission.caller]:
@@ -222,9 +230,9 @@ class Entry:
 class ServiceStats:
     """Lifetime counters of requests.
 
-    `accepted`: accepted requests. `joined`: further submissions of known requests. `finished`: accepted requests that
-    have finished. `failed`: accepted requests that were answered with an error. `dropped`: kept results that were
-    evicted.
+    `accepted`: number of accepted requests. `joined`: number of further submissions of known requests. `finished`:
+    number of accepted requests that have finished. `failed`: number of accepted requests that were answered with an
+    error. `dropped`: number of evicted results.
     """
 
     accepted: int = 0
@@ -235,9 +243,9 @@ class ServiceStats:
 
 
 class KeptResults:
-    """Ended entries, by key, in the order in which they ended. Evicts the oldest.
+    """Ended entries by key, in the order in which the entries ended. The oldest entries are evicted first.
 
-    Holds at most `max_results` entries with `max_bytes` in all. `num_bytes`: their estimated size.
+    Holds at most `max_results` entries of at most `max_bytes` in total. `num_bytes`: estimated size of all entries.
     """
 
     def __init__(self, max_results: int, max_bytes: int, stats: ServiceStats) -> None:
@@ -269,14 +277,14 @@ class KeptResults:
             self._push_out()
 
     def withdraw(self, entry: Entry, caller: str) -> None:
-        """Remove `caller` from a kept entry. Drop the entry if no caller is left."""
+        """Remove `caller` from a kept entry. If no caller is left, drop the entry."""
         if entry.callers.pop(caller, None):
             self.num_bytes -= num_bytes_to_name(caller)
         if not entry.callers:
             self.drop(entry.key)
 
     def drop(self, key: str) -> None:
-        """Drop the entry with this key. No-op if there is none."""
+        """Drop the entry with this key. No-op if the key is unknown."""
         if (entry := self._entries.pop(key, None)) is not None:
             self.num_bytes -= entry.num_bytes
 
@@ -300,7 +308,7 @@ class Awaited:
         self._entries[submission.identity].add(entry)
 
     def release(self, entry: Entry, submissions: Submissions) -> list[Submission]:
-        """Remove and return an entry's subscribers or successors, because they no longer wait."""
+        """Remove and return all submissions in `submissions`, the subscribers or the successors of `entry`."""
         released = list(submissions)
         self.num_bytes -= submissions.num_bytes
         for submission in released:
@@ -309,7 +317,7 @@ class Awaited:
         return released
 
     def lose(self, identity: bytes) -> list[Entry]:
-        """Remove a lost connection. Return the entries for which no submission waits any more."""
+        """Remove a lost connection. Return the entries that consequently have no waiting submissions left."""
         lost = list(self._entries.pop(identity, ()))
         for entry in lost:
             before = entry.num_bytes_waiting
@@ -334,7 +342,7 @@ class Awaited:
 
 
 class Ledger:
-    """Requests by key: `open` ones, and `kept` ones that have ended.
+    """The open requests (`open`) and the kept results of ended requests (`kept`), by key.
 
     `awaited`: the open entries that each connection waits for. `num_samples_left`: number of unfinished samples of open
     requests. `num_bytes_open`: estimated size of the content of open requests.
@@ -364,7 +372,7 @@ class Ledger:
         return entry
 
     def add(self, user: str | None, message: Generate | GetScores, params: SamplingParams | None) -> Entry:
-        """Open an entry for a request. It replaces a kept entry with the same id."""
+        """Open an entry for a request. The new entry replaces a kept entry with the same id."""
         key, num_samples = scoped(user, message.id), 1 if params is None else params.n
         entry = Entry(key, user, message, params, num_samples, num_bytes_of(message))
         self.kept.drop(entry.key)
@@ -375,12 +383,12 @@ class Ledger:
         return entry
 
     def join(self, entry: Entry) -> None:
-        """Count one more submission of a known request, and keep the result for it."""
+        """Count another submission of a known request, and mark the result as wanted."""
         self.stats.joined += 1
         entry.is_wanted = True
 
     def subscribe(self, entry: Entry, submission: Submission) -> None:
-        """Add a submission to an entry. If the entry is open, the submission waits for the replies still to come."""
+        """Add a submission to an entry. If the entry is open, the submission waits for the remaining replies."""
         if entry.key in self.open:
             entry.callers[submission.caller] += 1
             self.awaited.add(entry, entry.subscribers, submission)
@@ -390,8 +398,8 @@ class Ledger:
     def withdraw(self, key: str, caller: str) -> bool:
         """Remove `caller` from a request.
 
-        Return False if no other submission waits for the open request, so that it must still be ended, or if the
-        request is unknown.
+        Return False for an unknown request, and for an open request that has no waiting submissions left. If an open
+        request has no waiting submissions left, the calling code must end the request.
         """
         if entry := self.open.get(key):
             self.awaited.withdraw(entry, caller)
@@ -401,18 +409,18 @@ class Ledger:
         return entry is not None
 
     def end_sample(self, entry: Entry, reason: FinishReason) -> None:
-        """Record that one sample (or the score) of an open entry has ended."""
+        """Record that one sample, or the score, of an open entry has ended."""
         entry.finish_reasons[reason] += 1
         entry.num_unfinished -= 1
         self.num_samples_left -= 1
 
     def fail(self, key: str) -> None:
-        """Close an open entry that ends without a result. Its id can be used again."""
+        """Close an open entry that ends without a result, and make its id available again."""
         self.stats.failed += 1
         self.num_samples_left -= self._close(key).num_unfinished
 
     def finish(self, key: str) -> None:
-        """Close an open entry that has its result, and keep it if it is wanted."""
+        """Close a finished entry, and keep the entry if its result is wanted."""
         entry = self._close(key)
         self.awaited.release(entry, entry.subscribers)
         self.stats.finished += 1
@@ -420,7 +428,7 @@ class Ledger:
             self.kept.put(entry)
 
     def acknowledge(self, key: str) -> None:
-        """Drop a kept result. An open request goes on, but its result will not be kept. No-op for an unknown key."""
+        """Drop a kept result. An open request continues, but its result will not be kept. No-op for an unknown key."""
         self.kept.drop(key)
         if key in self.open:
             self.open[key].is_wanted = False
@@ -438,8 +446,8 @@ MAX_REMEMBERED = 1024
 class _Known:
     """A known call.
 
-    `content`: hash of the call, stored because the call itself may be long. `callers`: identities of the connections
-    that wait for the reply. `reply`: None while the call is pending.
+    `content`: hash of the call; the call itself may be long, so it is not stored. `callers`: identities of the
+    connections that wait for the reply. `reply`: None while the call is pending.
     """
 
     id: str
@@ -449,10 +457,10 @@ class _Known:
 
 
 class Calls:
-    """Calls by key. The key of a call is its id, or a combination of user and id.
+    """Calls by key. The key of a call is the call's id, or a combination of user and id.
 
-    `send`: called with the identity of a client and a frame for it. `most`: maximum number of pending calls, and of
-    clients that wait for the reply to the same call.
+    `send`: called with the identity of a client and a frame for the client. `most`: maximum number of pending calls,
+    and of clients that wait for the reply to the same call.
     """
 
     def __init__(self, send: Callable[[bytes, bytes], object], most: int) -> None:
@@ -467,11 +475,13 @@ class Calls:
         return tuple(self._under_way)
 
     def is_new(self, key: str, identity: bytes, call: protocol.Call) -> bool:
-        """Register a call. Return True if it is new, so that the caller of this method must `answer` or `refuse` it.
+        """Register a call. Return True if the call is new.
 
-        Return False if the call was sent before: the client gets the same reply, now or later. Raise IdConflictError if
-        the key belongs to a different call, and QueueFullError if too many calls, or too many clients of this call, are
-        waiting.
+        The caller of this method must `answer` or `refuse` a new call.
+
+        Return False for a copy of a known call. The client gets the reply to the known call, immediately or later.
+        Raise IdConflictError if the key belongs to a different call. Raise QueueFullError if too many calls are
+        pending, or if too many clients wait for this call.
         """
         content = hash(call)
         known = self._under_way.get(key) or self._answered.get(key)
@@ -509,5 +519,7 @@ class Calls:
 
     def _check_room(self, found: int) -> None:
         if found >= self._most:
-            text = f"calls: {found} calls, or clients of one call, are waiting (limit {self._most}); wait for replies"
+            text = (
+                f"calls: too many pending calls or clients of one call ({found}, limit {self._most}); wait for replies"
+            )
             raise QueueFullError(text, value=found + 1, limit=self._most)

@@ -1,8 +1,8 @@
 """The states of a worker: the legal moves between them, and the calls that each state allows.
 
-Only tracks the state: the worker acts first and then reports the result here. A call that a state does not allow raises
-IllegalStateError, which names the state, or UnavailableError if the worker is shutting down. A move that is not in the
-table is a bug and raises RuntimeError.
+This module only records the worker's state. The worker acts first, and then reports the result to `Lifecycle`. A call
+that the current state does not allow raises IllegalStateError, or UnavailableError if the worker is shutting down. A
+move that is not in `LEGAL_MOVES` is a bug and raises RuntimeError.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ LEGAL_CALLS: dict[str, frozenset[State]] = {
     "begin_push": _STANDING,
     "commit_push": _STANDING,
 }
-"""States in which a call is legal. Calls without an entry are legal in every state. Requesting the current state is a
-no-op and succeeds."""
+"""States in which a call is legal. Calls without an entry are legal in every state. A call that requests the current
+state is a no-op and succeeds.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +53,8 @@ log = logging.getLogger(__name__)
 class Standing:
     """The part of the state that persists between calls.
 
-    `is_paused`: generation is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: some memory has been
-    woken since the last sleep. `is_dirty`: the weights are missing or partly overwritten.
+    `is_paused`: generation is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: since the last sleep,
+    some memory was woken, but other memory is still asleep. `is_dirty`: the weights are missing or partly overwritten.
     """
 
     is_paused: bool = False
@@ -68,7 +69,7 @@ class Standing:
 
     @property
     def state(self) -> State:
-        """The state of a worker with this standing, while no call is in progress."""
+        """State of a worker with this `Standing` while no call is in progress."""
         if self.sleeping:
             return "waking" if self.is_waking else "asleep"
         if self.is_dirty:
@@ -79,7 +80,10 @@ class Standing:
         return replace(self, is_paused=is_paused)
 
     def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
-        """Return the standing after a sleep of `tags`. `drops_weights`: a push of whole weights must follow."""
+        """Return the `Standing` after a sleep of `tags`.
+
+        `drops_weights`: whether the sleep drops the weights, so that a push of all weights must follow.
+        """
         sleeping, is_dirty = self.sleeping | frozenset(tags), self.is_dirty or drops_weights
         return replace(self, sleeping=sleeping, is_waking=False, is_dirty=is_dirty)
 
@@ -88,14 +92,15 @@ class Standing:
         return replace(self, sleeping=sleeping, is_waking=bool(sleeping))
 
     def overwritten(self, is_whole: bool) -> Standing:
-        """Return the standing while the weights are being overwritten (`is_whole` False), or afterwards (True)."""
+        """Return the `Standing` after the weights were overwritten, partly (`is_whole` False) or completely (True)."""
         return replace(self, is_dirty=not is_whole)
 
 
 class Lifecycle:
     """The state of one worker.
 
-    The state follows from `standing`, unless the worker is loading, busy or shutting down, or has failed.
+    `standing` determines the state, except while the worker is loading, busy or shutting down, or after the worker has
+    failed.
     """
 
     def __init__(self) -> None:
@@ -109,8 +114,8 @@ class Lifecycle:
     def check(self, call: str) -> None:
         """Check whether the state allows `call`.
 
-        Raise IllegalStateError if it does not, or UnavailableError if the worker is shutting down, so that no later
-        state will allow the call either.
+        Raise IllegalStateError if the state does not allow the call. During a shutdown, raise UnavailableError instead
+        of IllegalStateError, because no later state will allow the call.
         """
         legal = LEGAL_CALLS.get(call)
         if legal is not None and self.state not in legal:
@@ -142,7 +147,7 @@ class Lifecycle:
         self._follow()
 
     def end(self, standing: Standing) -> None:
-        """Record that the call of `begin` is over. `standing`: the standing afterwards."""
+        """Record that the call passed to `begin` is over. `standing`: the `Standing` after the call."""
         self._busy, self.standing = None, standing
         self._follow()
 

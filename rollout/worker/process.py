@@ -1,7 +1,7 @@
-"""A worker as a process of its own: signals, exit codes, descriptors, and the pipe to the parent process.
+"""Runs a worker in its own process: signals, exit codes, descriptors, and the pipe to the parent process.
 
-`python -m trueroll.rollout.worker.process` is the child that `launch_worker` starts. `trueroll serve` calls `serve`
-and has no parent.
+`launch_worker` starts `python -m trueroll.rollout.worker.process` as a child. `trueroll serve` calls `serve`, without a
+parent process.
 """
 
 from __future__ import annotations
@@ -15,71 +15,83 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, NoReturn, TextIO
 
 from trueroll.errors import TruerollError
 
 from ...engine.config import EngineConfig
 from ..config import WorkerConfig
-from ..logs import log_to_stderr
+from ..logs import INTERRUPTED, log_to_stderr, tell_interrupted
 from ..protocol.error_codes import told
 from .engine_thread import ServedEngine
 from .worker import Worker
 
 MOST_SECONDS_TO_END = 10.0
-"""Time that a worker without a parent may take to end, beyond its drain deadline."""
+"""Maximum time, in seconds, from the drain deadline to the end of a worker that has lost its parent."""
 
 log = logging.getLogger(__name__)
 
 
 def load_engine(config: EngineConfig) -> ServedEngine:
-    """Build the engine. Imports torch only now, so that the worker already answers health calls in the meantime."""
-    # torch's threads spin for a long time while they wait for each other. If a trainer uses the same cores, that makes
-    # torch's ops several times slower; a short spin costs less. torch reads the variable when it is imported.
+    """Build the engine. This function imports torch, so that the worker can already answer health calls during the
+    import.
+    """
+    # torch's threads spin for a long time while they wait for each other. If a trainer uses the same cores, long spins
+    # make torch's ops several times slower. A short spin costs less. torch reads GOMP_SPINCOUNT when torch is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     from ...engine.engine import Engine
 
     engine = Engine(config)
-    gc.freeze()  # a collection over all objects of torch and transformers would take as long as two steps
+    gc.freeze()  # otherwise a garbage collection would traverse all of torch, which takes as long as two steps
     return engine
 
 
 def serve(
     config: WorkerConfig, make_engine: Callable[[], ServedEngine], on_ready: Callable[[str, dict[str, Any]], None]
 ) -> None:
-    """Run a worker in the main thread of this process until SIGTERM or SIGINT has drained it.
+    """Run a worker in the main thread of this process until SIGTERM or SIGINT arrives and the worker has drained.
+
+    Then end the process with exit code 0, or with 130 after a SIGINT.
 
     `on_ready`: called with the address and the engine's info. Raises the errors of `Worker` and `Worker.run`.
     """
     raise_descriptor_limit()
     worker = Worker(config, make_engine, lambda info: on_ready(worker.address, info))
+    received: set[int] = set()
+
+    def end(number: int, _: object) -> None:
+        received.add(number)
+        worker.drain()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: worker.drain())
-    # The system may deliver a signal to any thread. The byte that is then written here wakes the main thread, which
-    # runs the handler.
+        signal.signal(number, end)
+    # The system may deliver a signal to any thread. Python writes a byte to `wake_fd` for each signal. The byte wakes
+    # the main thread, which runs the handler.
     signal.set_wakeup_fd(worker.wake_fd, warn_on_full_buffer=False)
-    _run_to_the_end(worker)
+    _run_to_the_end(worker, received)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit on open descriptors to the hard limit, because every client needs some.
+    """Raise this process's limit on open descriptors to the hard limit, because every client needs descriptors.
 
-    If the system refuses that, keep the limit and log a warning.
+    If the system refuses to raise the limit, log a warning.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     except (OSError, ValueError) as error:
-        log.warning("cannot raise the limit of %d descriptors to %d (%s); raise it with `ulimit -n`", soft, hard, error)
+        log.warning(
+            "cannot raise the descriptor limit from %d to %d (%s); raise it with `ulimit -n`", soft, hard, error
+        )
 
 
-def _run_to_the_end(worker: Worker) -> None:
-    """Run the worker, and end the process with exit code 0 after a shutdown.
+def _run_to_the_end(worker: Worker, received: Set[int]) -> None:
+    """Run the worker, and end the process after a shutdown. `received`: the signals so far.
 
-    The process ends by `os._exit`, because the interpreter may crash if it shuts down while a thread, such as the
-    thread of a push, is inside torch.
+    The process ends with `os._exit`. A normal exit may crash the interpreter if a thread, such as the thread of a push,
+    is running torch code.
     """
     try:
         worker.run()
@@ -87,7 +99,9 @@ def _run_to_the_end(worker: Worker) -> None:
         if worker.is_computing:
             _exit(1)
         raise
-    _exit(0)
+    if signal.SIGINT in received:
+        tell_interrupted()
+    _exit(INTERRUPTED if signal.SIGINT in received else 0)
 
 
 def _exit(code: int) -> NoReturn:
@@ -100,14 +114,14 @@ def _exit(code: int) -> NoReturn:
 def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> None:
     """Run the worker of a `launch_worker` call.
 
-    Read the settings from stdin as one line of JSON, and write the outcome to stdout as one line of JSON: either
-    `{"address": ...}`, or the error as `told` formats it. Drain and exit when stdin ends, which happens when the parent
-    closes it or dies.
+    Read the settings from stdin as one line of JSON. Write the outcome to stdout as one line of JSON: `{"address":
+    ...}`, or an error in the format of `error_codes.told`. Drain and exit when stdin ends, which means that the parent
+    has closed the pipe or died.
     """
     log_to_stderr(logging.WARNING)
     settings = json.loads(_read_line(0))
     report = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of a library must not be mistaken for the outcome
+    os.dup2(2, 1)  # so that the output of a library is not mistaken for the outcome
     try:
         worker_config, engine_config = WorkerConfig(**settings["worker"]), EngineConfig(**settings["engine"])
         threading.Thread(target=_end_with_parent, args=(worker_config.drain_seconds,), daemon=True).start()
@@ -118,7 +132,7 @@ def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> 
 
 
 def _read_line(fd: int) -> bytes:
-    """Read the next line without a buffer, so that nothing after it is consumed."""
+    """Read one line, byte by byte, so that the bytes after the line stay unread."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(fd, 1)):
         line += byte
@@ -126,7 +140,10 @@ def _read_line(fd: int) -> bytes:
 
 
 def _end_with_parent(drain_seconds: float) -> None:
-    """Drain and exit once stdin ends. If the worker hangs, exit anyway, because no parent is left to kill it."""
+    """Drain and exit once stdin ends.
+
+    Exit even if the worker hangs, because no parent is left to kill the worker.
+    """
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

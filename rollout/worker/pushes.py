@@ -1,18 +1,19 @@
-"""The pushes of weights in a worker: the current push, and the push that is served.
+"""The weight pushes of a worker: the push in progress, and the push that delivered the served weights.
 
 `Pushes` owns the destination of pushes, the current push with its thread, and the calls that wait for that thread.
-`Operations` owns the current operation: a call that changes the engine's state between two steps. Does not own: the
-transport and the received bytes (`weight_sync.worker.receiver`), or the calls that wait for their turn (`control`).
-Everything here runs on the worker's thread, except that a push is staged on a separate thread, because that takes long.
+`Operations` owns the current operation, which is a call that the engine executes between two steps. This module does
+not own the transport and the received bytes (`weight_sync.worker.receiver`), or the queue of waiting calls (`control`).
+The code here runs on the thread of `Worker.run`. Only the staging of a push runs on a separate thread, because staging
+is slow.
 
-Promises:
+Guarantees:
 
-- An operation either runs as a whole or leaves everything unchanged. Exactly one of its `done` and `cancelled` is
-  called.
-- A push is committed as a whole or not at all. A push that fails leaves the weights unchanged, or the worker `dirty` if
-  the push was in place and its source was open. Its staging is freed.
-- If the thread of a push hangs, the push is abandoned `MARGIN_SECONDS` after its timeout. While `MOST_ABANDONED` such
-  threads still run, no other push begins.
+- An operation either runs completely or changes nothing. For each operation, either `done` or `cancelled` is called,
+  exactly once.
+- A push is committed as a whole or not at all. A failed push leaves the weights unchanged. A push in place is the
+  exception: a failure after its source was opened leaves the worker `dirty`. The staging of a failed push is freed.
+- If the thread of a push hangs, the push is abandoned `MARGIN_SECONDS` after its timeout. While `MOST_ABANDONED`
+  abandoned threads still run, new pushes are refused.
 """
 
 from __future__ import annotations
@@ -49,27 +50,29 @@ if TYPE_CHECKING:
     from ...weight_sync.worker.receiver import Receiver
 
 MARGIN_SECONDS = 5.0
-"""Additional time for the thread of a push to report a timeout, because its own error is more precise."""
+"""Additional time, in seconds, in which the thread of a push can report a timeout itself, because the thread's error is
+more precise.
+"""
 MOST_ABANDONED = 4
 
 log = logging.getLogger(__name__)
 
 
 class EngineHost(Protocol):
-    """The part of the worker that operations use."""
+    """The interface that `Operations` needs from the worker."""
 
     def command(self, command: Run, aborts: bool) -> None:
-        """Send the engine a command. `aborts`: the command aborts all requests that the engine has."""
+        """Send the engine a command. `aborts`: whether the command aborts all requests in the engine."""
         ...
 
     @property
     def num_unfinished(self) -> int:
-        """Number of unfinished requests that the engine has."""
+        """Number of unfinished requests in the engine."""
         ...
 
 
 def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
-    """Settle the engine: the default action of an operation."""
+    """The default action of an operation: settle the engine."""
     return engine.settle()
 
 
@@ -77,14 +80,15 @@ def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
 class Operation:
     """A call that the engine executes between two steps.
 
-    - `busy`: state of the worker during the operation; None keeps the current state. `then`: the standing afterwards.
-    - `in_flight`: treatment of running requests. With `drain`, the operation first waits, for at most `timeout`
-      seconds, until the engine has no unfinished requests.
+    - `busy`: state of the worker during the operation; None keeps the current state. `then`: the worker's `Standing`
+      after the operation.
+    - `in_flight`: what happens to running requests. With `drain`, the operation first waits up to `timeout` seconds for
+      the engine to finish all requests.
     - `before`: called right before `action`, which runs between two steps.
-    - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that answers the
-      call.
-    - `opens_by`: deadline, in monotonic seconds, for opening the source of a push in place. Until the source is open,
-      the operation waits. None if the operation does not wait for a source.
+    - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
+      reply to the call.
+    - `opens_by`: time, in monotonic seconds, by which the source must be open if the operation is a push in place. The
+      operation waits until the source is open. `opens_by` is None if the operation does not wait for a source.
     """
 
     call: protocol.LifecycleCall | protocol.PushCall
@@ -114,34 +118,37 @@ class Operations:
 
     @property
     def deadline(self) -> float:
-        """Latest time, in monotonic seconds, at which `follow` has something to do."""
+        """Time, in monotonic seconds, by which `follow` must be called again."""
         return float("inf") if self.current is None or self.current.run else self.current.deadline
 
     @property
     def is_in_engine(self) -> bool:
-        """Return whether the current operation was sent to the engine, so that it cannot be cancelled."""
+        """Return whether the current operation was sent to the engine and can no longer be cancelled."""
         return self.current is not None and self.current.run is not None
 
     def begin(self, operation: Operation) -> None:
         """Start an operation. No other operation may be running.
 
-        Raise IllegalStateError for a drain that would never end, because the engine does not step.
+        Raise IllegalStateError for a drain that would never end because the engine is held.
         """
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
                 raise IllegalStateError(
-                    f"{operation.call.type}: cannot drain in state {self._lifecycle.state}, as the engine does not "
-                    f"step ({count} unfinished requests); call resume first, or, except for drain, set in_flight to "
-                    "recompute or abort",
+                    f"{operation.call.type}: cannot drain {count} unfinished requests in state "
+                    f"{self._lifecycle.state}, because the engine does not step; call resume first, or, in calls "
+                    "other than drain, set in_flight to recompute or abort",
                     value=count,
                 )
-            operation.in_flight = "recompute"  # a no-op, since no request has begun
+            operation.in_flight = "recompute"  # a no-op, because the engine has no unfinished requests
         self.current = operation
         self._lifecycle.begin(operation.busy)
         self.follow()
 
     def follow(self) -> None:
-        """Continue the current operation, if possible."""
+        """Send the current operation to the engine if the engine may run the operation now.
+
+        Cancel the operation after its deadline.
+        """
         operation = self.current
         if operation is None or operation.run is not None:
             return
@@ -160,7 +167,10 @@ class Operations:
         self._host.command(operation.run, aborts=operation.in_flight == "abort")
 
     def cancel(self, error: TruerollError) -> None:
-        """Cancel the current operation, which must not have reached the engine, and answer its call with an error."""
+        """Cancel the current operation, and answer its call with an error.
+
+        The operation must not have been sent to the engine.
+        """
         assert self.current is not None
         operation, self.current = self.current, None
         self._lifecycle.end(self._lifecycle.standing)
@@ -175,7 +185,7 @@ class Operations:
             self._refuse(operation.call.id, error)
 
     def finish(self, run: Run, seconds: float) -> None:
-        """Finish the current operation, because the engine has run its action."""
+        """Finish the current operation after the engine has run the operation's action."""
         operation, self.current = self.current, None
         assert operation is not None and operation.run is run
         self._lifecycle.end(operation.then)
@@ -183,23 +193,23 @@ class Operations:
 
 
 def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
-    """Return the error for the calls of a push if its thread hangs."""
+    """Return the error for the pending calls of a push with a hanging thread."""
     assert isinstance(call, protocol.BeginPush)
     return DeadlineError(
-        f"push {call.push_id}: the worker made no progress within the timeout of {call.timeout:g} s; check that its "
-        "file system responds, then push again"
+        f"push {call.push_id}: the worker made no progress within the timeout of {call.timeout:g} s; check that the "
+        "worker's file system responds, then push again"
     )
 
 
 def _took_too_long(operation: Operation, num_unfinished: int) -> DeadlineError:
     return DeadlineError(
-        f"{operation.call.type}: timed out ({num_unfinished} unfinished requests), and nothing was changed; try again "
-        "with a longer timeout, or with in_flight recompute or abort"
+        f"{operation.call.type}: timed out with {num_unfinished} unfinished requests, and changed nothing; try again "
+        "with a longer timeout, or set in_flight to recompute or abort"
     )
 
 
 class PushHost(Protocol):
-    """The part of the worker that pushes use."""
+    """The interface that `Pushes` needs from the worker."""
 
     def publish_event(self, event: PushNews) -> None:
         """Pass the event to `Pushes.handle_news`. May be called from any thread."""
@@ -213,8 +223,8 @@ class Push:
     """A push in progress.
 
     `calls`: deadlines of the calls that wait for the thread of the push, in monotonic seconds, by call id. `staging`:
-    the staged weights, from verification until the push is over; None at other times, so that the memory is freed even
-    if something still refers to the push. `is_committing`: the commit has begun.
+    the staged weights, from verification until the end of the push. `staging` is None before verification and after the
+    push, so that the memory is freed even if a reference to the push remains. `is_committing`: the commit has begun.
     """
 
     begin: protocol.BeginPush
@@ -224,7 +234,7 @@ class Push:
     is_committing: bool = False
 
     def expect(self, id: str, seconds: float) -> None:
-        """Let a call wait for the thread, for at most `seconds` plus `MARGIN_SECONDS`."""
+        """Register a call that waits for the thread of the push, for at most `seconds` plus `MARGIN_SECONDS`."""
         self.calls[id] = time.monotonic() + seconds + MARGIN_SECONDS
 
     @property
@@ -234,14 +244,14 @@ class Push:
 
 @dataclass(frozen=True)
 class PushNews:
-    """An event from the thread that receives `push`."""
+    """An event of `push`, sent by the thread that receives the push."""
 
     push: Push
     event: PushEvent
 
 
 class Target(NamedTuple):
-    """The destination of pushes, its device, and the device's UUID if it is a GPU."""
+    """The destination of pushes and its device. `gpu`: UUID of the device if the device is a GPU."""
 
     weights: Destination
     device: str
@@ -249,10 +259,10 @@ class Target(NamedTuple):
 
 
 class Pushes:
-    """Handles the calls of pushes that `Control` has checked.
+    """Handles the push calls that `Control` has checked.
 
-    `target`: None until the model has loaded. `served`: id of the push that brought the served weights; None if no push
-    did, or if they are lost.
+    `target`: destination of pushes; None until the model has loaded. `served`: id of the push that the served weights
+    come from; None if the weights come from the checkpoint or are lost.
     """
 
     def __init__(
@@ -270,22 +280,25 @@ class Pushes:
         self._timings, self._policy = timings, policy
         self._push: Push | None = None
         self._abandoned: list[Receiver] = []
-        """Receivers that had not answered when their push was abandoned."""
+        """Receivers that had not responded when their push was dropped."""
 
     @property
     def weights(self) -> Destination:
-        """The destination of pushes. Use it only once the model has loaded."""
-        assert self.target is not None, "no call comes past the check before the model has loaded"
+        """The destination of pushes. Use this property only after the model has loaded."""
+        assert self.target is not None, "calls are refused until the model has loaded"
         return self.target.weights
 
     @property
     def deadline(self) -> float:
-        """Latest time, in monotonic seconds, at which `follow` has something to do."""
+        """Time, in monotonic seconds, by which `follow` must be called again."""
         return float("inf") if self._push is None else self._push.deadline
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes that the current push holds beside the live weights. May be called from any thread."""
+        """Bytes of staging memory that the current push holds in addition to the live weights.
+
+        May be called from any thread.
+        """
         push = self._push
         staging = push and (push.staging or push.receiver.staging)
         return 0 if staging is None else staging.num_bytes
@@ -307,7 +320,7 @@ class Pushes:
         )
 
     def begin(self, call: protocol.BeginPush) -> None:
-        """Begin a push. It replaces the current one. Raise TruerollError if it is refused."""
+        """Begin a push, which replaces the current push. Raise TruerollError if the push is refused."""
         self._lifecycle.check_weights_awake(call.type)
         self._check_abandoned()
         check_begin(call, self.weights.dtype, self._host.weight_version(), self._lifecycle.standing, self.served)
@@ -321,7 +334,9 @@ class Pushes:
         self._push = self._new_push(call)
 
     def _begin_in_place(self, call: protocol.BeginPush) -> None:
-        """Begin a push in place: open the source, then interrupt the engine so that it releases its weights."""
+        """Begin a push in place: first open the source of the push. Once the source is open, interrupt the engine,
+        which releases its weights.
+        """
 
         def interrupt(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
             return engine.interrupt(in_flight)
@@ -347,7 +362,7 @@ class Pushes:
         operation.cancelled = lambda error: self._close(push, is_owing=operation.opens_by is not None)
 
     def _overwrite(self, push: Push) -> None:
-        """Let a push in place overwrite the weights, because the engine has released them."""
+        """Let a push in place overwrite the weights. Called after the engine has released its weights."""
         self.served = None
         if self._lifecycle.is_ending:
             self._close(push, is_owing=False)
@@ -358,7 +373,7 @@ class Pushes:
         push.receiver.proceed()
 
     def _new_push(self, call: protocol.BeginPush) -> Push:
-        """Return a new push with its running thread. Raise PushError if the thread cannot be started."""
+        """Return a new push, and start its thread. Raise PushError if the thread cannot be started."""
         from ...weight_sync.worker.receiver import Receiver, begin_seconds
 
         assert self.target is not None
@@ -376,7 +391,7 @@ class Pushes:
         return push
 
     def pass_on(self, call: protocol.StageBucket | protocol.VerifyPush) -> None:
-        """Pass a call to the thread of its push. Raise TruerollError if that push is not in progress."""
+        """Pass a call to the thread of its push. Raise TruerollError if the push is not in progress."""
         push = self._find(call.push_id)
         if push.is_committing:
             raise PushError(f"{call.type}: the push is already being committed; wait for the reply to commit_push")
@@ -386,8 +401,8 @@ class Pushes:
     def _find(self, push_id: str) -> Push:
         if self._push is None or self._push.begin.push_id != push_id:
             if self._lifecycle.is_ending:
-                raise ending()  # the shutdown ended the push, and this worker accepts no new one
-            raise PushError(f"push: {push_id} is not in progress; begin it again")
+                raise ending()  # the shutdown ended the push, and this worker accepts no new push
+            raise PushError(f"push: {push_id} is not in progress; begin the push again")
         return self._push
 
     def commit(self, call: protocol.CommitPush) -> None:
@@ -402,7 +417,7 @@ class Pushes:
         served = self._host.weight_version()
         if push.begin.allow_older and push.begin.weight_version <= served:
             log.warning(
-                "push %s: version %d replaces version %d, which is not older (the trainer set allow_older); samples "
+                "push %s: version %d replaces version %d, because the trainer set allow_older; samples "
                 "from different weights may now have the same version",
                 call.push_id,
                 push.begin.weight_version,
@@ -425,7 +440,7 @@ class Pushes:
         )
         self._operations.begin(operation)
         push.is_committing = True
-        push.receiver.close()  # from now on, its thread gets no more calls of the trainer
+        push.receiver.close()  # from now on, the thread of the push receives no calls
         if push.calls:
             self._refuse_all(push, PushError("push: the commit has begun, so this call was cancelled"))
 
@@ -438,11 +453,14 @@ class Pushes:
         self._reply(call.id, call.push_id, "committed", seconds)
 
     def abort(self, call: protocol.AbortPush) -> None:
-        """Abort a push if it is in progress, and reply with its phase. Raise UnavailableError during shutdown."""
+        """Abort a push that is in progress, and reply with the phase of the push.
+
+        Raise UnavailableError during shutdown.
+        """
         if self._push is not None and self._push.begin.push_id == call.push_id:
             self.break_off(aborted())
         if self._lifecycle.is_ending:
-            raise ending()  # the trainer then treats this worker, and memory that it was to lend, as lost
+            raise ending()  # the trainer then treats this worker, and the memory that it was going to lend, as lost
         self._reply(call.id, call.push_id, "committed" if call.push_id == self.served else "aborted")
 
     def break_off(self, error: TruerollError) -> None:
@@ -456,7 +474,7 @@ class Pushes:
         self._close(push, is_owing)
 
     def break_off_unless_committing(self, error: TruerollError) -> None:
-        """Drop the current push, unless its commit has begun."""
+        """Drop the current push if its commit has not begun."""
         if self._push is not None and not self._push.is_committing:
             self.break_off(error)
 
@@ -471,7 +489,7 @@ class Pushes:
             self._handle_opening(news.event)
             return
         if news.push is not self._push or news.push.is_committing:
-            return  # the push is over or being committed, and its calls were answered
+            return  # the push is over or being committed, so no call waits for this event
         match news.event:
             case Broken(error):
                 self.break_off(error)
@@ -490,8 +508,8 @@ class Pushes:
     def _handle_opening(self, event: PushEvent) -> None:
         """Handle an event while a push in place waits for its source.
 
-        If the source is open, continue with the interruption of the engine. If opening it failed, cancel the operation;
-        nothing has changed.
+        Once the source is open, interrupt the engine. If the source could not be opened, cancel the operation. The
+        weights stay unchanged.
         """
         operation = self._operations.current
         assert operation is not None
@@ -503,7 +521,9 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Release a push. `is_owing`: the thread of the push has not answered, so it may hang."""
+        """Release a push. `is_owing`: whether the thread of the push has not responded to a call yet, and therefore may
+        hang.
+        """
         self._abandoned += [push.receiver] * is_owing
         push.receiver.close()
         push.staging = None
@@ -518,8 +538,8 @@ class Pushes:
         if len(self._abandoned) >= MOST_ABANDONED:
             raise PushError(
                 f"begin_push: {len(self._abandoned)} abandoned pushes are still running (limit {MOST_ABANDONED}); try "
-                "again later; if they hang, for example because a file system does not respond, repair the file system "
-                "or restart the worker"
+                "again later; if these pushes hang, for example because a file system does not respond, repair the "
+                "file system or restart the worker"
             )
 
     def _reply(
@@ -545,14 +565,15 @@ class Pushes:
 def check_begin(
     call: protocol.BeginPush, dtype: str, served_version: int, standing: Standing, served: str | None
 ) -> None:
-    """Check, before anything is interrupted, whether a push can succeed. Raise PushError if it cannot.
+    """Raise PushError if a push cannot succeed. Called before the push interrupts the engine.
 
-    `dtype`, `served_version`, `served`: dtype and version of the served weights, and the id of their push.
+    `dtype`, `served_version`, `served`: dtype, version and push id of the served weights.
     """
     if call.dtype != dtype:
         text = f"dtype: this worker serves {dtype} (got {call.dtype!r:.80}); push in {dtype}"
         raise PushError(text, field="dtype", value=call.dtype)
-    # A version that is not newer is allowed with `allow_older`, or if it replaces lost weights of the same version.
+    # The version must be newer than the served version, except for pushes with `allow_older`. A push that replaces lost
+    # weights may have the served version.
     is_lost_one = standing.is_dirty and call.weight_version == served_version
     if call.weight_version <= served_version and not (call.allow_older or is_lost_one):
         raise PushError(
@@ -578,7 +599,7 @@ def check_begin(
 
 
 def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
-    """Raise PushError for adapters that cannot be added to this worker's weights."""
+    """Raise PushError if the push has adapters that cannot be added to this worker's weights."""
     if call.adapters is None:
         return
     if call.in_place or call.base is not None:
@@ -587,8 +608,8 @@ def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
         raise PushError(text, field=name, value=getattr(call, name))
     if call.adapters.is_alone and standing.is_dirty:
         raise OtherBaseError(
-            "begin_push: this worker has lost the weights that the adapters belong to; push the model without "
-            "adapters=True, which brings the weights too",
+            "begin_push: this worker has lost the base weights of the adapters; push the model without "
+            "adapters=True, which also pushes the base weights",
             field="adapters",
         )
 
@@ -603,17 +624,17 @@ def _superseded_by(call: protocol.BeginPush) -> PushError:
 
 
 def aborted() -> PushError:
-    """Return the error for the calls of a push that its trainer has aborted."""
+    """Return the error for the calls of a push that the trainer has aborted."""
     return PushError("push: was aborted by its trainer")
 
 
 def ending() -> TruerollError:
-    """Return the error for calls once the worker is shutting down."""
+    """Return the error for calls to a worker that is shutting down."""
     return UnavailableError("worker is shutting down; use another worker")
 
 
 def _no_thread() -> PushError:
     return PushError(
-        "begin_push: cannot start a thread, because the system has none left; raise the limit (ulimit -u, or the "
-        "container's process limit) and push again"
+        "begin_push: the system cannot start another thread; raise the limit (ulimit -u, or the container's process "
+        "limit) and push again"
     )

@@ -1,15 +1,15 @@
 """The worker: a ZMQ ROUTER socket in front of one engine.
 
-There are two main threads. The thread that calls `Worker.run` does all input and output, and the engine thread does all
-computation. Events of the engine reach the first thread through its `Inbox`. Health and stats are answered from
-snapshots, even during a long step.
+A worker has two main threads. The thread that calls `Worker.run` does all input and output, and the engine thread does
+all computation. Engine events reach the thread of `Worker.run` through an `Inbox`. Health and stats come from
+snapshots, so that a long step does not delay the replies.
 
-Owns: the loop that passes messages (`Dispatch`) and events to the parts that handle them; decoding, checking and
-refusing messages; the shutdown (`Ending`); and health, counters and timings (`Vitals`). Does not own: requests
-(`book`), the state of the worker and pushes (`control`), the engine (`engine_thread`), or connections (`router`).
+Owns: the main loop; the checks and the dispatch of messages (`Dispatch`); the shutdown (`Ending`); and health, counters
+and timings (`Vitals`). Does not own: requests (`book`), pushes and the state of the worker (`control`), the engine
+(`engine_thread`), or connections (`router`).
 
-Promises: no received bytes can end the process. If the engine fails or the worker shuts down, every caller gets an
-answer before the worker ends.
+Guarantees: received bytes cannot crash the process. If the engine fails or the worker shuts down, every caller gets a
+reply before the worker exits.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 class Vitals:
     """Health, counters and timings of one worker.
 
-    `info`: the EngineInfo as a dictionary; None until the worker's own thread knows that the model has loaded.
+    `info`: the EngineInfo as a dictionary; None until the thread of `Worker.run` has handled the event `Loaded`.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Vitals:
 
     @property
     def version(self) -> int | None:
-        """Version of the engine's weights after its last step or command.
+        """Version of the engine's weights after the engine's last step or command.
 
-        None until `info` is set. So it does not change from None to a version while a message is handled.
+        None until `info` is set, so that the version cannot appear while a message is being handled.
         """
         snapshot = self._engine_thread.snapshot
         return None if self.info is None or snapshot is None else snapshot.weight_version
@@ -118,7 +118,7 @@ class Vitals:
         self._resident.close()
 
     def _engine(self) -> dict[str, Any] | None:
-        """Return `info` and `commit_note`: the reason why commits take longer than necessary, or an empty text."""
+        """Return `info` plus `commit_note`: the cause of slow commits, or an empty text."""
         target = self._control.pushes.target
         if self.info is None or target is None:
             return None
@@ -135,7 +135,7 @@ T = TypeVar("T")
 
 
 class Inbox(Generic[T]):
-    """A queue of items from any thread, for one thread that waits on `fileno`."""
+    """A queue that any thread can fill. One thread waits on `fileno` and empties the queue."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
@@ -153,7 +153,7 @@ class Inbox(Generic[T]):
         try:
             self._writer.send(b"\0")
         except BlockingIOError:
-            pass  # the buffer is full of unread bytes, and one byte is enough
+            pass  # the buffer is full of wake-ups, and a single wake-up is enough
 
     def fileno(self) -> int:
         """Return a descriptor that is readable after a wake-up."""
@@ -161,11 +161,14 @@ class Inbox(Generic[T]):
 
     @property
     def wake_fd(self) -> int:
-        """A descriptor for writing. Every byte written to it wakes the waiting thread. Writing does not block."""
+        """A descriptor for writing.
+
+        Each byte that is written to this descriptor wakes the waiting thread. Writes do not block.
+        """
         return self._writer.fileno()
 
     def clear(self) -> None:
-        """Consume the wake-ups so far. Call it when `fileno` is readable."""
+        """Consume all pending wake-ups. Call this method when `fileno` is readable."""
         self._reader.recv(4096)
 
     def get(self) -> T | None:
@@ -177,16 +180,16 @@ class Inbox(Generic[T]):
 
 
 ABORT_SECONDS = 5.0
-"""Seconds that the engine gets to abort the remaining requests after the drain deadline."""
+"""Maximum time, in seconds, for the engine to abort the remaining requests after the drain deadline."""
 FAILED_SECONDS = 0.5
-"""Seconds for which a failed worker still answers, so that a health check can see the state."""
+"""Time, in seconds, for which a failed worker keeps answering, so that health checks can see the state `failed`."""
 
 
 class Ending:
     """The shutdown of a worker.
 
-    `deadline`: time of the next action, in monotonic seconds. `is_aborting`: the engine was told to abort the remaining
-    requests.
+    `deadline`: time of the next action, in monotonic seconds. `is_aborting`: the engine has received the command to
+    abort the remaining requests.
     """
 
     def __init__(self, drain_seconds: float) -> None:
@@ -196,7 +199,10 @@ class Ending:
         self._num_asked = 0
 
     def ask(self) -> None:
-        """Request a shutdown; a second call makes it immediate. May be called from any thread and signal handlers."""
+        """Request a shutdown.
+
+        A second request makes the shutdown immediate. May be called from any thread and from signal handlers.
+        """
         self._num_asked += 1
 
     @property
@@ -219,23 +225,23 @@ class Ending:
         self.deadline = time.monotonic() + self._drain_seconds
 
     def hurry(self) -> None:
-        """Move the deadline to now, unless the remaining requests are already being aborted."""
+        """Move the deadline to now. No-op if the remaining requests are already being aborted."""
         if not self.is_aborting:
             self.deadline = time.monotonic()
 
     def start_aborting(self) -> None:
-        """Record that the engine was told to abort the remaining requests, and set the deadline for that."""
+        """Record that the engine is aborting the remaining requests, and give the engine `ABORT_SECONDS` to finish."""
         self.is_aborting = True
         self.deadline = time.monotonic() + ABORT_SECONDS
 
     def fail(self) -> None:
-        """Record that the worker has failed. It still answers for `FAILED_SECONDS`."""
+        """Record that the worker has failed. The worker keeps answering for `FAILED_SECONDS`."""
         self.deadline = time.monotonic() + FAILED_SECONDS
 
 
 ELEMENTS_BY_ROLE: dict[Role, int] = {"generate": 2**13, "control": protocol.MAX_ELEMENTS}
-"""Maximum number of elements in a message, by role. Each element takes time to decode. Only a bucket of a push needs
-many.
+"""Maximum number of elements in a message, by role. The limit bounds the time to decode a message. Only the buckets of
+pushes have many elements.
 """
 FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protocol.GetHealth | protocol.GetStats
 
@@ -243,7 +249,8 @@ FOR_ALL_ROLES = protocol.Generate | protocol.GetScores | protocol.Abort | protoc
 def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.FromClient:
     """Decode the message in `frames`.
 
-    Whatever the bytes are, raise no other errors than ProtocolError, MessageTooLargeError and InvalidRequestError.
+    Raise ProtocolError, MessageTooLargeError or InvalidRequestError if the bytes are invalid. Invalid bytes cannot
+    cause errors of other classes.
     """
     frame = _only_frame(frames, max_message_bytes)
     try:
@@ -258,7 +265,7 @@ def read(frames: list[bytes], role: Role, max_message_bytes: int) -> protocol.Fr
 def _only_frame(frames: list[bytes], limit: int) -> bytes:
     if len(frames) != 1:
         found = len(frames)
-        text = f"message: must be one frame, as a DEALER socket sends it (got {found} frames)"
+        text = f"message: must be a single frame (got {found} frames); use a DEALER socket"
         raise ProtocolError(text, value=found, limit=1)
     if (found := len(frames[0])) > limit:
         raise MessageTooLargeError(
@@ -270,10 +277,11 @@ def _only_frame(frames: list[bytes], limit: int) -> bytes:
 
 
 def check_peer(peer: Peer, message: protocol.Call) -> None:
-    """Raise ForbiddenError unless the client's role and its connection allow the call.
+    """Raise ForbiddenError if the client's role or connection does not allow the call.
 
-    Raise UnavailableError for a request from a connection that has ended, if another client may get the connection's
-    identity and then the replies, or if the request is `while_connected`.
+    Raise UnavailableError for a `while_connected` request from a connection that has ended. If clients have user names,
+    refuse every request from an ended connection, because another user could take over the connection's identity and
+    get the replies.
     """
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
@@ -282,16 +290,17 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
             "or change the worker's clients_file and restart the worker",
             value=client.role,
         )
-    # Replies go to the identity that sent the request. If a client could choose it, another user could take it over.
+    # Replies are sent to the identity of the connection that sent the request. A client that chooses its own identity
+    # could take over the identity of another user's connection.
     if client.user is not None and not peer.identity.startswith(b"\0"):
-        raise ForbiddenError("connection: must not choose its identity (ZMQ_ROUTING_ID); do not set this option")
+        raise ForbiddenError("connection: must not choose its identity; do not set ZMQ_ROUTING_ID")
     needs_peer = client.user is not None or getattr(message, "while_connected", False)
     if needs_peer and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
         raise UnavailableError("connection: has ended; reconnect and send the request again")
 
 
 class Dispatch:
-    """Passes messages of at most `max_message_bytes` on to the parts that handle them.
+    """Passes each message of at most `max_message_bytes` to its handler.
 
     Requests go to `book`, health and stats calls to `vitals`, and control calls to `control`.
     """
@@ -303,9 +312,9 @@ class Dispatch:
         self._max_message_bytes = max_message_bytes
 
     def take(self, peer: Peer, frames: list[bytes]) -> None:
-        """Handle a message of a client. If it is refused, reply with the error."""
+        """Handle a message from a client. If the message is refused, reply with the error."""
         if not frames:
-            return  # ignored: the client must first learn that its replies were dropped
+            return  # ignore the message until the client knows that its replies were dropped
         try:
             message = read(frames, peer.client.role, self._max_message_bytes)
         except TruerollError as error:
@@ -321,9 +330,11 @@ class Dispatch:
         except TruerollError as error:
             log.debug("refused a %s: %s", message.type, error.code)
             self._refuse(peer, message.id, error, getattr(message, "caller", None))
-        except OSError as error:  # no known code raises it here, but if some does, the worker goes on
+        except OSError as error:  # unexpected, but an OSError must not end the worker
             log.exception("could not serve a %s", message.type)
-            refused = UnavailableError(f"worker: the system refused a resource ({error.strerror}); try again later")
+            refused = UnavailableError(
+                f"worker: the operating system has run out of a resource ({error.strerror}); try again later"
+            )
             self._refuse(peer, message.id, refused, getattr(message, "caller", None))
 
     def _handle(self, peer: Peer, message: protocol.Call) -> None:
@@ -347,14 +358,16 @@ class Dispatch:
 MOST_CALLS = 1024
 """Maximum number of pending control calls, and of clients that wait for the reply to the same call."""
 TURN_SECONDS = 0.01
-"""Time for handling messages, in seconds, before other work gets its turn. A single message may take longer."""
+"""Maximum time, in seconds, that the loop handles messages before it does other work. Handling a single message may
+take longer.
+"""
 
 
 class Worker:
     """Serves the engine that `make_engine` builds, at the address of `config`.
 
-    The constructor binds the socket. Raise ConfigError if that fails. `on_ready`: called once, with the engine's info,
-    when the worker is ready for requests. `address`: address for clients.
+    The constructor binds the socket, and raises ConfigError if the socket cannot be bound. `on_ready`: called once,
+    with the engine's info, when the worker is ready for requests. `address`: address for clients.
     """
 
     def __init__(
@@ -387,7 +400,7 @@ class Worker:
                 self._close_system()
                 raise
 
-    # These may be called from any thread, and `drain` also from signal handlers.
+    # The methods in this section may be called from any thread, and `drain` also from signal handlers.
 
     @property
     def address(self) -> str:
@@ -395,9 +408,10 @@ class Worker:
         return self._router.address
 
     def drain(self) -> None:
-        """Refuse new requests, let accepted ones continue for `drain_seconds`, abort the remaining ones, and end.
+        """Shut down: refuse new requests, give accepted requests `drain_seconds` to finish, abort the remaining
+        requests, and end.
 
-        A second call aborts them immediately.
+        A second call aborts the remaining requests immediately.
         """
         self._ending.ask()
         self._inbox.wake()
@@ -408,20 +422,27 @@ class Worker:
 
     @property
     def wake_fd(self) -> int:
-        """A descriptor for writing. Every byte written to it wakes the worker's loop. Writing does not block."""
+        """A descriptor for writing.
+
+        Each byte that is written to this descriptor wakes the worker's loop. Writes do not block.
+        """
         return self._inbox.wake_fd
 
     @property
     def is_computing(self) -> bool:
-        """Return whether the engine thread is running. After `run`, it can only be stuck in a step or in loading."""
+        """Return whether the engine thread is running.
+
+        A thread that still runs after `run` has returned is stuck in a step or in loading.
+        """
         return self._engine_thread.is_alive()
 
-    # Everything below runs on the thread that called `run`.
+    # All methods below run on the thread that called `run`.
 
     def run(self) -> None:
         """Serve until drained.
 
-        Raise ConfigError or ModelError if the engine cannot load, and WorkerFailedError if it fails otherwise.
+        Raise ConfigError or ModelError if the engine cannot load, and WorkerFailedError for any other failure of the
+        engine.
         """
         self._engine_thread.start()
         try:
@@ -478,14 +499,17 @@ class Worker:
         self._router.close()
         self._vitals.close()
 
-    # The other methods of `Host` in `control`.
+    # The remaining methods of the protocol `control.Host`.
 
     def reply(self, identity: bytes, message: protocol.FromWorker) -> None:
         """Send a message to a client."""
         self._router.send(identity, protocol.encode(message))
 
     def weight_version(self) -> int:
-        """Return the version of the engine's weights after its last step or command. The model must have loaded."""
+        """Return the version of the engine's weights after the engine's last step or command.
+
+        The model must have loaded.
+        """
         assert self._vitals.version is not None
         return self._vitals.version
 
@@ -509,7 +533,7 @@ class Worker:
 
     def _handle_event(self, event: Event | PushNews) -> None:
         if self._state == "failed":
-            return  # every caller has already been answered
+            return  # every caller has already received a reply
         match event:
             case Loaded(info, weights):
                 self._finish_loading(info, weights)
@@ -543,7 +567,7 @@ class Worker:
     # Shutdown.
 
     def _follow_ending(self) -> None:
-        """Act on calls of `drain`, and on the deadline."""
+        """Start the shutdown if `drain` was called, and enforce the deadline."""
         if self._state == "failed" or not self._ending.is_asked:
             return
         if not self._control.lifecycle.is_ending:
@@ -552,7 +576,7 @@ class Worker:
                 self._book.let_in_the_last()
             self._ending.start()
         if self._ending.is_urgent or self._control.lifecycle.standing.is_held:
-            self._ending.hurry()  # in a held state the engine does not step, so the requests would never finish
+            self._ending.hurry()  # a held engine does not step, so the requests would never finish
         if self._ending.is_due and self._has_unanswered:
             self._abort_open_requests()
 
@@ -569,7 +593,10 @@ class Worker:
             self._ending.start_aborting()
 
     def _fail(self, cause: BaseException) -> None:
-        """Answer every open request with an error that names the cause, and let the loop end soon."""
+        """Mark the worker as failed, and answer every open request with an error that names the cause.
+
+        The loop ends after `FAILED_SECONDS`.
+        """
         if self._state == "failed":
             return
         log.error("%s: %s", type(cause).__name__, cause, exc_info=None if isinstance(cause, TruerollError) else cause)
@@ -589,5 +616,5 @@ def _explain(cause: BaseException, was_loading: bool) -> TruerollError:
         return cause
     what = "could not load" if was_loading else "failed"
     return WorkerFailedError(
-        f"worker: the engine {what} ({type(cause).__name__}: {cause}); see the worker's log, then restart it"
+        f"worker: the engine {what} ({type(cause).__name__}: {cause}); see the worker's log, then restart the worker"
     )

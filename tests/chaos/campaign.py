@@ -1,15 +1,15 @@
-"""Rounds in which a fleet works, something is killed at a random moment, and the fleet must recover.
+"""A chaos campaign: in each round a fleet works, a process is killed at a random moment, and the fleet must recover.
 
-Each round generates, streams, scores, pushes, sleeps or scales. Meanwhile SIGKILL ends a worker, a worker's actor, a
-client's process, the raylet or all workers; or a worker is killed while the folder of weights cannot be written. After
-each round this must hold:
+The work of a round is to generate, stream, score, push, sleep or scale. During the work, SIGKILL ends a worker, a
+worker's actor, a client's process, the raylet or all workers. In some rounds a worker is killed while the folder of
+weights is not writable. After each round, the following must hold:
 
-- Every sample arrived once, with the bits of an undisturbed worker, and the version of the last push. A push of an
-  earlier run that lies in the folder was never served.
-- Errors reported every problem that waiting does not solve.
-- The fleet is whole again, and no process, no shared memory and no socket is left over.
+- Every sample arrived once, with the bits of an undisturbed worker, and the version of the last push. The folder
+  contains a push of an earlier run, which was never served.
+- Every problem that waiting does not solve was reported as an error.
+- The fleet has all its workers again, and no process, shared memory or socket has leaked.
 
-`STRICT` workers also reject requests during a push or while asleep, and their queue is full with the work of two calls.
+`STRICT` workers also reject requests during a push or while asleep. Two calls fill the queue of such a worker.
 """
 
 from __future__ import annotations
@@ -54,22 +54,30 @@ WHOLE_SECONDS = 300.0
 LEFT_SECONDS = 120.0
 TICK_SECONDS = 0.3
 STRICT: dict[str, Any] = dict(while_unavailable="reject", max_queued_requests=20)
-"""Settings under which workers reject what they cannot do at once. The queue holds `PROMPTS` once, but not twice."""
+"""Settings under which workers reject requests that they cannot start at once. The queue has room for the prompts of
+one call, but not of two calls.
+"""
 VICTIMS = ("worker", "actor", "client", "raylet", "all", "folder")
 AT_SOME_MOMENTS = dict(raylet=4, all=4, folder=3)
-"""Number of rounds per lap with these victims. All other victims are killed once per lap at each moment."""
+"""Number of rounds per lap for each of these victims. All other victims are killed once per lap at each moment."""
 LOSE_ALL = ("raylet", "all")
 SECONDS = dict(generate=1.0, stream=1.0, score=0.2, sleep=0.05, wake=0.05, grow=5.0, shrink=1.0)
-"""First estimates of how long a moment lasts. The phases of a push are not here: they last `PHASE_SECONDS`."""
+"""Initial estimates of the duration of each moment, in seconds. The phases of a push are not listed, because each lasts
+`PHASE_SECONDS`.
+"""
 PHASE_SECONDS = 0.01
 SHORTER, LONGER = 0.7, 1.2
-"""Factors on the estimate after a kill that came too late, or in time."""
+"""Factors on the estimated duration: after a kill that came too late, and after a kill in time."""
 STEADY_SECONDS = 3.0
-"""Seconds of uptime after which a worker is replaced at once. Small, because the rounds kill workers very often."""
+"""A worker that was up for this many seconds is replaced without delay. The value is small, because the rounds kill
+workers very often.
+"""
 
 
 def plan(seed: int, rounds: int) -> list[tuple[str, str]]:
-    """Return the victim and the moment of each round. Each lap has all of them, in an order that `seed` determines."""
+    """Return the victim and the moment of each round. Each lap has all pairs of victim and moment, in an order
+    determined by `seed`.
+    """
     chosen, found = random.Random(seed), []
     moments = {victim: _forever(f"{victim} {seed}", list(MOMENTS)) for victim in AT_SOME_MOMENTS}
     while len(found) < rounds:
@@ -103,7 +111,9 @@ def check_samples(groups: list[Group], versions: set[int], expected: Callable[[i
 
 
 class Expected:
-    """The results of an undisturbed worker with the two sets of weights. Versions use these sets in turn."""
+    """The results of an undisturbed worker with each of the two sets of weights. Successive versions alternate between
+    the sets.
+    """
 
     def __init__(self, model: Path, pushes: Path) -> None:
         with launch_worker(str(model), **SETTINGS) as worker:
@@ -128,8 +138,8 @@ class Expected:
 
 @dataclass
 class Numbers:
-    """Counts over the rounds. `hit`: rounds in which the kill came before the moment was over. `told`: number of errors
-    about problems that waiting does not solve.
+    """Counts over the rounds. `hit`: number of rounds in which the kill came before the moment was over. `told`: number
+    of reported errors about problems that waiting does not solve.
     """
 
     rounds: int = 0
@@ -192,7 +202,7 @@ class _Other:
 
 
 class Campaign:
-    """A fleet of `model` and the client and trainer that work on it. `file`: the fleet's file.
+    """A fleet that serves `model`, with a client and a trainer. `file`: the fleet's file.
 
     `seed`: determines which worker is killed, and when. `settings`: settings of the workers, besides `SETTINGS`.
     """
@@ -224,12 +234,15 @@ class Campaign:
         return Counter() if self._before["raylet"] else Counter(raylet=1, gcs_server=1)
 
     def _leave_old_push(self) -> None:
-        """Leave a push by disk in the folder, as an earlier run could. A push by disk removes it."""
+        """Leave a push by disk in the folder, as if from an earlier run.
+
+        The next push by disk removes that leftover.
+        """
         if not list(self._folder.glob("version-900-*")):
             write_old_push(self._folder, self._model, f"{self._random.getrandbits(128):032x}")
 
     def close(self) -> None:
-        """Close the fleet. Raise BrokenPromise if anything of it remains."""
+        """Close the fleet. Raise BrokenPromise if a process, file or socket of the fleet remains."""
         self._work.close()
         self.fleet.close()
         self._check_left(self._before)
@@ -285,7 +298,7 @@ class Campaign:
         self._moments.put(moment)
 
     def _wait_for(self, moment: str) -> bool:
-        """Wait for a random point in the moment. Return whether the moment still lasts then."""
+        """Wait for a random time within the moment. Return whether the moment still lasts after the wait."""
         while (found := self._next_moment()) != moment:
             if found is None:
                 return False
@@ -320,16 +333,16 @@ class Campaign:
         if victim == "folder":
             self._spoil()
         actor, worker = self._random.choice(pids)
-        with suppress(ProcessLookupError):  # it was leaving the fleet and has just ended
+        with suppress(ProcessLookupError):  # the worker was leaving the fleet and has just ended
             os.kill(actor if victim == "actor" else worker, 9)
         return [actor, worker]
 
     def _spoil(self) -> None:
-        """Keep workers from writing their weights for other workers from now on."""
+        """From now on, prevent workers from writing their weights for other workers."""
         joins = self._folder / "joins"
         while not joins.is_file():
             shutil.rmtree(joins, ignore_errors=True)
-            with suppress(OSError):  # a worker is writing there
+            with suppress(OSError):  # a worker is writing to the folder
                 joins.write_text("")
 
     def _mend(self) -> None:
@@ -350,7 +363,7 @@ class Campaign:
         check_samples(self._work.generate(self.version), {self.version}, self._expected.samples)
 
     def _generate_any(self) -> None:
-        """Generate under the served weights, or under those that a push brings."""
+        """Generate under the served weights, or under the weights of a new push."""
         check_samples(self._work.samples(), self._served, self._expected.samples)
 
     def _stream(self) -> None:
@@ -371,7 +384,9 @@ class Campaign:
         self._until_there(self._work.sleep, (WorkerLostError,))
 
     def _scale(self) -> None:
-        """Scale up and down. Push while the worker joins: it must never serve the weights before these pushes."""
+        """Scale up and down. Push while the new worker joins. The new worker must never serve the weights from before
+        these pushes.
+        """
         self._begin("grow")
         growing = _BackgroundCall(lambda: self._scale_to(NUM_WORKERS + 1))
         while growing.is_alive:
@@ -382,7 +397,7 @@ class Campaign:
         self._scale_to(NUM_WORKERS)
 
     def _scale_to(self, num_workers: int) -> None:
-        """Scale the fleet. After an error mend the folder or wait, and retry."""
+        """Scale the fleet. After an error, make the folder writable again or wait, then retry."""
         for _ in _ticks(WHOLE_SECONDS):
             try:
                 return self.fleet.scale(num_workers)
@@ -405,7 +420,7 @@ class Campaign:
         self.numbers.told["all"] += 1
 
     def _until_there(self, action: Callable[[], None], errors: tuple[type[TruerollError], ...]) -> None:
-        """Run `action`. Retry only where all workers were killed, because then none was there."""
+        """Run `action`. Retry only if all workers were killed, because then no worker could answer."""
         for _ in _ticks(WHOLE_SECONDS):
             try:
                 return action()
@@ -416,7 +431,7 @@ class Campaign:
         raise BrokenPromise("no worker came back")
 
     def _restore(self) -> None:
-        """Push the weights again if all workers that had them were killed."""
+        """Push the weights again if every worker with these weights was killed."""
         members = self.fleet.members()
         if self._victim in LOSE_ALL and members and all(member.standing == "joining" for member in members):
             if self._done != "scale":
@@ -424,15 +439,14 @@ class Campaign:
                     self.fleet.scale(NUM_WORKERS)
                 except IllegalStateError as error:
                     self._note_loss(error)
-            with self._pushing, suppress(PushError, ConfigError):  # a worker is not there yet
+            with self._pushing, suppress(PushError, ConfigError):  # a worker has not started yet
                 self._work.push(self.version, self._transport)
 
     # Checks after a round.
 
     def _check_told(self, lost: list[int]) -> None:
-        """Wait until the fleet reports a worker that cannot get its weights, and mend the folder so that it can.
-
-        The worker may also have got its weights from the folder of a push by disk.
+        """Wait until the fleet reports a worker that cannot get its weights, then make the folder writable again. The
+        wait also ends if the worker got its weights from the folder of a push by disk.
         """
         for _ in _ticks(WHOLE_SECONDS):
             if not (self._folder / "joins").is_file() or self._is_whole(lost):
@@ -466,7 +480,7 @@ class Campaign:
         try:
             healths = self._work.client.healths().values()
             if any(health.state == "asleep" for health in healths):
-                self._work.client.wake_up()  # the client that had put them to sleep was killed
+                self._work.client.wake_up()  # the client that put the workers to sleep was killed
         except TruerollError:
             return False
         return [(health.state, health.weight_version) for health in healths] == [("ready", self.version)] * NUM_WORKERS
@@ -487,14 +501,12 @@ class Campaign:
 
 
 def _ticks(seconds: float) -> Iterator[None]:
-    """Yield once per `TICK_SECONDS`. The caller does the waiting, so that time in which this process was stopped does
-    not count.
-    """
+    """Yield once per `TICK_SECONDS` of running time. Time in which this process was stopped does not count."""
     yield from (None for _ in range(int(seconds / TICK_SECONDS)))
 
 
 def _processes(file: Path) -> Counter[str]:
-    """Count, by kind, the processes started under this process, even if another process has adopted them."""
+    """Count the descendants of this process by kind, including descendants that another process has adopted."""
     mark = f"TRUEROLL_CHAOS={file}".encode()
     return Counter(kind for process in psutil.process_iter() if (kind := _kind(process, mark)) is not None)
 

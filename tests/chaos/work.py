@@ -1,7 +1,7 @@
-"""The work of a fleet's client in a round, and the moments in it at which something is killed.
+"""The work of a fleet's client in one round, and the moments of this work at which a process is killed.
 
-As a program this module is a client in a process of its own. It does one piece of work, prints the moments as they
-begin, and then waits until it is killed.
+Run as a program, this module is a client in a separate process. The program does one piece of work, prints each moment
+as it begins, and then waits until it is killed.
 """
 
 from __future__ import annotations
@@ -51,16 +51,19 @@ TRANSPORTS = ("shared", "collective", "disk")
 _CALLS = dict(begin_push="begin", stage_bucket="stage", verify_push="verify", commit_push="commit")
 _MEMORY = "memory "
 ROOM_SECONDS, ROOM_LOOKS = 0.1, 3000
-"""Seconds that a client waits before it retries on full workers, and the maximum number of tries."""
+"""Seconds between a client's tries while workers are full, and the maximum number of tries."""
 T = TypeVar("T")
 
 
 class BrokenPromise(Exception):
-    """A promise that a round found broken."""
+    """A round found a broken promise."""
 
 
 def weight_sets(folder: Path) -> list[dict[str, torch.Tensor]]:
-    """Return two sets of weights, which versions use in turn. Both differ from the weights of the model in `folder`."""
+    """Return two sets of weights for alternating versions.
+
+    Both sets differ from the weights of the model in `folder`.
+    """
     own = load_file(folder / "model.safetensors")
     return [{name: tensor * factor for name, tensor in own.items()} for factor in (1.125, 1.25)]
 
@@ -117,7 +120,10 @@ class Work:
         return taken(lambda: self.client.generate(PROMPTS, PARAMS, seed=SEED, min_weight_version=version))
 
     def stream(self, version: int) -> Bits:
-        """Return all samples, joined from their pieces. Raise BrokenPromise if a sample comes twice or lacks pieces."""
+        """Return all samples, joined from their pieces.
+
+        Raise BrokenPromise if a sample arrives twice or lacks pieces.
+        """
         self.at("stream")
         return taken(lambda: self._streamed(version))
 

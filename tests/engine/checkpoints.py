@@ -1,4 +1,4 @@
-"""Further versions of a model's weights: as a checkpoint, as tensors, and staged in an engine."""
+"""New versions of a model's weights: as a checkpoint, as tensors, and staged in an engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def another_version(model: Path, folder: Path, seed: int = 1, density: float = 1
 
 
 def read_tensors(model: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Return the tensors that a push of this checkpoint brings."""
+    """Return the tensors of a push of this checkpoint."""
     return {name: tensor.to(dtype or tensor.dtype) for name, tensor in load_file(model / FILE).items()}
 
 

@@ -41,7 +41,7 @@ def generate(id: str, prompt: np.ndarray, **params: Any) -> GenerateRequest:
 
 
 def drain(engine: Engine) -> list[Output]:
-    """Step until no request is unfinished, then check that all blocks are accounted for. Return the outputs."""
+    """Step until all requests have finished, then check that all blocks are accounted for. Return the outputs."""
     outputs: list[Output] = []
     while engine.has_unfinished:
         outputs += engine.step()
@@ -50,7 +50,7 @@ def drain(engine: Engine) -> list[Output]:
 
 
 def samples_of(outputs: Collection[Output]) -> list[SampleOutput]:
-    """Return the outputs, each of which must be a sample."""
+    """Return the outputs. Every output must be a sample."""
     samples = [output for output in outputs if isinstance(output, SampleOutput)]
     assert len(samples) == len(outputs)
     return samples
@@ -75,7 +75,7 @@ def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndar
 
 
 def bits(output: SampleOutput) -> tuple[tuple[int, ...], bytes]:
-    """Return the parts of a sample that must be equal: its tokens and the bytes of its log-probs."""
+    """Return the parts of a sample that must be bitwise equal: tokens, and log-probs as bytes."""
     assert output.logprobs is not None and len(output.token_ids) == len(output.logprobs) > 0
     return tuple(output.token_ids), output.logprobs.tobytes()
 

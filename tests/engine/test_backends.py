@@ -1,4 +1,4 @@
-"""Backend selection: which backend an engine uses, and its note if that is not the fastest one."""
+"""Backend selection: which backend an engine uses, and the note in the log if a faster backend exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Columns: all code that cuts, joins or creates the recorded values of tokens uses one table."""
+"""Columns: one table defines the recorded values of tokens, and all code that cuts, joins or creates these values uses
+that table.
+"""
 
 from __future__ import annotations
 

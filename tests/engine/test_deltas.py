@@ -1,4 +1,4 @@
-"""Deltas of streamed samples: concatenated, they are a prefix of the sample's output, to the bit, in every case."""
+"""Deltas of streamed samples: the concatenated deltas are always a bitwise prefix of the sample's output."""
 
 from __future__ import annotations
 

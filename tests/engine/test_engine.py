@@ -79,7 +79,7 @@ def test_score_gives_the_top_logprobs_of_the_rollout(tiny_llama: Path, mode: str
 
 
 def test_top_logprobs_agree_with_the_drawn_tokens_and_change_nothing(tiny_llama: Path, backend: str) -> None:
-    """This includes requests that list fewer tokens, and requests with a first token that may not end a sample."""
+    """The batch includes requests that list fewer tokens, and requests with a first token that must not be the last."""
     engine, prompt = make_engine(tiny_llama, backend=backend), tokens(20)
     cases = [{}, FILTERS, FILTERS | dict(logprobs="raw"), dict(temperature=0.0), dict(min_tokens=5, stop_token_ids=[7])]
     plain = run(engine, [generate(str(i), prompt, n=2, **case) for i, case in enumerate(cases)])
@@ -243,7 +243,7 @@ def test_a_salt_keeps_prefixes_apart(tiny_llama: Path) -> None:
 def test_drawing_from_several_rows_equals_drawing_one_by_one(
     tiny_llama: Path, params: dict[str, Any], backend: str
 ) -> None:
-    """Guessed tokens can therefore be verified in one step, by drawing them."""
+    """Speculative decoding can therefore verify its draft tokens in one step, by drawing the real tokens."""
     expected = run(make_engine(tiny_llama, backend=backend), [generate("r", tokens(20), **params)])["r", 0]
     engine = make_engine(tiny_llama, backend=backend)
     engine.add(generate("r", tokens(20), **params))
@@ -267,7 +267,10 @@ def test_drawing_from_several_rows_equals_drawing_one_by_one(
 
 
 def test_prompts_share_blocks_only_for_the_same_content(tiny_llama: Path) -> None:
-    """The content itself is not computed with yet. It only decides which KV is reused, and changes no bit."""
+    """The model does not use the content yet.
+
+    The content only decides which KV is reused, and does not change any bit.
+    """
     engine, prompt = make_engine(tiny_llama, max_num_batched_tokens=64), tokens(200)
     one, other = ((ContentSpan(70, 90, bytes([number] * HASH_BYTES)),) for number in (1, 2))
     expected = [bits(sample) for sample in run(make_engine(tiny_llama), [generate("a", prompt, n=2)]).values()]
@@ -290,8 +293,8 @@ def test_prompts_share_blocks_only_for_the_same_content(tiny_llama: Path) -> Non
     ("spans", "fault"),
     [
         ([(10, 10, 32)], "empty"),
-        ([(10, 41, 32)], "outside"),
-        ([(-1, 4, 32)], "outside"),
+        ([(10, 41, 32)], "exceeds the prompt"),
+        ([(-1, 4, 32)], "exceeds the prompt"),
         ([(0, 10, 32), (9, 12, 32)], "overlap"),
         ([(20, 30, 32), (0, 10, 32)], "overlap"),
         ([(0, 10, 31)], "32 bytes"),
@@ -378,7 +381,7 @@ def test_stop_strings(tiny_llama: Path) -> None:
 
     engine, prompt = make_engine(tiny_llama), tokens(20)
     free = run(engine, [generate("r", prompt, max_tokens=30)])["r", 0]
-    # Ids from 259 on stand for words, lower ids for single bytes.
+    # Ids from 259 on are words. Lower ids are single bytes.
     at = next(i for i in range(4, 20) if free.token_ids[i] >= 259 and free.token_ids[i] not in free.token_ids[:i])
     text = AutoTokenizer.from_pretrained(tiny_llama).decode(free.token_ids[at : at + 1])[:-1]
     stopped = run(engine, [generate("r", prompt, max_tokens=30, stop=["never in the text", text])])["r", 0]

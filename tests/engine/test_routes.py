@@ -1,4 +1,4 @@
-"""Recorded routed experts: the same bits however a token is computed, and the cost of the record."""
+"""Recorded routed experts: the record has the same bits however a token is computed, and costs little."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trueroll.kernels.contract import AttentionBatch, Pages
 
 from .drive import bits, drain, generate, make_engine, run, samples_of, tokens
 
-# The tests of workers on a CPU cover engines that finish each step before the next.
+# Engines that finish each step before the next are covered by the tests of workers on a CPU.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 BLOCK, CHUNK = 4, 16
@@ -60,7 +60,7 @@ def whole(prompt: np.ndarray, sample: SampleOutput) -> np.ndarray:
 
 
 class Truth:
-    """The experts that a model chooses for tokens computed alone, in one chunk and without a cache."""
+    """The experts that a model chooses for a sequence computed alone, in one chunk, without a cache."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._engine = engine_of(loaded, max_num_batched_tokens=1024, enable_prefix_caching=False)
@@ -173,7 +173,7 @@ def test_a_prefix_is_resumed_where_its_record_ends(mixture: LoadedModel) -> None
 
 
 def test_requests_for_one_record_wait_for_one_computation(mixture: LoadedModel) -> None:
-    """They also wait if the prefix is cached without a record."""
+    """The requests also wait if the prefix is cached without a record."""
     engine, shared = engine_of(mixture), tokens(24)
     run(engine, [generate("plain", shared)])
     before = engine.stats().computed_prompt_tokens
@@ -354,7 +354,7 @@ def dice(request: pytest.FixtureRequest) -> Iterator[random.Random]:
 
 @thinned(lambda dice, steps_ahead, loaded: dice == steps_ahead and loaded != "qwen3_next_moe")
 def test_records_stay_right_in_random_orders_of_events(loaded: LoadedModel, dice: random.Random) -> None:
-    """Requests with and without routed experts, for a few prompts with common prefixes, in too few blocks."""
+    """Mix requests with and without routed experts, for a few prompts with common prefixes, with too few blocks."""
     engine, truth = engine_of(loaded, num_blocks=40), Truth(loaded)
     stem, outputs, prompts = tokens(26), [], {}
     events = 0

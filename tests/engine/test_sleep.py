@@ -1,4 +1,4 @@
-"""Memory that is released and taken again: only the content that should be lost is lost, and the bits stay the same."""
+"""Memory that is released and allocated again: only the intended content is lost, and the bits stay the same."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MIB = 2**20
 BOTH: tuple[Tag, ...] = ("weights", "kv_cache")
 WAYS = [(level, tags) for level in (1, 2) for tags in (BOTH, BOTH[:1], BOTH[1:])]
 
-# The tests of workers on a CPU cover engines that finish each step before the next.
+# Engines that finish each step before the next are covered by the tests of workers on a CPU.
 pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead, **_: steps_ahead)]
 
 
 @pytest.fixture(params=["host", "device"])
 def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kind of memory: as on the host, or as on another device."""
+    """The kind of memory: host memory, or memory that behaves like a device's."""
     if request.param == "device":
         for module in (weights, model_runner):
             monkeypatch.setattr(module, "new_arena", lambda size, device, huge_pages: DeviceArena(size, device))
@@ -44,7 +44,7 @@ def all_bits(engine: Engine) -> tuple[dict, bytes]:
 
 
 def begin(engine: Engine, steps: int = 5) -> None:
-    """Start requests: samples with tokens, and a prompt and a score that are partly computed."""
+    """Start requests: samples that already have tokens, and a prompt and a score request that are partly computed."""
     engine.add(generate("short", tokens(20), n=3))
     for _ in range(steps):
         assert engine.step() == []
@@ -241,7 +241,7 @@ def resident() -> int:
 
 
 def fill(engine: Engine) -> None:
-    """Use the whole KV cache."""
+    """Fill the whole KV cache."""
     for caches in executor_of(engine)._runner.memories:
         for cache in caches:
             cache.fill_(1)
@@ -290,7 +290,7 @@ def test_ten_sleeps_do_not_grow_memory(large: Path, level: int) -> None:
         assert bits(run(engine, [generate("r", tokens(20))])["r", 0]) == bits(expected)
         return asleep
 
-    cycle()  # the first cycle touches everything once
+    cycle()  # warm-up: the first cycle touches all memory once
     first = cycle()
     assert max(cycle() for _ in range(10)) - first < 4 * MIB
     assert engine.memory() == make_engine(large, num_blocks=None, kv_memory=64 * MIB).memory()

@@ -37,12 +37,16 @@ PROMPTS = [
 ]
 NEW = 32
 NEW_ON = {"cpu": NEW, "reference": 8}
-"""Tokens to generate. Steps of the reference are slow; log-probs are compared for all tokens on both backends."""
+"""Number of tokens to generate on each backend. The reference backend has slow steps. Log-probs are compared for all
+tokens on both backends.
+"""
 
 
 @pytest.fixture(scope="module")
 def sequences(smollm2: Path) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Each prompt's ids, its greedy continuation by transformers, and the log-probs of both by one forward pass."""
+    """For each prompt: its ids, the greedy continuation by transformers, and the log-probs of all these tokens from one
+    forward pass.
+    """
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)

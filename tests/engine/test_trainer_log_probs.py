@@ -74,7 +74,9 @@ def packed(model: Any, rollout: Rollout, routes: Tensor | None = None) -> list[T
 
 
 def padded(model: Any, rollout: Rollout) -> list[Tensor]:
-    """Return the same from a usual trainer's batch: prompts padded on the left, completions on the right."""
+    """Return these log-probs from a typical trainer batch, with prompts padded on the left and completions on the
+    right.
+    """
     left, right = (max(map(len, part)) for part in ([p for p, _ in rollout], [s.token_ids for _, s in rollout]))
     ids, mask = torch.zeros(2, len(rollout), left + right, dtype=torch.int64)
     completion_mask = torch.zeros_like(mask, dtype=torch.bool)
@@ -90,7 +92,7 @@ def padded(model: Any, rollout: Rollout) -> list[Tensor]:
 
 
 def alone(model: Any, rollout: Rollout) -> list[Tensor]:
-    """Return the same from one call per sample."""
+    """Return these log-probs from one call per sample."""
     return [packed(model, [one])[0] for one in rollout]
 
 
@@ -177,7 +179,7 @@ def test_statistics_that_are_not_requested_are_empty(tiny_llama: Path) -> None:
 
 
 def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
-    """It runs in the interpreter, so with few tokens; gradients are computed by torch."""
+    """The kernels run in the interpreter, so the tokens are few. torch computes the gradients."""
     folder = make_tiny_model("qwen3", tmp_path / "tiny", dtype="bfloat16", num_hidden_layers=1, vocab_size=64)
     engine = make_engine(folder, backend="triton", num_blocks=16, block_size=2)
     prompts = [tokens(3, vocab_size=64), tokens(5, vocab_size=64)]
@@ -221,7 +223,10 @@ def test_a_trainer_computes_the_bits_of_every_instruction_set(
 
 
 def test_master_weights_under_autocast_equal_a_bfloat16_worker(tiny_model: Path) -> None:
-    """The master weights are not bfloat16 numbers. The worker's weights are the master weights, rounded."""
+    """The float32 master weights have values that bfloat16 cannot represent.
+
+    The worker has the rounded master weights.
+    """
     masters = trainer_model(tiny_model, "float32")
     assert any(not torch.equal(p, p.bfloat16().float()) for p in masters.parameters())
     rollout = roll_out(tiny_model, dtype="bfloat16")
@@ -234,7 +239,7 @@ def test_master_weights_under_autocast_equal_a_bfloat16_worker(tiny_model: Path)
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_float16_checkpoint_is_served_and_trained_as_bfloat16(tmp_path: Path, masters: bool) -> None:
-    """The native kernels do not serve float16. Trainer and worker round the weights in the same way."""
+    """The native kernels do not support float16. Trainer and worker round the weights to bfloat16 in the same way."""
     folder = make_tiny_model("llama", tmp_path, dtype="float16")
     assert any(not torch.equal(p, p.bfloat16().half()) for p in trainer_model(folder, "float16").parameters())
     engine = make_engine(folder, dtype="bfloat16")
@@ -337,7 +342,7 @@ BROKEN: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("op", BROKEN)
 def test_an_op_with_different_rounding_is_found(tiny_llama: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each replacement changes log-probs by less than 1e-3, and is still found."""
+    """Each replacement op changes log-probs by less than 1e-3, and the difference is still found."""
     rollout = roll_out(tiny_llama, backend="cpu")
     model = trainer_model(tiny_llama, "float32")
     align(model, "cpu")

@@ -1,6 +1,7 @@
-"""Mixtures of experts: an aligned trainer computes the bits of the rollout's log-probs, and finds its routes.
+"""Mixtures of experts: an aligned trainer computes the bits of the rollout's log-probs, and chooses the rollout's
+routes.
 
-A plain model comes closer to the rollout's log-probs if it replays the routes.
+An unaligned model comes closer to the rollout's log-probs if it replays the routes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def test_a_trainer_computes_the_bits_and_finds_the_routes_of_the_rollout(
 def with_near_ties(folder: Path) -> Path:
     """Return a mixture with pairs of experts.
 
-    The experts of a pair have nearly equal scores for any token, so that often one is chosen without the other.
+    The two experts of a pair have nearly equal scores for any token, so often only one of the two is chosen.
     """
     model = trainer_model(make_tiny_model("qwen3_moe", folder, dtype="bfloat16"), "bfloat16")
     for layer in model.model.layers:
@@ -153,7 +154,7 @@ def test_another_order_of_experts_is_found(mixture_models: dict[str, Path], monk
 
 
 def test_a_trainer_of_a_mixture_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
-    """It runs in the interpreter, so with few tokens; gradients are computed by torch."""
+    """The kernels run in the interpreter, so the tokens are few. torch computes the gradients."""
     sizes = dict(num_hidden_layers=1, hidden_size=32, vocab_size=64, num_experts=4, num_experts_per_tok=2)
     folder = make_tiny_model("qwen3_moe", tmp_path, dtype="bfloat16", **sizes)
     engine = make_engine(folder, backend="triton", num_blocks=16, block_size=2)

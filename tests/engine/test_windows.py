@@ -1,4 +1,4 @@
-"""Layers with sliding windows: how many blocks they hold, and that releasing the others changes no bit."""
+"""Layers with sliding windows: how many blocks a sequence holds, and that releasing older blocks changes no bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def check_against_scores(model: Path, samples: list[SampleOutput], prompt: np.ndarray = PROMPT) -> None:
-    """Check that the log-probs have the bits of a score in one chunk, which has the whole window at once."""
+    """Check that the log-probs have the same bits as a score computed in one chunk."""
     whole = make_engine(model, max_num_batched_tokens=1024, enable_prefix_caching=False)
     for sample in samples:
         expected = score(whole, np.concatenate((prompt, np.array(sample.token_ids, np.int32))))
@@ -40,7 +40,7 @@ def window_tables(engine: Engine) -> list[list[int]]:
 
 
 def test_a_sequence_holds_a_window_a_chunk_and_a_block(windowed: Path, steps_ahead: int) -> None:
-    """It holds one more chunk if a step is queued before the previous one is done."""
+    """The sequence holds one more chunk if a step is queued before the previous step is done."""
     engine = make_engine(windowed, **SMALL)
     engine.add(generate("long", PROMPT, max_tokens=40))
     held: list[int] = []
@@ -67,7 +67,7 @@ def test_a_prefix_hit_reads_the_window_before_it(windowed: Path, steps_ahead: in
 
 
 def test_a_prefix_hit_ends_where_its_window_is_complete(windowed: Path, steps_ahead: int) -> None:
-    """The window's blocks were handed out to later prompts."""
+    """The missing blocks of the window were handed out to later prompts."""
     num_blocks = 64 if windowed.name == "mistral" else 256
     engine, prompt = make_engine(windowed, **SMALL | dict(max_num_seqs=1), num_blocks=num_blocks), PROMPT[:100]
     [first] = run(engine, [generate("first", prompt)]).values()

@@ -1,4 +1,4 @@
-"""`examples/agent_grpo.py` on a tiny model: conversations only grow, their turns hit the prefix cache, and the
+"""`examples/agent_grpo.py` on a tiny model: conversations are append-only, turns hit the prefix cache, and the
 trainer's log-probs match the worker's.
 """
 
@@ -37,7 +37,8 @@ TEMPLATE = (
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that prefers three tokens: a call, a call that cannot be computed, and the end of a turn.
 
-    All embeddings share one large element, so all hidden states share it too. The three tokens read this element.
+    All embeddings share one large element, so all hidden states share that element too. The head's rows of the three
+    tokens read this element.
     """
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "agent", dtype="bfloat16")
     weights = load_file(folder / "model.safetensors")
@@ -68,7 +69,7 @@ def worker(model: Path, forked_workers: None) -> Iterator[WorkerProcess]:
 
 
 def load(name: str) -> Any:
-    """Load an example as a module under its own name, because the other example imports it by that name."""
+    """Load an example as a module under its own name, because another example imports the module by that name."""
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -79,8 +80,8 @@ def load(name: str) -> Any:
 class Example:
     """The example with a running worker.
 
-    `steps`: the conversations of each step since the last run began. `gradients`: per micro-batch, the log-probs of all
-    its tokens, with their gradients, and the mask of sampled tokens.
+    `steps`: the conversations of each step since the last run began. `gradients`: for each micro-batch, the log-probs
+    of all tokens with their gradients, and the mask of sampled tokens.
     """
 
     def __init__(self, model: Path, worker: WorkerProcess) -> None:
@@ -124,7 +125,7 @@ def test_turns_hit_the_cache_and_train_without_a_mismatch(
     rows = example.run(tmp_path / "run")
     assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
     assert all(float(row["grad_norm"]) > 0.0 for row in rows), "premise: it trains"
-    assert [row["oldest_version"] for row in rows] == [str(step) for step in range(STEPS)]
+    assert [row["oldest_version"] for row in rows] == [str(step + 1) for step in range(STEPS)]
     check_hits(example.steps, worker)
     assert capsys.readouterr().out.count("prompt tokens from the cache: turn 1 ") == STEPS
     check_gradients(example)
@@ -135,7 +136,9 @@ def test_turns_hit_the_cache_and_train_without_a_mismatch(
 
 
 def check_hits(steps: list[Any], worker: WorkerProcess) -> None:
-    """Each turn reuses all whole blocks of the previous turn. The last token is not cached: it was never an input."""
+    """Each turn reuses all whole blocks of the previous turn. The last token of a turn was never an input, so it is not
+    cached.
+    """
     with RolloutClient(worker.address) as client:
         engine = client.health().engine
         assert engine is not None
@@ -151,7 +154,7 @@ def check_hits(steps: list[Any], worker: WorkerProcess) -> None:
 
 
 def check_conversation(conversation: Any) -> None:
-    """The conversation's own tokens are the sampled ones, in their places; the others are the environment's."""
+    """The conversation marks exactly the sampled tokens as its own. All other tokens come from the environment."""
     ids, is_own = torch.tensor(conversation.ids), torch.tensor(conversation.is_own)
     assert ids[is_own].tolist() == [token for turn in conversation.turns for token in turn.output.token_ids]
     for turn in conversation.turns:
@@ -174,7 +177,7 @@ def check_gradients(example: Example) -> None:
 
 
 def test_a_killed_worker_changes_nothing(example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kill falls into a step: 16 conversations have begun, and some have requested another turn."""
+    """The worker is killed during a step: 16 conversations have begun, and some have requested another turn."""
     workers, prompts = [], []
     generate = AsyncRolloutClient.generate
 

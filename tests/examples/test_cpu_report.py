@@ -46,7 +46,7 @@ def test_attention_counts_what_a_window_sees() -> None:
 
 
 def test_only_the_experts_that_rows_go_to_are_read() -> None:
-    """Three of eight experts are read, each once. Their matrices are [2 * 32, 64] and [64, 32]."""
+    """Three of eight experts are read, each once. An expert has matrices [2 * 32, 64] and [64, 32]."""
     spec = ExpertsSpec(num_experts=8, top_k=2, intermediate_size=32)
     gate_up, down = torch.zeros(8 * 2 * 32, 64), torch.zeros(8 * 64, 32)
     weights = ExpertsWeights(torch.zeros(8, 64), None, gate_up, None, down, None)
@@ -56,7 +56,7 @@ def test_only_the_experts_that_rows_go_to_are_read() -> None:
 
 
 def test_a_recurrence_reads_and_writes_each_state_once() -> None:
-    """Two sequences, with three tokens and with one. The one that begins reads no state."""
+    """Two sequences have three tokens and one token. The sequence that begins here reads no state."""
     spec, states = DeltaNetSpec(1, 2, 8, 16, 4, NormSpec(1e-6)), torch.zeros(5, 2, 8, 16)
     batch = StateBatch([0, 3, 4], torch.tensor([4, NO_SLOT]), torch.tensor([4, 1]))
     found = REPORT["recurrence_cost"](torch.zeros(4, spec.channels), None, None, spec, None, states, batch)

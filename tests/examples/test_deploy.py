@@ -1,4 +1,4 @@
-"""The files in examples/deploy: every option, metric, file and port that they name exists."""
+"""Every option, metric, file and port named in examples/deploy exists."""
 
 from __future__ import annotations
 

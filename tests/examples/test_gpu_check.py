@@ -1,4 +1,4 @@
-"""The GPU check runs to its end in a rehearsal, and broken or skipped promises do not count as kept."""
+"""The GPU check completes in a rehearsal, and does not report broken or skipped promises as kept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_rehearsal_runs_to_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_the_tests_in_tests_gpu_can_be_rehearsed(check: ModuleType, tmp_path: Path) -> None:
-    """Runs those that take seconds, in one process. Only tests that need a GPU are skipped."""
+    """Rehearse the tests that take only seconds, in one process. Only tests that need a GPU are skipped."""
     check.lay_out(tmp_path / "site", None)
     verdict = check.Check(tmp_path, is_rehearsal=True).judge(check.Promise("all of them", 250, QUICK), "part")
     assert verdict.word == "kept" and verdict.detail.startswith("4 tests"), verdict
@@ -110,7 +110,7 @@ def test_it():
 
 @pytest.fixture
 def verdicts(check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The verdicts on promises that each consist of one of the test files above."""
+    """The verdicts on promises. Each promise has one of the test files above."""
     for name, text in TESTS.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(check, "TESTS", str(tmp_path))
@@ -206,7 +206,7 @@ def test_it():
 
 
 def test_terminating_the_check_ends_its_processes(tmp_path: Path) -> None:
-    """SIGTERM is what `timeout` sends."""
+    """The test sends SIGTERM, as the command `timeout` does."""
     (tmp_path / "test_told.py").write_text(TOLD)
     path = os.pathsep.join((str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")))
     ended = subprocess.Popen([sys.executable, "-P", "-c", ENDED, str(tmp_path)], env=os.environ | {"PYTHONPATH": path})

@@ -1,4 +1,4 @@
-"""The GPU report counts correctly, compares equal work, and continues after a failure; tested without a GPU."""
+"""Without a GPU: the GPU report counts correctly, compares equal work, and continues after a failure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_without_a_gpu_the_report_exits_with_an_error() -> None:
 
 def test_the_arithmetic_of_products_and_attention(report: ModuleType) -> None:
     assert report.product_cost(3, 5, 7) == (2 * 3 * 5 * 7, 2 * (5 * 7 + 3 * 7 + 3 * 5))
-    one_token = 4 * 28 * 128  # per head a score and a weighted value: 128 multiplications and additions each
+    one_token = 4 * 28 * 128  # per head: 128 multiplications and additions for a score, and 128 for a weighted value
     assert report.attention_cost(2, 1, 100)[0] == 2 * 100 * one_token
     assert report.attention_cost(1, 4, 4)[0] == (1 + 2 + 3 + 4) * one_token
     assert report.attention_cost(1, 2, 5)[0] == (4 + 5) * one_token

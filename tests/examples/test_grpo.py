@@ -80,7 +80,9 @@ def run(grpo: Any, model: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def undisturbed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The metrics of a run. It trains: at each step some group has different rewards, so there is a gradient."""
+    """The metrics of a run that really trains: at each step, the rewards differ within some group, so the gradient is
+    not zero.
+    """
     folder = tmp_path_factory.mktemp("undisturbed")
     rows = run(folder)
     assert len(rows) == STEPS and all(float(row["grad_norm"]) > 0 for row in rows)
@@ -110,14 +112,16 @@ def test_a_run_is_the_same_again_at_every_level_of_sleep(
     assert levels == ([sleep] * STEPS if sleep else []) and [*rows[0]] == COLUMNS
     assert (tmp_path / "metrics.csv").read_bytes() == undisturbed
     assert [row["mismatch"] for row in rows] == ["0.0"] * STEPS
-    assert [row["oldest_version"] for row in rows] == [str(step) for step in range(STEPS)]
+    assert [row["oldest_version"] for row in rows] == [str(step + 1) for step in range(STEPS)]
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_adapter_is_trained_and_pushed_alone(
     run: Run, grpo: Any, model: Path, undisturbed: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only adapters are pushed, onto the checkpoint that the worker serves, even when the run starts again."""
+    """Only adapters are pushed, on top of the checkpoint that the worker serves. A resumed run also pushes only
+    adapters.
+    """
     pushed, push = [], WeightPublisher.push
 
     def noted(self: WeightPublisher, *arguments: Any, **options: Any) -> Any:
@@ -143,14 +147,34 @@ def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: 
     assert (tmp_path / "metrics.csv").read_bytes() != undisturbed
 
 
-def test_the_plain_forward_pass_shows_a_mismatch(run: Run, tmp_path: Path) -> None:
-    rows = run(tmp_path, steps=2, unaligned=True)
+def test_the_plain_forward_pass_shows_a_mismatch(
+    run: Run, grpo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The mismatch of such a run can be drawn beside the mismatch of an aligned run."""
+    rows = run(tmp_path / "plain", steps=2, unaligned=True)
     assert all(float(row["mismatch"]) > 0.0 for row in rows)
     check_diagnostics(rows)
+    figures: list[Any] = []
+    make_figure = grpo.Figure
+    monkeypatch.setattr(grpo, "Figure", lambda **sizes: figures.append(make_figure(**sizes)) or figures[-1])
+    run(tmp_path / "aligned", steps=2, beside=tmp_path / "plain")
+    both = {line.get_label(): [*line.get_ydata()] for line in figures[0].axes[2].lines}
+    assert both == {"step": [0.0, 0.0], "step of plain": [float(row["mismatch"]) for row in rows]}
+    assert "seed 1" in figures[0].get_suptitle()
+    assert capfd.readouterr().out.count(" s: generate ") == 4, "each step prints its seconds"
+    with pytest.raises(typer.BadParameter, match="--beside: .* has no metrics.csv"):
+        run(tmp_path / "third", beside=tmp_path)
+
+
+def test_a_new_worker_gives_no_warning(model: Path, tmp_path: Path) -> None:
+    """The first push has a higher version than the checkpoint of a new worker."""
+    arguments = ("--out", str(tmp_path / "run"), "--model", str(model), "--steps", "1", "--prompts", "2")
+    result = subprocess.run([sys.executable, "-P", str(EXAMPLE), *arguments], capture_output=True, text=True)
+    assert result.returncode == 0 and "warning" not in (result.stdout + result.stderr).lower(), result.stderr
 
 
 def check_diagnostics(rows: list[dict[str, str]]) -> None:
-    """Check the diagnostics of samples from another policy than the trainer's."""
+    """Check the diagnostics of samples from a policy that differs from the trainer's."""
     for row in rows:
         assert float(row["k1"]) != 0.0 and float(row["k2"]) > 0.0 and float(row["k3"]) > 0.0
         assert float(row["largest_ratio"]) > 1.0 and float(row["perplexity_gap"]) != 0.0
@@ -176,8 +200,8 @@ def test_a_mixture_of_experts_trains_without_a_mismatch(
 class WorkerKiller:
     """Kills the worker of a run once, during the `nth` call of a function.
 
-    The worker is stopped before the call sends anything, so it cannot answer, and killed a moment later. `pids`: of all
-    workers of the run.
+    The worker is stopped before the call sends anything, so that it cannot answer. The worker is killed shortly after.
+    `pids`: process ids of all workers of the run.
     """
 
     def __init__(self, grpo: Any, patch: pytest.MonkeyPatch, owner: type, name: str, nth: int) -> None:
@@ -235,10 +259,12 @@ def test_workers_that_all_die_end_the_run(run: Run, grpo: Any, tmp_path: Path, m
 
 
 def check_stale(rows: list[dict[str, str]]) -> None:
-    """Check that each batch but the first was begun under the weights before those that it trained."""
+    """Check that each batch except the first was sampled with weights one version older than the weights that it
+    trained.
+    """
     assert len(rows) == STEPS and rows[0]["mismatch"] == "0.0" and rows[0]["stale_share"] == "0.0"
     for step, row in enumerate(rows[1:], 1):
-        assert row["oldest_version"] == str(step - 1) and float(row["stale_share"]) > 0.0
+        assert row["oldest_version"] == str(step) and float(row["stale_share"]) > 0.0
         assert float(row["stale_difference"]) > 0.0 and row["mismatch"] in ("", "0.0")
     check_diagnostics(rows[1:])
     exact = dict(k1="0.0", k2="0.0", k3="0.0", perplexity_gap="0.0", clipped_share="0.0", largest_ratio="1.0")
@@ -259,7 +285,7 @@ def test_a_worker_killed_while_generating_in_the_background_is_replaced(
 
 
 def test_a_killed_trainer_resumes(run: Run, model: Path, tmp_path: Path) -> None:
-    """The trainer is killed after a checkpoint. The test tears the last line of the metrics, as a kill could."""
+    """The trainer is killed after a checkpoint. The test truncates the last line of the metrics, as a kill could."""
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     metrics = killed / "metrics.csv"
     command = [sys.executable, str(EXAMPLE), "--out", str(killed), "--model", str(model), "--prompts", "2"]
@@ -297,15 +323,14 @@ def test_a_worker_that_generates_all_the_time_cannot_sleep(run: Run, tmp_path: P
 
 @pytest.mark.parametrize(("shift", "advantage"), [(-1.0, 1.0), (1.0, -1.0), (-1.0, -1.0), (1.0, 1.0)])
 def test_the_objective_is_clipped_on_one_side(grpo: Any, model: Path, shift: float, advantage: float) -> None:
-    """The gradient vanishes where the ratio is already past the clip in the direction of the advantage.
-
-    Past the clip in the other direction, the ratio counts as the cap.
+    """If the ratio is past the clip in the direction of the advantage, the gradient is zero. Past the clip in the other
+    direction, the ratio is replaced by the cap.
     """
     trainer = grpo.Trainer(model, is_aligned=True, staleness=1)
     ids, old = torch.tensor([5, 6, 7, 8]), torch.zeros(2, dtype=torch.int64)
     is_own = torch.tensor([False, False, True, True])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        log_probs = trainer._log_probs([grpo.Sample(ids, is_own, torch.zeros(2), old, 0.0, 0.0)])
+        log_probs = trainer.log_probs([grpo.Sample(ids, is_own, torch.zeros(2), old, 0.0, 0.0)])
     trainer.version = 1
     row = trainer.step([grpo.Sample(ids, is_own, log_probs + shift, old, 0.0, advantage)])
     assert row["stale_difference"] == pytest.approx(1.0) and row["mismatch"] is None
@@ -333,10 +358,11 @@ for folder, steps, fsdp in (("whole", 2, 2), ("parts", 1, 2), ("parts", 2, 2), (
 
 @pytest.mark.exhaustive
 def test_two_ranks_train_the_same_twice(tmp_path: Path, forked_workers: None) -> None:
-    """Two ranks get the same results twice, even when they resume, and those of one process up to rounding.
+    """Two ranks get the same results in two runs, even after a resume. Up to rounding, a single process gets these
+    results too.
 
-    The ranks share the weights of a model with tied embeddings. One process starts all runs and one worker serves them,
-    because starts take most of the time.
+    The ranks share the weights of a model with tied embeddings. One process starts all runs, and one worker serves all
+    runs, because starts take most of the time.
     """
     model = make_tiny_model("qwen3", tmp_path / "model", dtype="bfloat16")
     with launch_worker(str(model), **SETTINGS) as worker:

@@ -1,4 +1,4 @@
-"""The HTTP report runs on a tiny model. It checks bits and answers itself."""
+"""The HTTP report runs on a tiny model. The report itself checks bits and responses."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_the_report_compares_and_floods(
     text = " ".join(capsys.readouterr().out.split())
     for row in ("group", "3 singles", "3 streams"):
         assert re.search(rf"│ {row} │ [\d,.]+", text), row
-    for said in ("first token: ", "20 connections held", "120 malformed requests, all refused"):
+    for said in ("first token: ", "20 connections held open", "120 malformed requests, all refused"):
         assert said in text

@@ -1,4 +1,4 @@
-"""The report on training steps runs on a tiny model with all options, and prints positive ratios."""
+"""The training report runs on a tiny model with all options, and prints positive ratios."""
 
 from __future__ import annotations
 

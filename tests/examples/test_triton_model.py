@@ -1,4 +1,4 @@
-"""The model of launches on an H100: its counts, checked by hand and at every number of rows."""
+"""The model of launches on an H100: counts checked by hand, and properties checked at every number of rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def report() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def layers(report: ModuleType) -> list[tuple[Any, dict[str, list[Any]]]]:
-    """Steps of Qwen2.5-7B with the work of their launches, op by op."""
+    """Steps of Qwen2.5-7B. For each step, the work of its launches by op."""
     steps = report.steps_of(report.MODELS["Qwen2.5-7B"])
     return [
         (step, {op: [report.work_of(launch, step) for launch in found] for op, found in step.launches.items()})
@@ -51,7 +51,7 @@ def test_every_assumption_has_a_reason() -> None:
 
 
 def test_a_program_of_a_product_by_hand(report: ModuleType) -> None:
-    """64 features by 16 tokens over 256 columns: 4 rows of instructions of 16 columns for each 64."""
+    """A tile of 64 features by 16 tokens over 256 columns takes 16 matrix instructions of 16 columns each."""
     work = report.triton_model.tile_work(64, [16, 0], 256, depth=128, stages=3)
     assert work.l2 == (64 + 16) * 256 * 2
     assert work.matrix == 64 * 16 * 256 / 2048
@@ -102,7 +102,9 @@ def test_weights_come_from_memory_once_at_any_number_of_rows(
 
 
 def test_more_rows_never_take_fewer_bytes_from_memory(layers: list[tuple[Any, dict[str, list[Any]]]]) -> None:
-    """Checked while one tile takes all rows. With more rows some weights have no parts to store."""
+    """Checked only up to the number of rows that one tile holds. With more rows, some products store no partial
+    results.
+    """
     decodes = [ops for step, ops in layers if sum(step.queries) == len(step.queries) <= 320]
     assert len(decodes) > 10
     for fewer, more in pairwise(decodes):
@@ -111,7 +113,7 @@ def test_more_rows_never_take_fewer_bytes_from_memory(layers: list[tuple[Any, di
 
 
 def test_the_limit_of_a_product_by_hand(report: ModuleType) -> None:
-    """A weight of 1 GB: read for few rows, multiplied for many."""
+    """For a weight of 1 GB, few rows are limited by reading the weight, and many rows are limited by multiplying."""
     assert report.product_limit(2**15, 2**14, 1) == 2**30 / 3.0e12
     assert report.product_limit(2**15, 2**14, 1000) == pytest.approx(2**30 * 1000 / 880e12)
 
@@ -128,7 +130,7 @@ def test_the_bytes_of_a_step_by_hand(report: ModuleType) -> None:
 def test_one_more_row_takes_little_more_time(
     report: ModuleType, layers: list[tuple[Any, dict[str, list[Any]]]], rows: int
 ) -> None:
-    """By the model, with two programs on each SM, one more row takes a layer at most 1.15 times as long."""
+    """In the model, with two programs on each SM, one more row makes a layer at most 1.15 times slower."""
     found = {sum(step.queries): ops for step, ops in layers if sum(step.queries) == len(step.queries)}
     times = [
         sum(

@@ -1,7 +1,8 @@
-"""Clients that attack a worker, and the record of the replies that the worker owes them.
+"""Clients that attack a worker, and a record of the replies that the worker still owes each client.
 
-An `Attacker` stays connected and counts: the worker owes exactly one terminal reply to each message except an `ack`. A
-`Deserter` breaks its connections and comes back, sometimes with the same identity. Replies to it may be lost.
+An `Attacker` stays connected and counts replies. The worker owes exactly one terminal reply to each message except an
+`ack`. A `Deserter` breaks its connections and reconnects, sometimes with the same identity. Replies to a deserter may
+be lost.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ TERMINAL = {
     **dict.fromkeys(LIFECYCLE, "status"),
     **dict.fromkeys(PUSH, "push_status"),
 }
-"""Per message type, the type of the terminal reply, unless that is `error`."""
+"""The type of the terminal reply to each message type, if the reply is not `error`."""
 CODES = {
     *("invalid_message", "message_too_large", "invalid_request", "id_conflict", "queue_full", "unknown_request"),
     *("illegal_state", "deadline_exceeded", "stale_weights", "push_failed", "version_gap", "other_base"),
 }
-"""Error codes that a message may cause. `worker_failed` and `unavailable` would mean that the worker is broken."""
+"""Error codes that a message may cause. The codes `worker_failed` and `unavailable` are missing, because they mean that
+the worker is broken.
+"""
 
 
 class Shot:
@@ -50,9 +53,10 @@ class Shot:
 
     @property
     def is_certain(self) -> bool:
-        """Return whether the worker will certainly answer under this id, even if others abort the request.
+        """Return whether the worker will certainly answer under this id, even if other clients abort the request.
 
-        False for an `ack` with a repeated field: it may be refused for the first value, and `fields` has only the last.
+        Return False for an `ack` with a repeated field. The worker may refuse such an `ack` for the field's first
+        value, while `fields` has only the last value.
         """
         fields = self.fields or {}
         is_ack_with_more = fields.get("type") == "ack" and len(fields) < num_fields(self.frames[0])
@@ -60,13 +64,13 @@ class Shot:
 
     @property
     def terminal(self) -> str | None:
-        """Return the type of its terminal reply, unless that is an error."""
+        """Return the type of the message's terminal reply, if that reply is not an error."""
         type = None if self.fields is None else self.fields.get("type")
         return TERMINAL.get(type) if isinstance(type, str) else None
 
     @property
     def needs_reply(self) -> bool:
-        """Return whether it is anything other than a valid `ack`."""
+        """Return whether the message is anything other than a valid `ack`."""
         fields = self.fields
         if fields is None or fields.get("type") != "ack" or set(fields) != {"version", "type", "ids"}:
             return True
@@ -80,7 +84,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _find_id(frame: bytes) -> str | None:
-    """Return the id of a message that may be unreadable, searched in the first KiB."""
+    """Search the first KiB of a message, which may be unreadable, for its id, and return the id."""
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0)
     unpacker.feed(frame[:1024])
     try:
@@ -106,7 +110,7 @@ def dealer(address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
 
 
 class Attacker:
-    """One connection that sends only messages with certain replies.
+    """One connection, which sends only messages that are certainly answered.
 
     `codes`: number of replies so far, by code or type. `owed`: number of missing terminal replies, by id.
     """
@@ -180,7 +184,8 @@ class Deserter:
     def desert(self, identity: bytes | None = None, *, linger: int) -> None:
         """Open a new connection, then break the old one. Messages not sent within `linger` ms are lost.
 
-        If the identity is in use, wait for a sign that the worker has noticed. The worker may give none.
+        If the identity is in use, wait until the worker seems to have noticed. The wait has a limit, because the worker
+        may show no sign.
         """
         old, self._socket = self._socket, dealer(self._address, identity)
         if identity is not None:

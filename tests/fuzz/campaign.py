@@ -1,11 +1,15 @@
-"""A campaign: rounds of attack on a worker, or on a front end before it, beside good traffic, with checks after each.
+"""A campaign: rounds of attack on a worker or on its front end, with good traffic at the same time and checks after
+each round.
 
-Owns the clients and the numbers. Does not own the worker: any process that speaks the protocol works, such as one with
-a planted fault that the harness must find.
+Owns: the clients and the counts. Does not own: the worker. Any process that speaks the protocol works, for example a
+process with a planted fault that the harness must find.
 
-Promises: `run` raises `Violation` if the worker ends, does not answer, answers twice, sends a reply that is not owed,
-or serves other weights than the operator's; if the idle worker is larger than after the warm-up; or if a bit of a good
-request differs.
+Promises: `run` raises `Violation` in these cases:
+
+- The worker ends, does not answer, answers twice, or sends a reply that is not owed.
+- The worker serves weights that are not the operator's.
+- The idle worker is larger than after the warm-up.
+- A bit of a good request differs.
 """
 
 from __future__ import annotations
@@ -38,17 +42,19 @@ from trueroll.rollout import WorkerProcess
 CHUNK = 50
 """Number of messages between two checks of the worker."""
 RSS_GROWTH_BYTES = 64 * 2**20
-"""Allowance for memory that the allocator keeps from the largest messages, and for kept results within their bound."""
+"""Allowed growth in bytes, for memory that the allocator keeps from the largest messages and for kept results within
+their bound.
+"""
 POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
-"""Threads of asyncio's pool in a front end. It starts them on demand and keeps them."""
+"""Number of threads of asyncio's pool in a front end. The pool starts threads on demand and keeps them."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """`messages`: number of messages, in whole rounds from `first_round` on. `patience`: limit of any wait, in seconds.
 
-    `warm_up`: number of messages after which the worker is measured; at the end it must be as small again. `http`: True
-    to attack a front end of the worker, which is measured as well.
+    `warm_up`: number of messages after which the worker is measured. At the end the worker must be as small again.
+    `http`: True to attack a front end of the worker, which is measured as well.
     """
 
     messages: int
@@ -166,7 +172,9 @@ class Campaign:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Add to a Violation how to reproduce it. If the worker has ended, report this instead of other violations."""
+        """Add to a Violation how to reproduce it. If the worker process has ended, report that end instead of other
+        violations.
+        """
         try:
             yield
         except Violation as violation:
@@ -224,12 +232,16 @@ class Campaign:
             attacker.receive()
 
     def _tend(self) -> None:
-        """Check and tend the worker. Called while waiting for an answer, because a pause may hold it back."""
+        """Check the worker and bring it back to `ready`. Called while waiting for an answer, because a pause may delay
+        the answer.
+        """
         self._look()
         self._operator.tend(ends_pushes=False)
 
     def _settle(self) -> None:
-        """Wait until the worker is ready, no reply is owed, and each good client has a new result. Then check both."""
+        """Wait until the worker is ready, no reply is owed, and each good client has a new result. Then check the
+        worker and the good clients.
+        """
         while self._streams:
             self._streams.pop().close()
         for door in self._doors:
@@ -268,7 +280,9 @@ class Campaign:
         )
 
     def _check_stream(self) -> None:
-        """Raise Violation if a whole hand-made conversation gets no answer: then the broken ones prove nothing."""
+        """Raise Violation if a complete hand-made conversation gets no answer. Without that answer, the broken
+        conversations prove nothing.
+        """
         stream = Stream(self._path, OPENING, LAST)
         is_answered = stream.hears(HEALTH["id"].encode(), self._plan.patience)
         stream.close()
@@ -317,7 +331,7 @@ class Campaign:
             client.go_on()
 
     def _measure(self, process: psutil.Process, before: Size | None) -> Size:
-        """Return the size of a process once it is stable and back to `before`, or once patience is over."""
+        """Return the size of a process once the size is stable and back to `before`, or once `patience` is over."""
         deadline, last, size = time.monotonic() + self._plan.patience, None, _size(process)
         while not (size == last and _is_back(size, before)) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -325,7 +339,7 @@ class Campaign:
         return size
 
     def _check_idle(self) -> None:
-        """Check that only kept results are left of all requests, within their bounds."""
+        """Check that the worker holds nothing of the requests except kept results within their bounds."""
         health = self._operator.ask("health")
         requests, limits = health["requests"], health["limits"]
         if requests["open"] or requests["running"] or requests["waiting"] or health["memory"]["staging"]:

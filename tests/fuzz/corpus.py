@@ -1,7 +1,8 @@
-"""Valid messages of every type, in the orders in which clients send them. The mutations start from these.
+"""Valid messages of every type, in the orders in which clients send them. The mutations start from these messages.
 
-Owns the ids of the attack, which all begin with `x-`, and the shared memory that its pushes name. No push of the corpus
-brings more than one tensor, so no push can be committed. No message of the corpus aborts requests of other clients.
+Owns: the ids of the attack, which all begin with `x-`, and the shared memory that the attack's pushes name. No push of
+the corpus brings more than one tensor, so no push can be committed. No message of the corpus aborts requests of other
+clients.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ MAX_TOKEN = 500
 CLOSED_PORT = 9
 NO_FOLDER = "no-such-folder"
 SECONDS = 0.1
-"""How long a call may wait. Longer waits would only delay the good requests."""
+"""Maximum seconds that a call waits. Longer waits would only delay the good requests."""
 
 Message = dict[str, Any]
 
 
 class Memory:
-    """The smallest of the worker's tensors in shared memory, with other bytes than the worker serves."""
+    """The smallest of the worker's tensors, in shared memory. The bytes differ from those that the worker serves."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         name = min(tensors, key=lambda name: tensors[name].nbytes)
@@ -88,7 +89,7 @@ class Corpus:
         return [message | {"cache_salt": self.rng.choice((None, "salt"))} | self._named() | self._demand()]
 
     def _demand(self) -> Message:
-        """Return, rarely, a demand for weights that are served, or for missing weights without waiting for them."""
+        """Return, rarely, a demand for served weights, or for missing weights without a wait."""
         if self.rng.random() < 0.9:
             return {}
         choices = {"min_weight_version": 0, "wait_for_weights": True}, {"min_weight_version": 10**9}
@@ -99,7 +100,7 @@ class Corpus:
         return {"caller": self.rng.choice((None, "caller-1", "caller-2"))} if self.rng.random() < 0.1 else {}
 
     def request_and_end(self) -> list[Message]:
-        """Return a request with an abort and an ack of it, in any order."""
+        """Return a request, an abort of the request, and an ack, in any order."""
         [request] = self.generate() if self.rng.random() < 0.7 else self.score()
         which = {"index": self.rng.choice((None, 0, 1))} if self.rng.random() < 0.7 else self._named()
         abort = {"type": "abort", "id": self._id(), "request_id": request["id"], **which}
@@ -136,7 +137,7 @@ class Corpus:
         return [call, *self.generate(), self._call("wake_up", tags=tags)]
 
     def push(self) -> list[Message]:
-        """Return each phase of a push. It names one tensor with correct bytes."""
+        """Return each phase of a push. The push names one tensor with correct bytes."""
         push_id = f"{self.rng.getrandbits(128):032x}"
         bucket = {"index": 0, "num_bytes": self.memory.piece["num_bytes"], "pieces": [dict(self.memory.piece)]}
         phases = [

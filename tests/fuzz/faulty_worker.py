@@ -23,7 +23,7 @@ from trueroll.rollout.worker import (
 )
 
 LATE = 300
-"""Number of replies before a fault begins, so that the quiet results are right."""
+"""Number of replies before a fault begins. The results collected before the attack are therefore correct."""
 _kept: list[Any] = []
 
 
@@ -46,7 +46,7 @@ def _flip_a_bit(sample: dict[str, Any]) -> None:
 
 
 def _is_due(count: int, frame: bytes) -> bool:
-    """Return whether the reply is an error to the attack, and one of the few to disturb."""
+    """Return whether the reply is an error for the attack, and is one of the few replies to change."""
     return count % 20 == 0 and b"\xa4type\xa5error" in frame and b"x-" in frame
 
 

@@ -1,4 +1,4 @@
-"""The attacked front end: a process of `trueroll http` with small limits and its own log."""
+"""The attacked front end: a process running `trueroll http`, with small limits and its own log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from fuzz.violation import Violation
 
 LIMITS = ("--max-body-bytes", "131072", "--max-open-requests", "64", "--drain-seconds", "5")
-COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
+COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()")
 END_SECONDS = 60.0
 
 
@@ -41,12 +41,12 @@ class FrontProcess:
         return self._process.poll()
 
     def check_health(self, patience: float) -> None:
-        """Check that it answers and reports the worker as ready."""
+        """Check that the front end answers and reports the worker as ready."""
         if b'"state":"ready"' not in (answer := self._get("/health", patience)):
             raise Violation(f"the front end reports a ready worker as {answer!r:.300}")
 
     def check_idle(self, patience: float) -> None:
-        """Check that it counts no request as open."""
+        """Check that the front end reports no open request."""
         deadline = time.monotonic() + patience
         while b"trueroll_http_open_requests 0.0" not in (page := self._get("/metrics", patience)):
             if time.monotonic() > deadline:
@@ -65,7 +65,9 @@ class FrontProcess:
             connection.close()
 
     def end(self) -> None:
-        """Send SIGTERM. Raise Violation if it does not end, fails, or has logged an unexpected exception."""
+        """Send SIGTERM. Raise Violation if the front end does not exit, exits with an error, or has logged an
+        unexpected exception.
+        """
         self._process.send_signal(signal.SIGTERM)
         try:
             code = self._process.wait(END_SECONDS)
@@ -83,5 +85,5 @@ class FrontProcess:
         self._process.wait()
 
     def last_words(self) -> list[str]:
-        """Return the last lines of its log."""
+        """Return the last lines of the front end's log."""
         return self.log.read_text(errors="replace").splitlines()[-12:]

@@ -1,8 +1,8 @@
-"""Good clients beside the attack. Each result must equal, bit for bit, the result of the quiet worker.
+"""Good clients that run during the attack. Each result must be bitwise equal to the result before the attack.
 
-There are two kinds: `RolloutClient`, as trainers use it, and a plain socket that counts every reply, because
-`RolloutClient` would silently correct some faults. Both send requests on their own threads until they are held or
-stopped.
+One good client is a `RolloutClient`, as in a trainer. A second good client is a plain socket that counts every reply,
+because `RolloutClient` would silently correct some faults. Each good client sends requests on its own thread until it
+is held or stopped.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def ask(client: RolloutClient, request: Request) -> Result:
 
 
 def _as_sent(sample: SampleOutput) -> tuple[Any, ...]:
-    """Return the sample in the form of `_result`, which reads it from the wire."""
+    """Return the sample in the form in which `_result` reads samples from the wire."""
     logprobs = None if sample.logprobs is None else sample.logprobs.tobytes()
     return sample.index, np.array(sample.token_ids, "<i4").tobytes(), logprobs, sample.finish_reason, sample.seed
 
@@ -78,8 +78,8 @@ def _as_sent(sample: SampleOutput) -> tuple[Any, ...]:
 class GoodClient(threading.Thread):
     """Sends random `requests` until `stop`. `failure`: the first result that differs from `expected`, or an error.
 
-    `compared`: number of results so far. `tokens`: number of tokens in them. `refused`: number of refusals because the
-    queue was full; these are allowed, and the request is sent again.
+    `compared`: number of results so far. `tokens`: number of tokens in these results. `refused`: number of refusals
+    because the queue was full. Such refusals are allowed; the client sends the request again.
     """
 
     def __init__(self, name: str, address: str, requests: Sequence[Request], expected: Sequence[Result]) -> None:
@@ -96,7 +96,7 @@ class GoodClient(threading.Thread):
         self.refused = 0
 
     def hold(self, patience: float) -> None:
-        """Wait for pending requests, and send no more until `go_on`."""
+        """Wait for pending requests, and send no new requests until `go_on`."""
         self._may_ask.clear()
         if not self._is_holding.wait(patience) and self.failure is None:
             raise Violation(f"a good client waited more than {patience} s for results")
@@ -164,7 +164,7 @@ class LibraryClient(GoodClient):
 
 
 class CountingClient(GoodClient):
-    """Uses a plain socket, `WINDOW` requests at a time, and accepts no reply that it is not owed."""
+    """Uses a plain socket, with `WINDOW` requests at a time. Any reply that is not owed is a failure."""
 
     def _ask_on_and_on(self) -> None:
         socket = dealer(self._address)
@@ -226,7 +226,7 @@ def quiet_results(address: str, requests: Sequence[Request]) -> list[Result]:
 
 
 def start_good_clients(address: str) -> list[GoodClient]:
-    """Start the good clients. Call while the worker is quiet."""
+    """Start the good clients. Call this while the worker has no other requests."""
     requests = good_requests()
     expected = quiet_results(address, requests)
     kinds: tuple[Callable[..., GoodClient], ...] = (LibraryClient, CountingClient)

@@ -1,4 +1,5 @@
-"""Clients that attack a front end over HTTP, each on one connection after the other, and the answers they are owed.
+"""Clients that attack a front end over HTTP, and the answers that each client is owed. A client uses one connection
+after the other.
 
 A complete request with a valid head is owed one answer, whatever its body is. A request with an invalid head may be
 answered or cut off. No answer may say that the server broke.
@@ -40,7 +41,9 @@ class HttpAttacker:
         self.statuses: Counter[str] = Counter()
 
     def send(self, sent: Sent) -> None:
-        """Finish the previous request and send another one. `sent.frames`: its bytes, in one part or more."""
+        """Finish the previous request and send another one. `sent.frames`: the bytes of the request, in one or more
+        parts.
+        """
         self.finish()
         self._sent = sent
         self._socket = socket.create_connection(self._address, timeout=self._patience)
@@ -49,7 +52,7 @@ class HttpAttacker:
                 self._socket.sendall(part)
 
     def finish(self) -> None:
-        """Read the answer to the last request, or leave without it, depending on the request's kind."""
+        """Read the answer to the last request, or disconnect without reading it, depending on the request's kind."""
         if self._socket is None or self._sent is None:
             return
         with self._socket:
@@ -97,14 +100,14 @@ class HttpAttacker:
         return bytes(received)
 
     def _leave(self, connection: socket.socket) -> None:
-        """Leave before or in the middle of the answer. Every second time, reset the connection."""
+        """Disconnect before or in the middle of the answer. Every second time, reset the connection."""
         assert self._sent is not None
         if self._sent.sender % 2:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         self._check(self._read_what_is_there(connection))
 
     def _check_answer(self, data: bytes) -> None:
-        """Check that there is exactly one answer and that it is right."""
+        """Check that there is exactly one answer, and that the answer is correct."""
         self._check(data)
         if _STATUS.match(data) is None:
             raise Violation(f"no answer to {self._shown()}: {data[:300]!r}")
@@ -118,7 +121,7 @@ class HttpAttacker:
                 raise Violation(f"an error of another form for {self._shown()}: {data[:600]!r}")
 
     def _check(self, data: bytes) -> None:
-        """Check that the received data contains nothing that no request may cause."""
+        """Check that the received data contains none of the texts that no request may cause."""
         if (broken := BROKEN.search(data)) is not None:
             at = broken.start()
             raise Violation(f"{self._shown()} was answered with {data[max(0, at - 400) : at + 300]!r}")

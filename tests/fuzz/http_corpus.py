@@ -1,6 +1,5 @@
-"""Valid requests for every path of a front end. The HTTP mutations start from these.
-
-No request here ends requests of other clients, and no folder of weights that is named has any weights.
+"""Valid requests for every path of a front end. The HTTP mutations start from these requests. No request of the corpus
+aborts requests of other clients. The folders of weights named in requests contain no weights.
 """
 
 from __future__ import annotations
@@ -77,6 +76,7 @@ class HttpCorpus:
             "/v1/models/x",
             "/is_paused",
             "/is_sleeping",
+            "/",
             "/ui",
             "/ui/page.js",
         )
@@ -141,9 +141,9 @@ _WEIGHTS: dict[Callable[[HttpCorpus], Request], float] = {
     HttpCorpus.update: 1,
 }
 _ENDS_OTHERS = re.compile(rb"/(?:pause|sleep)(?!\?mode=keep[ &])")
-"""A pause or a sleep that would end other clients' requests. Every client with access may do that."""
+"""Matches a pause or a sleep that would abort other clients' requests, which every client with access may send."""
 
 
 def is_tame(data: bytes) -> bool:
-    """Return whether the attack may send these bytes: they end no requests of other clients."""
+    """Return whether the attack may send these bytes, because they do not abort requests of other clients."""
     return _ENDS_OTHERS.search(data) is None

@@ -1,4 +1,6 @@
-"""Good requests over HTTP beside the attack. Each answer must have the bits that the quiet worker gave over ZMQ."""
+"""Good requests over HTTP during the attack. Each answer must have the bits that the worker gave over ZMQ before the
+attack.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from fuzz.violation import Violation
 from trueroll.rollout import RolloutClient
 
 REFUSED = {429, 503}
-"""Statuses of a full queue, and of a worker that the attack has put to sleep, which is allowed."""
+"""Allowed statuses: the queue is full, or the attack has put the worker to sleep."""
 
 
 class HttpGoodClient(GoodClient):
@@ -36,7 +38,7 @@ class HttpGoodClient(GoodClient):
                 connection.close()
 
     def _ask_once(self, connection: http.client.HTTPConnection, number: int) -> bool:
-        """Send a request. Return whether the connection can serve another one."""
+        """Send a request. Return whether the connection can serve another request."""
         is_stream = self.compared % 2 == 1
         body = json.dumps(_body(self._requests[number], number, is_stream))
         is_kept = connection.sock is not None
@@ -91,7 +93,9 @@ def _sample(index: int, token_ids: list[int], logprobs: Sequence[float], reason:
 
 
 def start_good_http_client(worker: str, front: tuple[str, int], patience: float) -> HttpGoodClient:
-    """Start the good client. Call while the worker is quiet: it expects the bits that the worker's own client gets."""
+    """Start the good client. Call this while the worker has no other requests. The client expects the bits that a ZMQ
+    client gets.
+    """
     requests = [request for request in good_requests() if not request.is_score]
     with RolloutClient(worker, timeout=60.0) as client:
         expected = [_own(client, request, number) for number, request in enumerate(requests)]

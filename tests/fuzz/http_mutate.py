@@ -14,7 +14,7 @@ from fuzz.http_corpus import Request
 from fuzz.trees import Pairs, Place, Raw, places, tree
 
 MAX_BODY_BYTES = 2**18
-"""Size limit of a mutated body. The attacked front end accepts less."""
+"""Size limit of a mutated body in bytes. The limit of the attacked front end is lower."""
 VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 16, 17, 64, 65, 128, 129, 500, 512, 513, 2**31 - 1, 2**31, 2**53 + 1, 2**63 - 1),
     *(2**63, 2**64, -(2**63), 10**30, 0.0, -0.0, 0.5, 1.0, 1e-46, 5e-324, 1e39, 1e308, 1e16),

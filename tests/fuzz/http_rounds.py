@@ -1,4 +1,4 @@
-"""The requests of a round for a front end. They depend only on the seed and the number of the round."""
+"""The requests of a round for a front end. A round's requests depend only on the seed and the number of the round."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NUM_HTTP_ATTACKERS = 8
 HTTP_SHARES = {"plain": 12, "body": 45, "head": 20, "bytes": 10, "cut": 4, "left": 6, "repeated": 3}
 """Shares of the kinds of requests, in percent.
 
-`body`: mutated body. `head`: hostile head. `bytes`: mutations of all bytes. `cut`: broken off by the client. `left`:
-valid, but the client does not wait for the answer.
+`body`: mutated body. `head`: hostile head. `bytes`: mutations of all bytes. `cut`: the client stops sending before the
+end. `left`: valid, but the client does not wait for the answer.
 """
 STREAMED = {"stream": True, "max_tokens": 100, "ignore_eos": True}
 

@@ -1,7 +1,7 @@
 """Mutations: of the tree of a message, and of the bytes of its frame.
 
 All randomness comes from the given `random.Random`, so a seed gives the same messages. Sizes stay below
-`MAX_FRAME_BYTES`, because ZMQ closes the connection of a sender of more.
+`MAX_FRAME_BYTES`, because ZMQ closes the connection of a client that sends a larger frame.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from fuzz.trees import Pairs, Place, Raw, pack, places, tree
 
 MAX_MESSAGE_BYTES = 2**20
 MAX_FRAME_BYTES = 2 * MAX_MESSAGE_BYTES
-"""Frames larger than `max_message_bytes`, here `MAX_MESSAGE_BYTES`, but below this size are answered with an error."""
+"""A frame below this size that exceeds the worker's `max_message_bytes` (`MAX_MESSAGE_BYTES` in the fuzzer) is answered
+with an error.
+"""
 NAN, INF = float("nan"), float("inf")
 NUMBERS: tuple[Any, ...] = (
     *(0, 1, 2, -1, -2, 3, 16, 17, 64, 127, 128, 129, 500, 511, 512, 65535, 65536, 10**9),
@@ -47,7 +49,7 @@ KEYS: tuple[Any, ...] = (
     *(Raw(b"\xa1\xff"), Raw(b"\xd4\x05x"), Raw(b"\x90"), Raw(b"\x80"), Raw(b"\xca\x7f\xc0\x00\x00")),
 )
 PREFIXES = (b"\x91", b"\x81\xa1a", b"\x81\xa2id", b"\x92\xc0", b"\x81\xa6params")
-"""Each opens a list or a map; its last value follows."""
+"""Headers that open a list or a map. The last value of the list or map follows the header."""
 
 
 def mutated(rng: random.Random, message: dict[str, Any], others: Sequence[dict[str, Any]]) -> bytes:
@@ -82,7 +84,10 @@ def _replace(rng: random.Random, place: Place, others: Sequence[dict[str, Any]])
 
 
 def _replace_alike(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """Replace a value by an extreme of its own type, because these pass more checks than other types."""
+    """Replace a value with an extreme value of the same type.
+
+    Such values pass more checks than values of other types.
+    """
     match place.value:
         case bool():
             place.put(not place.value)
@@ -156,7 +161,7 @@ def _cut(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> 
 
 
 def _swap(rng: random.Random, place: Place, others: Sequence[dict[str, Any]]) -> None:
-    """Replace a value by a part of another message."""
+    """Replace a value with a part of another message."""
     if found := places([tree(rng.choice(others))]):
         place.put(rng.choice(found).value)
 
@@ -204,7 +209,7 @@ def _splice(rng: random.Random, frame: bytes, other: bytes) -> bytes:
 
 
 def _overwrite(rng: random.Random, frame: bytes, other: bytes) -> bytes:
-    """Overwrite a byte by the first byte of another MessagePack type."""
+    """Overwrite a byte with the first byte of another MessagePack type."""
     at = rng.randrange(len(frame))
     return frame[:at] + rng.choice(_MARKS) + frame[at + 1 :]
 

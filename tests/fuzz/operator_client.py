@@ -1,8 +1,8 @@
-"""The operator: brings the worker back to `ready` from any state that the attack has caused.
+"""The operator, a client that brings the worker back to `ready` from any state that the attack has caused.
 
-Calls that survive their mutation change the state of the worker for all clients, as they should. The operator resumes
-the worker, wakes it up, and pushes its original weights if weights are missing or partly overwritten. It also checks
-that no push of the attack is ever served.
+A call that is still valid after its mutation changes the worker's state for all clients, which is correct. The operator
+resumes the worker, wakes it up, and pushes its original weights if weights are missing or partly overwritten. The
+operator also checks that no push of the attack is ever served.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Operator:
         self.longest_wait = 0.0
         self.num_pushes = 0
 
-        self._push()  # so that the served push is known, and the worker has connections of all clients
+        self._push()  # now the served push is known, and every client has a connection to the worker
         if self._served is None:
             self.close()
             raise Violation("the worker refused the operator's first push, before any attack")
@@ -93,7 +93,7 @@ class Operator:
         try:
             result = self._publisher.push(self._tensors, version=self.num_pushes, allow_older=True)
         except TruerollError:
-            return  # a call of the attack came in between; the next `tend` sees the state
+            return  # a call of the attack changed the state meanwhile; the next `tend` handles the new state
         self._served, self.num_pushes = result.push_id, self.num_pushes + 1
 
     def start_receiving(self) -> None:

@@ -1,6 +1,6 @@
 """The messages of a round, in order, each with its client.
 
-They depend only on the seed and the number of the round, except for the name of the pushes' shared memory.
+The messages depend only on the seed and the number of the round, except for the name of the pushes' shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARES = {"valid": 15, "mutated": 60, "corrupted": 18, "repeated": 4, "frames": 
 TAKEOVER_EVERY = 5
 """Rounds between two takeovers of an identity. libzmq may keep some memory for each takeover."""
 TOO_LONG = bytes(4 * MAX_MESSAGE_BYTES + 1)
-"""ZMQ closes a connection that sends this."""
+"""A frame for which ZMQ closes the connection."""
 
 
 class Rounds:
@@ -100,7 +100,9 @@ class _Round:
                 return self._rng.choice(([frame, frame], [b"", frame], [frame, b""], [b"", b""], [b""] * 100, [b""]))
 
     def _stream(self, count: int) -> list[bytes]:
-        """Return the parts of a broken conversation: the first half are cut off, the others are wrong."""
+        """Return the parts of a broken conversation. The first half of the conversations are cut off, and the second
+        half are invalid.
+        """
         if count < STREAMS // 2:
             return broken_off((self._number * STREAMS // 2 + count) % len(WHOLE))
         return wrong(self._rng, pack(tree(self._corpus.question()[0])))

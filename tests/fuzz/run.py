@@ -1,7 +1,7 @@
 """Runs the fuzzer by hand: `.venv/bin/python -P tests/fuzz/run.py --messages 1000000`. Exits with 1 after a violation.
 
-`--http` attacks a front end before the worker instead. `--seed` and `--first-round` repeat a failed round. `--replay`
-sends the messages that a failure has saved.
+`--http` attacks a front end of the worker instead. `--seed` and `--first-round` repeat a failed round. `--replay` sends
+the messages that were saved by a failed campaign.
 """
 
 from __future__ import annotations

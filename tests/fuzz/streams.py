@@ -1,7 +1,8 @@
-"""Connections without a ZMQ library: the bytes of a whole conversation, cut off anywhere, or wrong.
+"""Connections without a ZMQ library. A connection sends the bytes of a conversation that is complete, cut off anywhere,
+or invalid.
 
-ZMTP 3.1 (https://rfc.zeromq.org/spec/37): a greeting, a READY command, then frames. A byte of flags says whether a
-frame is a command (4), whether its size takes eight bytes (2) and whether more of the message follows (1).
+ZMTP 3.1 (https://rfc.zeromq.org/spec/37): a greeting, a READY command, then frames. The first byte of a frame has
+flags: the frame is a command (4), the frame's size takes eight bytes (2), more frames of the message follow (1).
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def frame(data: bytes, flags: int = 0) -> bytes:
 OPENING = greeting() + ready()
 LAST = frame(pack(tree(HEALTH)))
 WHOLE = OPENING + LAST
-"""The bytes of a DEALER that asks for `HEALTH`. It sends `LAST` only once the worker is ready too."""
+"""The bytes of a DEALER socket that asks for `HEALTH`. The socket sends `LAST` only after the worker has announced that
+it is ready.
+"""
 
 
 def broken_off(at: int) -> list[bytes]:
@@ -52,7 +55,7 @@ def broken_off(at: int) -> list[bytes]:
 
 
 def wrong(rng: random.Random, message: bytes) -> list[bytes]:
-    """Return parts that no client sends."""
+    """Return invalid parts, which no real client sends."""
     match rng.randrange(8):
         case 0:
             return [rng.randbytes(rng.randrange(200))]

@@ -1,4 +1,4 @@
-"""The attacked worker process. Its limits are small, so that the attack reaches them, and it has its own log."""
+"""The attacked worker process. The worker has its own log, and small limits that the attack reaches."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def campaign_against(
 ) -> Iterator[Campaign]:
     """A campaign against the worker that `command` starts for `model`.
 
-    At the end the worker must exit when told, with no traceback in its log. A Violation includes the last lines of the
-    worker's log.
+    At the end, the worker must exit on request, with no traceback in its log. A Violation includes the last lines of
+    the worker's log.
     """
     with tempfile.NamedTemporaryFile(prefix="trueroll-fuzz-", suffix=".log") as log:
         try:
@@ -83,7 +83,7 @@ def campaign_against(
                 try:
                     yield campaign
                 except Violation:
-                    worker.kill()  # after a violation a clean end would show nothing
+                    worker.kill()  # after a violation, a clean exit would prove nothing
                     raise
             if worker.exit_code != 0:
                 raise Violation(f"the worker exited with code {worker.exit_code} after it was told to end")
@@ -96,7 +96,7 @@ def campaign_against(
 
 @contextmanager
 def _front_of(worker: WorkerProcess, model: str, plan: Plan) -> Iterator[FrontProcess | None]:
-    """The front end, if the plan has one. At the end it must exit when told."""
+    """The front end, if the plan has one. At the end, the front end must exit on request."""
     if not plan.http:
         yield None
         return
@@ -114,7 +114,7 @@ def _front_of(worker: WorkerProcess, model: str, plan: Plan) -> Iterator[FrontPr
 
 
 def _kept(log: str) -> str:
-    """Copy the log to a place that outlasts the campaign, and return the path."""
+    """Copy the log to a folder that remains after the campaign, and return the path."""
     return shutil.copy(log, f"{log}.kept")
 
 

@@ -1,7 +1,7 @@
-"""Messages as trees, which may break the rules of messages, and their form on the wire.
+"""Messages as trees, and the encoding of trees to bytes. A tree may break the rules of messages.
 
-A map is a `Pairs`, so that keys can repeat or not be strings. A `Raw` holds bytes that go into the frame unchanged.
-Knows nothing of the protocol.
+A map is a `Pairs`, so that keys can be repeated and need not be strings. A `Raw` holds bytes that go into the frame
+unchanged. Does not own: the protocol.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Pairs(list[list[Any]]):
 
 @dataclass(frozen=True)
 class Raw:
-    """Bytes of a frame. They need not be MessagePack."""
+    """Bytes of a frame. The bytes need not be MessagePack."""
 
     data: bytes
 
 
 class Place(NamedTuple):
-    """The place of a value: `box[at]`, or in a map the second half of `box[at]`."""
+    """The place of a value: `box[at]`, or the second half of `box[at]` if `box` is a map."""
 
     box: list[Any]
     at: int

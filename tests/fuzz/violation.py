@@ -16,10 +16,10 @@ class Violation(Exception):
 
 
 class Sent(NamedTuple):
-    """Something that was sent. `sender`: number of the attacker that sent it, unless `kind` says otherwise.
+    """One sent message or event. `sender`: number of the attacker that sent it, unless `kind` says otherwise.
 
     `deserted`: sent by the deserter. `break`: the deserter breaks its connection with a linger of `sender` ms, and
-    comes back with the identity in `frames`, if there is one. `stream`: a separate connection that sends these bytes
+    reconnects with the identity in `frames`, if there is one. `stream`: a separate connection that sends these bytes
     before and after the handshake.
     """
 
@@ -29,7 +29,7 @@ class Sent(NamedTuple):
 
 
 class Trace:
-    """Everything that was sent in the last rounds."""
+    """All messages and events of the last rounds."""
 
     def __init__(self) -> None:
         self._rounds: deque[list[Sent]] = deque(maxlen=ROUNDS_KEPT)

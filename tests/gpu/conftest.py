@@ -1,7 +1,7 @@
-"""Tests that need an NVIDIA GPU. Without one each test is skipped with a reason.
+"""Tests that need an NVIDIA GPU. On a machine without a GPU, each test is skipped with a reason.
 
-`make test-gpu` and `examples/benchmarks/gpu_check.py` run these tests. `gpu_check.py` reports what a test records as
-the property `found`.
+`make test-gpu` and `examples/benchmarks/gpu_check.py` run these tests. `gpu_check.py` reports the property `found`,
+which a test can record.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gpu() -> torch.device:
 
 @pytest.fixture
 def one_step_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the engine queue a step while the previous one computes, in a rehearsal too."""
+    """Make the engine queue a step while the previous step computes, even in a rehearsal."""
     if IS_REHEARSAL:
         monkeypatch.setattr(executor, "runs_ahead", lambda device: True)
 
@@ -53,7 +53,7 @@ def kernels(_needs_a_gpu: None) -> Backend:
 
 @pytest.fixture
 def ops(kernels: Backend) -> Moved:
-    """The Triton kernels, for tensors on the CPU. The tests of `tests/kernels` compute with these here."""
+    """The Triton kernels, for tensors on the CPU. On a GPU, the tests of `tests/kernels` use these ops."""
     return Moved(kernels)
 
 
@@ -79,7 +79,7 @@ def mixing(served: Served) -> Served:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """CPU threads do not affect a GPU. A test that changes their number has it restored."""
+    """Restore the number of CPU threads after the test. The number does not affect a GPU."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,6 +1,5 @@
-"""Tensors on the GPU, and ops that take tensors from the CPU and compute on the GPU.
-
-A rehearsal runs the same tests on a CPU, in Triton's interpreter, with small sizes. It shows that the tests run.
+"""Tensors on the GPU, and ops that take tensors from the CPU and compute on the GPU. A rehearsal runs the same tests on
+a CPU, in Triton's interpreter, with small sizes. The rehearsal only shows that the tests run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trueroll.engine.models.dummy import find_config
+from trueroll.engine.models.names import find_config
 from trueroll.kernels.contract import Backend
 
 IS_REHEARSAL = os.environ.get("TRUEROLL_REHEARSAL") == "1"
@@ -41,7 +40,9 @@ def sized(real: T, rehearsed: T) -> T:
 
 
 def cut_config(name: str, folder: Path, **changes: Any) -> Path:
-    """Write a shipped configuration, cut to two layers (in a rehearsal one small layer) and changed, into `folder`."""
+    """Write a shipped configuration into `folder`, changed and cut to two layers. In a rehearsal, the model has one
+    small layer.
+    """
     config = json.loads((find_config(name) / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | sized({"num_hidden_layers": 2}, SMALL) | changes))
     return folder
@@ -87,7 +88,7 @@ def _move_in_place(x: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_back(ours: Any, theirs: Any) -> None:
-    """Copy the values of `theirs` into the tensors of `ours`, including those in tuples and lists."""
+    """Copy the values of `theirs` into the tensors of `ours`, including tensors in tuples and lists."""
     if isinstance(ours, Tensor):
         ours.copy_(theirs)
     elif isinstance(ours, tuple | list):
@@ -96,7 +97,7 @@ def copy_back(ours: Any, theirs: Any) -> None:
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
-    """Return normal numbers on the GPU with standard deviation `scale`."""
+    """Return normally distributed numbers on the GPU, with standard deviation `scale`."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     return (torch.randn(shape, generator=generator, device=DEVICE) * scale).to(dtype)
 

@@ -1,4 +1,5 @@
-"""A trainer in a process of its own that stops in the middle of a push, so that a test can kill it there.
+"""A trainer in a separate process. The trainer stops in the middle of a push, so that a test can kill the process at
+that point.
 
 Arguments: the worker's address, the transport, the device of the tensors, and the push's timeout in seconds.
 """

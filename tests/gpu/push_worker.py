@@ -1,4 +1,6 @@
-"""A worker process with the fake engine and with weights on the configured device. `stats` has their checksums."""
+"""A worker process with the fake engine, and with weights on the configured device. `stats` includes the checksums of
+the weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights that arrive while the GPU computes: each version serves its own bits, whatever was queued at its commit."""
+"""Weights that arrive while the GPU computes: samples have the bits of their own weight version, whatever was queued at
+the commit.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ COMMITS = sized(12, 2)
 
 
 def stage_beside(engine: Engine, tensors: Mapping[str, Tensor]) -> WeightStaging:
-    """Stage from a thread and a stream of its own, as a worker's receiver does."""
+    """Stage on a separate thread and CUDA stream, as a worker's receiver does."""
     with stream_beside(DEVICE):
         staging = stage(engine, tensors, step=4096)
         wait_for_stream(DEVICE)

@@ -26,9 +26,11 @@ ALIVE = sized(
     (520, 513, 512, 511, 300, 257, 256, 255, 130, 129, 128, 127, 65, 64, 33, 32, 17, 16, 9, 8, 5, 3, 2, 1),
     (3, 2, 1),
 )
-"""Number of samples that decode, step by step after the prompts."""
+"""Number of decoding samples in each step after the prompts."""
 SHARED, OWN = sized(704, 16), sized(9, 3)
-"""Tokens of a prompt that all prompts share, which give more than one partition of keys, and its own tokens."""
+"""Number of prompt tokens that all prompts share, and number of a prompt's own tokens. The shared tokens fill more than
+one partition of keys.
+"""
 MODELS = sized(("qwen3-0.6b", "qwen2.5-7b"), ("qwen3-0.6b",))
 Samples: TypeAlias = dict[tuple[str, int], SampleOutput]
 
@@ -54,7 +56,7 @@ def config_of(model: Path, **settings: Any) -> EngineConfig:
 
 @pytest.fixture
 def loaded(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    """The model's weights. In a rehearsal, computing a step again stands in for a graph."""
+    """The model's weights. In a rehearsal, a fake graph computes the step again."""
     loaded = load_dummy(config)
     if IS_REHEARSAL:
         monkeypatch.setattr(executor_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, [])))

@@ -1,4 +1,6 @@
-"""Engine and trainer on a GPU: the exactness matrix, CUDA graphs, memory that sleep frees, a trainer's bits."""
+"""Engine and trainer on a GPU: the exactness matrix, CUDA graphs, memory that sleep frees, and bits of an aligned
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ dense_and_mixture = pytest.mark.parametrize("two_layers", ["qwen3-0.6b", "qwen3-
 
 @pytest.fixture
 def cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use all cells of the matrix, or only one in a rehearsal."""
+    """Use all cells of the matrix, or only one cell in a rehearsal."""
     monkeypatch.setattr(verify, "CELLS", sized(verify.CELLS, verify.CELLS[1:2]))
 
 
@@ -79,7 +81,7 @@ def replays(gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @dense_and_mixture
 def test_graphs_change_no_bit(two_layers: Path, replays: list[object]) -> None:
-    """Ten samples that end at different steps, so that ever fewer decode."""
+    """Ten samples end at different steps, so that the number of decodes shrinks."""
     config = config_of(two_layers, max_model_len=2048, max_num_batched_tokens=4096)
     loaded = load_dummy(config)
     requests = [
@@ -104,7 +106,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def kinds_of(chunks: Chunks) -> set[str]:
-    """Return the kinds of work in a step; kinds differ in their launches."""
+    """Return the kinds of work in a step. Different kinds launch different kernels."""
     decodes = [chunk for chunk in chunks if chunk.start >= chunk.sequence.num_prompt_tokens]
     drawing = [sample.request.params for chunk in chunks for sample in chunk.drawing]
     found = {
@@ -222,7 +224,9 @@ def norm_of(size: int) -> tuple[torch.Tensor, NormSpec]:
 
 
 def test_a_commit_while_the_device_is_busy(gpu: torch.device, two_layers: Path) -> None:
-    """Weights are staged on their own stream, as in a push. The staging is freed before the device begins to copy."""
+    """Weights are staged on a separate CUDA stream, as in a push. The staging is freed before the device begins to
+    copy.
+    """
     config = config_of(two_layers, kv_memory=2**28, max_model_len=2048)
     engine = Engine(config, load_dummy(config))
     expected = {name: weight.to_dense().cpu().flip(0) for name, weight in engine.weights.tensors.items()}

@@ -1,4 +1,4 @@
-"""Hybrids: a token has the same bits by decode, by prefill, by a graph, and when continued from any checkpoint."""
+"""Hybrid models: a token has the same bits by decode, by prefill, by a graph, and after a restored checkpoint."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def slots_of(tables: Tensor) -> Tensor:
 
 
 def test_attention_at_both_ends_of_large_caches(kernels: Backend) -> None:
-    """Prefill, decode, and decode by a graph, on the same keys and values in the first and in the last blocks."""
+    """Run prefill, decode, and a graph's decode, on equal keys and values in the first and in the last blocks."""
     k_cache, v_cache = new_cache(), new_cache()
     near = torch.arange(len(LENS) * WIDTH, device=DEVICE).view(len(LENS), WIDTH)
     far = BLOCKS - 1 - near

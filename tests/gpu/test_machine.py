@@ -1,4 +1,4 @@
-"""The versions that the tests ran with, and the matrix instruction that each loaded kernel multiplies by."""
+"""The versions that the tests ran with, and the matrix instruction that each loaded kernel uses."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ from .test_decode import requests
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
 SETTINGS = ("CUDA_", "NVIDIA_", "PYTORCH_", "TORCH_", "TRITON_")
-# Instructions with any number of features and tokens and 16 columns of K, as in the machine code of each generation.
+# Names of matrix instructions in the machine code of each GPU generation. An instruction has 16 columns of K, and any
+# number of features and tokens.
 INSTRUCTIONS = {8: r"HMMA\.16816", 9: r"HGMMA\.64x\d+x16"}
 MULTIPLYING = {"qwen2.5-7b": {"products", "attention"}, "qwen3-moe-0.3b": {"products", "attention", "experts"}}
-"""For each model, the kernel modules with a matrix product that it uses. Every such module occurs here."""
+"""For each model, the kernel modules with a matrix product that the model uses. All kernel modules with a matrix
+product are listed.
+"""
 
 
 def test_versions_and_driver(record_property: Callable[[str, str], None]) -> None:
@@ -48,7 +51,7 @@ def test_versions_and_driver(record_property: Callable[[str, str], None]) -> Non
 
 @pytest.fixture
 def loaded_kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """All kernels of this project that run in the test, keyed by what they were compiled from."""
+    """All kernels of this project that run in the test, by hash of the compiled kernel."""
     seen: dict[str, Any] = {}
     run_kernel: Callable[..., Any] = JITFunction.run
 

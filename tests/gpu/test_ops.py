@@ -1,6 +1,6 @@
 """The tests of `tests/kernels` for every backend, run on a GPU: accuracy, joined ops, the contract, and delta nets.
 
-Also adapters in weights: their bits must equal those of a CPU.
+The merge of adapters into weights is also tested: the bits must equal those of a CPU.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Six tests have their own cases here, because the original cases name backends that run on a CPU.
+# Six tests have separate cases in this file, because the original cases name backends that run on a CPU.
 
 
 @pytest.mark.parametrize("with_", joined.WITH)

@@ -1,4 +1,6 @@
-"""Pushes of weights from GPU to GPU: CUDA IPC on one GPU, NCCL between two. Every bit arrives; no memory leaks."""
+"""Pushes of weights from GPU to GPU, by CUDA IPC on one GPU and by NCCL between two GPUs. Every bit arrives, and no
+memory leaks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from .push_worker import checksums_of, start_worker, trainer_tensors
 
 SECONDS = 60.0
 SHORT = 3.0
-"""Seconds. The timeout of pushes that must fail, because tests wait for it."""
+"""Seconds. Timeout of pushes that must fail, in seconds. Tests wait for this timeout."""
 pytestmark = pytest.mark.usefixtures("gpu")
 NEEDS_TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that torch can use")
 LEAK = 2 * sender_module.GPU_BUCKET_BYTES
@@ -58,7 +60,9 @@ def publisher_to(worker: WorkerProcess, transport: Any, timeout: float = SECONDS
 
 
 def push_twice(worker: WorkerProcess, publisher: WeightPublisher) -> int:
-    """Push versions 1 and 2; until then torch allocates memory that it keeps. Return the free bytes afterwards."""
+    """Push versions 1 and 2, and return the free bytes afterwards. torch keeps the memory that it allocates during
+    these pushes.
+    """
     for version in (1, 2):
         publisher.push(trainer_tensors(version, "cuda:0"), version)
         assert_serves(worker, version, version)
@@ -83,7 +87,7 @@ def staged_bytes(client: RolloutClient) -> int:
 
 
 def killing(worker: WorkerProcess, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors. The first one is larger than a bucket; then kill the worker."""
+    """Yield the tensors. Kill the worker after the first tensor, which is larger than a bucket."""
     for name, tensor in tensors.items():
         if name == "layer.weight":
             worker.kill()
@@ -100,7 +104,7 @@ def test_by_cuda_ipc_every_bit_arrives_and_all_memory_comes_back(
     monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, str], None]
 ) -> None:
     with start_worker("cuda:0") as worker, publisher_to(worker, "shared") as publisher:
-        monkeypatch.setattr(sender_module, "SharedSlots", None)  # a push through host memory would need it
+        monkeypatch.setattr(sender_module, "SharedSlots", None)  # only a push through host memory would need this
         before = push_twice(worker, publisher)
         for version in range(3, 7):
             result = publisher.push(trainer_tensors(version, "cuda:0"), version)

@@ -29,7 +29,7 @@ from .moved import DEVICE, Moved, move, random, same, sized
 
 DTYPES = sized([torch.bfloat16, torch.float16], [torch.bfloat16])
 ROWS = sized(8192, 144)
-# Numbers around every size of a tile, and around those where the tables change tiles.
+# Numbers of rows around every tile size, and around the numbers at which the tables change tiles.
 COUNTS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 97, 127, 128, 129, 144, 145, 192, 193, 255, 256, 257, 288, 289)
 COUNTS += (320, 321, 511, 512, 513, 1024, 1025, 2047, 4096)
 Product = Callable[[Backend, Tensor, Tensor], Tensor]
@@ -38,7 +38,7 @@ HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = sized((3584, 18944, 512, 152064), (96, 
 
 
 def gate_up(activation: Activation) -> Product:
-    """Return the op for a weight with the rows of gate and up, one above the other."""
+    """Return the op for one weight with the rows of gate above the rows of up."""
     return lambda ops, x, weight: ops.gate_up(x, *weight.chunk(2), activation=activation)
 
 
@@ -82,7 +82,7 @@ EXPERTS: dict[str, tuple[ExpertsSpec, int]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_do_not_depend_on_the_number_of_rows(kernels: Backend, name: str, dtype: torch.dtype) -> None:
-    """Checks also that a few rows have the bits of each expert's products alone."""
+    """Also check that a few rows have the same bits as the separate products of each expert."""
     spec, hidden = EXPERTS[name]
     count, inner = spec.num_experts, spec.intermediate_size
     new = partial(random, dtype=dtype, scale=hidden**-0.5)
@@ -127,7 +127,7 @@ def test_products_against_float64(kernels: Backend, n: int, k: int, dtype: torch
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
-    """A row's query, key and value equal those of the separate ops, for any number of rows in the call."""
+    """A row's query, key and value equal the results of the separate ops, for any number of rows in the call."""
     heads, kv_heads, size = sized((28, 4, 128), (3, 1, 32))
     spec = layer_spec(heads, kv_heads, size, qkv_bias=True)
     mixer = attention_of(spec)
@@ -160,7 +160,9 @@ def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
 def test_decode_has_the_bits_of_prefill(
     ops: Moved, dtype: torch.dtype, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
 ) -> None:
-    """Compares whole prompts, prompts in chunks, single tokens beside any others, and single tokens by a CUDA graph."""
+    """Compare whole prompts, prompts in chunks, single tokens in a batch with others, and single tokens by a CUDA
+    graph.
+    """
     lens = sized([1, 63, 64, 65, 511, 512, 513, 1600, 5000], [1, 65, 530])
     longest = lens[-1]
     paged = Paged(Served(ops, dtype), lens, heads, kv_heads, size, **attention)  # type: ignore[arg-type]

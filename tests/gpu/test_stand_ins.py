@@ -1,4 +1,4 @@
-"""The stand-in for CUDA graphs that tests without a GPU use, compared with real CUDA graphs."""
+"""Compare real CUDA graphs with the fake graphs that tests without a GPU use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No row differs in any tile, for both dtypes, and for any remainder of K and of the number of features."""
+"""A row has the same bits in every tile, for both dtypes and for any remainder of K and of the number of features."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from .moved import random, sized
 from .test_real_sizes import COUNTS, DTYPES, gate_up
 
 ROWS = sized(2100, 140)
-# Columns beyond a multiple of 128: multiples of 8, of 16, of every depth of a tile, and of none of these.
+# Numbers of columns beyond a multiple of 128: multiples of 8, of 16 and of every tile depth, and numbers that are
+# multiples of none of these.
 TAILS = sized((0, 8, 16, 24, 40, 64, 72, 120, 1), (8, 1))
-# The weight's shape without the tail, and the op. A weight of 8192 rows is not cut along K.
+# The weight's shape without the tail, and the op. A weight with 8192 rows is not split along K.
 PRODUCTS: dict[str, tuple[Any, ...]] = {
     "cut": (*sized((3592, 3584), (72, 1536)), lambda ops, x, weight: ops.linear(x, weight)),
     "whole": (*sized((9000, 3584), (72, 128)), lambda ops, x, weight: ops.lm_head(x, weight)),
@@ -30,7 +31,7 @@ PRODUCTS: dict[str, tuple[Any, ...]] = {
 
 
 def tile_of(compute: Callable[[], Tensor]) -> tuple[int, int, int]:
-    """Return features, tokens and depth of the tile that computes this product."""
+    """Return the numbers of features and tokens, and the depth along K, of the tile that computes this product."""
     with recording() as launches:
         compute()
     (constants,) = (dict(launch.constants) for launch in launches if "DEPTH" in dict(launch.constants))
@@ -67,7 +68,7 @@ def test_no_row_differs(kernels: Backend, name: str, tail: int, dtype: torch.dty
 def test_every_tile_gives_the_same_bits(
     kernels: Backend, name: str, tail: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Includes tiles that the model of the time never chooses."""
+    """Includes tiles that the tables never choose."""
     n, k, product = PRODUCTS[name]
     k += tail
     x, weight = random(ROWS, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)

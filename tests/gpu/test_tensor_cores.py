@@ -1,7 +1,7 @@
 """Products on a GPU have the bits that `tests/kernels/tensor_cores.py` computes: K in ascending order, in its pieces.
 
-Equal rows in all tiles alone would not prove this order. If a product differs, the failure names the candidate tensor
-core that would explain it, if there is one.
+Equal rows in all tiles would not prove this order. If a product differs, the failure names a candidate tensor core that
+would explain the difference, if there is one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("gpu")
 DTYPES = [torch.bfloat16, torch.float16]
 COUNTS = (1, 16, 17, 33, 65, 128, 129, 280, 300, 384, 400, 1024)
 ROWS = (0, 1, 15, 16, 32, 64, 127, 128, 200, 279, 299, 383, 399, 1023)  # the rows that are compared
-# Weights: the layers of Qwen2.5-7B; tails of K that do not fill a step of 16, or a step of a tile, in whole and in
-# pieces; and K with elements loaded one by one.
+# Weights: the layers of Qwen2.5-7B, tails of K that do not fill a step of 16 or a step of a tile (with K whole and in
+# pieces), and values of K for which elements are loaded one by one.
 SHAPES = [
     (3584, 3584),
     (512, 3584),
@@ -53,7 +53,7 @@ def test_products_have_the_bits_of_the_model(
     kernels: Backend, core: TensorCore, n: int, k: int, dtype: torch.dtype
 ) -> None:
     x, weight = random(max(COUNTS), k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
-    features = torch.arange(0, n, n // 64 | 1, device=DEVICE)  # an odd step covers every place within an instruction
+    features = torch.arange(0, n, n // 64 | 1, device=DEVICE)  # an odd stride covers every place in an instruction
     compared, piece = weight[features], piece_of(weight)
     assert not same(multiply(core, x[:16].flip(1), compared.flip(1), piece), multiply(core, x[:16], compared, piece)), (
         "premise: the order of K changes the bits"
@@ -68,7 +68,7 @@ def test_products_have_the_bits_of_the_model(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n,k", SHAPES)
 def test_gate_and_up_have_the_bits_of_their_products(kernels: Backend, n: int, k: int, dtype: torch.dtype) -> None:
-    """Compares with products that the test above compares with the model."""
+    """Compare with separate products, which the previous test compares with the model."""
     x, weight = random(max(COUNTS), k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
     for part in (x[:count] for count in COUNTS):
         gate, up = (kernels.linear(part, half) for half in weight.chunk(2))
@@ -87,8 +87,8 @@ def test_numbers_at_the_ends_of_a_dtype_have_the_bits_of_the_model(
 
 
 def numbers_at_the_ends(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x [7, 40] with rows of zeros, subnormals, all sizes, cancelling numbers, near overflow, inf, NaN; and a
-    weight [64, 40].
+    """Return x [7, 40] and a weight [64, 40]. Each row of x has one kind of numbers: zeros, subnormals, all magnitudes,
+    cancelling numbers, numbers near overflow, inf, and NaN.
     """
     info, generator = torch.finfo(dtype), torch.Generator().manual_seed(0)
     x, weight, sizes = (torch.randn(n, 40, generator=generator) for n in (7, 64, 1))

@@ -1,4 +1,4 @@
-"""A trainer's log-probs have the bits of the rollout's, for layers of real size."""
+"""A trainer's log-probs have the same bits as the rollout's, for layers of real size."""
 
 from __future__ import annotations
 

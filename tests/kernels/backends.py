@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Implementation:
-    """A backend, with one instruction set if it is native. `emulated`: uses the library with emulated tiles."""
+    """A backend. A native backend is tested with one instruction set at a time. `emulated`: True for the library with
+    emulated tiles.
+    """
 
     backend: str
     instruction_set: str = ""
@@ -35,7 +37,9 @@ class Implementation:
 
     @property
     def interpreted(self) -> bool:
-        """Whether it runs in an interpreter, which takes a hundred times as long as the others."""
+        """True if the implementation runs in an interpreter, which is a hundred times slower than the other
+        implementations.
+        """
         return self.backend == "triton"
 
     @property
@@ -49,8 +53,8 @@ class Implementation:
 
     @contextmanager
     def chosen(self) -> Iterator[Backend]:
-        """Context with the ops of this implementation. Its library and instruction set are in use for the whole
-        process.
+        """Context that yields the ops of this implementation. Inside the context, the whole process uses the
+        implementation's library and instruction set.
         """
         ops = select_backend(self.backend, CPU, self.dtypes[0]).ops
         if not self.instruction_set:
@@ -81,8 +85,8 @@ class Served:
 
 
 def _instruction_sets() -> list[str]:
-    """Return the instruction sets of this machine. If the library is missing, return a name with tests that fail and
-    say why.
+    """Return the instruction sets of this machine. If the library is missing, return a name for which every test fails
+    with the reason.
     """
     try:
         return load_library().instruction_sets()
@@ -101,16 +105,16 @@ SERVED = [
     for implementation in (*IMPLEMENTATIONS, Implementation("cpu", "amx_bf16", emulated=True))
     for dtype in implementation.dtypes
 ]
-# Implementations with experts, sinks, biases after attention and the clamped activation. Interpreters do not have them
-# yet.
+# Implementations that support experts, sinks, biases after attention and the clamped activation. Interpreted
+# implementations are not listed.
 MIXING = [served for served in SERVED if not served[0].interpreted]
 
 
 def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rarely: bool = False) -> Any:
     """Return a pytest parameter for an implementation and dtype.
 
-    float16 is left to `make test-all`: only the reference and the interpreted kernels serve it, which are slow, with
-    the same code as bfloat16. `rarely`: leave this parameter to `make test-all` too.
+    float16 runs only in `make test-all`. Only the reference and the interpreted kernels support float16; both are slow,
+    and use the same code for bfloat16. `rarely`: run this parameter only in `make test-all`.
     """
     marks = [pytest.mark.exhaustive] if served[1] == torch.float16 or rarely else []
     return pytest.param(*values, id=id, marks=marks)
@@ -119,7 +123,7 @@ def param(served: tuple[Implementation, torch.dtype], *values: Any, id: str, rar
 both_dtypes = pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
 )
-"""Parametrizes tests of single kernels in the interpreter. As above, float16 runs only in `make test-all`."""
+"""Parametrizes tests of single kernels in the interpreter. float16 runs only in `make test-all`."""
 
 
 def served_id(served: tuple[Implementation, torch.dtype]) -> str:

@@ -21,20 +21,24 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.fixture(params=[i for i in IMPLEMENTATIONS if not i.interpreted], ids=str)
 def quick_ops(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Like `ops`, without an interpreter, for tests that would take more than two seconds there."""
+    """Like `ops`, without interpreted implementations. For tests that would take more than two seconds in an
+    interpreter.
+    """
     with request.param.chosen() as ops:
         yield ops
 
 
 @pytest.fixture(params=params_of(SERVED))
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Every implementation with every dtype it serves, one after the other."""
+    """Every implementation with every dtype that it supports, one after the other."""
     yield from _serve(*request.param)
 
 
 @pytest.fixture(params=params_of([s for s in SERVED if not s[0].interpreted]))
 def quick(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Like `served`, without an interpreter, for tests that would take more than two seconds there."""
+    """Like `served`, without interpreted implementations. For tests that would take more than two seconds in an
+    interpreter.
+    """
     yield from _serve(*request.param)
 
 
@@ -51,7 +55,7 @@ def _serve(implementation: Implementation, dtype: torch.dtype) -> Iterator[Serve
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """For tests that start with two threads and may change their number."""
+    """Two threads for a test, which may change the number. The old number is restored afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

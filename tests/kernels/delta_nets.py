@@ -21,11 +21,11 @@ SPECS = {
 }
 
 THIN = DeltaNetSpec(1, 2, 7, 5, 3, NormSpec(1e-6))
-"""For an interpreter, which is slow in proportion to tokens and heads."""
+"""Sizes for an interpreter, where time is proportional to tokens and heads."""
 
 
 def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:
-    """Make weights with which some heads forget at once and others remember nearly everything."""
+    """Make weights so that some heads forget at once and others remember nearly everything."""
     heads = spec.num_value_heads
     convolution = randn(spec.channels, 1, spec.kernel_size, dtype=dtype, seed=50)
     decay = torch.linspace(-5, 1, heads).to(dtype)
@@ -34,7 +34,7 @@ def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:
 
 
 def exact_convolution(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the float64 convolution of a sequence without a tail, and the sum of the magnitudes of its terms."""
+    """Return the float64 convolution of a sequence without a tail, and the sum of the absolute values of its terms."""
     size = weight.shape[2]
     rows = F.pad(x.double().T, (size - 1, 0))
     found = [

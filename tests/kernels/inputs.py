@@ -53,7 +53,7 @@ def stored(ops: Backend, matrix: Tensor) -> Weight:
 
 
 def strided(x: Tensor) -> Tensor:
-    """Return the same values, not contiguous."""
+    """Return a non-contiguous tensor with the same values."""
     strided = torch.stack((x, torch.zeros_like(x)), dim=-1)[..., 0]
     assert not strided.is_contiguous() or strided.numel() == 1
     return strided
@@ -73,14 +73,16 @@ def layer_spec(
     experts: ExpertsSpec | None = None,
     **attention: Any,
 ) -> LayerSpec:
-    """Return a layer with few columns in its MLP, or experts. `attention`: further fields of its mixer's spec."""
+    """Return a layer with experts, or with an MLP of few columns. `attention`: more fields of the spec of the layer's
+    mixer.
+    """
     mixer = AttentionSpec(heads, kv_heads, size, scale=0.1, **attention)
     return LayerSpec(mixer, experts or MlpSpec(77, activation), norm, before, after)
 
 
 _GEMMA: dict[str, Any] = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
 _OLMO: dict[str, Any] = dict(before=False, after=True, qk_norm=NORM, qk_norm_over_heads=True)
-# Neighbouring layers of the families, small. Layers with a window have their own rotation.
+# Small versions of neighbouring layers of the families. Layers with a window have their own rotation.
 FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "mistral": [layer_spec(4, 2, 16, window=9)] * 2,
     "gemma3": [layer_spec(4, 2, 32, window=9, rotation=1, **_GEMMA)] * 2 + [layer_spec(4, 2, 32, **_GEMMA)],
@@ -93,7 +95,7 @@ _GPT_OSS: dict[str, Any] = dict(
     experts=ExpertsSpec(5, 2, 16, activation="clamped_silu", bias=True), qkv_bias=True, o_bias=True, sinks=True
 )
 _QWEN3_NEXT: dict[str, Any] = dict(norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)
-# The same with experts, and with some MLP layers among them.
+# Layers with experts, and some layers with an MLP.
 EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_moe": [layer_spec(4, 2, 32, qk_norm=NORM, experts=EXPERTS), layer_spec(4, 2, 32, qk_norm=NORM)] * 2,
     "gpt_oss": [layer_spec(4, 2, 16, window=9, **_GPT_OSS), layer_spec(4, 2, 16, **_GPT_OSS)],
@@ -103,7 +105,7 @@ EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
 
 
 def hidden_size(layers: Sequence[LayerSpec]) -> int:
-    """Return a hidden size that suits the layers, with as odd a number of columns as they accept."""
+    """Return a hidden size that the layers accept, divisible by the smallest possible power of two."""
     return 144 if any(isinstance(layer.mlp, ExpertsSpec) for layer in layers) else 130
 
 
@@ -127,7 +129,9 @@ def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
 
 
 def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, seed: int = 0) -> list[Layer]:
-    """Make layers with random weights. Their first norms are small, so that queries do not attend to a single key."""
+    """Make layers with random weights. The first norm of each layer is small, so that a query attends to more than one
+    key.
+    """
     seeds = count(seed)
 
     def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Weight:
@@ -143,7 +147,7 @@ def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, se
 
 
 def make_experts(served: Served, spec: ExpertsSpec, hidden: int = 144) -> ExpertsWeights:
-    """Make experts with outputs of the size of their inputs. The size of their biases differs."""
+    """Make experts with outputs as large as their inputs. Experts have biases of different sizes."""
     count, inner, dtype = spec.num_experts, spec.intermediate_size, served.dtype
     matrices = randn(count * 2 * inner, hidden, seed=2) / hidden**0.5, randn(count * hidden, inner, seed=4) / inner**0.5
     gate_up, down = (stored(served.ops, matrix.to(dtype)) for matrix in matrices)

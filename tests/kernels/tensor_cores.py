@@ -1,19 +1,20 @@
 """A bit-exact model of NVIDIA's tensor cores: float32 sums of products of bfloat16 or float16.
 
-NVIDIA does not document this arithmetic. Two groups found it by experiment, independently, and agree on it: MMA-Sim
-(Xie et al., arXiv:2511.10909), and Khattak and Mikaitis (arXiv:2512.07004).
+NVIDIA does not document this arithmetic. Two groups independently measured the arithmetic and agree on it: MMA-Sim (Xie
+et al., arXiv:2511.10909), and Khattak and Mikaitis (arXiv:2512.07004).
 
 A number is a significand times a power of two. The significand of a normal number is in [1, 2). A subnormal number has
-the least exponent of its dtype, and zero has no exponent. Two numbers are multiplied by multiplying their significands
-and adding their exponents, so a product's significand may reach 4. The sum so far and `terms` products are added at a
-time. Each is cut, toward zero, `fraction_bits` after the binary point of the one with the highest exponent. They are
-added exactly, and the sum is cut, toward zero, to a float32. From 2**128 on it is infinite.
+the least exponent of its dtype, and zero has no exponent. A product's significand is the product of the two
+significands, so it is below 4. A product's exponent is the sum of the two exponents. One addition has `terms` products
+and the sum so far. Each of these terms is truncated toward zero, `fraction_bits` after the binary point of the term
+with the highest exponent. The truncated terms are added exactly, and the sum is truncated toward zero to float32. A sum
+of 2**128 or more is infinite.
 
-The two groups differ on sums in which no term reaches 2**-126: the result of such sums is not promised. The bits of NaN
-and the sign of a zero within a chain are not promised either. No product of `kernels/triton` depends on them; here a
-zero is positive.
+The two groups differ on sums in which no term reaches 2**-126. The model does not promise the result of such a sum, the
+bits of NaN, or the sign of a zero within a chain. No product of `kernels/triton` depends on these bits. In the model,
+zeros are positive.
 
-The model computes in float64, where each step is exact, on the device of its inputs.
+The model computes in float64, in which every step is exact, on the device of the inputs.
 """
 
 from __future__ import annotations
@@ -26,19 +27,21 @@ from torch import Tensor
 
 
 class TensorCore(NamedTuple):
-    """`terms`: products that are added at a time. `fraction_bits`: bits that are kept of the largest one."""
+    """`terms`: number of products in one addition. `fraction_bits`: number of fraction bits that are kept of the
+    largest term.
+    """
 
     terms: int
     fraction_bits: int
 
 
-# By the major number of the compute capability.
+# Tensor cores by major version of the compute capability.
 TENSOR_CORES = {8: TensorCore(8, 24), 9: TensorCore(16, 25), 10: TensorCore(16, 25)}
-# The cores that a difference is compared with, so that one run tells which arithmetic a GPU has.
+# Candidate cores to explain a difference. With the candidates, one run shows which arithmetic a GPU has.
 CANDIDATES = tuple(TensorCore(*each) for each in product((4, 8, 16, 32), range(21, 28)))
 _LEAST = {torch.bfloat16: -126, torch.float16: -14, torch.float32: -126}
 _HIGHEST = 127
-_NONE = -1000  # the exponent of zero: below every exponent, also after another is added
+_NONE = -1000  # the exponent of zero, which stays below every exponent even after an addition
 
 
 def multiply_add(core: TensorCore, total: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -66,7 +69,9 @@ def _cut_to_float32(x: Tensor) -> Tensor:
 
 
 def _exponents(x: Tensor) -> Tensor:
-    """Return the exponents that an adder sees. Subnormal numbers are unnormalised; infinity and NaN are highest."""
+    """Return the exponents that an adder uses. Subnormal numbers are not normalized. Infinity and NaN have the highest
+    exponent.
+    """
     wide = x.double()
     return torch.where(wide == 0, _NONE, _field(wide).clamp(_LEAST[x.dtype], _HIGHEST))
 
@@ -93,8 +98,8 @@ def multiply(core: TensorCore, x: Tensor, weight: Tensor, piece: int) -> Tensor:
 
 
 def check_product(core: TensorCore, found: Tensor, x: Tensor, weight: Tensor, piece: int) -> None:
-    """Check that `found` [M, N] has the bits of `multiply`. Otherwise say where it differs, and which core would
-    explain it.
+    """Check that `found` [M, N] has the bits of `multiply`. The AssertionError says where the bits differ, and which
+    core would explain the difference.
     """
     expected = multiply(core, x, weight, piece)
     different = (_bits(found) != _bits(expected)).nonzero()

@@ -1,6 +1,5 @@
-"""The results of the ops against float64 and torch's own ops, and the definitions of draws and filters in plain Python.
-
-Ops that join several steps are not here: they give the bits of their steps (test_joined_ops.py).
+"""The results of the ops against float64 and torch's own ops. Draws and filters are compared with their definitions in
+plain Python. Fused ops are tested in test_joined_ops.py, because they give the bits of their separate steps.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ PRODUCTS = [(700, 576), (300, 1536), (513, 130)]
 
 
 def check_against_torch(found: Tensor, torch_found: Tensor, expected: Tensor) -> None:
-    """Check that errors are hardly larger than those of torch's op.
+    """Check that errors are hardly larger than the errors of torch's op.
 
-    For 16-bit results, the mean error may be 1.001 times and the largest error 1.1 times as large as torch's. For
-    float32 results the factors are 1.05 and 3, since torch sums in other orders on other machines.
+    For 16-bit results, the mean error may be 1.001 times as large as torch's, and the largest error 1.1 times. For
+    float32 results, the factors are 1.05 and 3, because torch's order of summation depends on the machine.
 
-    16-bit results: rounding the result makes nearly all of the error, on both sides. Measured on AVX-512, relative to
-    torch: products and norms 1.000, activation 0.87, attention 0.97 to 0.98.
+    16-bit results: nearly all of the error comes from rounding the result, in trueroll and in torch. Measured on
+    AVX-512, relative to torch: products and norms 1.000, activation 0.87, attention 0.97 to 0.98.
 
     float32 results: the error depends on the order in which terms are summed. Measured: products 0.76 to 0.86, norms
-    0.79 to 0.94, activation 0.81 to 0.83, attention 0.96 to 0.98. The largest of some thousand errors varies more: 0.45
-    to 1.0. Do not use this for float32 results of a GPU, which adds and takes logarithms differently from torch on a
-    CPU.
+    0.79 to 0.94, activation 0.81 to 0.83, attention 0.96 to 0.98. The largest of several thousand errors varies more:
+    0.45 to 1.0. Do not use this function for float32 results of a GPU, because a GPU computes sums and logarithms
+    differently from torch on a CPU.
     """
     mean, most = (1.05, 3.0) if found.dtype == torch.float32 else (1.001, 1.1)
     error, torch_error = ((x.double() - expected).abs() for x in (found, torch_found))
@@ -74,13 +73,13 @@ def test_rmsnorm(served: Served, size: int) -> None:
     check(served.ops.rmsnorm(x, weight, NORM), expected, 2, size / 2 + 8, expected.abs())
     centered = normed * (1 + weight.double())
     check(served.ops.rmsnorm(x, weight, ZERO_CENTERED), centered, 1, size / 2 + 9, centered.abs())
-    # torch rounds once, after the weight; with a weight of ones both round once.
+    # torch rounds once, after multiplying by the weight; with a weight of ones, both sides round once
     ones = torch.ones(size, dtype=served.dtype)
     check_against_torch(served.ops.rmsnorm(x, ones, NORM), F.rms_norm(x, (size,), ones, 1e-5), normed)
 
 
 def test_rmsnorm_of_extremes(served: Served) -> None:
-    """The root of the sum of squares is right wherever float32 holds that sum; `eps` keeps a row of zeros from NaN."""
+    """The root of the sum of squares is correct if float32 can hold that sum. `eps` prevents NaN for a row of zeros."""
     ones = torch.ones(48, dtype=served.dtype)
     for value in (0.0, 1e-4, 1e4):
         x = torch.full((2, 48), value, dtype=served.dtype)
@@ -98,7 +97,7 @@ def test_activation(served: Served, activation: Activation) -> None:
         slope = 2 * math.sqrt(2 / math.pi) * (slope + 0.044715 * slope**3)
     numerator = 1.0 if activation == "sigmoid" else gate.double()
     expected = numerator / (1 + torch.exp(-slope)) * up.double()
-    # The cubic has an error of its own, and the exponential is wrong in proportion to it.
+    # The cubic term has a rounding error, which causes a proportional error of the exponential.
     size = expected.abs() * (1 + slope.abs().clamp(max=110) if activation == "gelu_tanh" else 1)
     check(served.ops.gate_mul(gate, up, activation), expected, 1, 8, size)
 
@@ -110,7 +109,7 @@ def test_clamped_activation(mixing: Served) -> None:
     wide = gate.double().clamp(max=7)
     raised = up.double().clamp(-7, 7) + 1
     expected = wide / (1 + torch.exp(-1.702 * wide)) * raised
-    # An exponential is wrong by the rounding of its argument. The sum with 1 also rounds, visibly where it cancels.
+    # The rounding of its argument causes an error of the exponential. Adding 1 also rounds, visibly if the sum cancels.
     size = (
         expected.abs() * (1 + 1.702 * wide.abs().clamp(max=110)) + (expected / raised.where(raised != 0, 1)).abs() * 7
     )
@@ -132,7 +131,7 @@ def test_route(mixing: Served, normed: bool) -> None:
 
 
 def test_experts(mixing: Served) -> None:
-    """Compare with each expert's output in float64, from inner rows that are rounded as the contract says."""
+    """Compare with each expert's output in float64, computed from inner rows that are rounded as the contract says."""
     spec = ExpertsSpec(num_experts=6, top_k=3, intermediate_size=48, bias=True)
     weights, x = make_experts(mixing, spec), randn(64, 144, dtype=mixing.dtype)
     shared = randn(64, 144, dtype=mixing.dtype, seed=8)
@@ -175,7 +174,9 @@ def test_rotation(ops: Backend) -> None:
 def exact_attention(
     paged: Paged, i: int, window: int | None = None, soft_cap: float | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float64 attention of sequence i, the same with absolute values, and the largest |query| |key|, scaled."""
+    """Return three results in float64: the attention of sequence i, the attention with absolute values, and the largest
+    scaled |query| |key|.
+    """
     q, k, v = (x[i].double().transpose(0, 1) for x in (paged.q, paged.k, paged.v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     places = torch.arange(q.shape[1])
@@ -198,7 +199,7 @@ def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None
     check_attention(served, Paged(served, [300], heads, kv_heads, size))
 
 
-# A window that is off by one fails: windows of 1 and 2 leave few keys, each with a large weight.
+# A window that is off by one fails, because windows of 1 and 2 leave few keys, each with a large weight.
 @for_served(
     "window,soft_cap",
     [(140, 1.5), (1, None), (2, None), (100, None), (128, None), (129, None), (None, 1.5)],
@@ -220,7 +221,8 @@ def test_attention_with_sinks(mixing: Served, window: int | None) -> None:
 def check_attention(served: Served, paged: Paged) -> None:
     expected, magnitude, scores = exact_attention(paged, 0, **paged.attention)
     size = paged.size
-    # A weight has its score's error and its own rounding to the dtype. So has the sum that it is divided by.
+    # A weight has the error of its score and its own rounding to the dtype. The divisor, a sum of weights, has the same
+    # errors.
     weight_error = (size + 8) * scores * FLOAT32 + EPSILON[served.dtype] + 300 * FLOAT32
     check(paged.whole(0), expected, 1, 2.1 * float(weight_error) / FLOAT32, magnitude)
 
@@ -236,7 +238,7 @@ def test_attention_against_torch(quick: Served, heads: int, kv_heads: int, size:
 
 @pytest.mark.parametrize("size", [64, 80])
 def test_attention_with_huge_scores(quick: Served, size: int) -> None:
-    """The softmax then returns a single value unchanged: the last one that is seen, or the first."""
+    """With huge scores, the softmax returns one value unchanged: the last value that the query sees, or the first."""
     unit = 200.0 if quick.dtype == torch.float16 else 1e13
     for sign in (1, -1):
         paged = Paged(quick, [300], size=size)
@@ -282,9 +284,9 @@ def test_log_probs(quick_ops: Backend, vocab_size: int, spread: int) -> None:
     ids = torch.arange(64) * 769 % vocab_size
     expected = logits.double().log_softmax(-1).gather(1, ids[:, None])[:, 0]
     found = quick_ops.log_probs(logits, ids)
-    # The sum of the exponentials has a relative error, so its logarithm has that absolute error.
+    # The relative error of the sum of exponentials is the absolute error of its logarithm.
     check(found, expected, 3, vocab_size / 16 + 16, torch.ones_like(expected))
-    # With rounding to nearest, n additions are wrong by at most about the root of n roundings.
+    # With rounding to nearest, the error of n additions is at most about sqrt(n) roundings.
     check_mean(found, expected, 3 * expected.abs() + math.sqrt(vocab_size / 16) + 16)
 
 
@@ -379,7 +381,7 @@ def test_entropy(quick_ops: Backend, vocab_size: int, spread: float) -> None:
 
 
 def test_philox_known_answers() -> None:
-    """The published test vectors of Philox4x32-10 that this counter layout can express."""
+    """Check the published test vectors of Philox4x32-10 that this counter layout can express."""
     words = reference.philox(torch.tensor([0]), torch.tensor([0]), 4)[0].tolist()
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
@@ -403,14 +405,14 @@ def test_philox_against_plain_integers() -> None:
 
 @pytest.mark.parametrize("vocab_size", [2, 17, 1001])
 def test_sample_takes_the_best_of_the_defined_noise(quick_ops: Backend, vocab_size: int) -> None:
-    """The token has the highest logit + noise in float64, or one that is equally high within float32 rounding."""
+    """The drawn token has the highest logit + noise in float64, or is within float32 rounding of the highest."""
     rows = 2000
     logits = randn(rows, vocab_size) * 3
     seeds, positions = torch.arange(rows) * 2**54 - 77, torch.arange(rows) * 2**31 % 2**62
     uniform = (reference.philox(seeds, positions, vocab_size).double() + 0.5) * 2.0**-32
     values = logits.double() - torch.log(-torch.log1p(-uniform))
     best, second = values.topk(2).values.unbind(-1)
-    # Noise and logits stay below 64 here, where a unit in the last place is 2**-18.
+    # In this test noise and logits stay below 64, where one unit in the last place is 2**-18.
     rounding = 2.0**-17
     assert values.abs().max() < 64 and (best - second > rounding).double().mean() > 0.99
     found = quick_ops.sample(logits, seeds, positions)
@@ -444,7 +446,7 @@ def test_masked_tokens_are_never_drawn(quick_ops: Backend) -> None:
 
 
 def filter_in_python(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:
-    """Return the ids that stay, among those that are not -inf already."""
+    """Return the ids that the filter keeps, out of the ids with a logit above -inf."""
     order = sorted((i for i, x in enumerate(logits) if x > -math.inf), key=lambda i: (-logits[i], i))
     order = order[: max(top_k, 1)] if top_k >= 0 else order
     weights = [math.exp(logits[i] - logits[order[0]]) for i in order]
@@ -481,7 +483,7 @@ def test_filters_against_plain_python(ops: Backend, top_k: int, top_p: float, mi
 
 
 def test_filters_of_a_large_vocabulary(ops: Backend) -> None:
-    """The mask is the reference's: many ties, every kind of filter, and different filters in each row."""
+    """The mask equals the reference's, for many ties, every kind of filter, and different filters in each row."""
     logits = (randn(24, 1001, seed=3) * 8).round() / 4
     rows = torch.arange(24)
     filters = torch.tensor([-1, 1, 40, 900])[rows % 4], torch.tensor([0.95, 0.5, 1e-9])[rows % 3], rows % 2 * 0.05
@@ -507,7 +509,7 @@ def test_no_filter_drops_the_best_token(ops: Backend) -> None:
 
 @pytest.mark.parametrize("broken", [0, 7, 39])
 def test_filters_never_turn_a_row_with_nan_into_a_good_one(ops: Backend, broken: int) -> None:
-    """Such a row stays unchanged, so any draw from it shows that it is broken."""
+    """Filters leave a row with NaN unchanged, so any draw from the row shows the fault."""
     logits = randn(5, 40, seed=9)
     logits[:, broken] = torch.nan
     filters = (

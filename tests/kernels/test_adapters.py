@@ -77,7 +77,7 @@ def test_merged_weights_are_what_peft_merges_within_rounding(folders: dict[str, 
 
 
 def test_a_bfloat16_model_and_layers_that_are_checkpointed(folders: dict[str, Path]) -> None:
-    """PEFT keeps A and B of a bfloat16 model in float32. They are rounded like any weight."""
+    """PEFT keeps A and B of a bfloat16 model in float32. The aligned model rounds A and B like any weight."""
     wide, narrow = (adapt(folders["llama"], dtype, **CONFIGS["qwen3"]) for dtype in (torch.float32, torch.bfloat16))
     a = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert narrow.get_parameter(a).dtype == torch.float32
@@ -127,7 +127,7 @@ def test_experts_are_those_of_the_merged_model(folders: dict[str, Path]) -> None
 
 
 def test_gradients_are_those_of_peft(folders: dict[str, Path]) -> None:
-    """Compare with the unaligned PEFT model in float64, which has the same numbers."""
+    """Compare with the unaligned PEFT model in float64, which has the same weights."""
     model = adapt(folders["llama"], **CONFIGS["llama"])
     exact = copy.deepcopy(model).double()
     plain_log_probs(exact).sum().backward()
@@ -140,7 +140,9 @@ def test_gradients_are_those_of_peft(folders: dict[str, Path]) -> None:
 
 
 def test_gradients_of_bfloat16_pass_through_the_rounding(folders: dict[str, Path]) -> None:
-    """Compare with gradients of the rounded merged weights in float64. Errors are like an unaligned model's."""
+    """Compare with gradients of the rounded merged weights in float64. The errors are as large as those of an unaligned
+    model.
+    """
     model = adapt(folders["llama"], torch.bfloat16)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -159,7 +161,7 @@ def test_gradients_of_bfloat16_pass_through_the_rounding(folders: dict[str, Path
         for grad, chain in ((a.grad, lambda g, b=b: b.double().T @ g), (b.grad, lambda g, a=a: g @ a.double().T)):
             assert grad is not None
             expected, unaligned = chain(of_weight) * scale, chain(of_unaligned) * scale
-            # Rounding errors are random: two equally accurate backward passes often differ by half.
+            # Rounding errors are random, so the errors of two equally accurate backward passes often differ by half.
             assert error(grad, expected) < 2 * error(unaligned, expected) + 0.01, name
 
 
@@ -204,7 +206,7 @@ def test_adapters_that_are_not_plain_are_refused(folders: dict[str, Path], confi
 
 
 def test_adapters_in_a_model_that_is_not_one_of_peft_are_refused_too(folders: dict[str, Path]) -> None:
-    """PEFT can inject adapters without its own wrapper; transformers adds adapters with the same function."""
+    """PEFT can inject adapters without its own wrapper. transformers adds adapters by the same PEFT function."""
     model = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
     inject_adapter_in_model(LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"]), model)
     with pytest.raises(AlignmentError, match="model.embed_tokens must be LoRA of a linear .* peft.*Embedding"):

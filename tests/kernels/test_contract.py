@@ -1,4 +1,6 @@
-"""The promises of `kernels/contract.py`, to the bit: every op, backend and dtype, and every way of sharing a call."""
+"""The promises of `kernels/contract.py`, to the bit: every op, backend and dtype, and every combination of rows in one
+call.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def project_back_bias(n: int, k: int, served: Served) -> RowOp:
 
 
 def router_logits(spec: ExpertsSpec, dtype: torch.dtype, rows: int = ROWS) -> Tensor:
-    """Return rounded logits, so that rows have many ties."""
+    """Return logits that are rounded, so that rows have many ties."""
     return ((randn(rows, spec.num_experts, seed=6) * 4).round() / 4).to(dtype)
 
 
@@ -137,7 +139,7 @@ def qkv(spec: LayerSpec, served: Served) -> RowOp:
 
 
 def layers(spec: LayerSpec, served: Served) -> RowOp:
-    """Each row is the second token of a sequence with its first token in the caches of both layers."""
+    """Each row is the second token of a sequence. The caches of both layers already have the sequence's first token."""
     mixer, hidden = attention_of(spec), hidden_size([spec])
     shape = (ROWS, 2, mixer.num_kv_heads, mixer.head_dim)
     run = served.ops.new_layers(make_layers(served, spec, spec))
@@ -155,7 +157,7 @@ def layers(spec: LayerSpec, served: Served) -> RowOp:
 
 
 def own_blocks() -> Tensor:
-    """Return for each row a place in a block of 2 that no other row uses, so that the block is the row's result."""
+    """Return a slot for each row. No two rows share a block, so that the block with 2 slots is the row's result."""
     return torch.arange(ROWS - 1, -1, -1) * 2 + 1
 
 
@@ -198,7 +200,10 @@ def some_positions(rows: int) -> Tensor:
 
 
 def next_tokens(vocab_size: int, rows: int, k: int | None, served: Served) -> RowOp:
-    """Rows that sample, take the best token, or score a given one; log-probs are raw or at the temperature."""
+    """Rows that sample a token, take the best token, or score a given token.
+
+    Log-probs are raw or at the temperature.
+    """
     weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
     inputs = (
         randn(rows, 33, dtype=served.dtype),
@@ -224,7 +229,7 @@ def log_probs(vocab_size: int, rows: int, served: Served) -> RowOp:
 
 
 def token_statistics(vocab_size: int, rows: int, served: Served) -> RowOp:
-    """Rows with ties. In every third row a filter dropped most tokens."""
+    """Rows with ties. In every third row, a filter has dropped most tokens."""
     logits = (randn(rows, vocab_size) * 8).round() / 4
     logits[::3] = logits[::3].where(logits[::3] >= logits[::3].amax(1, keepdim=True).clamp(max=3), -torch.inf)
     return RowOp(
@@ -301,8 +306,8 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
 }
 
 
-# The ops that an interpreter is fast enough for: each in one dtype, with this many rows. `layers` only calls the
-# others.
+# The ops that are fast enough for an interpreter, each in one dtype and with this number of rows. `layers` is left out,
+# because it only calls other ops.
 INTERPRETED_ROWS = 20
 INTERPRETED = (
     *(
@@ -320,7 +325,7 @@ INTERPRETED = (
 
 
 SLOW = {"qkv 80 norms over heads", "qkv 128 biases norms"}
-"""The INTERPRETED ops that are left to `make test-all`: they take seconds, and add the least coverage."""
+"""The INTERPRETED ops that only `make test-all` runs. These ops take seconds and add the least coverage."""
 
 
 def cases(implementation: Implementation, dtype: torch.dtype) -> dict[str, Callable[[Served], RowOp]]:
@@ -350,7 +355,9 @@ def row_op(request: pytest.FixtureRequest) -> Iterator[RowOp]:
 
 
 def batches(rows: int) -> list[Tensor]:
-    """Return batches: single rows, many sizes from several places, all rows in another order, a row at every place."""
+    """Return batches: single rows, slices of many sizes from several positions, all rows in another order, and one row
+    at every position.
+    """
     sizes = [size for size in (2, 3, 7, 12, 13, 31, 33, 65, 95, 96, 97) if size < rows]
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(0))
     assert not torch.equal(order, torch.arange(rows))
@@ -394,7 +401,7 @@ def test_a_row_does_not_depend_on_threads_or_its_place_in_memory(row_op: RowOp, 
 
 
 def shifted(x: Tensor) -> Tensor:
-    """Return the same values, one element further on in memory."""
+    """Return the same values in memory that starts one element later."""
     further = torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
     assert further.data_ptr() % 64 != x.data_ptr() % 64
     return further
@@ -497,8 +504,8 @@ def test_attention_does_not_depend_on_block_size(
 
 
 def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) -> None:
-    """Native kernels distribute the splits of a sequence among threads. Splits that several sequences share become one
-    task only if all threads have enough of these tasks.
+    """Native kernels distribute the splits of a sequence to threads. Splits that several sequences share become one
+    task, but only if there are enough such tasks for all threads.
     """
     paged = Paged(quick, [1000] * 8, heads=4, kv_heads=2, sinks=True)
     last = [(i, 999, 1000) for i in range(8)]
@@ -511,7 +518,7 @@ def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) 
     for alone, together in zip(last, paged.attend(last), strict=True):
         assert same_bits(paged.attend([alone])[0], together)
     shared = Paged(quick, [1000] * 6, heads=8, kv_heads=1)
-    shared.tables[:, :56] = shared.tables[0, :56]  # 7 splits: one task with one thread, 7 with two
+    shared.tables[:, :56] = shared.tables[0, :56]  # 7 splits: one task with one thread, 7 tasks with two threads
     expected = shared.attend(last[:6])
     torch.set_num_threads(1)
     assert all(map(same_bits, shared.attend(last[:6]), expected))
@@ -522,7 +529,7 @@ def test_attention_does_not_depend_on_threads(quick: Served, two_threads: None) 
 )
 @thinned(lambda quick, block_size, window: block_size == 16 or not quick[0].emulated)
 def test_attention_does_not_depend_on_block_sharing(quick: Served, block_size: int, window: int | None) -> None:
-    """Native kernels read the blocks that neighbouring sequences share once for all of them."""
+    """If neighbouring sequences share a block, native kernels read the block once for all these sequences."""
     lens = [300, 290, 257, 256, 255, 128, 300, 129, 153, 300]
     paged = Paged(quick, lens, heads=4, kv_heads=2, block_size=block_size, window=window)
     shared = 256 // block_size
@@ -559,7 +566,7 @@ def test_attention_never_reads_what_others_left_behind(quick: Served) -> None:
 
 @pytest.mark.parametrize("window,block_size", [(1, 16), (31, 2), (32, 24), (KV_SPLIT, 16), (180, 16)])
 def test_tokens_behind_the_window_of_a_chunk_are_never_seen(quick: Served, window: int, block_size: int) -> None:
-    """The blocks behind the window may hold another sequence's tokens by then."""
+    """The blocks behind the window may already hold another sequence's tokens."""
     for start, end in ((299, 300), (270, 300), (200, 300), (255, 257)):
         paged = Paged(quick, [300], block_size=block_size, window=window)
         expected = paged.attend([(0, start, end)])[0]
@@ -600,7 +607,7 @@ def test_attention_of_a_sequence_does_not_depend_on_what_the_others_hold(quick: 
 
 
 def test_attention_does_not_depend_on_later_tokens_in_the_call(quick: Served) -> None:
-    """Otherwise a prompt's cached blocks would hold other values if a later token makes the model overflow."""
+    """Otherwise, a later token that makes the model overflow would change the values in a prompt's cached blocks."""
     paged = Paged(quick, [200])
     before = paged.whole(0)
     for value in (1.0, torch.inf, torch.nan):
@@ -613,7 +620,7 @@ def test_attention_does_not_depend_on_later_tokens_in_the_call(quick: Served) ->
 
 
 def test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call(quick: Served) -> None:
-    """The weighted values of tokens 14 and 15 underflow to -0.0; they see no later tokens."""
+    """The weighted values of tokens 14 and 15 underflow to -0.0. These tokens do not attend to later tokens."""
     paged = Paged(quick, [48], heads=1, kv_heads=1)
     for x, value in ((paged.q, 8.0), (paged.k, 0.0), (paged.v, 0.0)):
         x[0].zero_()[..., 0] = value
@@ -627,7 +634,7 @@ def test_the_sign_of_a_zero_does_not_depend_on_later_tokens_in_the_call(quick: S
 
 
 def test_the_contract_tests_can_fail(served: Served) -> None:
-    """A linear with an order of accumulation that depends on the number of rows is caught."""
+    """The tests detect a linear op with an order of accumulation that depends on the number of rows."""
     matrix = randn(64, 576, dtype=served.dtype, seed=1)
     whole, left, right = (stored(served.ops, part) for part in (matrix, matrix[:, :288], matrix[:, 288:]))
 

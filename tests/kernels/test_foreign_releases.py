@@ -1,4 +1,6 @@
-"""Releases of transformers and PEFT that are newer than trueroll: their additions are refused by name."""
+"""Releases of transformers and PEFT that are newer than trueroll: new settings are refused with an error that names the
+setting.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,7 @@ def llama_config(**others: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class NewerConfig(LoraConfig):
-    """A LoraConfig of a release with one more field."""
+    """A LoraConfig of a PEFT release that has one more field."""
 
     sharpness: float = 1.0
 

@@ -1,4 +1,4 @@
-"""The checks of ops here also run on a GPU, in tests/gpu."""
+"""Every check of ops in tests/kernels also runs on a GPU, in tests/gpu."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from ..gpu import test_ops as on_a_gpu
 from . import test_accuracy, test_contract, test_joined_ops, test_recurrence
 
-# These do not apply to a GPU.
+# These checks do not apply to a GPU.
 ABOUT_THREADS = {"test_attention_does_not_depend_on_threads"}
 WITH_CASES_OF_ITS_OWN = {"test_attention_does_not_depend_on_chunks_or_company"}
 

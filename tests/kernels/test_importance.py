@@ -28,13 +28,13 @@ WEIGHTS: list[Callable[..., Tensor]] = [
 
 
 def drawn() -> Tensor:
-    """Return eight tokens, each as often as its probability in `Q`: a mean over them is the expectation under `Q`."""
+    """Return eight tokens with the frequencies of `Q`, so that a mean over the tokens is the expectation under `Q`."""
     return torch.arange(3).repeat_interleave((Q * 8).long())
 
 
 def pairs() -> tuple[Tensor, Tensor, Tensor]:
-    """Return all sequences of two tokens, [9, 2]: their log-probs in the trainer and in the rollout, and the
-    probability of each sequence in the rollout, [9].
+    """Return three arrays for all sequences of two tokens: the log-probs in the trainer and in the rollout, [9, 2]
+    each, and the probability of each sequence in the rollout, [9].
     """
     first, second = torch.tensor([*product(range(3), repeat=2)]).T
     log_p, log_q = (torch.stack([one[first], two[first, second]], 1).log() for one, two in ((P, P2), (Q, Q2)))
@@ -100,7 +100,7 @@ def test_ratios_at_the_bounds_are_kept() -> None:
 
 
 def test_weights_of_sequences_are_unbiased_and_those_of_tokens_are_not() -> None:
-    """For any function of a sequence, its weighted mean under the rollout is its mean under the trainer."""
+    """For any function of a sequence, the weighted mean under the rollout equals the mean under the trainer."""
     log_p, log_q, probability = pairs()
     value = torch.arange(9.0, dtype=torch.float64).square()
     expected = (log_p.sum(1).exp() * value).sum().item()
@@ -143,7 +143,7 @@ def test_neither_padding_nor_packing_changes_a_bit(weigh: Callable[..., Tensor],
     packed = [x.flatten() for x in (log_probs, sampled, mask)]
     assert torch.equal(weigh(*packed, lengths=[40, 40, 40], level=level), padded.flatten())
 
-    # Only the tokens of the mask, as in a trainer that indexes everything with [mask].
+    # Only the tokens of the mask, as in a trainer that indexes every tensor with [mask].
     compact = weigh(log_probs[mask], sampled[mask], lengths=mask.sum(1).tolist(), level=level)
     assert torch.equal(compact, padded[mask])
 
@@ -171,12 +171,12 @@ def test_equal_log_probs_have_weights_of_exactly_1(level: Level) -> None:
     for weigh in WEIGHTS:
         assert torch.equal(weigh(sampled, sampled, mask, level=level), mask.float())
     found = diagnose(sampled, sampled, mask, level=level, low=1.0, high=1.0)
-    assert repr(found) == repr(Diagnostics(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))  # repr tells -0.0 from 0.0
+    assert repr(found) == repr(Diagnostics(0.0, 0.0, 0.0, 0.0, 0.0, 1.0))  # repr distinguishes -0.0 from 0.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_weights_are_finite_however_far_apart_the_policies_are(dtype: torch.dtype) -> None:
-    """Ratios of e^±100 exceed float32, and products of them exceed float64."""
+    """Ratios of e^±100 exceed float32, and products of such ratios exceed float64."""
     sampled = torch.tensor([[-100.0] * 20, [0.0] * 20], dtype=dtype)
     log_probs = sampled.flip(0)
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""An op that joins several steps gives the bits of the separate steps, on the same backend."""
+"""A fused op gives the bits of its separate steps, on the same backend."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def of_experts(ops: Backend, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeigh
 
 
 def summed(terms: Tensor, shared: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Add float32 terms [k, M, H] one after the other, then `shared`, and round."""
+    """Add float32 terms [k, M, H] one after the other, then add `shared`, and round the sum."""
     total = terms[0]
     for term in terms[1:]:
         total = total + term
@@ -233,7 +233,7 @@ def make_step(served: Served, *specs: LayerSpec) -> Step:
 
 
 def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest: Any) -> Tensor:
-    """Run every op by itself, in the order of the definition."""
+    """Run every op separately, in the order of the definition."""
     rotations, kv_caches, pages = rest
     for layer, (k_cache, v_cache), (slots, batch) in zip(layers, kv_caches, pages, strict=True):
         spec, (before, after), mlp = layer.spec, (layer.mixer_norms, layer.mlp_norms), layer.mlp
@@ -272,8 +272,9 @@ GATED = layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_g
 
 @dataclass(frozen=True)
 class HybridStep:
-    """Alternating delta nets and attentions, and rows for them as in `Step`. Two sequences begin; the others continue
-    from different states, one of them from a slot that it leaves unchanged.
+    """Layers that alternate between delta nets and attention, with rows of several sequences as in `Step`. Two
+    sequences begin. The other sequences continue from different states, and one of these leaves the slot that it reads
+    unchanged.
     """
 
     step: Step
@@ -393,7 +394,9 @@ def test_each_layer_has_its_caches(quick: Served) -> None:
 
 @pytest.mark.parametrize("specs", [[layer_spec(window=37), layer_spec()] * 2, [layer_spec()] * 4], ids=["windows", ""])
 def test_layers_with_pages_of_their_own(quick: Served, specs: list[LayerSpec]) -> None:
-    """Every other layer has the same blocks in another order; its table names no blocks behind its window."""
+    """Every other layer has the same blocks in another order. The tables of these layers name no blocks behind the
+    window.
+    """
     step = make_step(quick, *specs)
     order = torch.randperm(len(step.caches[0][0]), generator=torch.Generator().manual_seed(1))
     (slots, batch), window = step.pages[0], attention_of(specs[0]).window
@@ -469,7 +472,7 @@ def test_next_token_statistics(served: Served, vocab_size: int) -> None:
 
 
 def test_next_token_statistics_lists_equal_logits_by_their_ids(quick: Served, two_threads: None) -> None:
-    """Several threads find a row's best tokens. Their order must not matter."""
+    """Several threads search a row for its best tokens. The order of the threads must not matter."""
     third = randn(700, 32, dtype=quick.dtype, seed=1)
     weight, hidden = stored(quick.ops, third.repeat(3, 1)), randn(ROWS, 32, dtype=quick.dtype)
     asked = dataclasses.replace(wanted(torch.full((ROWS,), GREEDY)), raw=torch.zeros(ROWS, dtype=torch.bool))
@@ -518,9 +521,9 @@ def test_equal_logits_go_to_the_lowest_id(served: Served) -> None:
 
 
 def test_next_tokens_takes_the_first_of_infinite_logits(quick: Served, two_threads: None) -> None:
-    """Several threads look for a row's best token. Their order must not matter."""
+    """Several threads search a row for its best token. The order of the threads must not matter."""
     rows = randn(528, 32, dtype=quick.dtype, seed=1)
-    rows[[100, 520], 0] = torch.inf  # in two parts of the vocabulary; the second is short and finishes early
+    rows[[100, 520], 0] = torch.inf  # in two parts of the vocabulary; the second part is short and finishes early
     weight, hidden = stored(quick.ops, rows), randn(ROWS, 32, dtype=quick.dtype)
     hidden[:, 0] = 1.0
     assert quick.ops.lm_head(hidden, weight).isposinf().sum(1).eq(2).all()
@@ -532,7 +535,7 @@ def test_next_tokens_takes_the_first_of_infinite_logits(quick: Served, two_threa
 
 
 def test_next_tokens_never_passes_off_a_row_with_nan(served: Served) -> None:
-    """The log-prob of such a row is NaN, and the row must be reported as not finite, for any token."""
+    """The log-prob of a row with NaN is NaN, and the row must be reported as not finite, for any token."""
     for vocab_size, broken in ((40, 7), (1001, 0), (1001, 600), (1001, 1000)):
         rows = randn(vocab_size, 33, dtype=served.dtype, seed=1)
         rows[broken] = torch.nan

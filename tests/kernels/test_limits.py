@@ -1,4 +1,6 @@
-"""The limits of test_accuracy.py, on its inputs: the arithmetic of a GPU passes, wrong kernels do not."""
+"""The limits of test_accuracy.py, on the inputs of that file: a GPU's arithmetic is within the limits, and faulty
+kernels are not.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def served(dtype: torch.dtype, lm_head: Callable[[Tensor, Tensor], Tensor]) -> S
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n,k", accuracy.PRODUCTS)
 def test_products_of_tensor_cores_pass(n: int, k: int, dtype: torch.dtype, core: TensorCore) -> None:
-    """The products are summed in one chain, which has the largest errors."""
+    """The products are summed in one chain, the order with the largest errors."""
     accuracy.test_lm_head(served(dtype, lambda x, weight: multiply(core, x, weight, k)), n, k)
 
 

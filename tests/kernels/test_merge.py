@@ -49,7 +49,7 @@ def test_rows_do_not_depend_on_the_others_and_layouts_change_nothing(served: Ser
 
 
 def test_denormal_numbers_nan_and_infinity(served: Served) -> None:
-    """A machine's own conversion to bfloat16 would treat denormal numbers as zero."""
+    """The CPU's own instructions for bfloat16 would treat denormal numbers as zero."""
     weight, a, b = matrices(20, 40, 2, served.dtype)
     smallest = torch.finfo(served.dtype).smallest_normal
     weight[0], b[0] = smallest / 4, 0.0
@@ -88,7 +88,7 @@ def test_a_single_non_finite_value_is_reported(served: Served, value: float) -> 
 
 
 def test_weights_are_merged_while_other_ops_run(served: Served) -> None:
-    """Other threads compute at the same time, as a worker generates while it receives a push."""
+    """Other threads run ops at the same time, because a worker generates while it receives a push."""
     weight, a, b = matrices(700, 300, 16, served.dtype)
     out = served.ops.new_weight(*weight.shape, empty=partial(torch.zeros, dtype=served.dtype))
     served.ops.merge_into(out, weight, a, b, SCALE)

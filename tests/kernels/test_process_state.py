@@ -31,7 +31,7 @@ def test_logits_and_log_probs_are_float32_whatever_the_default_dtype(served: Ser
 
 
 def test_reference_names_the_precision_of_products_that_torch_is_set_to() -> None:
-    """torch multiplies float32 in this precision, with other bits than a worker's."""
+    """In this precision, torch's float32 products differ from a worker's bits."""
     exact = reference.instruction_set()
     torch.set_float32_matmul_precision("medium")
     try:

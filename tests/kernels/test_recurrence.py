@@ -1,4 +1,4 @@
-"""Gated delta nets: convolution and recurrence against float64, and continuation from any state and tail to the bit."""
+"""Gated delta nets: convolution and recurrence against float64, and bitwise continuation from any state and tail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class Recurrent(Served):
 
 @pytest.fixture(params=CASES)
 def recurrent(request: pytest.FixtureRequest) -> Iterator[Recurrent]:
-    """Every implementation with every dtype, with delta nets of several sizes, or a thin one for an interpreter."""
+    """Every implementation with every dtype.
+
+    The delta nets have several sizes; an interpreter gets one thin delta net.
+    """
     (implementation, dtype), spec = request.param
     with implementation.chosen() as ops:
         yield Recurrent(ops, dtype, spec, most=40 if implementation.interpreted else 200)
@@ -102,7 +105,7 @@ class Sequences:
         return out
 
     def whole(self, i: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the output of sequence i alone in one step, and the state and tail it leaves."""
+        """Compute sequence i alone in one step. Return the output, and the final state and tail."""
         memory = Memory.new(self.recurrent)
         [out] = self.run(memory, [(i, 0, len(self.inputs[i][0]))], [NO_SLOT], [0])
         return out, memory.at(0)
@@ -127,8 +130,8 @@ def test_recurrence(recurrent: Recurrent) -> None:
     earlier = exact_recurrence(*(x[recurrent.most * 3 // 4 :] for x in inputs), spec=spec, weights=weights)
     remembered = (earlier[-1] - expected[-1]).abs().max() / expected[-1].abs().max()
     assert remembered > 1e-3
-    # Roundings of the state are proportional to the values. They decay with it, and a query adds up to K of them. In
-    # float32 they measured 1.1 to 2.4 times the largest value over the root of K.
+    # Rounding errors of the state are proportional to the values. The errors decay with the state, and a query adds up
+    # to K of them. The measured errors in float32 were 1.1 to 2.4 times the largest value over the root of K.
     size = inputs[0].double().abs().max() / spec.key_head_dim**0.5
     check(found, expected, 1, 6, size.expand_as(expected))
 

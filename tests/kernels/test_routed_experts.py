@@ -1,6 +1,5 @@
-"""The experts of an aligned model's tokens, routes that are given to it, and routes that plain models replay.
-
-tests/engine/test_trainer_routes.py tests that routes and log-probs are those of a rollout.
+"""The experts that an aligned model chooses, routes given to an aligned model, and routes that unaligned models replay.
+Another file, tests/engine/test_trainer_routes.py, tests that routes and log-probs equal the rollout's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def mixture(mixture_models: dict[str, Path], backend: str) -> Any:
 
 
 def unread(ids: Tensor, mask: Tensor) -> Tensor:
-    """Return the mask of padding and of each row's last token, which are not read."""
+    """Return the mask of positions that are not read: padding, and the last token of each row."""
     following = torch.cat((mask[:, 1:], torch.zeros_like(mask[:, :1])), 1)
     return (mask & following) == 0
 
@@ -137,7 +136,7 @@ def test_invalid_routes_are_refused(mixture: Any, name: str) -> None:
 
 
 def test_a_row_that_is_read_is_checked(mixture: Any) -> None:
-    """Routes of zeros, as in padding, in the row of the last token and in another row."""
+    """The routes are zeros, as in padding, in the row of the last token and in one other row."""
     ids, mask = pad(sequences())
     routes = token_experts(mixture, ids, mask)
     routes[0, LENS[0] - 1] = 0
@@ -187,7 +186,9 @@ def chosen_by(model: Any, compute: Callable[[], object]) -> Tensor:
 
 
 def test_a_plain_model_replays_routes(mixture_model: Path) -> None:
-    """The model replays routes that are not its own. Rows without any keep its choice. Afterwards it is unchanged."""
+    """The model replays routes that are not its own. In rows without routes, the model chooses the experts. Afterwards
+    the model is unchanged.
+    """
     model, (ids, mask) = load(mixture_model), pad(sequences(), left=3)
     before = model(ids, attention_mask=mask).logits
     own = chosen_by(model, lambda: model(ids, attention_mask=mask))

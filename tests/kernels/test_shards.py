@@ -1,4 +1,4 @@
-"""A weight that holds a part of a checkpoint's tensor is written in the checkpoint's layout."""
+"""A weight that holds only a part of a checkpoint's tensor can be written in the checkpoint's layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model of tensor cores, against cases by hand and against its definition in exact fractions."""
+"""The software model of tensor cores, compared with hand-computed cases and with its definition in exact fractions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_sums_that_float32_can_represent_are_exact(core: TensorCore) -> None:
 
 @pytest.mark.parametrize(("core", "kept"), [(AMPERE, 24), (HOPPER, 25)], ids=str)
 def test_a_term_is_cut_behind_the_highest_exponent(core: TensorCore, kept: int) -> None:
-    """Visible when subtracting from 1, where the result has one more bit."""
+    """The truncation is visible in a difference from 1, which has one more bit."""
     last = 2.0**-kept
     for sign in (1, -1):
         assert dot(ones(sign, -sign * last), core) == sign * (1 - 2.0**-24), "kept, and then cut to float32"
@@ -64,7 +64,7 @@ def test_terms_are_cut_before_they_cancel() -> None:
 
 
 def test_a_product_of_two_and_more_has_the_exponent_of_its_factors() -> None:
-    """Otherwise the last product would be cut off."""
+    """With a higher exponent, the last product would be truncated to zero."""
     assert dot([(1.5, 1.5), (-(2.0**-25), 1.0)], HOPPER) == 2.25 - 2.0**-22
     assert dot([(1.5, 1.5), (-(2.0**-26), 1.0)], HOPPER) == 2.25
 
@@ -161,7 +161,7 @@ def test_random_sums_are_those_of_the_definition(core: TensorCore, dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_follow_the_order_of_k_the_pieces_and_the_core(dtype: torch.dtype) -> None:
-    """The premise of comparing bits: each difference would show."""
+    """The premise of comparing bits: a change of the order, the pieces or the core changes the bits."""
     x, weight = randn(8, 512, dtype=dtype), randn(16, 512, dtype=dtype, seed=1)
     steps = torch.arange(512).view(-1, 16)
     swapped = steps.clone()

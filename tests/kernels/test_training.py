@@ -1,6 +1,5 @@
 """Aligned models: gradients, independence of batches and padding, `unalign`, and refused models and calls.
-
-tests/engine/test_trainer_log_probs.py tests that log-probs are the bits of a rollout.
+tests/engine/test_trainer_log_probs.py tests that log-probs have the bits of a rollout.
 """
 
 from __future__ import annotations
@@ -97,7 +96,9 @@ def test_gradients_are_as_good_as_those_of_the_unaligned_model(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype, backend: str) -> None:
-    """The head norms are joined, since each has only 16 elements in up to six layers, too few to judge an error by."""
+    """The gradients of the head norms are concatenated. A single head norm has only 16 elements in up to six layers,
+    too few to judge an error by.
+    """
     check_errors(*map(with_joined_head_norms, three_gradients(windowed_model, dtype, backend, temperature=0.7)))
 
 
@@ -105,9 +106,9 @@ def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype
 def test_gradients_of_hybrid_families(
     hybrid_model: Path, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Value heads and head norms are joined, since each has too few elements to judge an error by.
-
-    A single rounding early in a recurrence shifts the gradients of all weights alike, so several batches are compared.
+    """The gradients of value heads and of head norms are concatenated, because each tensor has too few elements to
+    judge an error by. A single rounding early in a recurrence shifts the gradients of all weights, so several batches
+    are compared.
     """
     recur_exactly(monkeypatch)
     batches = [three_gradients(hybrid_model, dtype, backend, temperature=0.7, seed=seed) for seed in range(3)]
@@ -125,9 +126,8 @@ def test_gradients_of_mixtures(
     backend: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Routes are those that the aligned model finds, or others, in all three models.
-
-    The models have two layers. With more recurrent layers, the amplified rounding makes gradients incomparable.
+    """All three models use the same routes, which the aligned model or the test chooses. The models have two layers,
+    because more recurrent layers would amplify rounding until gradients cannot be compared.
     """
     recur_exactly(monkeypatch)
     ids, mask = pad(sequences())
@@ -152,7 +152,7 @@ def other_routes(model: Any, routes: Tensor) -> Tensor:
 
 
 def recur_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep transformers' float64 models in float64, where they would round to float32."""
+    """Prevent transformers' float64 models from rounding to float32."""
     for module in (modeling_qwen3_5, modeling_qwen3_next, modeling_qwen3_5_moe):
         chunked = module.torch_chunk_gated_delta_rule
 
@@ -189,7 +189,7 @@ def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def three_gradients(
     folder: Path, dtype: torch.dtype, backend: str, temperature: float, routes: Tensor | None = None, seed: int = 0
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """Return gradients of the same model in float64, unaligned, and aligned."""
+    """Return three gradients of one model: in float64, unaligned, and aligned."""
     ids, mask = pad(sequences(seed))
     model = load(folder, dtype)
     exact = load(folder, dtype).double()
@@ -216,7 +216,7 @@ def with_joined_head_norms(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def check_errors(expected: dict[str, Tensor], unaligned: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     for name, gradient in expected.items():
-        # Rounding errors are random: two equally accurate backward passes often differ by half.
+        # Rounding errors are random, so the errors of two equally accurate backward passes often differ by half.
         assert error(found[name], gradient) < 2 * error(unaligned[name], gradient), name
 
 
@@ -298,13 +298,13 @@ def test_attention(heads: int, kv_heads: int, window: int | None, soft_cap: floa
 
 @pytest.mark.parametrize("window", [None, 33])
 def test_attention_with_sinks(window: int | None) -> None:
-    """One sink takes nearly all of its head's softmax, one nearly nothing."""
+    """One sink takes nearly all of its head's softmax, and another sink takes nearly nothing."""
     spec = AttentionSpec(4, 2, 16, scale=0.3, window=window, sinks=True)
     check_attention(referenced()[0], spec, torch.tensor([0.5, 9.0, -9.0, 2.0]))
 
 
 def check_attention(ops: GradientOps, spec: AttentionSpec, sinks: Tensor | None = None) -> None:
-    """Check sequences with lengths that are padded together, and others that are not."""
+    """Check sequences that are padded together, and sequences that are not."""
     heads, kv_heads, window, soft_cap = spec.num_heads, spec.num_kv_heads, spec.window, spec.soft_cap
     lens = (5, 1, 150, 7, 40, 33, 2)
     packed = Packed.of(lens, torch.device("cpu"))
@@ -368,7 +368,7 @@ def test_delta_rule(name: str) -> None:
 
     sizes = spec.channels, spec.num_value_heads, spec.num_value_heads
     inputs = [randn(count, size, seed=i) for i, size in enumerate(sizes)]
-    inputs[2][100::7] += 200.0  # a head that forgets at once must not cost the others precision
+    inputs[2][100::7] += 200.0  # a head that forgets at once must not make other heads less precise
     check_gradients(op, definition, *inputs, weights.decay, weights.bias)
 
 
@@ -393,7 +393,7 @@ def test_a_clamped_gate() -> None:
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("normed", [True, False])
 def test_route(normed: bool, given: bool) -> None:
-    """The experts are those of the highest logits, or others."""
+    """The experts have the highest logits, or are given by the caller."""
     (ops, _), spec = referenced(), ExpertsSpec(num_experts=9, top_k=3, intermediate_size=1, normed=normed)
     logits = randn(37, 9) * 2
     best = logits.topk(3).indices.sort().values.int()
@@ -412,7 +412,9 @@ def test_route(normed: bool, given: bool) -> None:
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
 def test_experts(activation: Activation) -> None:
-    """There are biases and a shared expert, or neither. One expert has no rows, and some rows have the same experts."""
+    """Test both with and without biases and a shared expert. One expert has no rows, and some rows have the same
+    experts.
+    """
     (ops, _), clamped = referenced(), activation == "clamped_silu"
     spec = ExpertsSpec(num_experts=5, top_k=2, intermediate_size=20, activation=activation, bias=clamped)
     chosen = torch.tensor([[0, 1], [1, 4], [0, 1], [1, 2]] * 9, dtype=torch.int32)
@@ -449,7 +451,10 @@ def test_logits() -> None:
 @pytest.mark.parametrize("temperature", [0.7, 0.01])
 @pytest.mark.parametrize("most_rows", [100, 7, 1])
 def test_log_probs(most_rows: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits of all rows are held at once, or those of some. A low temperature amplifies small errors."""
+    """The op holds the logits of all rows at once, or of some rows at a time.
+
+    A low temperature amplifies small errors.
+    """
     monkeypatch.setattr(autograd, "_LOGITS_BYTES", 4 * 101 * most_rows)
     ids = torch.arange(20) * 5
     check_gradients(
@@ -487,7 +492,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_logits_in_memory_are_bounded(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checks torch's memory only. The native kernels' own memory is not visible here."""
+    """The test checks only memory that torch allocates, because it cannot see memory of the native kernels."""
     monkeypatch.setattr(autograd, "_LOGITS_BYTES", 2**18)
     ids = torch.randint(3, 500, (4, 200), generator=torch.Generator().manual_seed(0))
     model = load(make_tiny_model("llama", tmp_path, vocab_size=4096), backend=backend)
@@ -543,7 +548,7 @@ def test_position_ids_tell_packed_sequences(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_integers_of_any_width_are_taken(tiny_llama: Path, backend: str, dtype: torch.dtype) -> None:
-    """Samples carry int32."""
+    """The token ids of samples are int32."""
     model, ids = load(tiny_llama, backend=backend), sequences()[0]
     expected = token_log_probs(model, ids[None])
     assert same_bits(token_log_probs(model, ids[None].to(dtype)), expected)
@@ -579,9 +584,8 @@ def test_logits_of_an_aligned_model(tiny_model: Path, backend: str) -> None:
 
 
 def test_float32_parameters_under_autocast(tiny_model: Path, backend: str) -> None:
-    """Log-probs and gradients match those of the rounded model; the gradients are float32.
-
-    Only an embedding's gradient differs: it adds the rows of a repeated token in float32.
+    """Log-probs and gradients match those of the rounded model, and the gradients are float32. Only the gradient of an
+    embedding differs, because it adds the rows of a repeated token in float32.
     """
     masters, rounded = load(tiny_model, backend=backend), load(tiny_model, torch.bfloat16, backend)
     ids, mask = pad(sequences())
@@ -655,7 +659,7 @@ def test_a_copy_of_an_aligned_model_is_aligned_by_itself(tiny_llama: Path) -> No
 
 
 def test_a_head_that_was_replaced_since_can_be_aligned_again(tiny_llama: Path) -> None:
-    """transformers inserts a new head when embeddings are resized."""
+    """transformers replaces the head when embeddings are resized."""
     model = load(tiny_llama)
     classes = [type(module) for module in model.modules()]
     align(model, "cpu")
@@ -678,7 +682,7 @@ def test_an_adapter_put_in_since_is_refused(tiny_llama: Path) -> None:
 
 
 def test_changed_weights_are_seen(tiny_llama: Path, backend: str) -> None:
-    """A call keeps nothing of a weight for the next call, so any kind of change is seen."""
+    """No call caches a weight for the next call, so every kind of change takes effect."""
     model, ids = load(tiny_llama, backend=backend), sequences()[0][None]
     before = token_log_probs(model, ids)
     model.model.layers[0].mlp.up_proj.weight.data[:] *= 1.5
@@ -686,7 +690,7 @@ def test_changed_weights_are_seen(tiny_llama: Path, backend: str) -> None:
 
 
 def test_rope_survives_a_cast_of_the_model(tiny_llama: Path) -> None:
-    """A cast to bfloat16 rounds the frequencies that the model stores, and would change its angles."""
+    """A cast to bfloat16 rounds the frequencies that the model stores, which would change the rotation angles."""
     loaded, cast = load(tiny_llama, torch.bfloat16, "cpu"), load(tiny_llama).to(torch.bfloat16)
     assert cast.model.rotary_emb.inv_freq.dtype == torch.bfloat16
     align(cast, "cpu")
@@ -785,7 +789,7 @@ def test_unsupported_arguments_are_refused(tiny_llama: Path, call: dict[str, Any
 
 
 def test_a_part_of_zero_3_is_refused(tiny_llama: Path) -> None:
-    """DeepSpeed marks the parameters that it shards across ranks."""
+    """DeepSpeed ZeRO-3 marks the parameters that it shards across ranks."""
     model = load(tiny_llama, backend="cpu")
     model.model.layers[1].mlp.up_proj.weight.ds_id = 7
     with pytest.raises(
@@ -795,7 +799,9 @@ def test_a_part_of_zero_3_is_refused(tiny_llama: Path) -> None:
 
 
 def test_a_model_whose_forward_pass_was_replaced_is_refused(tiny_llama: Path) -> None:
-    """accelerate does so when it adds autocast. The other order is served."""
+    """accelerate replaces the forward pass when it adds autocast. Replacing the forward pass of an aligned model is
+    supported.
+    """
     model, twin = load(tiny_llama), load(tiny_llama, torch.bfloat16, "cpu")
     plain = model.forward
     model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
@@ -817,7 +823,7 @@ def test_a_wrapper_that_drops_the_question_is_refused(tiny_llama: Path) -> None:
 
 
 def test_an_aligned_model_takes_the_arguments_of_a_plain_one(tiny_llama: Path) -> None:
-    """Trainers read the signature to see which columns a model can use."""
+    """Trainers read the signature of `forward` to find the columns that a model can use."""
     assert inspect.signature(load(tiny_llama, backend="cpu").forward) == inspect.signature(load(tiny_llama).forward)
 
 

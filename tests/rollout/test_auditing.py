@@ -1,4 +1,4 @@
-"""`audit` finds planted differences between a trainer and a worker, names them, and says what to change."""
+"""`audit` finds planted differences between a trainer and a worker, names each cause, and says what to change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trueroll.rollout import (
     auditing,
     launch_worker,
 )
-from trueroll.rollout.tools import cli
+from trueroll.rollout.tools import cli, pictures
 
 PROMPTS = [[*range(3, 20)], [7, 8]]
 PARAMS = SamplingParams(n=3, max_tokens=12, seed=5, ignore_eos=True)
@@ -65,7 +65,7 @@ def run(model: Any, client: RolloutClient, **options: Any) -> Audit:
 
 
 def the_cause(found: Audit, name: str) -> str:
-    """Return the text of the cause `name`. It must be the only cause, and log-probs must differ."""
+    """Return the text of the cause `name`. Check that there is no other cause, and that log-probs differ."""
     assert [cause.name for cause in found.causes] == [name], str(found)
     assert 0 < found.num_different <= found.num_tokens == 72 and found.largest > 0 and found.place is not None
     assert f"- {name}: {found.causes[0].text}" in str(found)
@@ -85,7 +85,7 @@ def test_an_unaligned_model_is_found(model: Any, client: RolloutClient) -> None:
 
 
 def test_the_dtype_of_an_unaligned_model_includes_its_own_autocast(model: Any, client: RolloutClient) -> None:
-    """accelerate puts an autocast into the model's own forward pass."""
+    """accelerate adds an autocast to the model's own forward pass."""
     unalign(model)
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     the_cause(audit(model, client, PROMPTS, PARAMS), "alignment")
@@ -146,8 +146,33 @@ def test_the_command_compares_a_checkpoint_with_the_served_weights(
     assert result.exit_code == 1 and "- unknown: none of the compared properties explains" in result.stdout
 
 
+def test_the_command_draws_the_differences_of_both_trainers(
+    folder: Path, worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[Any, str]] = []
+    plot = pictures.plot_differences
+
+    def noted(audits: Any, title: str, file: Path) -> None:
+        drawn.append((audits, title))
+        plot(audits, title, file)
+
+    monkeypatch.setattr(pictures, "plot_differences", noted)
+    picture = tmp_path / "differences.png"
+    result = CliRunner().invoke(cli.app, ["audit", str(folder), worker.address, "--plot", str(picture)])
+    assert result.exit_code == 0, "only the aligned trainer decides"
+    assert "All 384 log-probs have the same bits" in result.stdout
+    assert "Without alignment: " in result.stdout and "- alignment: the model uses the ops" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    [((aligned, plain), title)] = drawn
+    assert title.startswith(f"{folder}, bfloat16, backend cpu (")
+    assert (aligned.is_aligned, plain.is_aligned) == (True, False)
+    assert [len(row) for row in plain.differences] == [32] * 12
+    assert not any(row.any() for row in aligned.differences) and plain.num_different > 0
+    assert max(abs(row).max() for row in plain.differences) == pytest.approx(plain.largest)
+
+
 def test_an_unsupported_wrapper_is_found(model: Any, client: RolloutClient) -> None:
-    """Weights are compared nevertheless."""
+    """The audit still compares the weights."""
     text = the_cause(run(torch.nn.DataParallel(model), client), "alignment")
     assert text.startswith("a DataParallel wraps the aligned model") and "compute them with token_log_probs" in text
 
@@ -187,7 +212,9 @@ def test_nan_is_the_largest_difference(model: Any, client: RolloutClient) -> Non
 
 
 def test_stale_weights_and_adapters_are_found(folder: Path, forked_workers: None) -> None:
-    """An older version shows in its number and in its tensors. An adapter that was not pushed shows in the tensors."""
+    """The audit detects an older version by its number and by its tensors. An adapter that was not pushed is detected
+    by the tensors.
+    """
     model = adapt(folder, target_modules=["q_proj"])
     align(model)
     with (

@@ -1,4 +1,6 @@
-"""Deltas of growing samples, from the worker to the caller: with slow readers, late joins, aborts and reconnects."""
+"""Deltas of growing samples on the way from the worker to the caller, with slow readers, late joins, aborts and
+reconnects.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def steps(engine: FakeEngine) -> Steps:
 
 
 class Steps:
-    """Control of an engine: lets it add one token to each sample at a time."""
+    """Controls an engine, which adds one token to each sample at a time."""
 
     def __init__(self, engine: FakeEngine) -> None:
         self._left = 0

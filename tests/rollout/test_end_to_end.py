@@ -1,4 +1,4 @@
-"""Worker processes with the real engine on tiny models, and the examples run like a reader runs them."""
+"""Worker processes with the real engine on tiny models. The examples run as a reader would run them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None
 
 
 def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClient, tiny_llama: Path) -> None:
-    """With a stop string and `top_logprobs`."""
+    """The requests have a stop string and `top_logprobs`."""
     params = SamplingParams(n=2, max_tokens=40, top_logprobs=2)
     (free, *_) = client.generate(PROMPTS, params, seed=5)
     stop = load_vocabulary(tiny_llama).decode([free.samples[0].token_ids[9]])
@@ -161,7 +161,7 @@ def test_bad_requests_are_refused_while_another_runs_unharmed(client: RolloutCli
 
 def test_every_open_request_gets_an_error_when_the_engine_fails(tiny_llama: Path) -> None:
     class FailingOps:
-        """The ops of a backend. Attention fails after `budget` calls."""
+        """The ops of a backend, with an attention that fails after `budget` calls."""
 
         def __init__(self, backend: Backend, budget: int) -> None:
             self.backend, self.budget = backend, budget
@@ -191,7 +191,7 @@ def test_every_open_request_gets_an_error_when_the_engine_fails(tiny_llama: Path
         ask(raw, "pause")
         raw.generate("open", n=3, max_tokens=400)
         other.generate("open too", max_tokens=400)
-        other.health()  # answered after the worker has accepted the request
+        other.health()  # the reply arrives after the worker has accepted the request
         raw.send("resume", id="resume")
         for client, id in ((raw, "open"), (other, "open too")):
             error = client.receive_until("done", "error")[-1]

@@ -1,6 +1,6 @@
-"""Access of another user of the machine to a worker, a push, a fleet with its local Ray and a front end.
-
-The test compares it with docs/security.md. It needs root to start a process as another user, and fails without it.
+"""Access of another user of the machine to a worker, a push, a fleet with its local Ray, and a front end. The test
+compares this access with docs/security.md. The test needs root to start a process as another user, and fails without
+root.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=64)
 LISTENS = 1 << 16
 """The flag of a listening socket in /proc/net/unix."""
 IDLE = ("`ray::IDLE`", "`127.0.0.1`")
-"""Ray may end such a process at any time."""
+"""Name and listening address of a process that Ray may end at any time."""
 ANSWERS = {"token": {"16", "401"}, "key": {"401"}, "everybody": {"200"}}
-"""Answers to a client without credentials, by the docs' word. 16 and 401 mean unauthenticated in gRPC and HTTP."""
+"""Answers to a client without credentials, by the word in the docs. In gRPC, 16 means unauthenticated; in HTTP, 401."""
 
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may enter and list, like many home folders."""
+    """A folder that every user may enter and list, as many home folders are."""
     with tempfile.TemporaryDirectory(prefix="trueroll-test-") as folder:
         Path(folder).chmod(0o755)
         yield Path(folder)
@@ -62,14 +62,14 @@ class Seen:
 
 
 def documented() -> dict[tuple[str, str], str]:
-    """Return the table of docs/security.md: the required credentials by the process and where it listens."""
+    """Return the table of docs/security.md: the required credentials, by process and listening socket."""
     section = SECURITY.read_text().split("## Listening sockets\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")][1:]
     return {(process.strip(), where.strip()): re.split(r"\W", needed.strip())[0] for process, where, needed in rows}
 
 
 class Watcher:
-    """Finds everything that the processes of this test hold open, except the ports on which it listened before."""
+    """Finds everything that the processes of this test hold open, except ports that were open before the test."""
 
     def __init__(self, folders: list[Path], metrics_port: int, front: Front, earlier: set[int]) -> None:
         self._folders, self._earlier = folders, earlier
@@ -103,7 +103,7 @@ class Watcher:
 
     def _read_descriptors(self, process: psutil.Process, paths: dict[str, str], seen: Seen) -> None:
         for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # the file was closed in the meantime
                 self._read_descriptor(process, link, os.readlink(link), paths, seen)
 
     def _read_descriptor(
@@ -117,7 +117,7 @@ class Watcher:
             seen.files.add(target)
 
     def _is_written(self, link: Path, target: str) -> bool:
-        """Return whether it is a named file that the process may write, or shared memory."""
+        """Return whether the file is a named file that the process may write, or shared memory."""
         flags = int((link.parent.parent / "fdinfo" / link.name).read_text().split("flags:")[1].split()[0], 8)
         there = Path(target)
         is_file = there.exists() and stat.S_ISREG(there.stat().st_mode) and target not in self._given
@@ -166,9 +166,8 @@ def where_of(path: str) -> str:
 
 
 def try_as_stranger(seen: Seen, canaries: Seen) -> tuple[set[tuple[str, str]], dict[int, str]]:
-    """Return the successful accesses of another user, and the answer of each port.
-
-    Accesses to the canaries must succeed, and are not returned.
+    """Return the successful accesses of another user, and the answer of each port. Accesses to the canaries must
+    succeed and are left out of the result.
     """
     rays = ("`ray::_Runner`", "`ray::IDLE`", "`raylet`", "`gcs_server`", "fleet, as a process of Ray")
     targets = dict(
@@ -215,7 +214,9 @@ def free_port() -> int:
 def test_another_user_reaches_only_what_the_docs_list(
     tiny_llama: Path, open_folder: Path, canaries: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Look in the middle of a push, while its shared memory has a name, with the default umask of most users."""
+    """Checks in the middle of a push, while the push's shared memory has a name. The umask is the default of most
+    users.
+    """
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     weights, pushes, file = open_folder / "weights", open_folder / "pushes", open_folder / "fleet.json"
     address = f"ipc://{open_folder}/worker.sock"

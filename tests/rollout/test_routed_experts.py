@@ -1,4 +1,6 @@
-"""Routed experts arrive from the engine through a worker in a client's arrays, for every call that returns them."""
+"""Routed experts pass from the engine through a worker into a client's arrays, for every call that returns routed
+experts.
+"""
 
 from __future__ import annotations
 

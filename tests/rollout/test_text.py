@@ -1,4 +1,4 @@
-"""Conversion between text and token ids, and the limits on what a model's folder or a worker can make a client do."""
+"""Conversion between text and token ids. Limits on what a model's folder or a worker can make a client do."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import psutil
 import pytest
-from transformers import AutoTokenizer, dynamic_module_utils
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, dynamic_module_utils
 
-from trueroll.engine.models import loader
 from trueroll.engine.request import SamplingParams
 from trueroll.errors import ConfigError, ModelError, UnavailableError
-from trueroll.rollout import text, text_child
+from trueroll.rollout import plain_tokenizer, text, text_child
+from trueroll.rollout.plain_tokenizer import PlainTokenizer
 from trueroll.rollout.text import TextModel, TooMany
 from trueroll.rollout.tools import text as printing
 from trueroll.rollout.tools.text import print_completions
@@ -75,7 +76,7 @@ def test_a_tokenizer_is_chosen_as_by_the_whole_config(
         (folder / f"{name}.json").write_text(json.dumps(told))
     found, expected = (
         outcome_of(lambda load=load: load(folder))
-        for load in (text._load, partial(AutoTokenizer.from_pretrained, trust_remote_code=False))
+        for load in (text._load_by_transformers, partial(AutoTokenizer.from_pretrained, trust_remote_code=False))
     )
     assert found == expected
 
@@ -89,17 +90,87 @@ def outcome_of(load: Callable[[], Any]) -> Any:
     return type(tokenizer), tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template
 
 
-def test_a_tokenizer_is_loaded_without_torchs_compiler(smollm2: Path) -> None:
-    """The model classes of transformers would import it: seconds, and 150 MB, in each front end."""
-    load = "from trueroll.rollout.text import TextModel; TextModel('smollm2')"
-    look = "import sys; print('torch._dynamo' in sys.modules)"
-    printed = subprocess.run([sys.executable, "-c", f"{load}; {look}"], check=True, capture_output=True, text=True)
-    assert printed.stdout == "False\n"
+def imported_for(model: Path, call: str, *modules: str) -> str:
+    """Return which of `modules` a new process has imported after a call of a TextModel."""
+    load = f"from trueroll.rollout.text import TextModel; TextModel({str(model)!r}){call}"
+    look = f"import sys; print(*sorted({set(modules)} & sys.modules.keys()))"
+    return subprocess.run(
+        [sys.executable, "-P", "-c", f"{load}; {look}"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_a_tokenizer_is_loaded_without_torchs_compiler(folder: Path) -> None:
+    """The model classes of transformers would import torch's compiler, which takes seconds and 150 MB."""
+    change(folder, "config", model_type="qwen2")  # a tokenizer that transformers builds by a class of its own
+    assert imported_for(folder, "", "torch._dynamo", "transformers") == "transformers"
+
+
+@pytest.mark.parametrize("call", [".encode('hi')", ".decode([1])", ".encode_chat('hi')"])
+def test_a_plain_tokenizer_needs_neither_torch_nor_transformers(smollm2: Path, call: str) -> None:
+    assert imported_for(smollm2, call, "torch", "transformers") == ""
+
+
+def change(folder: Path, name: str, **settings: Any) -> None:
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def make_plain(folder: Path, model_type: str = "llama", kind: str = "TokenizersBackend") -> Path:
+    change(folder, "config", model_type=model_type)
+    change(folder, "tokenizer_config", tokenizer_class=kind)
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    return folder
+
+
+TEXTS = ("", "Grüße, 世界 👋🏽!", "  two  spaces ", "<s>a</s>", "don't , we 're . <|im_end|>\n\tx" * 9)
+
+
+@pytest.mark.parametrize("model_type", sorted(plain_tokenizer._MODEL_TYPES))
+@pytest.mark.parametrize("kind", sorted(plain_tokenizer._CLASSES))
+@pytest.mark.parametrize("post_processor", ["its own", None])
+def test_a_plain_tokenizer_is_the_one_of_transformers(
+    smollm2: Path, folder: Path, model_type: str, kind: str, post_processor: str | None
+) -> None:
+    for source in (smollm2, folder):
+        copy = shutil.copytree(source, folder.with_name("copy"), ignore=shutil.ignore_patterns("*.safetensors"))
+        make_plain(copy, model_type, kind)
+        if post_processor is None:
+            change(copy, "tokenizer", post_processor=None)
+        plain, full = text._load(copy), AutoTokenizer.from_pretrained(copy)
+        assert isinstance(plain, PlainTokenizer) and type(full) is PreTrainedTokenizerFast
+        for adds in (True, False):
+            assert [plain.encode(each, adds) for each in TEXTS] == [
+                full.encode(each, add_special_tokens=adds) for each in TEXTS
+            ]
+        assert plain.get_vocab() == full.get_vocab() and plain.chat_template == full.chat_template
+        assert repr(plain.added_tokens_decoder) == repr(full.added_tokens_decoder)
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bos_token": "<not in tokenizer.json>"},
+        {"extra_special_tokens": ["<not in tokenizer.json>"]},
+        {"added_tokens_decoder": {"0": {"content": "<not in tokenizer.json>"}}},
+        {"add_bos_token": True},
+        {"split_special_tokens": True},
+        {"a_setting_of_a_later_release": 1},
+        {"chat_template": [{"name": "default", "template": "x"}, {"name": "other", "template": "y"}]},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_with_settings_of_effect_is_left_to_transformers(folder: Path, settings: dict[str, Any]) -> None:
+    make_plain(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    assert isinstance(text._load(folder), PlainTokenizer)
+    change(folder, "tokenizer_config", **settings)
+    assert type(text._load(folder)) is PreTrainedTokenizerFast
 
 
 def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
-        """Like the exception that the tokenizers library raises."""
+        """An exception like the one that the tokenizers library raises."""
 
     def panic(*_: Any) -> str:
         raise Panic("slice index out of range")
@@ -111,7 +182,7 @@ def test_a_panic_of_the_decoder_is_an_error(folder: Path, monkeypatch: pytest.Mo
 
 
 def test_tokens_are_decoded_as_transformers_decodes_them(smollm2: Path) -> None:
-    """Also with a tokenizer that overrides decoding, which the Rust library does not know about."""
+    """One of the tokenizers overrides decoding in Python, which the Rust library does not know about."""
     tokenizer, model, generator = AutoTokenizer.from_pretrained(smollm2), TextModel("smollm2"), random.Random(0)
     for skips in (True, False):
         for length in range(200):
@@ -138,7 +209,7 @@ def test_a_chat_is_rendered_in_any_thread(folder: Path) -> None:
         (ENDLESS, "more than 1 s or 1073741824 bytes, or crashes"),
         ("{{ range(99999) | list * 99999 * 99999 }}", "MemoryError"),
         ("{{ 'x' * (2**33) }}", "MemoryError"),
-        ("{{ 'x' * (2**22 + 1) }}", "4194305 characters, more than 4194304"),
+        ("{{ 'x' * (2**22 + 1) }}", "the conversation has 4194305 characters"),
         ("{{ raise_exception('\x1b[2Jno' * 1000) }}", r"TemplateError: \\x1b\[2Jno"),
         ("{% for", "TemplateSyntaxError"),
         ("{{" + "(" * 5000 + ")" * 5000 + "}}", "RecursionError"),
@@ -203,7 +274,7 @@ def test_a_child_that_refuses_a_conversation_goes_on(folder: Path) -> None:
 
 
 def test_a_child_gets_values_of_any_kind_unchanged(folder: Path) -> None:
-    """Integers of any size arrive; text that cannot be encoded is an error."""
+    """Integers of any size arrive unchanged. Text that cannot be encoded is an error."""
     model = with_template(
         folder, "{{ messages[0].many }} {{ messages[0].few }} {{ messages[0].share }} {{ messages[0].word }}"
     )
@@ -293,7 +364,7 @@ def test_a_decoder_that_doubles_a_letter_30_times_is_refused(folder: Path) -> No
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "additional_chat_templates/a.jinja")
 
 
-@pytest.mark.timeout(60)  # opening a FIFO blocks until there is a writer
+@pytest.mark.timeout(60)  # opening a FIFO blocks until a writer opens it
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_a_tokenizer_reads_regular_files_only(folder: Path, file: str, kind: str) -> None:
@@ -341,20 +412,23 @@ def test_a_tokenizer_that_fails_later_is_one_clear_line(folder: Path) -> None:
     for encode in (model.encode, model.encode_chat):
         with pytest.raises(ModelError, match="the tokenizer does not encode the text: ValueError"):
             encode("hi")
-    with pytest.raises(ModelError, match="the tokenizer does not decode the tokens: .*; check"):
+    with pytest.raises(ModelError, match="the tokenizer cannot decode the tokens: .*; check"):
         model.decode(["x"])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.fixture
 def worker_that_serves(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Make `print_completions` meet a worker that says it serves a model. Sending prompts or asking the hub fails."""
+    """Connect `print_completions` to a fake worker that claims to serve a model. Sending prompts or accessing the hub
+    fails.
+    """
 
     def serve(model: Any) -> None:
         client = SimpleNamespace(health=lambda: SimpleNamespace(state="ready", engine={"model": model}))
         client.__dict__["generate"] = lambda *_, **__: pytest.fail("the prompts were sent")
         monkeypatch.setattr(printing, "RolloutClient", lambda *_: Entered(client))
+        monkeypatch.setattr(printing, "contact", lambda *_: None)
 
-    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     return serve
 
 

@@ -22,7 +22,7 @@ class Characters:
 
 @pytest.mark.parametrize("text", ["", "a", "a\nb\0c\n", "é\U0001f600", "x" * 2**20], ids=range(5))
 def test_a_text_is_sent_without_reencoding(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON of a long text would block all threads."""
+    """Encoding a long text as JSON would block all threads."""
     sent: list[bytes] = []
 
     class Answering:

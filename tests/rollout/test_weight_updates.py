@@ -1,5 +1,5 @@
-"""Pushes to and sleeps of a real worker process. Afterwards its samples have the same bits as from a worker that was
-started from the pushed checkpoint, whatever was cached before.
+"""Pushes to a real worker process, and its sleeps. Afterwards, samples have the same bits as samples of a worker that
+was started from the pushed checkpoint, whatever was cached before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def new(old: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(new: Path) -> Bits:
-    """The bits from a worker that was started from the new checkpoint."""
+    """The bits of samples from a worker that was started from the new checkpoint."""
     with launch_worker(str(new), **SETTINGS) as worker, RolloutClient(worker.address) as client:
         return generate(client)[0]
 
@@ -55,7 +55,7 @@ def worker(old: Path) -> Iterator[WorkerProcess]:
 
 
 def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
-    """Return the bits, their weight versions, and the number of cached prompt tokens."""
+    """Return the bits of the samples, the weight versions, and the number of cached prompt tokens."""
     samples = [sample for group in client.generate(PROMPTS, PARAMS, seed=5) for sample in group.samples]
     assert all(sample.logprobs is not None for sample in samples)
     bits = [(tuple(sample.token_ids), np.asarray(sample.logprobs).view(np.int32).tobytes()) for sample in samples]

@@ -1,6 +1,6 @@
-"""Trainers of two ranks, sharded, replicated and otherwise wrapped. `trainer_rank.py` is the program of a rank.
-
-Their log-probs have the bits of a worker, also after training and a push. Their gradients match a single process.
+"""Trainers with two ranks: sharded, replicated and otherwise wrapped. The log-probs of such a trainer have the bits of
+a worker, even after training and a push. The gradients match those of a single process. `trainer_rank.py` is the
+program that each rank runs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def test_a_trainer_and_a_worker_agree_after_each_push(told: list[dict[str, Any]]
 
 
 def test_merged_weights_are_the_trained_ones(told: list[dict[str, Any]]) -> None:
-    """They are not the weights that a mixed precision policy has rounded."""
+    """The merged weights are the trained weights, not the weights that a mixed precision policy has rounded."""
     for rank in found(told, "merged"):
         assert rank.count > 10 and not any(rank.differences.values()), rank.differences
 
@@ -114,9 +114,8 @@ def test_an_unsupported_wrapper_is_refused_by_name(told: list[dict[str, Any]], n
 
 
 class Rounding(torch.optim.Optimizer):
-    """An optimizer for bfloat16 parameters with steps smaller than their last bits.
-
-    It rounds stochastically (`stochastic`), or keeps the rounding error for the next step (Kahan).
+    """An optimizer for bfloat16 parameters, with updates smaller than the last bit of a parameter. The optimizer rounds
+    stochastically (`stochastic`), or keeps the rounding error for the next step (Kahan).
     """
 
     def __init__(self, parameters: Any, stochastic: bool) -> None:

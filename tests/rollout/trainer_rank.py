@@ -1,7 +1,6 @@
-"""One of the two ranks of a trainer that `test_wrapped_trainers.py` starts: `trainer_rank.py RANK PORT SETTINGS`.
-
-Both ranks run all cases. Each rank writes its results to a file: for each case the arguments of `Found`, or the text of
-the error for a refused wrapper.
+"""One of the two trainer ranks that `test_wrapped_trainers.py` starts: `trainer_rank.py RANK PORT SETTINGS`. Both ranks
+run all cases. Each rank writes its results to a file: for each case the arguments of `Found`, or the text of the error
+for a refused wrapper.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
-# Each function wraps an aligned model like a trainer does.
+# Each of these functions wraps an aligned model as a trainer does.
 
 
 def sharded(model: Any, whole: bool = False, **settings: Any) -> Any:
@@ -84,8 +83,8 @@ def sharded_masters(model: Any) -> Any:
 
 
 def sharded_by_accelerate(model: Any) -> Any:
-    """Shard like accelerate, which does so only on GPUs: the embedding apart, norm and head together, and all outputs
-    rounded.
+    """Shard a model as accelerate does on GPUs: the embedding is separate, norm and head are together, and all outputs
+    are rounded. On a CPU, accelerate does not shard.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -149,7 +148,7 @@ def autocast(name: str) -> Any:
 
 @contextmanager
 def accumulating(model: Any) -> Iterator[None]:
-    """Keep gradients on this rank inside the context."""
+    """Inside the context, do not reduce gradients across ranks."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -187,7 +186,7 @@ def padded(model: Any, rows: list[Tensor]) -> Tensor:
 
 @cache
 def expected_log_probs(folder: str, rank: int) -> Tensor:
-    """Return the log-probs of a bare model in bfloat16, which have the bits of a worker."""
+    """Return the log-probs of an unwrapped bfloat16 model, which have the bits of a worker."""
     exact = [weight.equal(weight.bfloat16().float()) for weight in load(folder).parameters()]
     assert not all(exact), "premise: float32 weights are not bfloat16 values"
     with torch.no_grad():
@@ -222,7 +221,9 @@ def plain_names(model: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def exact_gradients(folder: str) -> dict[str, Tensor]:
-    """Return the gradients of the mean of both ranks' losses, by plain torch in float64 with bfloat16 weights."""
+    """Return the gradients of the mean of both ranks' losses, computed with plain torch in float64 from bfloat16
+    weights.
+    """
     model = load(folder, torch.bfloat16).double()
     for rank in (0, 1):
         parts = [F.pad(torch.log_softmax(model(row[None]).logits[0], -1), (0, 0, 1, 0)) for row in sequences(rank)]
@@ -233,7 +234,7 @@ def exact_gradients(folder: str) -> dict[str, Tensor]:
 
 @cache
 def single_gradients(folder: str) -> dict[str, Tensor]:
-    """Return the same gradients from an aligned model in a single process."""
+    """Return the gradients of the mean of both ranks' losses, from an aligned model in a single process."""
     model = aligned(folder)
     for rank in (0, 1):
         with torch.autocast("cpu", torch.bfloat16):
@@ -247,7 +248,10 @@ def error(found: Tensor, exact: Tensor) -> float:
 
 
 def compare(name: str, folder: str, rank: int) -> Found:
-    """Compare all kinds of batches of a wrapped model. Errors of gradients may be twice those of a single process."""
+    """Test a wrapped model with all kinds of batches.
+
+    Errors of gradients may be twice as large as in a single process.
+    """
     rows, expected = sequences(rank), expected_log_probs(folder, rank)
     model = WRAPPERS[name](aligned(folder))
     with autocast(name):
@@ -262,7 +266,7 @@ def compare(name: str, folder: str, rank: int) -> Found:
 
 
 def compare_family(folder: str, rank: int) -> Found:
-    """Compare a model that is sharded by layers. Gradients match a single process up to one bfloat16 rounding."""
+    """Test a model that is sharded by layers. Gradients match a single process up to one bfloat16 rounding."""
     rows, model = sequences(rank), sharded(aligned(folder))
     found = packed(model, rows)
     loss(found, rank).backward()
@@ -285,7 +289,9 @@ def adapted(folder: str) -> Any:
 
 
 def compare_merged(folder: str, rank: int) -> Found:
-    """Compare the merged weights of a sharded model. A forward pass before has left some of them whole and rounded."""
+    """Compare the merged weights of a sharded model. A previous forward pass has left some of the weights unsharded and
+    rounded.
+    """
     model = checkpointed_by_torch(adapted(folder))
     with torch.no_grad():
         packed(model, sequences(rank))
@@ -296,9 +302,8 @@ def compare_merged(folder: str, rank: int) -> Found:
 
 
 def train_and_push(name: str, folder: str, rank: int, address: str, version: int, adapters: bool = False) -> Found:
-    """Train on samples of a worker, and compare the log-probs of worker and trainer after each push.
-
-    The worker has the weights of another case at first, so the first push of adapters is repeated with all weights.
+    """Train on samples of a worker, and compare the log-probs of worker and trainer after each push. At first the
+    worker has the weights of the previous case, so the first push of adapters is repeated with all weights.
     """
     model = WRAPPERS[name](adapted(folder) if adapters else aligned(folder))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
@@ -331,7 +336,7 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
     return Found(count, found, {})
 
 
-# Each function wraps an aligned model in an unsupported way.
+# Each of these functions wraps an aligned model in an unsupported way.
 
 
 def sharded_inside(model: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Attacks on an HTTP front end, each on its own connections, as a process with plain sockets would make them.
+"""Attacks on an HTTP front end by plain sockets. Each attack uses its own connections.
 
 An attack returns how it ended: the status of an answer, `closed` if the front end closed the connection without an
-answer, or `left` if the attack itself went away, after at most `Target.patience` seconds.
+answer, or `left` if the attack disconnected. An attack disconnects after at most `Target.patience` seconds.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ COMPLETIONS, CHAT, GENERATE, TOKENIZE = "/v1/completions", "/v1/chat/completions
 MEBIBYTE = 2**20
 PIECE = 2**16
 RECEIVE_BUFFER = 4096
-"""Bytes that the kernel buffers for a client that does not read."""
+"""Size of the kernel's buffer for a client that does not read, in bytes."""
 
 
 @dataclass(frozen=True)
 class Target:
     """A front end that listens on loopback.
 
-    `key`: a valid key. `patience`: seconds after which an attack goes away. `scale`: factor on the size of bodies and
+    `key`: a valid key. `patience`: seconds after which an attack disconnects. `scale`: factor on the size of bodies and
     texts; 1.0 is the largest.
     """
 
@@ -85,7 +85,7 @@ class Attacker:
         return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
 
     async def refused_while(self, sending: Awaitable[None]) -> str:
-        """Send and return the status of the answer, which may arrive before all is sent."""
+        """Send data and return the status of the answer. The answer may arrive before all data is sent."""
         task = asyncio.ensure_future(sending)
         try:
             return await self.status()
@@ -125,7 +125,9 @@ async def half_a_head(attacker: Attacker) -> str:
 
 
 async def never_reads(attacker: Attacker) -> str:
-    """Do not read an answer of megabytes. It takes no time of the worker, which good requests would lack."""
+    """Do not read an answer of several megabytes. The request costs the worker no time, so good requests are not slowed
+    down.
+    """
     wanted = dict(prompt="x y" * 100_000, return_token_strs=True)
     await attacker.body(TOKENIZE, json.dumps(wanted).encode())
     attacker.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -164,7 +166,7 @@ async def unfinished_body(attacker: Attacker) -> str:
 
 
 async def long_text(attacker: Attacker) -> str:
-    """Send a text of millions of characters and leave at once."""
+    """Send a text of millions of characters and disconnect at once."""
     text = "x y" * attacker.target.size(4 * MEBIBYTE // 3)
     await attacker.body(TOKENIZE if attacker.number % 2 else COMPLETIONS, json.dumps(dict(prompt=text)).encode())
     return "left"

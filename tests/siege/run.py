@@ -1,7 +1,7 @@
 """Runs the siege by hand: `.venv/bin/python -P tests/siege/run.py --seconds 600`. Exits with 1 on a broken promise.
 
-Starts a worker and a front end. Measures good requests alone, under attack, and alone again. Prints the ratio of the
-rates, the longest silence of `/health`, and how the attacks ended.
+The siege starts a worker and a front end. Good requests are measured alone, under attack, and alone again. The report
+gives the ratio of the request rates, the longest response time of `/health`, and how the attacks ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def besiege(console: Console, arguments: argparse.Namespace, target: Target, pid
         return Siege(plan, target, pid, address)
 
     short = siege(max(10.0, arguments.seconds / 10))
-    siege(arguments.seconds / 5).attacked()  # warms up: one-time growth happens here
+    siege(arguments.seconds / 5).attacked()  # warm-up, in which memory grows once
     before = short.settled()
     first = short.alone()
     attacked = siege(arguments.seconds).attacked()

@@ -1,9 +1,12 @@
-"""Good requests, probes of `/health`, and the attacks of `attacks.py`, all at once on one front end.
+"""Good requests, probes of `/health`, and the attacks of `attacks.py`, all at the same time on one front end.
 
-A `Siege` runs against a running worker and front end. It owns three things: good requests, which must give the tokens
-and log-probs that the worker gave before; a prober, which requests `/health` 2 ms after each answer, each time on a new
-connection; and a process with the attackers. The attackers' process runs at the lowest priority, because attackers on
-other machines would take no CPU time from this one. `Siege` promises that all of it ends.
+A `Siege` attacks a running worker and front end. Owns:
+- Good requests, which must give the tokens and log-probs that the worker gave before.
+- A prober, which requests `/health` 2 ms after each answer, each time on a new connection.
+- A process with the attackers. The process runs at the lowest priority, because attackers on other machines would take
+  no CPU time from this one.
+
+Promises: all requests, the prober and the attackers' process end with the siege.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ PROBE_PAUSE = 0.002
 LOWEST_PRIORITY = 19
 DEADLINE = 60.0
 KEY = "key-of-the-siege"
-COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "http")
+COMMAND = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()", "http")
 Bits = tuple[list[int], bytes]
 """Token ids, and log-probs as the bytes of float32."""
 
@@ -72,9 +75,8 @@ def front_end(address: str, log: Path, *options: str) -> Iterator[tuple[int, int
 
 @dataclass(frozen=True)
 class Plan:
-    """`seconds`: duration of a part (good requests alone, or under attack). `attackers`, `good`: connections.
-
-    `pause`: seconds between two attacks of an attacker.
+    """`seconds`: duration of each part (good requests alone, or under attack). `attackers`, `good`: number of
+    connections. `pause`: seconds between two attacks of one attacker.
     """
 
     seconds: float
@@ -110,7 +112,7 @@ class Held:
     open_requests: float
 
     def has_no_more_than(self, before: Held) -> bool:
-        """Return whether descriptors and children are at most those of `before`."""
+        """Return whether there are at most as many descriptors and child processes as in `before`."""
         return self.children <= before.children and self.descriptors <= before.descriptors
 
 
@@ -143,9 +145,8 @@ class Siege:
         )
 
     def settled(self) -> Held:
-        """Return its resources once no other connection is open and both tokenizer processes run.
-
-        The two processes, for short and for long texts, come and go. Raise AssertionError after a minute.
+        """Return the front end's resources once no other connection is open and both tokenizer processes run. The two
+        processes, for short and for long texts, start and stop on demand. Raise AssertionError after a minute.
         """
         deadline = time.monotonic() + DEADLINE
         while (count := self._metric("trueroll_http_connections")) > 1:
@@ -179,7 +180,9 @@ class Siege:
             process.join()
 
     def wait_until_idle(self, before: Held) -> Held:
-        """Wait until descriptors, children and open requests are back, at most a minute. Return the resources."""
+        """Wait at most a minute until no request is open, and there are at most as many descriptors and child processes
+        as in `before`. Return the resources.
+        """
         deadline = time.monotonic() + DEADLINE
         while True:
             now = self.held()
@@ -219,7 +222,9 @@ class Siege:
         return await _answer(reader)
 
     async def _probe(self, seen: Seen, until: float) -> None:
-        """Request `/health` repeatedly, each time on a new connection, like a load balancer. Every one is answered."""
+        """Request `/health` repeatedly, each time on a new connection, as a load balancer does. Every request must be
+        answered.
+        """
         while time.perf_counter() < until:
             start = time.perf_counter()
             reader, writer = await asyncio.open_connection("127.0.0.1", self._target.port)

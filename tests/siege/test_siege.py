@@ -1,4 +1,4 @@
-"""A short siege: every attack beside good requests, on a front end with limits that the attacks reach."""
+"""A short siege: every attack and good requests at the same time, on a front end with limits that the attacks reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trueroll.rollout import launch_worker
 LIMITS = ("--head-seconds", "1", "--body-seconds", "2", "--write-seconds", "1", "--linger-seconds", "3")
 PLAN = Plan(seconds=3.0, attackers=30, good=2, pause=0.05, max_tokens=4)
 GONE = {"closed", "left"}
-"""Endings without an answer that the client received or waited for."""
+"""Ways to end without an answer that the client received or waited for."""
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,11 @@ def siege(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sie
 
 
 def test_under_attack_good_requests_keep_their_bits_and_no_resource_leaks(siege: Siege) -> None:
-    """The load of the machine decides which answer an attack gets. Every attack is refused."""
-    siege.attacked()  # warms up: one-time growth happens here
+    """Every attack is refused. Which refusal an attack gets depends on the load of the machine."""
+    siege.attacked()  # warm-up, in which memory grows once
     before = siege.settled()
     seen = siege.attacked()
-    assert seen.requests and seen.silences  # each answer was compared, each look was answered
+    assert seen.requests and seen.silences  # each answer was compared, each probe was answered
     assert seen.ended.keys() == {attack.__name__ for attack in ATTACKS}
     found = {how for ended in seen.ended.values() for how in ended} - GONE
     assert found and all(how.startswith("4") or how == "503" for how in found), seen.ended

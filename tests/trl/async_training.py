@@ -1,7 +1,7 @@
-"""Trains with the real AsyncGRPOTrainer on a CPU and prints the results as JSON: `async_training.py MODEL OUTPUT`.
+"""Train with the real AsyncGRPOTrainer on a CPU, and print the results as JSON: `async_training.py MODEL OUTPUT`.
 
-`--kill` kills the worker during the training. TRL's attention and its table of devices do not support a CPU. This
-module replaces these two and nothing else of TRL.
+`--kill` kills the worker during the training. TRL's attention and TRL's table of devices do not support a CPU. This
+module replaces both, and no other part of TRL.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -38,7 +38,9 @@ def varlen_attention(
     softmax_scale: float,
     **__: Any,
 ) -> torch.Tensor:
-    """Attention over packed segments. Segment i has queries [starts_q[i], starts_q[i + 1]), its last tokens; causal."""
+    """Attention over packed segments. Segment i has queries [starts_q[i], starts_q[i + 1]), which are the segment's
+    last tokens. Attention is causal.
+    """
     outputs = []
     for (q0, q1), (k0, k1) in zip(starts_q.unfold(0, 2, 1).tolist(), starts_k.unfold(0, 2, 1).tolist(), strict=True):
         q, k, v = query[q0:q1].transpose(0, 1), key[k0:k1].transpose(0, 1), value[k0:k1].transpose(0, 1)
@@ -53,7 +55,7 @@ def make_trl_run_on_a_cpu() -> None:
 
 
 class RecordingClient(AsyncRolloutClient):
-    """Records the oldest version of the weights of each sample's tokens, keyed by the sample's log-probs."""
+    """Records the oldest weight version of each sample's tokens, by the sample's log-probs."""
 
     def __init__(self, address: str, timeout: float) -> None:
         super().__init__(address, timeout)
@@ -68,7 +70,9 @@ class RecordingClient(AsyncRolloutClient):
 
 
 class RecordingTrainer(AsyncGRPOTrainer):
-    """Records, per sample in the loss, how many versions its oldest token is behind the weights in training."""
+    """Records, for each sample in the loss, how many versions the sample's oldest token is behind the trainer's
+    weights.
+    """
 
     client: RecordingClient
     staleness: list[int]
@@ -83,7 +87,9 @@ class RecordingTrainer(AsyncGRPOTrainer):
 
 
 def make_reward(kill: int | None) -> Any:
-    """Return a reward that differs between texts. It kills the process `kill`, unless None, at its third group."""
+    """Return a reward function with different rewards for different texts. At the third group, the function kills the
+    process `kill`, if given.
+    """
     groups = itertools.count(1)
 
     def reward(completions: list[Any], **columns: Any) -> list[float]:
@@ -121,7 +127,7 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true")
     options = parser.parse_args()
     make_trl_run_on_a_cpu()
-    # Without another push, the trainer notices the worker's death only by its rollouts.
+    # Without another push, the trainer notices the worker's death only by the missing rollouts.
     changes = dict(max_steps=100, weight_sync_steps=1000) if options.kill else dict(max_steps=4, learning_rate=1e-3)
     with launch_worker(options.model, device="cpu", dtype="float32", num_blocks=256) as worker:
         args = async_settings(Path(options.output), **changes)

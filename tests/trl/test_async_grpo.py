@@ -1,4 +1,4 @@
-"""The real AsyncGRPOTrainer on trueroll, in a process of its own, and its rollout worker with various rewards."""
+"""The real AsyncGRPOTrainer on trueroll, in a separate process, and its rollout worker with various rewards."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -64,12 +64,12 @@ def test_training_starts_on_policy_stays_within_max_staleness_and_exits(tiny_qwe
 def test_a_killed_worker_ends_the_training_with_an_error(tiny_llama: Path, tmp_path: Path) -> None:
     done = run_training(with_template(tiny_llama, tmp_path), str(tmp_path / "output"), "--kill")
     assert done.returncode == 1
-    assert "'ratio'" in done.stdout  # it had trained before
+    assert "'ratio'" in done.stdout  # the trainer had taken steps before
     assert done.stderr.splitlines()[-1].startswith("trueroll.errors.WorkerLostError: worker: no answer from")
 
 
 def settings(output: Path, **changes: Any) -> AsyncGRPOConfig:
-    """Return settings with groups of two, at most two of them in flight."""
+    """Return settings with groups of two samples and at most two groups in flight."""
     fields = dict(max_inflight_tasks=4, num_generations=2, per_device_train_batch_size=2, max_completion_length=6)
     return async_settings(output, **(fields | dict(seed=5) | changes))
 
@@ -164,7 +164,7 @@ def fail(**_: Any) -> list[float]:
         (lambda **_: [[1.0], [2.0]], ROWS, ConfigError, "must return 2 numbers"),
         (lambda **_: [1.0, float("inf")], ROWS, ConfigError, "must return finite rewards"),
         (lambda **_: next(iter([])), ROWS, RuntimeError, "raised StopIteration"),
-        (num_vowels, [], ConfigError, "train_dataset: it has no rows, or it cannot be iterated again"),
+        (num_vowels, [], ConfigError, "train_dataset: the dataset has no rows, or can be iterated only once"),
         (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: the column prompt is missing"),
     ],
 )

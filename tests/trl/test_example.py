@@ -1,4 +1,4 @@
-"""The example runs as its docstring says."""
+"""examples/trl_grpo.py runs as its docstring says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's trainers on a fleet of two workers. Only the clients differ from training on one worker."""
+"""TRL's trainers on a fleet of two workers. Compared with training on one worker, only the clients are different."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def served(tiny_llama: Path) -> Iterator[list[ServedEngine]]:
 
 
 def small_ids(completion_ids: list[list[int]], **_: object) -> list[float]:
-    """Return a reward that differs between samples of a model with random weights."""
+    """Return rewards that differ between the samples of a random model."""
     return [-sum(ids) / 1000 for ids in completion_ids]
 
 
@@ -48,7 +48,7 @@ def tensors(served: ServedEngine) -> Iterator[tuple[str, torch.Tensor]]:
 def test_grpo_finds_no_difference(
     served: list[ServedEngine], tiny_llama: Path, tmp_path: Path, is_adapted: bool
 ) -> None:
-    """Each step has four groups, and each worker gets some of them."""
+    """Each step has four groups, and each worker gets some of the groups."""
     lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if is_adapted else None
     changes = dict(per_device_train_batch_size=16, max_steps=3, learning_rate=1e-2)
     args = grpo_settings(tmp_path, use_vllm=True, vllm_mode="server", **changes)

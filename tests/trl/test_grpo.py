@@ -1,4 +1,4 @@
-"""The real GRPOTrainer on trueroll: in place of vLLM, and through a rollout function."""
+"""The real GRPOTrainer on trueroll, both in place of vLLM and through a rollout function."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -50,7 +50,7 @@ SAMPLING: dict[str, Any] = dict(
     max_completion_length=8,
     generation_kwargs=None,
 )
-"""TRL's sampling settings: its defaults, except for the length."""
+"""TRL's sampling settings: the defaults, except for the length."""
 
 
 class RecordingClient(RolloutClient):
@@ -73,7 +73,7 @@ class RecordingClient(RolloutClient):
 
 @dataclass(frozen=True)
 class Trained:
-    """A trainer after some steps. `history`: TRL's log per step. `differing`, `embeddings`: one entry per push."""
+    """A trainer after some steps. `history`: TRL's log per step. `differing`, `embeddings`: one record per push."""
 
     trainer: GRPOTrainer
     publisher: CheckingPublisher
@@ -115,14 +115,14 @@ def test_a_skipped_push_is_detected(trained: Trained) -> None:
 
 
 def small_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Return a reward that differs between samples of a model with random weights."""
+    """Return rewards that differ between the samples of a random model."""
     return [-sum(ids) / 1000 for ids in completion_ids]
 
 
 def aligned_training(
     served: ServedEngine, model: Path, output: Path, peft_config: Any = None, **changes: Any
 ) -> AlignedGRPOTrainer:
-    """Run a training that pushes the weights of each step, and return its trainer."""
+    """Run a training that pushes the weights after each step, and return the trainer."""
     args = grpo_settings(output, use_vllm=True, vllm_mode="server", **changes)
     with RolloutClient(served.address) as client, WeightPublisher() as publisher:
         publisher.connect([served.address])
@@ -159,14 +159,14 @@ def test_with_an_aligned_trainer_trl_finds_no_difference(
 def test_an_aligned_trainer_in_bfloat16_with_a_reference_model(
     tiny_llama: Path, tmp_path: Path, is_adapted: bool
 ) -> None:
-    """Trains under autocast, with gradient accumulation, and with LoRA: its reference model has no adapter."""
+    """Train under autocast, with gradient accumulation and LoRA. The reference model has no adapter."""
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM") if is_adapted else None
     changes = dict(bf16=True, beta=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3)
     with serve(tiny_llama, dtype="bfloat16") as served:
         trainer = aligned_training(served, tiny_llama, tmp_path, peft_config=lora, learning_rate=1e-2, **changes)
     kl = reported(trainer, "kl")
     assert reported(trainer, DIFFERENCE) == [0.0] * 3
-    assert kl[0] == 0.0 and min(kl[1:]) > 0.0  # the reference model computes the same way and does not change
+    assert kl[0] == 0.0 and min(kl[1:]) > 0.0  # the reference model has the same ops and fixed weights
 
 
 def test_an_aligned_mixture_of_experts_trains_only_without_a_balancing_loss(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_killed_worker_ends_the_training_with_an_error(tiny_llama: Path, tmp_p
 
 
 def stand_in(folder: Path, **changes: Any) -> Any:
-    """Return a stand-in with the attributes of a trainer that a rollout function reads."""
+    """Return a fake trainer with the attributes that a rollout function reads."""
     return SimpleNamespace(
         accelerator=SimpleNamespace(num_processes=changes.pop("num_processes", 1), unwrap_model=lambda model: model),
         args=SimpleNamespace(**(SAMPLING | changes)),

@@ -1,4 +1,4 @@
-"""Releases of TRL with arguments that trueroll does not know are refused. The error names the tested versions."""
+"""trueroll refuses releases of TRL with unknown arguments. The error names the tested versions."""
 
 # pyright: reportPrivateImportUsage=false
 
@@ -18,7 +18,7 @@ from trueroll.versions import installed, range_of
 
 
 def with_another(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function with one more argument."""
+    """Return a copy of a function with one more argument."""
 
     def stand_in(*_: Any, **__: Any) -> None: ...
 
@@ -29,7 +29,7 @@ def with_another(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def made_up(**changes: Any) -> Any:
-    """Return TRL's module with changes."""
+    """Return a copy of TRL's module with changed attributes."""
     names = ("VLLMGeneration", "add_fused_lm_head", "GRPOTrainer")
     return SimpleNamespace(**{name: getattr(grpo_trainer, name) for name in names} | changes)
 

@@ -36,10 +36,11 @@ class Adapted:
 
 
 def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
-    """Return the tensors that a push with `adapters` must contain for a worker that wants `wanted` without adapters.
+    """Return the tensors that a push with `adapters` must contain. `wanted`: the tensors that the worker expects in a
+    push without adapters.
 
-    Raise PushError if a weight is unknown or is not a matrix, if a weight with an adapter has no base in an
-    adapters-only push, or if A and B have too many elements together.
+    Raise PushError if a weight is unknown or is not a matrix, if an adapters-only push does not list an adapted weight
+    in `adapters.base`, or if A and B together have too many elements.
     """
     base, adapted = dict(adapters.base or ()), {name for name, *_ in adapters.weights}
     if unknown := next((name for name in (*base, *adapted) if name not in wanted.shapes), None):
@@ -47,7 +48,10 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     shapes = {name: shape for name, shape in wanted.shapes.items() if name not in base}
     dtypes = dict(wanted.dtypes)
     if adapters.is_alone and (both := sorted(shapes.keys() & adapted)):
-        raise PushError(f"adapters: {list_names(both)} have an adapter but no base; push every tensor whole")
+        raise PushError(
+            f"adapters: {list_names(both)} have an adapter, but adapters.base does not list them; push every tensor "
+            "whole"
+        )
     for name, rank, _ in adapters.weights:
         shape = wanted.shapes[name]
         if len(shape) != 2 or not name.endswith("weight"):

@@ -1,9 +1,9 @@
 """The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must contain.
 
-Owns the vocabulary that publisher, protocol and receiver share, the texts of errors about names, and the checksum of
-host memory. A push contains every parameter of the model exactly once, whole or in parts, in the dtype that the worker
-uses. An adapters-only push contains only some parameters, and lists the parameters that stay unchanged. Tensors are cut
-into pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded size. Imports no
+Owns the types that publisher, protocol and receiver share, the texts of errors about names, and the checksum of host
+memory. A push contains every parameter of the model exactly once, whole or in parts, in the dtype that the worker uses.
+An adapters-only push contains only some parameters, and lists the parameters that stay unchanged. Tensors are cut into
+pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded size. Imports no
 torch.
 """
 
@@ -53,10 +53,10 @@ class _Part(BaseModel):
 
 
 class Rows(_Part):
-    """Rows [start, start + length) of the tensor `name`, as bytes of its dtype.
+    """Rows [start, start + length) of the tensor `name`, as bytes in the tensor's dtype.
 
-    `shape`: the shape of the whole tensor. The bytes lie at [offset, offset + num_bytes) of the bucket. The pieces of a
-    tensor come in the order of its rows. `checksum`: None if the bucket has a word sum.
+    `shape`: the shape of the whole tensor. The bytes are at [offset, offset + num_bytes) of the bucket. The pieces of a
+    tensor are sent in the order of the tensor's rows. `checksum`: None if the bucket has a word sum.
     """
 
     kind: Literal["rows"] = "rows"
@@ -72,7 +72,7 @@ class Rows(_Part):
 class Elements(_Part):
     """Changed elements of the tensor `name`: `count` ascending flat indices (int32), then `count` values.
 
-    `total`: the number of changed elements of the tensor in the whole push, over all pieces; 0 for an unchanged tensor.
+    `total`: the number of the tensor's changed elements in all pieces of the push; 0 for an unchanged tensor.
     """
 
     kind: Literal["elements"] = "elements"
@@ -89,10 +89,11 @@ Piece: TypeAlias = Annotated[Rows | Elements, Field(discriminator="kind")]
 
 
 class Bucket(_Part):
-    """`num_bytes` bytes that are sent together, and their pieces. `index`: number of the bucket in its push, from 0.
+    """A bucket: `num_bytes` bytes that are sent together, and the pieces that these bytes hold. `index`: number of the
+    bucket in the push, counted from 0.
 
     In host memory each piece has a checksum of its bytes. In GPU memory all pieces are `Rows`, and the bucket has one
-    checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gaps between
+    checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gap bytes between
     pieces.
     """
 
@@ -106,7 +107,8 @@ CollectiveBackend: TypeAlias = Literal["gloo", "nccl"]
 
 
 class CollectiveSource(_Part):
-    """A process group that meets at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has rank `rank`.
+    """A process group, with members that meet at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has
+    rank `rank`.
 
     `backend`: gloo for buckets in host memory, nccl for buckets in GPU memory.
     """
@@ -120,7 +122,7 @@ class CollectiveSource(_Part):
 
 
 class SharedSource(_Part):
-    """The POSIX shared memory `name`, divided into slots of `slot_bytes`. Bucket i lies in slot i % `num_slots`."""
+    """The POSIX shared memory `name`, divided into slots of `slot_bytes`. Bucket i is in slot i % `num_slots`."""
 
     kind: Literal["shared"] = "shared"
     name: Annotated[str, Field(pattern=r"^trueroll-[0-9a-f]{32}$")]
@@ -146,7 +148,8 @@ class DiskSource(_Part):
 
 
 class LentSource(_Part):
-    """The staged weights of another worker of the same `kin`, lent for this worker to map without a copy.
+    """The staged weights of another worker of the same `kin`, which lends them so that this worker can map them without
+    a copy.
 
     The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as
     descriptor `fd`. The source has no buckets.
@@ -169,13 +172,15 @@ MANIFEST_FILE = "trueroll_push.json"
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the location and message of the first validation error, shortened. Slow for data with many errors."""
+    """Return the location and message of the first validation error, shortened. Slow for data with many validation
+    errors.
+    """
     fault = error.errors()[0]
     return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"
 
 
 def _checksums(values: Any) -> dict[str, int]:
-    """Validate a map of checksums. Stop at the first error, since pydantic would describe every one."""
+    """Validate a map of checksums. Stop at the first error, since pydantic would describe every error."""
     if not isinstance(values, dict):
         raise ValueError("expected a map")
     for name, value in values.items():
@@ -201,7 +206,7 @@ def _base(values: Any) -> tuple[tuple[str, int], ...] | None:
 
 
 def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
-    """Validate an array of rows that each have a unique name and `length` - 1 other values."""
+    """Validate an array of rows. Each row must have a unique name and `length` - 1 other values."""
     if not isinstance(values, list | tuple):
         raise ValueError("expected an array")
     names: set[str] = set()
@@ -215,12 +220,13 @@ def _rows(values: Any, length: int) -> list[Any] | tuple[Any, ...]:
 
 
 class Adapters(_Part):
-    """The adapters of a push. Each adapter adds scale * (B [N, rank] times A [rank, K]) to a weight W [N, K]; see
+    """The adapters of a push. Each adapter adds scale * (B [N, rank] times A [rank, K]) to a weight W [N, K]. See
     `Backend.merge`.
 
-    `weights`: (name, rank, scale) of each W; A and B come as tensors (see `factor_names`). `base`: None for a push with
-    every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not send. The
-    worker uses its own values of these parameters from before adapters, and these values must have the given checksums.
+    `weights`: (name, rank, scale) for each W; A and B are sent as tensors (see `factor_names`). `base`: None for a push
+    with every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not send. For
+    these parameters, the worker uses the values that it had before any adapter was added. The checksums of these values
+    must match the checksums in `base`.
     """
 
     weights: Annotated[tuple[tuple[str, int, float], ...], PlainValidator(_scales), _AS_IT_IS]
@@ -228,7 +234,7 @@ class Adapters(_Part):
 
     @property
     def is_alone(self) -> bool:
-        """Return whether this push is adapters-only, that is, without base weights."""
+        """Return whether the push contains adapters but no base weights."""
         return self.base is not None
 
 
@@ -261,8 +267,8 @@ _MOST_WORDS = 32
 class Parameters(Protocol):
     """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: dtypes of the parameters that differ from `dtype`. `parts`: parts that may
-    come instead of a parameter. `tied`, `ignored`: names that may be left out. See `Weights`.
+    `dtype`: dtype of the push. `dtypes`: for each parameter with a dtype other than `dtype`, that dtype. `parts`: the
+    parts that may be sent instead of a whole parameter. `tied`, `ignored`: names that a push may omit. See `Weights`.
     """
 
     @property
@@ -280,8 +286,8 @@ class Parameters(Protocol):
 
 
 def check_complete(names: Collection[str], wanted: Parameters) -> None:
-    """Raise PushError unless `names` lists every parameter exactly once, by the parameter's name or by the names of all
-    parts.
+    """Raise PushError unless `names` lists every parameter exactly once, either by the parameter's name or by the names
+    of all its parts.
     """
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)
@@ -303,13 +309,15 @@ def spellings_of(wanted: Parameters) -> Spellings:
 
 
 def own_dtypes(wanted: Parameters) -> dict[str, str]:
-    """Return the own dtypes of parameters (`Parameters.dtypes`), by the names of the parameters and of their parts."""
+    """Return `Parameters.dtypes`, the dtypes other than the common dtype, by the names of the parameters and of their
+    parts.
+    """
     spellings = spellings_of(wanted)
     return {each: dtype for name, dtype in wanted.dtypes.items() for each in (name, *spellings.parts(name))}
 
 
 def describe_unknown(name: str, wanted: Parameters) -> str:
-    """Return an error text for a name that is not a parameter, with advice."""
+    """Return an error text, with advice, for a name that is not a parameter's name."""
     if name in wanted.tied:
         return f"tensor {name}: is tied to {wanted.tied[name]}; leave it out and send only that tensor"
     if name in wanted.ignored:
@@ -324,7 +332,7 @@ def describe_unknown(name: str, wanted: Parameters) -> str:
 
 
 def describe_tie(name: str, other: str) -> str:
-    """Return an error text for a tensor that differs from the tensor to which the worker has tied it."""
+    """Return an error text for a tensor that is not equal to the tensor to which the worker ties it."""
     return (
         f"tensor {name}: differs from {other}, but the worker ties these tensors; tie them in the trainer too, or "
         "serve a model with a config.json that does not tie them"
@@ -332,6 +340,6 @@ def describe_tie(name: str, other: str) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return a text with at most ten of the names, and the number of names left out."""
+    """Return a text with at most ten of the names, followed by the number of omitted names."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,7 @@
-"""The messages of a push, and the base types of all messages of the wire protocol.
+"""The messages of a push, and the base types of all messages in the wire protocol.
 
-`rollout.protocol` adds these messages to its unions and owns their form on the wire. Imports no torch.
+`rollout.protocol` adds these messages to its unions of message types, and owns the format of messages on the wire.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ Seconds = Annotated[float, Field(gt=0.0, le=86400.0)]
 
 
 class Message(BaseModel):
-    """A message or a part of a message. Unknown fields, wrong types and values out of range are refused."""
+    """Base class of messages and of parts of messages. Unknown fields, wrong types and values out of range are
+    refused.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. This call ends a push that is still in progress.
+    """Call that begins a push of weights. This call aborts any other push that is still in progress.
 
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
-    - `adapters`: adapters that are added to the weights of this push. In an adapters-only push, the adapters are added
-      to the worker's weights from before adapters.
+    - `adapters`: the adapters that the worker adds to the weights of this push. In an adapters-only push, the adapters
+      are added to the weights that the worker had before any adapter was added.
     - `allow_older`: accept a version that is not later than the served version.
-    - `in_place`: write into the live weights, for workers without memory for a second set. The worker generates no
-      tokens between the opening of the source and the commit.
-    - `in_flight`: with `in_place`, the treatment of running requests. `drain` may take `drain_timeout` seconds.
+    - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
+      worker opens the push's source until the commit, the worker generates no tokens.
+    - `in_flight`: how running requests are treated if `in_place` is set. `drain` may take `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
-    - `timeout`: limit on every other wait in this push, in seconds.
+    - `timeout`: limit in seconds on each wait in this push that is not a drain of running requests.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -60,7 +63,7 @@ class BeginPush(Message):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether the push sends every tensor whole, and no adapters."""
+        """Return whether the push sends every tensor whole, without adapters."""
         return self.base is None and self.adapters is None
 
 
@@ -76,7 +79,7 @@ class StageBucket(Message):
 
 
 class VerifyPush(Message):
-    """Call that asks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
+    """Call that checks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
 
     type: Literal["verify_push"] = "verify_push"
     id: Id
@@ -85,9 +88,9 @@ class VerifyPush(Message):
 
 
 class CommitPush(Message):
-    """Call that asks to serve the verified weights from the next step on.
+    """Call that makes the worker serve the verified weights from the engine's next step on.
 
-    `timeout`: limit on a `drain` of running requests, in seconds.
+    `timeout`: limit in seconds on the drain of running requests, if `in_flight` is `drain`.
     """
 
     type: Literal["commit_push"] = "commit_push"
@@ -98,8 +101,8 @@ class CommitPush(Message):
 
 
 class AbortPush(Message):
-    """Call that aborts a push. Aborting an unknown push is a no-op. A committed push stays committed, as the reply
-    shows.
+    """Call that aborts a push. Aborting an unknown push is a no-op. Aborting a committed push has no effect, and the
+    reply shows the phase `committed`.
     """
 
     type: Literal["abort_push"] = "abort_push"
@@ -113,17 +116,18 @@ class GetWeights(Message):
 
 
 class Weights(Message):
-    """The parameters that a push must contain, and the weights that the worker serves.
+    """The parameters that a push must contain, and the version of the weights that the worker serves.
 
-    - `dtype`: dtype of pushes. `dtypes`: dtypes of the parameters that are pushed in a different dtype.
+    - `dtype`: dtype of pushes. `dtypes`: for each parameter that is pushed in a dtype other than `dtype`, that dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
-    - `parts`: for each stack of experts' matrices that may come in parts: the names of one matrix's parts, in the order
-      of their rows. All parts have the same number of rows. `{}` stands for the number of the expert.
-    - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: further names that may
-      be left out.
+    - `parts`: for each stack of experts' matrices that may be sent in parts, the names of one matrix's parts, in the
+      order of the matrix's rows. All parts have the same number of rows. `{}` stands for the number of the expert.
+    - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: other names that a
+      push may omit.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
-    - `kin`: equal for workers that may share the memory of their weights; None if this worker cannot share memory.
+    - `kin`: a value that is equal for workers that may share the memory of their weights; None if this worker cannot
+      share memory.
     - `instance`: see `Health`.
     """
 
@@ -145,9 +149,9 @@ class Weights(Message):
 class PushStatus(Message):
     """Reply to begin_push, stage_bucket, verify_push, commit_push and abort_push: the phase of the push.
 
-    `state`, `weight_version`: state and version of the worker. `pause_seconds`: the time for which the commit kept the
-    engine from stepping; None before the commit. `lent`: the memory that the worker lends, once it has verified a push
-    with `lends`.
+    `state`, `weight_version`: the worker's state, and the version of its weights. `pause_seconds`: how long the commit
+    prevented the engine from running steps; None before the commit. `lent`: the memory that the worker lends, once it
+    has verified a push with `lends`.
     """
 
     type: Literal["push_status"] = "push_status"

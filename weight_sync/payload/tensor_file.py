@@ -1,7 +1,7 @@
 """Reader for a safetensors file that may be invalid or may change while it is read: first the header, then each tensor.
 
-Owns the checks of the header, which is read once. Does not own the file. Promises that every length and offset is
-checked before it is used, and that a truncated file raises an error. The file is read with system calls, during which
+Owns the checks of the header, which is read once. Does not own the file. Guarantees that every length and offset is
+checked before it is used, and that a truncated file raises an error. The file is read with system calls, which let
 other threads run. The file is never mapped, since access to a missing part of a mapped file would kill the process.
 """
 
@@ -50,11 +50,11 @@ class TensorEntry(BaseModel):
 class TensorFile:
     """The tensors of the safetensors file `file`.
 
-    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: by name, the dtypes of the tensors that must not
-    have `dtype`. `entries`: the tensors in the order of their bytes.
+    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: by name, the dtypes of the tensors that must have a
+    dtype other than `dtype`. `entries`: the tensors, in the order of their bytes in the file.
 
-    Raise PushError, which names `path`, if the file is not a whole safetensors file with tensors of these dtypes. Also
-    raise PushError if the header has more than `max_header_bytes`.
+    Raise PushError with `path` in its text if the file is not a whole safetensors file with tensors of these dtypes.
+    Also raise PushError if the header has more than `max_header_bytes`.
     """
 
     def __init__(self, file: FileIO, path: Path, dtype: str, dtypes: Mapping[str, str], max_header_bytes: int) -> None:

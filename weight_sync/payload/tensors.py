@@ -47,19 +47,20 @@ def dtypes_of(wanted: Parameters) -> Callable[[str], torch.dtype]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in host memory, as a view."""
+    """Return a view of the bytes of a contiguous tensor in host memory."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def raw_bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return the elements of a contiguous tensor in host memory as integers with the same bits: a flat view."""
+    """Return a flat view of a contiguous tensor in host memory, with its elements as integers with the same bits."""
     return tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
 
 
 def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) -> tuple[int, bool]:
-    """Return the `checksum` of bytes in host memory, and whether the numbers from byte `start` on are all finite.
+    """Return the `checksum` of bytes in host memory, and whether all numbers from byte `start` on are finite.
 
-    `dtype`: dtype of these numbers. The check takes one pass over memory, and a fraction of the time of `isfinite`.
+    `dtype`: dtype of these numbers. The check takes one pass over the memory, in a fraction of the time that `isfinite`
+    takes.
     """
     values, length = raw_bits(data[start:].view(dtype)), _CACHED_BYTES // dtype.itemsize
     hashed, is_finite = xxhash.xxh3_64(data[:start].numpy().data), True
@@ -71,7 +72,7 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
 
 
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
-    """Return whether numbers with these bits are all finite. `infinity`: the bits of infinity."""
+    """Return whether all numbers with these bits are finite. `infinity`: the bits of infinity."""
     # Read as unsigned integers, negative infinity and negative NaNs are the largest. Read as signed integers, positive
     # infinity and positive NaNs are the largest.
     most = infinity + 2 ** (8 * bits.itemsize - 1)
@@ -79,7 +80,7 @@ def _are_finite(bits: np.ndarray, infinity: int) -> bool:
 
 
 def tensor_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Return the `checksum` of a tensor's bytes in `dtype`. The tensor may be on any device."""
+    """Return the `checksum` of a tensor's bytes after conversion to `dtype`. The tensor may be on any device."""
     hashed = xxhash.xxh3_64()
     for _, chunk in host_chunks(tensor, dtype):
         hashed.update(raw_bytes(chunk))
@@ -96,11 +97,11 @@ def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int,
 def word_sum(data: torch.Tensor) -> int:
     """Return the checksum of a flat uint8 tensor on any device, in [0, 2**64). Synchronizes the device once.
 
-    The bytes, padded with 1 to 8 zero bytes, are read as little-endian words of 64 bits. Word i becomes h(w ^ i * c),
-    where c is the increment and h the output function of SplitMix64 (Steele, Lea and Flood, 2014). The sum of all words
-    is taken modulo 2**64, in any order, so that every device computes the same sum. As h is a bijection, every change
-    within one word is detected. Moved words, or several changed words, go undetected with probability 2**-64 if h is
-    taken as random.
+    The bytes, padded with 1 to 8 zero bytes, are read as little-endian words of 64 bits. Word w with index i is
+    replaced by h(w ^ i * c), where c is the increment and h the output function of SplitMix64 (Steele, Lea and Flood,
+    2014). The hashes of all words are added modulo 2**64. The order does not matter, so every device computes the same
+    sum. As h is a bijection, every change within one word is detected. Moved words, or several changed words, go
+    undetected with probability 2**-64 if h is taken as random.
     """
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     rest = torch.nn.functional.pad(data[whole:], (0, whole + _WORD_BYTES - len(data)))
@@ -111,7 +112,7 @@ def word_sum(data: torch.Tensor) -> int:
 
 
 def _hash_words(words: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the hashes of words, the first of which has index `start`. int64 wraps around on every device."""
+    """Return the hashes of words; the first word has index `start`. int64 wraps around on every device."""
     hashed = torch.arange(start, start + len(words), device=words.device).mul_(_INCREMENT).bitwise_xor_(words)
     for shift, factor in _ROUNDS:
         _xor_shifted(hashed, shift).mul_(factor)

@@ -1,7 +1,7 @@
-"""The adapters of a PEFT model as a push sends them: alone, or with all tensors of the model.
+"""The adapters of a PEFT model, in the form in which a push sends them: alone, or with all tensors of the model.
 
-Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if torch's version
-counter, or the tensor's memory, shows a change. Keeps no tensor alive.
+Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if the tensor's version
+counter in torch, or the tensor's address, has changed. Keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 
 
 class Checksums:
-    """Checksums of tensors in some dtype, cached for as long as a tensor lives and shows no change."""
+    """Checksums of tensors, each in a given dtype. A checksum is cached for as long as its tensor lives and does not
+    change.
+    """
 
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
 
     def of(self, tensor: torch.Tensor, whole: torch.Tensor, dtype: str) -> int:
-        """Return the checksum of a tensor in `dtype`. `whole`: the gathered tensor, or `tensor` itself if it is not
-        sharded.
+        """Return the checksum of a tensor after conversion to `dtype`. `whole`: the gathered tensor, or `tensor` itself
+        if it is not sharded.
         """
         state = *memory_of(tensor), tensor._version, dtype
         if is_sharded(tensor) or self._known.get(tensor, (None, 0))[0] != state:
@@ -38,8 +40,8 @@ class Checksums:
 class AdaptedTensors(Protocol):
     """A PEFT model's tensors and adapters, under the names that workers know.
 
-    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained whole. `adapters`: maps the
-    name of each adapted weight [N, K] to (A [R, K], B [N, R], scale of the product B A).
+    `tensors`: tensors without adapters. `replaced`: names of the tensors that are trained as a whole, without an
+    adapter. `adapters`: maps the name of each adapted weight [N, K] to (A [R, K], B [N, R], scale of the product B A).
     """
 
     @property
@@ -53,14 +55,14 @@ class AdaptedTensors(Protocol):
 class TrainerAdapters:
     """The tensors that a push of a PEFT model sends: all, or only adapters and `modules_to_save` if `alone`.
 
-    `sent`: the tensors to send, under the names that workers know. `tensors`: the base weights that are not sent,
-    followed by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and
-    no adapter is enabled.
+    `sent`: the tensors to send, by the names that workers use. `tensors`: the base weights that are not sent, followed
+    by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and no
+    adapter is enabled.
     """
 
     def __init__(self, found: AdaptedTensors, alone: bool) -> None:
         if alone and not found.adapters:
-            raise PushError("adapters: none are enabled; enable them, or push without adapters")
+            raise PushError("adapters: no adapter is enabled; enable one, or push without adapters")
         self._scales = tuple((name, len(a), float(scale)) for name, (a, _, scale) in found.adapters.items())
         self.is_alone = alone
         self._base = {name: t for name, t in found.tensors.items() if alone and name not in found.replaced}
@@ -70,10 +72,10 @@ class TrainerAdapters:
         self.tensors = self._base | self.sent
 
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
-        """Return the adapters' description for workers that want these parameters.
+        """Return the description of the adapters that a push sends to workers that want these parameters.
 
-        Consumes the base weights from `tensors`, so that the tensors to send come next. Raise PushError for names that
-        the workers do not know, and for tied tensors that differ in the trainer.
+        Consumes the base weights from the iterator `tensors`; the next tensors are the tensors to send. Raise PushError
+        for names that the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:
             return Adapters(weights=self._scales)

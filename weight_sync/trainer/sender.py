@@ -1,17 +1,18 @@
-"""Send a push: fill buckets or a folder, and announce them, until all workers have committed the weights.
+"""Send a push: fill buckets or a folder, and announce them to the workers, until all workers have committed the
+weights.
 
-- `Packer` owns the placement of pieces in buckets. Pieces are packed in the order in which tensors come, each at a
-  multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut where a cut is
-  allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not be cut. No bucket has
-  more than `MOST_PIECES` pieces.
+- `Packer` owns the placement of pieces in buckets. Pieces are packed in the order in which the trainer yields tensors,
+  each piece at a multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut
+  at a row where a cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not
+  be cut. No bucket has more than `MOST_PIECES` pieces.
 - `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
-  slot. The copy also converts dtype and device.
-- `WeightSender` owns the buffers, the copy of the served weights for sparse pushes, and the checksums for pushes of
-  adapters.
+  slot. This copy also converts the tensor's dtype and moves it to the slot's device.
+- `WeightSender` owns the buffers, the copy of the served weights (for sparse pushes), and the checksums of base weights
+  (for pushes of adapters).
 
 Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. The objects of this
-module keep no reference to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy, in the
-workers' dtypes.
+module keep no reference to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy of the
+served weights, all in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ transfers would overlap.
 
 @dataclass(frozen=True)
 class Cut:
-    """A piece: units [start, start + length) of a packed object, in bucket `bucket` from byte `offset` on."""
+    """A piece: units [start, start + length) of a packed object, stored in bucket `bucket` from byte `offset` on."""
 
     start: int
     length: int
@@ -90,7 +91,7 @@ class Cut:
 
 
 class Packer:
-    """Packs objects one after the other. The only state is the end of the last object."""
+    """Packs objects one after the other. The packer's only state is the end of the last object."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -99,7 +100,9 @@ class Packer:
         self._num_pieces = 0
 
     def place(self, count: int, unit_bytes: int, multiple: int = 1) -> Iterator[Cut]:
-        """Yield places for `count` units, cut at multiples of `multiple`. Yield one empty place if `count` is 0."""
+        """Yield the pieces for `count` units, with cuts at multiples of `multiple` units. Yield one empty piece if
+        `count` is 0.
+        """
         start = 0
         while True:
             if self._num_pieces == MOST_PIECES:
@@ -129,15 +132,16 @@ class Packer:
 
 
 def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
-    """Return the layout of a tensor: number of rows, bytes of a row, and the multiple of rows at which it may be cut.
+    """Return the layout of a tensor: the number of rows, the bytes of a row, and the number of rows at multiples of
+    which the tensor may be cut.
 
-    In a stack of matrices, each matrix is one row.
+    In a stack of matrices, each matrix counts as one row.
     """
     return shape[0], math.prod(shape[1:]) * itemsize, ROW_MULTIPLE if len(shape) == 2 else 1
 
 
 def slot_bytes(shapes: Iterable[Shape], itemsize: int, bucket_bytes: int) -> int:
-    """Return the size of the largest bucket that tensors of these shapes can need, in bytes."""
+    """Return the size in bytes of the largest bucket that tensors of these shapes can need."""
     blocks = [
         min(rows, multiple) * num_bytes for rows, num_bytes, multiple in (row_layout(s, itemsize) for s in shapes)
     ]
@@ -242,9 +246,10 @@ def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
 class _Sent:
     """State kept between pushes.
 
-    `copy`: the weights that sparse pushes are compared with. `committed`: id of the push that `copy` holds; None if
-    that push was not committed. `checksums`: checksums of the weights that adapters are added to. `whole_folder`: the
-    folder of the last push of all weights. Adapters in later folders are added to these weights.
+    `copy`: the served weights, with which sparse pushes compare the new weights. `committed`: id of the push with the
+    weights in `copy`; None if this push was not committed. `checksums`: checksums of the weights that adapters are
+    added to. `whole_folder`: the folder of the last push of all weights. Adapters in later folders are added to the
+    weights in `whole_folder`.
     """
 
     copy: ServedCopy | None = None
@@ -278,8 +283,8 @@ class WeightSender:
     ) -> PushResult:
         """Push the tensors to these workers. With `adapters`, push only `adapters.sent`.
 
-        `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors; with `adapters`, over
-        `adapters.tensors`. Raise PushError if the push fails.
+        `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push; if `adapters` is
+        given, over `adapters.tensors`. Raise PushError if the push fails.
         """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
         # Each worker adds adapters to its own weights, so there is no complete set of weights to lend.
@@ -327,15 +332,17 @@ class WeightSender:
 
     @property
     def _may_lend(self) -> bool:
-        """Return whether workers may share memory. False for sparse pushes, since each changed element would copy its
-        page.
+        """Return whether workers may share the memory of their weights. Sparse pushes return False, since writing a
+        changed element would copy the element's page.
         """
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
     def _gpu_for_buckets(
         self, tensors: TrainerTensors, workers: PushTargets, replies: Sequence[Weights]
     ) -> torch.device | None:
-        """Return the tensors' GPU if buckets in its memory can reach all workers; None for buckets in host memory."""
+        """Return the GPU of the tensors if all workers can receive buckets from its memory; None to send buckets in
+        host memory.
+        """
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
         if self._is_sparse or None in gpus.values():
             return None
@@ -378,12 +385,12 @@ class WeightSender:
         return GroupSlots(backend, buffers, self._host, transaction.num_receivers, transaction.push_id, *limits)
 
     def _keep_buffers(self, slots: Slots) -> None:
-        """Keep a process group's buffers for the next push. No transfer from these buffers may be in flight."""
+        """Keep the buffers of a process group for the next push. No transfer from these buffers may be in flight."""
         if self._transport == "collective":
             self._buffers = slots.slots
 
     def _putter(self, outbox: Outbox, wanted: Parameters, base: str | None) -> Put:
-        """Return the function that sends a tensor: whole, or only its changed elements."""
+        """Return the function that sends a tensor, either whole or only the changed elements."""
         if not self._is_sparse:
             return outbox.put_rows
         if self._sent.copy is None or not self._sent.copy.fits(wanted):
@@ -435,7 +442,7 @@ class WeightSender:
 
 @dataclass
 class _Load:
-    """The content of a push, and the check that it is complete.
+    """The content of a push, and the check that the content is complete.
 
     `wanted`: the parameters that the workers want. `adapters`: description of the push's adapters. `mapping`: the
     tensors by name, if they are known in advance. `tensors`: iterator over the tensors.

@@ -1,6 +1,6 @@
 """A copy of the weights that the workers served last, kept in the trainer to find the elements that changed.
 
-Owns the copy. The copy takes the memory of all weights in the workers' dtypes, which is the cost of sparse pushes.
+Owns the copy. The copy takes as much memory as all weights in the workers' dtypes, which is the cost of sparse pushes.
 Comparisons are bitwise: a change from 0.0 to -0.0 is sent, and a change from NaN to NaN is sent only if the bits
 differ.
 """
@@ -31,7 +31,7 @@ class ServedCopy:
         return self._kind == _kind(wanted)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the copy of a tensor or part, as a view."""
+        """Return a view of the copy of a tensor or part."""
         part = self._spellings.part(name)
         if part is None:
             return self._tensors[name]
@@ -44,7 +44,7 @@ class ServedCopy:
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copy a tensor or part. Return the flat indices of the changed elements, ascending, and their new values.
 
-        Return None if the whole tensor takes no more bytes than this list.
+        Return None if the whole tensor takes no more bytes than the list of changed elements.
         """
         kept = self.tensor(name)
         most = _most_elements(kept)
@@ -72,8 +72,8 @@ def _kind(wanted: Parameters) -> tuple[object, ...]:
 
 
 def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the ascending indices of unequal elements. Compares eight bytes at a time first, since few elements
-    differ.
+    """Return the ascending indices of unequal elements. The first comparison is of eight bytes at a time, since few
+    elements differ.
     """
     per_word = 8 // a.itemsize
     whole = len(a) // per_word * per_word

@@ -1,4 +1,4 @@
-"""The calls that a push makes to its workers. `rollout` implements these calls with its clients."""
+"""The calls that a push makes to its workers. The package `rollout` implements these calls with its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ..payload.messages import PushCall, PushStatus
 
 
 class WorkerFailure(Exception):
-    """A call failed at some workers. `what`: the call. `errors`: errors by the address of the worker."""
+    """A call failed at one or more workers. `what`: the call. `errors`: the error of each failed worker, by the
+    worker's address.
+    """
 
     def __init__(self, what: str, errors: dict[str, TruerollError]) -> None:
         super().__init__(what, errors)
@@ -33,8 +35,8 @@ class PushTargets(Protocol):
     def ask(self, what: str, calls: PushCall | Sequence[PushCall], timeout: float) -> Future[list[PushStatus]]:
         """Send each worker its call, or all workers the same call.
 
-        The future has the replies in the order of the workers. The future raises WorkerFailure as soon as one worker
-        fails.
+        The future's result is the list of replies, in the order of the workers. The future raises WorkerFailure as soon
+        as one worker fails.
         """
         ...
 

@@ -1,12 +1,13 @@
-"""Gather the trainer's tensors one at a time, check them against the workers' parameters, and share a push's result.
+"""Gather the trainer's tensors one at a time, check them against the workers' parameters, and share the result of a
+push with all ranks.
 
 - `TrainerTensors` takes tensors from a module, a mapping or an iterable, and gathers sharded tensors. `TrainerTensors`
   owns the order of the gathers, which is the same on every rank of the trainer. `TrainerTensors` keeps no reference to
   a returned tensor, and uses the trainer's default process group only for sharded tensors.
 - `Checklist` checks names, shapes and tied values. `Checklist` keeps names and checksums, but no tensors.
-- `push_on_all_ranks` pushes on rank 0. Rank 0 also takes part in the remaining gathers, and sends the result of the
-  push to the other ranks in one message. The other ranks take part in the gathers, and return or raise the result of
-  rank 0.
+- `push_on_all_ranks` runs on every rank of the trainer. Rank 0 sends the push. Rank 0 then takes part in the remaining
+  gathers, and sends the result of the push to the other ranks in one message. The other ranks take part in the gathers,
+  and return or raise the result of rank 0.
 
 Does not own: the choice of the tensors to send.
 """
@@ -36,7 +37,7 @@ class TrainerTensors:
     """An iterator of (name, whole tensor).
 
     `mapping`: all tensors by name if known in advance, else None. `is_broken`: True once the iterable has raised an
-    error and gives no more tensors.
+    error, after which there are no more tensors.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -82,7 +83,7 @@ class TrainerTensors:
     def are_pushed_by_another_rank(self, has_workers: bool) -> bool:
         """Return whether this process only takes part in gathers.
 
-        The result is True on ranks other than 0, if the tensors are sharded or the rank has no workers.
+        The result is True if this rank is not rank 0, and either the tensors are sharded or the rank has no workers.
         """
         return _rank() != 0 and (not has_workers or self._start_sharded())
 
@@ -92,12 +93,14 @@ class TrainerTensors:
         return is_sharded(self._peek())
 
     def device(self) -> torch.device:
-        """Return the device of the first tensor; without tensors, return the host."""
+        """Return the device of the first tensor; without tensors, return the CPU."""
         first = self._peek()
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """Return the next tensor without consuming it. Return an invalid item unchanged, and None at the end."""
+        """Return the next tensor without consuming it. If the next item is invalid, return it unchanged. At the end,
+        return None.
+        """
         try:
             item = self._next()
         except StopIteration:
@@ -106,7 +109,9 @@ class TrainerTensors:
         return item[1] if isinstance(item, tuple) and len(item) == 2 else item
 
     def gather_rest(self) -> None:
-        """Take part in the remaining gathers, which the other ranks wait for, and drop the tensors."""
+        """Take part in the remaining gathers, since the other ranks wait for this rank, and discard the gathered
+        tensors.
+        """
         if self.is_broken or not _is_distributed():
             return
         while True:
@@ -119,7 +124,7 @@ class TrainerTensors:
 
     @property
     def were_gathered(self) -> bool:
-        """Return whether any tensor was sharded, so that the other ranks wait for `tell`."""
+        """Return whether any tensor was sharded; if so, the other ranks wait for `tell`."""
         return self._gathered_on is not None
 
     def tell(self, word: bytes) -> None:
@@ -153,7 +158,7 @@ def check_is_tensor(name: object, value: object) -> None:
 
 
 def can_be_read_again(tensors: Tensors) -> bool:
-    """Return whether this process can iterate over the tensors twice without the other ranks."""
+    """Return whether this process can iterate over the tensors a second time without help from the other ranks."""
     if isinstance(tensors, torch.nn.Module):
         tensors = tensors.state_dict()
     return isinstance(tensors, Mapping) and not any(is_sharded(tensor) for tensor in tensors.values())
@@ -165,7 +170,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def memory_of(tensor: Any) -> tuple[object, ...]:
-    """Return a key that two live tensors share if they have the same elements in the same memory."""
+    """Return a key that is equal for two live tensors that have the same elements in the same memory."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
 
@@ -181,8 +186,8 @@ def _rank() -> int:
 class Checklist:
     """Checks the pushed tensors against the parameters that the workers want.
 
-    `wanted`: the workers' parameters. `mapping`: all tensors, if known in advance; the constructor checks them. Raise
-    PushError for a tensor that is unknown, misshapen or missing.
+    `wanted`: the workers' parameters. `mapping`: all tensors, if they are known in advance, in which case the
+    constructor checks all of them. Raise PushError for a tensor that is unknown, misshapen or missing.
     """
 
     def __init__(self, wanted: Parameters, mapping: Mapping[str, torch.Tensor] | None) -> None:
@@ -200,7 +205,7 @@ class Checklist:
             self._ties = {name: other for name, other in wanted.tied.items() if _are_apart(mapping, name, other)}
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Check a tensor. Return whether the tensor must be sent. Raise PushError if the tensor is wrong or was sent
+        """Check a tensor. Return whether a tensor must be sent. Raise PushError if the tensor is wrong or was sent
         before.
         """
         self._check(name, tuple(tensor.shape))
@@ -244,9 +249,9 @@ class PushResult:
     """The result of a push.
 
     `num_bytes`: bytes sent to each worker. `seconds`: duration of each phase. `pause_seconds`: the longest time for
-    which the commit kept a worker's engine from stepping. `is_sparse`: True if only changed elements were sent.
-    `left_out`: addresses of workers that were lost; the push continued without these workers. Ranks other than 0 get at
-    most `MOST_TOLD` addresses.
+    which the commit prevented a worker's engine from running steps. `is_sparse`: True if only changed elements were
+    sent. `left_out`: addresses of workers that were lost; the push continued without these workers. On ranks other than
+    0, `left_out` has at most `MOST_TOLD` addresses.
     """
 
     version: int
@@ -265,7 +270,8 @@ def push_on_all_ranks(
     """Run `push`, and return or raise its result on every rank of the trainer. Return None if no worker needed the
     push.
 
-    If tensors are sharded, or a rank has no workers, a rank other than 0 takes part in gathers but does not push.
+    A rank other than 0 does not push, and only takes part in gathers, if tensors are sharded or if the rank has no
+    workers.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

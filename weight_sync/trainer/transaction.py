@@ -1,8 +1,8 @@
 """The transaction of a push with its workers: begin, buckets, verify, commit; or abort.
 
 Owns the order of the phases, and the report of a failure: which worker failed, why, and what each worker serves now.
-Does not own the content of the buckets, or their transport. Promises: no worker commits before every worker has
-verified. A push that fails before the commit is aborted at every worker.
+Does not own the content of the buckets, or their transport. Guarantees: no worker commits before every worker has
+verified. If a push fails before the commit, it is aborted at every worker.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class PushSettings:
 
     @property
     def begin_timeout(self) -> float:
-        """Limit in seconds for a worker to begin. A push in place may drain running requests first."""
+        """Limit in seconds for a worker to begin. The limit is longer if a push in place may first drain running
+        requests.
+        """
         return self.commit_timeout if self.in_place else self.timeout
 
     @property
@@ -61,9 +63,9 @@ class PushSettings:
 class Transaction:
     """A push of version `version` to `workers`.
 
-    `allow_older`: push even if the version is not later than a worker's. `borrowers`: maps the position of each
-    borrower to the position of its lender. A borrower gets no buckets; it maps the lender's memory once the lender has
-    verified. `seconds`: duration of each phase.
+    `allow_older`: push even if `version` is not later than the version of a worker. `borrowers`: maps the position of
+    each borrower to the position of its lender. A borrower gets no buckets; it maps the lender's memory once the lender
+    has verified. `seconds`: duration of each phase.
     """
 
     def __init__(
@@ -123,8 +125,8 @@ class Transaction:
     ) -> Future[list[PushStatus]]:
         """Announce the push to the workers that get buckets.
 
-        `source`: function from a worker's number among these workers to the worker's source. `base`, `adapters`: see
-        `BeginPush`.
+        `source`: a function that takes a worker's index among the workers that get buckets, and returns the worker's
+        source. `base`, `adapters`: see `BeginPush`.
         """
         self._dtype, lenders = dtype, set(self._borrowers.values())
         calls = [self._begin(dtype, source(i), base, adapters, at in lenders) for i, at in enumerate(self._receiving)]
@@ -150,7 +152,7 @@ class Transaction:
         )
 
     def stage(self, bucket: Bucket) -> Future[list[PushStatus]]:
-        """Announce a bucket. The future is done when every worker has copied the bucket."""
+        """Announce a bucket. The future completes when every worker has copied the bucket."""
         self._num_buckets += 1
         call = StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
         return self._receivers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
@@ -177,7 +179,7 @@ class Transaction:
         return workers.ask("verify", call, self._settings.timeout).result()
 
     def commit(self) -> float:
-        """Let every worker serve the new weights. Return the longest pause of an engine in seconds."""
+        """Make every worker serve the new weights. Return the longest pause of an engine in seconds."""
         settings = self._settings
         call = CommitPush(
             id=new_id(), push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout
@@ -216,7 +218,7 @@ class Transaction:
 
 
 def _kind_of(errors: Iterable[TruerollError]) -> type[PushError]:
-    """Return the type that all errors share, if that type tells a trainer what to push instead. Otherwise return
+    """Return the common type of all errors, if that type tells the trainer what to push instead. Otherwise return
     PushError.
     """
     kinds = {type(error) for error in errors}

@@ -1,17 +1,17 @@
 """Broadcast buckets from one trainer to many workers, in a separate process group.
 
 The group is not the trainer's default group. Each push creates a new group, so a failed push does not affect later
-pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has
-buckets of its own. Traffic is neither encrypted nor authenticated: use it on a private network.
+pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has its
+own memory for buckets. Traffic is neither encrypted nor authenticated: use it on a private network.
 
-Owns: the store and its port, the group, the buffers. Does not own: a worker's end of gloo (`gloo_reader`). Promises:
-each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo, and within
-the timeout with NCCL. `close` never waits.
+Owns: the store and its port, the group, the buffers. Does not own: the worker's end of a gloo group (`gloo_reader`).
+Guarantees: each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo,
+and within the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
-broadcast times out. A worker with NCCL may also keep a thread and connections. Such a worker may also keep a wait for a
-bucket until the timeout, and a thread that joins the group. A joining thread has no time limit. A joining thread ends
-when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
+broadcast times out. A worker that uses NCCL may keep a thread and connections too. A worker that uses NCCL may also
+wait for a bucket until the timeout, and a thread may still be joining the group. A joining thread has no time limit. It
+ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
 exist, pushes through NCCL are refused.
 """
 
@@ -46,8 +46,8 @@ _places_to_join = threading.BoundedSemaphore(MOST_JOINING)
 class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
-    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: seconds until
-    all workers have joined. Raise ConfigError if `host` is not an address of this machine.
+    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: the limit in
+    seconds until all workers have joined. Raise ConfigError if `host` is not an address of this machine.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class GroupSlots:
         )
 
     def open(self) -> None:
-        """Start to join the group in the background, while the workers join."""
+        """Start to join the group on a background thread, while the workers join."""
         device = self.slots[0].device
         self._joining = _begin_to_join(self.source(0), 0, self._push_id, self._join_timeout, device)
 
@@ -102,7 +102,7 @@ class GroupSlots:
             _wait(work, self._timeout)
 
     def close(self) -> None:
-        """Release everything. Members that still wait to join get an error as soon as the store closes."""
+        """Release everything. Members that are still waiting to join get an error as soon as the store closes."""
         self._server = None
         if self._group is None and self._joining is not None:
             _abandon(self._joining)
@@ -211,7 +211,8 @@ def _start_thread(thread: threading.Thread) -> None:
         thread.start()
     except RuntimeError:
         raise PushError(
-            "collective: cannot start a thread, since the system has none left; allow more (ulimit -u), and push again"
+            "collective: cannot start a thread, since the system's limit is reached; raise the limit (ulimit -u), and "
+            "push again"
         ) from None
 
 
@@ -236,7 +237,7 @@ def _finish_joining(
 
 
 def _abandon(joining: Future[Any]) -> None:
-    """Release the group if the join still succeeds."""
+    """Release the group if the join succeeds later."""
     joining.add_done_callback(lambda done: None if done.exception() else _drop(done.result()))
 
 
@@ -255,7 +256,7 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """Wait for a transfer. Without a timeout, NCCL would make only the GPU wait, not the caller."""
+    """Wait for a transfer. Without a timeout, NCCL would block only the GPU, not the caller."""
     with _explained():
         work.wait(timeout)
 
@@ -269,9 +270,9 @@ def _explained() -> Iterator[None]:
 
 
 def _drop(group: Any, *held: object) -> None:
-    """Release a group on a new thread, since the release waits for current operations, at most until their timeout.
+    """Release a group on a new thread, since the release waits until current operations end or time out.
 
-    `held`: operations and their memory, which a GPU may use until NCCL has aborted them.
+    `held`: operations and their memory, which a GPU may use until NCCL has aborted the operations.
     """
     if group is not None:
         groups, others = [group], [*held]
@@ -288,6 +289,6 @@ def _end(groups: list[Any], others: list[object]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first line of an error, and the cause that NCCL reports further down."""
+    """Return the first line of an error's text, and the cause that NCCL reports in a later line."""
     last = re.search(r"^Last error:\s?(.+)", str(error), re.MULTILINE)
     return f"{gloo.reason(error)} (Last error: {last[1]})" if last else gloo.reason(error)

@@ -1,13 +1,13 @@
 """Buckets in the memory of a GPU that trainer and workers share, through CUDA IPC.
 
-Owns: an allocation of slots in the trainer, for one push, and the mapping of this allocation in each worker. The driver
-allocates the memory instead of torch. Torch counts references to shared memory in a file. With torch, the death of a
-worker would leak the memory. Received data would also determine the place in the file that a worker writes to. A worker
-passes a received handle only to the driver, and checks the size of the opened memory.
+Owns: an allocation of slots in the trainer, for one push, and the mapping of this allocation in each worker. The CUDA
+driver, not torch, allocates the memory. Torch counts references to shared memory in a file. If torch allocated the
+memory, the death of a worker would leak the memory, and data that a worker receives would determine where in torch's
+file the worker writes. A worker passes a received handle only to the driver, and checks the size of the opened memory.
 
-Promises: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
-trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not promise. Trainer
-and workers run on one machine, with the same GPU.
+Guarantees: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
+trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not guarantee.
+Trainer and workers run on one machine, with the same GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """The functions of the CUDA driver for shared memory, on the device that is current for the calling thread.
+    """The CUDA driver's functions for shared memory. The functions act on the current device of the calling thread.
 
     `library`: libcuda. Addresses are device addresses. Raise PushError if a function fails.
     """
@@ -66,7 +66,7 @@ class Driver:
         return address.value
 
     def size(self, address: int) -> int:
-        """Return the number of bytes from an address to the end of its allocation."""
+        """Return the number of bytes from an address to the end of the allocation that contains it."""
         base, size = _Address(), ctypes.c_size_t()
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), _Address(address))
         return base.value + size.value - address
@@ -81,9 +81,9 @@ class Driver:
             self._library.cuGetErrorString(code, ctypes.byref(text))
             raise PushError(
                 f"shared: {name} failed on the GPU with error {code} "
-                f"({(text.value or b'unknown').decode()}); if memory is short, lower what torch or the worker "
-                "reserves; run trainer and worker on one machine and, in containers, with the same IPC namespace; or "
-                "push by disk"
+                f"({(text.value or b'unknown').decode()}); if GPU memory is short, reduce the memory that torch or "
+                "the worker reserves; otherwise run trainer and worker on one machine and, in containers, with the "
+                "same IPC namespace, or push by disk"
             )
 
 
@@ -96,8 +96,8 @@ def load_driver() -> Driver:
 
 
 def tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory of a CUDA device as a uint8 tensor that does not keep the memory alive. Raise PushError if torch
-    copies the memory.
+    """Return a uint8 tensor that uses existing memory of a CUDA device. The tensor does not keep the memory alive.
+    Raise PushError if torch copies the memory instead of using it.
     """
 
     class Span:
@@ -143,15 +143,15 @@ class CudaIpcSlots:
         """Do nothing: the handle becomes useless when the memory is freed."""
 
     def send(self, slot: int, num_bytes: int) -> None:
-        """Do nothing: the workers read the slot in place."""
+        """Do nothing: the workers read the slot directly from the shared memory."""
 
     def wait(self, slot: int) -> None:
-        """Do nothing: a slot is free once the workers have answered."""
+        """Do nothing: a slot is free once all workers have replied."""
 
     def close(self) -> None:
         """Free the memory. After a successful push, no worker has the memory mapped.
 
-        An error of `close` is only logged, so that it does not hide the error that ended the push.
+        An error of `close` is logged but not raised, so that it does not hide the error that ended the push.
         """
         self.slots = []
         address, self._address = self._address, None
@@ -165,7 +165,7 @@ class CudaIpcSlots:
 
 
 class CudaIpcReader:
-    """The worker's side, on the device of its weights.
+    """The worker's side, on the device of the worker's weights.
 
     Raise PushError if the memory cannot be opened, is on another GPU or is smaller than announced.
     """
@@ -185,7 +185,7 @@ class CudaIpcReader:
             raise
 
     def prepare(self, bucket: Bucket) -> None:
-        """Do nothing: the bytes are in place."""
+        """Do nothing: the bytes are already in the shared memory."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         if bucket.num_bytes > self._slot_bytes:

@@ -2,8 +2,8 @@
 
 A folder is written under a name that ends in `.tmp`, and renamed once it is complete and synced to disk. A folder
 without the suffix `.tmp` is therefore complete. The folder holds a manifest with checksums, and one safetensors file
-with the tensors. The file has the name that Hugging Face libraries look for. Only one publisher may use a parent folder
-at a time. A worker reads only what its `PushPolicy` allows, and checks all data before use.
+with the tensors. The safetensors file has the name that Hugging Face libraries expect. Only one publisher may use a
+parent folder at a time. A worker reads only what its `PushPolicy` allows, and checks all data before use.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 
 @dataclass
 class _Written:
-    """A tensor that is being written. `extent`: its bytes [begin, end) after the header. `offset`: place of the next
-    byte in the file. `hash`: hash of the bytes written so far.
+    """A tensor that is being written. `extent`: the range [begin, end) of the tensor's bytes after the header.
+    `offset`: position in the file of the next byte to write. `hash`: hash of the tensor's bytes that are written so
+    far.
     """
 
     extent: tuple[int, int]
@@ -71,8 +72,9 @@ class _Written:
 class FolderWriter:
     """The trainer's side: writes a new folder in `parent`.
 
-    `shapes`: shapes of the tensors. Tensors may come in any order and in pieces, and may be missing. `dtypes`: dtypes
-    of the tensors that differ from `dtype`. Raise PushError if the folder cannot be written.
+    `shapes`: shapes of the tensors. Tensors may be written in any order and in pieces, and some tensors may be missing.
+    `dtypes`: for each tensor with a dtype other than `dtype`, that dtype. Raise PushError if the folder cannot be
+    written.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class FolderWriter:
         return self._final
 
     def close(self) -> None:
-        """Close the file, and remove the folder if it was not finished."""
+        """Close the file, and remove the folder if the push was not finished."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -139,7 +141,7 @@ class FolderWriter:
 
     @property
     def _folder(self) -> Path:
-        """The folder's name until it is finished."""
+        """The path of the folder until the push is finished."""
         return self._final.with_name(f"{self._final.name}.tmp")
 
     def _num_bytes(self, name: str) -> int:
@@ -149,7 +151,9 @@ class FolderWriter:
         return self._dtypes.get(name, self._manifest.dtype)
 
     def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
-        """Return the start of a safetensors file with these tensors, at least `num_bytes` bytes long."""
+        """Return the length field and header of a safetensors file with these tensors, padded to at least `num_bytes`
+        bytes.
+        """
         entries = {
             name: {
                 "dtype": DTYPE_CODES[self._dtype_of(name)],
@@ -166,9 +170,9 @@ class FolderWriter:
 class FolderReader:
     """The worker's side.
 
-    `num_tensors`: largest number of tensors for which manifest and header may have room. `dtypes`: dtypes of the
-    tensors that differ from `dtype`. Raise PushError if `policy` forbids reading the folder, or if the folder holds
-    another push. Also raise PushError if the manifest or the header is invalid or too long.
+    `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: for each
+    tensor with a dtype other than `dtype`, that dtype. Raise PushError if `policy` forbids reading the folder, or if
+    the folder holds another push. Also raise PushError if the manifest or the header is invalid or too long.
     """
 
     def __init__(
@@ -201,7 +205,7 @@ class FolderReader:
         raise PushError(f"bucket {bucket.index}: a push by disk has no buckets; send verify_push instead")
 
     def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each tensor whole, as a bucket of one piece, with a function that reads its bytes.
+        """Yield each whole tensor as a bucket of one piece, together with a function that reads the tensor's bytes.
 
         The iterator and the function raise PushError if the folder's data is wrong. Only the function allocates memory.
         """
@@ -241,8 +245,8 @@ def read_manifest(folder: Path) -> FolderManifest:
 
 
 def _max_bytes(num_tensors: int) -> int:
-    """Return the limit in bytes on a manifest and on a header. A limit is needed because parsing blocks other
-    threads.
+    """Return the limit on the size of a manifest and of a header, in bytes. A limit is needed because parsing blocks
+    other threads.
 
     An entry of a tensor takes less than 1 KiB, even with the longest name and the largest numbers. Most entries take
     150 bytes.
@@ -269,7 +273,8 @@ def _manifest_fields(text: bytes) -> dict[str, Any]:
 
 
 def remove_others(kept: Path, base: Path | None = None) -> None:
-    """Remove unfinished pushes and all other pushes from the parent of the folder `kept`, except `base`.
+    """Remove the folders of all pushes, finished or not, from the parent of the folder `kept`, except `kept` and
+    `base`.
 
     `base`: the folder with the weights that the adapters in `kept` are added to.
     """

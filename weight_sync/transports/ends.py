@@ -11,7 +11,7 @@ from ..payload.manifest import Bucket, Source
 
 
 class Slots(Protocol):
-    """The trainer's end of a transport, for one push. `slots`: uint8 memory for one bucket each.
+    """The trainer's end of a transport, for one push. `slots`: uint8 tensors, each with memory for one bucket.
 
     `has_word_sums`: True if a bucket has one word sum instead of a checksum of each piece, as for GPU memory.
     """
@@ -20,15 +20,17 @@ class Slots(Protocol):
     has_word_sums: bool
 
     def source(self, position: int) -> Source:
-        """Return the source from which the worker at this position reads the buckets."""
+        """Return the source from which a worker reads the buckets. `position`: the worker's index among the workers
+        that get buckets.
+        """
         ...
 
     def open(self) -> None:
-        """Let the workers open the source. Does not wait for the workers."""
+        """Make the source ready for the workers to open. Does not wait for the workers."""
         ...
 
     def opened(self) -> None:
-        """Finish the opening. Called once all workers have opened the source."""
+        """Finish opening the source. The trainer calls `opened` after all workers have opened the source."""
         ...
 
     def send(self, slot: int, num_bytes: int) -> None:
@@ -50,12 +52,14 @@ class Reader(Protocol):
         ...
 
     def read(self, bucket: Bucket) -> torch.Tensor:
-        """Return the bucket's bytes: uint8 [at least bucket.num_bytes]. The bytes are valid until the next read."""
+        """Return the bucket's bytes: uint8 [at least bucket.num_bytes]. The returned bytes are valid until the next
+        call of `read`.
+        """
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each bucket that arrives without a call, with a function that reads its bytes. Check a bucket before
-        reading.
+        """Yield each bucket that arrives without a call, together with a function that reads the bucket's bytes. Check
+        a bucket before reading.
         """
         ...
 

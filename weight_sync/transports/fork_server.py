@@ -2,16 +2,16 @@
 
 `python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. The server imports torch
 once, which takes seconds. For each push, the server forks two processes, which takes milliseconds. The receiving
-process joins the group and receives. The watcher waits for the receiving process and reports how that process ended.
-Watcher and receiving process end when the worker closes its end of the push's channel. The server ends when the worker
-closes its end of DESCRIPTOR. If the worker is killed, the system closes the channel and DESCRIPTOR. Therefore only the
-server outlives a push, and no process outlives the worker.
+process joins the group and receives the buckets. The watcher waits for the receiving process and reports how that
+process ended. Watcher and receiving process end when the worker closes its end of the push's channel. The server ends
+when the worker closes its end of DESCRIPTOR. If the worker is killed, the system closes the channel and DESCRIPTOR.
+Therefore only the fork server outlives a push, and no process outlives the worker.
 
 A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
 this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then one `receive`
-per request. A request `{"side", "num_bytes"}` comes from the worker. `receive` means that a broadcast of `num_bytes`
-bytes lies at the beginning of this side's memory. The last message is `{"failed": REASON}` or `{"ended": CODE}`, where
-a negative code is the signal that ended the process. `gloo_reader` is the worker's end.
+per request. The worker sends each request as `{"side", "num_bytes"}`. `receive` means that a broadcast of `num_bytes`
+bytes has been stored at the beginning of memory number `side`. The last message is `{"failed": REASON}` or `{"ended":
+CODE}`, where a negative code is the signal that ended the process. `gloo_reader` is the worker's end.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(requests: socket.socket, num_sides: int) -> None:
-    """Start the processes of every requested push, until `requests` is closed.
+    """Start the two processes of each push that is requested, until `requests` is closed.
 
-    Each message comes with the push's channel and `num_sides` descriptors of memory.
+    Each request comes with the descriptor of the push's channel and `num_sides` descriptors of memory.
     """
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, 1 + num_sides)
@@ -107,7 +107,7 @@ def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> No
 
 
 def _die_with(parent: int) -> None:
-    """Make the system kill this process when its parent ends. Exit now if `parent` is gone already."""
+    """Make the system kill this process when its parent ends. Exit at once if `parent` has already ended."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) or os.getppid() != parent:
         os._exit(1)
 

@@ -1,7 +1,8 @@
 """Join gloo process groups, for trainers and for the receiving processes of workers. Imports only torch.
 
-Gloo connects all members with each other, at the addresses that the members have put into the store. Gloo aborts a
-process that receives more bytes than expected. If the store stops answering, gloo may wait longer than any timeout.
+Gloo connects each member with every other member, at the addresses that the members have put into the store. Gloo
+aborts a process that receives more bytes than expected. If the store stops answering, gloo may wait longer than any
+timeout.
 """
 
 from __future__ import annotations
@@ -52,5 +53,5 @@ def _own_address(host: str, port: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of an error, without the trace of its origin."""
+    """Return the first line of an error's text, without the stack trace."""
     return str(error).partition("\n")[0]

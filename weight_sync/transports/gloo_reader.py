@@ -1,11 +1,12 @@
-"""The worker's side of a push through gloo: a separate process receives into memory that it shares with the worker.
+"""The worker's side of a push through gloo: a separate process receives buckets into memory that it shares with the
+worker.
 
 Owns: the fork server of the receiving processes (see `fork_server`), and, for each push, the channel to the receiving
 process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse the
-server. Promises: a crash of the receiving process fails only the push. Every wait has a deadline, and ends within
-`TURN_SECONDS` once the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
-behind. The fork server ends with this process. With a CPU build of torch, the fork server takes about 220 MB of memory,
-of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
+server. Guarantees: a crash of the receiving process fails only the push. Every wait ends at its deadline, or within
+`TURN_SECONDS` after the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
+behind. The fork server ends when this process ends. With a CPU build of torch, the fork server takes about 220 MB of
+memory, of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _HINTS = {
 
 
 class GlooReader:
-    """Reads buckets from a process that joins the group.
+    """Reads buckets through a separate process that joins the group.
 
     `timeout`: seconds for each bucket. Raise PushError if the join fails or takes more than `join_timeout` seconds, or
     once `is_closed` returns True.
@@ -136,10 +137,10 @@ class GlooReader:
         self._wait("join", group, deadline, f"no answer for {join_timeout:g} s")
 
     def _wait(self, step: str, trouble: str, deadline: float, silence: str) -> None:
-        """Wait until the receiving process has done the step. Raise PushError if the step fails. `trouble`: the text of
-        the error.
+        """Wait until the receiving process has reported that `step` is done. Raise PushError if the step fails.
+        `trouble`: what failed, for the text of the error.
 
-        `silence`: the reason if the process does not answer before the deadline.
+        `silence`: the reason that the error gives if the process does not answer before the deadline.
         """
         while not self._is_closed():
             word = self._hear(deadline)
@@ -150,7 +151,7 @@ class GlooReader:
         raise PushError("collective: the push was closed; push again")
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, {} if the process is gone, or None if no message came within a turn."""
+        """Return the next message, {} if the process has ended, or None if no message came within `TURN_SECONDS`."""
         assert self._channel is not None
         self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
         try:
@@ -165,7 +166,7 @@ class GlooReader:
 
 
 class _Memory:
-    """Memory shared with a receiving process. `view`: the mapping in this process, uint8."""
+    """Memory shared with a receiving process. `view`: a uint8 tensor of the memory, as mapped in this process."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("trueroll-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -236,7 +237,7 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _describe(word: dict[str, Any] | None, silence: str) -> str:
-    """Return the reason that the expected message did not come, and advice."""
+    """Return, for an error's text, the reason that the expected message did not come, and advice."""
     if word is None:
         return f"{silence}; "
     if "failed" in word:

@@ -23,14 +23,14 @@ def gpu_of(device: torch.device | str) -> str | None:
 
 
 def shares_gpu(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
-    """Return whether trainer and workers (address to GPU) all use the same GPU, so that its memory can hold the
-    buckets.
+    """Return whether trainer and workers all use the same GPU, in which case the GPU's memory can hold the buckets.
+    `workers`: maps addresses to GPUs.
     """
     return trainer is not None and set(workers.values()) == {trainer}
 
 
 def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | None]) -> bool:
-    """Return whether trainer and workers all have a GPU, so that NCCL can broadcast buckets between them.
+    """Return whether trainer and workers all have a GPU, in which case NCCL can broadcast buckets between the GPUs.
 
     Raise ConfigError if two processes use the same GPU, or if the trainer's torch has no NCCL.
     """
@@ -55,8 +55,8 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
 
 @contextmanager
 def made_current(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device current for this thread in the context, for the driver too. Synchronizes the device's stream
-    first.
+    """Context in which a CUDA device is the current device of this thread, both in torch and in the CUDA driver.
+    Synchronizes the device's stream first.
     """
     if device.type != "cuda":
         yield

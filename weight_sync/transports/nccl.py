@@ -1,13 +1,13 @@
-"""NCCL process groups in which a failure raises an error, and harms neither the process nor its other groups.
+"""NCCL process groups in which a failure raises an error, but does not end the process or affect its other groups.
 
 By default, an NCCL group has a watchdog thread that ends the process if an operation fails or takes too long, so that
-training does not hang. A group with blocking waits has no watchdog thread. An environment variable selects blocking
-waits; torch reads the variable when a group is created.
+training does not hang. A group that uses blocking waits has no watchdog thread. An environment variable selects
+blocking waits; torch reads the variable when a group is created.
 
-Every wait for the group ends within its timeout, with one exception: once all members have met, NCCL connects them
-without a time limit. Callers must therefore join on a thread that they can abandon. Some CUDA calls, such as freeing
-memory or loading a kernel, may wait for all work on the GPU. If a peer dies during a broadcast, such CUDA calls wait
-until the group is aborted.
+Every wait for the group ends within the timeout, with one exception: once all members have met, NCCL connects the
+members without a time limit. Callers must therefore join a group on a separate thread, which they can abandon. Some
+CUDA calls, such as freeing memory or loading a kernel, may wait for all work on the GPU. If a peer dies during a
+broadcast, CUDA calls that wait for all work on the GPU return only once the group is aborted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check_available(device: torch.device) -> Any:
 
 
 def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
-    """Join the group of the `size` members that meet at the store, with the GPU `device`.
+    """Use the GPU `device` to join the group of the `size` members that meet at the store.
 
     Raise PushError as `check_available` does. Raise RuntimeError if not all members join within the timeout, or if NCCL
     fails.

@@ -25,8 +25,8 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class PushPolicy:
     """The folders and hosts that a push may use.
 
-    `folder`: a push by disk must lie inside this folder; any user may own its files. With None, the worker reads only
-    folders and files that belong to the worker's user and that no other user can write.
+    `folder`: the folder of a push by disk must be inside this folder; any user may own the files. If `folder` is None,
+    the worker reads only folders and files that belong to the worker's user and that no other user can write.
 
     `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
     or names. Names are compared as text, without a DNS lookup.
@@ -36,10 +36,10 @@ class PushPolicy:
     hosts: tuple[str, ...] = ()
 
     def open_files(self, folder: str, names: Sequence[str]) -> list[FileIO]:
-        """Open the regular files `names` in the folder of a push for reading. The caller closes them.
+        """Open for reading the regular files `names` in the folder of a push. The caller closes them.
 
         Opening a named pipe does not block. Raise PushError if the worker may not read the files. The error has the
-        same text for every cause, so that a client cannot probe which files exist. The log has the cause.
+        same text for every cause, so that a client cannot find out which files exist. The log has the cause.
         """
         try:
             parent = self._open_folder(folder)
@@ -56,7 +56,9 @@ class PushPolicy:
             ) from None
 
     def check_writable(self, folder: str) -> None:
-        """Raise PushError unless the worker may write into a folder. The rules are the same as for reading a push."""
+        """Raise PushError unless the worker may write into a folder. The rules for writing are the same as the rules
+        for reading a push.
+        """
         try:
             opened = self._open_folder(folder)
             try:
@@ -128,7 +130,9 @@ def _check_owner(status: os.stat_result, name: str) -> None:
     if status.st_uid != os.geteuid():
         raise PermissionError(f"{name} belongs to uid {status.st_uid}")
     if status.st_mode & _WRITABLE_BY_OTHERS:
-        raise PermissionError(f"{name} has mode {stat.S_IMODE(status.st_mode):04o}: others can write it; chmod go-w")
+        raise PermissionError(
+            f"{name} has mode {stat.S_IMODE(status.st_mode):04o}: other users can write it; chmod go-w"
+        )
 
 
 def _is_loopback(host: str) -> bool:
@@ -139,7 +143,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _covers(entry: str, host: str) -> bool:
-    """Return whether the entry is this host, or a network that contains this host."""
+    """Return whether an entry of `hosts` is this host, or a network that contains this host."""
     if entry == host:
         return True
     try:

@@ -1,9 +1,9 @@
 """Buckets in POSIX shared memory, for trainer and workers on one machine.
 
 Owns: a segment of slots in the trainer, for one push, and the mapping of this segment in each worker. The segment's
-name is removed as soon as all workers have mapped the memory. The system frees the memory when the last mapping is
-gone. If a trainer is killed before it removes the name, the next push of any trainer of this user finds the segment's
-lock free and removes the name. Trainer and workers run as the same user.
+name is removed as soon as all workers have mapped the memory. The operating system frees the memory when the last
+mapping is removed. If a trainer is killed before it removes the name, the segment's lock becomes free, and the next
+push of any trainer of the same user removes the name. Trainer and workers run as the same user.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class SharedSlots:
         self._unlink()
 
     def send(self, slot: int, num_bytes: int) -> None:
-        """Do nothing: the workers read the slot in place."""
+        """Do nothing: the workers read the slot directly from the shared memory."""
 
     def wait(self, slot: int) -> None:
-        """Do nothing: a slot is free once the workers have answered."""
+        """Do nothing: a slot is free once all workers have replied."""
 
     def close(self) -> None:
         self._unlink()
@@ -71,7 +71,7 @@ class SharedReader:
         self._memory = torch.frombuffer(_attach(source), dtype=torch.uint8)
 
     def prepare(self, bucket: Bucket) -> None:
-        """Do nothing: the bytes are in place."""
+        """Do nothing: the bytes are already in the shared memory."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         size = self._source.slot_bytes
@@ -88,7 +88,9 @@ class SharedReader:
 
 
 def _create(name: str, size: int) -> mmap.mmap:
-    """Create the memory and lock its file. The file stays open and locked as long as it is mapped."""
+    """Create the shared memory and lock its file. The file of the memory stays open and locked for as long as the
+    memory is mapped.
+    """
     file = _create_locked(_FOLDER / name)
     try:
         os.posix_fallocate(file, 0, size)  # otherwise a write to a full file system would kill the process

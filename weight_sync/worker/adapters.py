@@ -1,8 +1,8 @@
 """The worker's side of adapters: check that adapters fit the weights, merge adapters, and compute checksums of
 weights.
 
-Owns nothing. Each weight of a push is processed in its own `guarded` context, which raises `Closed` if the push is
-closed.
+Owns nothing. Each weight of a push is processed in its own `guarded` context. This context raises `Closed` if the push
+is closed.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ def _check_base(base: dict[str, int], weights: Destination, guarded: Guard) -> N
             others.append(name)
     if others:
         raise OtherBaseError(
-            f"adapters: were trained on other weights than this worker's ({list_names(others)} differ); push the model "
-            "without adapters=True once, which also sends the weights"
+            f"adapters: the adapters were trained on other weights than this worker's ({list_names(others)} differ); "
+            "push the model without adapters=True once, which also sends the weights"
         )

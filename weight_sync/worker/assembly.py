@@ -1,8 +1,8 @@
-"""Assembles the pieces of a push into a complete set of weights, or raises an error that names the tensor.
+"""Assembles the pieces of a push into a complete set of weights. If this fails, the error names the tensor.
 
-Owns the count of the rows and elements that have arrived. Does not own the staging area or a bucket's memory, and keeps
-no reference to a bucket's memory. Promises: every length, offset and index is checked before use. `finish` succeeds
-only if every tensor of the push arrived exactly once, whole or in all its parts.
+Owns the count of the rows and elements that have arrived. Does not own the staging area or the memory of buckets, and
+keeps no reference to a bucket's memory. Guarantees: every length, offset and index is checked before use. `finish`
+succeeds only if every tensor of the push arrived exactly once, either whole or as all of its parts.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Writable(Protocol):
 
 
 class StagingArea(Protocol):
-    """The memory in which the weights of a push are assembled: a second set of weights or, in place, the live
-    weights.
+    """The memory in which the weights of a push are assembled: a second set of weights or, for a push in place, the
+    live weights.
     """
 
     @property
@@ -53,18 +53,21 @@ class StagingArea(Protocol):
     def rows(self, name: str, start: int, length: int) -> Writable: ...
 
     def put(self, name: str, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Set elements. `indices`: flat, int64. Copies both tensors immediately, since their memory is reused."""
+        """Set elements. `indices`: flat, int64. Copies `indices` and `values` immediately, since their memory is
+        reused.
+        """
         ...
 
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
         """Expect adapters. `weights`: maps each adapted weight to (name of A, name of B, rank, scale).
 
-        `alone`: the push has no base weights; the adapters are added to the worker's weights from before adapters.
+        `alone`: the push has no base weights; the adapters are added to the weights that the worker had before any
+        adapter was added.
         """
         ...
 
     def to_merge(self) -> Sequence[str]:
-        """Return the parameters to call `merge` for, once all rows have arrived."""
+        """Return the parameters for which `merge` must be called once all rows have arrived."""
         ...
 
     def merge(self, name: str) -> bool:
@@ -73,14 +76,16 @@ class StagingArea(Protocol):
 
 
 class KeptBase(Protocol):
-    """A worker's weights before adapters. `checksums`: the checksums computed so far, by parameter."""
+    """The weights that a worker had before any adapter was added. `checksums`: the checksums computed so far, by
+    parameter.
+    """
 
     @property
     def checksums(self) -> dict[str, int]: ...
 
 
 class LendableStagingArea(StagingArea, Protocol):
-    """A staging area that other workers can map after it is complete."""
+    """A staging area that other workers can map once it is complete."""
 
     def lend(self) -> tuple[int, int, int, int]:
         """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. Nothing is written afterwards."""
@@ -92,7 +97,7 @@ class LendableStagingArea(StagingArea, Protocol):
 
 
 class Destination(Parameters, Protocol):
-    """A worker's parameters, and factories of staging areas for new parameters. `kin`: see `Weights`.
+    """A worker's parameters, and the functions that create staging areas for new parameters. `kin`: see `Weights`.
 
     `commit_note`: the reason that commits take longer than necessary, or an empty string.
     """
@@ -111,7 +116,7 @@ class Destination(Parameters, Protocol):
         ...
 
     def before_adapters(self, name: str) -> torch.Tensor:
-        """Return a parameter's value from before adapters. The live weights must be complete."""
+        """Return the value that a parameter had before any adapter was added. The live weights must be complete."""
         ...
 
     def new_staging(self, in_place: bool) -> StagingArea: ...
@@ -119,7 +124,7 @@ class Destination(Parameters, Protocol):
     def new_lendable(self) -> LendableStagingArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
-        """Return all weights that another worker of this kin lends. Raise OSError if the lent memory no longer
+        """Return all weights that another worker of the same `kin` lends. Raise OSError if the lent memory no longer
         exists.
         """
         ...
@@ -140,7 +145,7 @@ class _Tally:
 
 
 class Assembly:
-    """Writes pieces into `staging`. `is_sparse`: lists of changed elements may come instead of rows."""
+    """Writes pieces into `staging`. `is_sparse`: whether pieces may be lists of changed elements instead of rows."""
 
     def __init__(self, weights: Parameters, staging: StagingArea, is_sparse: bool, reject_nonfinite: bool) -> None:
         self._weights = weights
@@ -152,7 +157,7 @@ class Assembly:
         self._tallies: dict[str, _Tally] = {}
 
     def check(self, bucket: Bucket) -> None:
-        """Raise PushError unless every piece lies inside the bucket and has the size that its shape needs."""
+        """Raise PushError unless every piece is inside the bucket and has the size that the piece's shape requires."""
         for piece in bucket.pieces:
             self._check_extent(piece)
             expected = self._num_bytes(piece)
@@ -170,10 +175,10 @@ class Assembly:
             raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end}")
 
     def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
-        """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if they are corrupt.
+        """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if the bytes are corrupt.
         Writes nothing.
 
-        Synchronizes the GPU once, and once more if values must be finite.
+        Waits for the GPU once, and a second time if values must be finite.
         """
         if bucket.word_sum is None:
             if data.device.type != "cpu":
@@ -193,7 +198,8 @@ class Assembly:
                 _expect(is_finite, piece, *FINITE)
 
     def inspect(self, piece: Piece, data: torch.Tensor) -> None:
-        """Raise PushError unless a checked piece comes in order and has the right bytes. Writes nothing.
+        """Raise PushError unless a piece that passed `check` is the next piece of its tensor and has the right bytes.
+        Writes nothing.
 
         A piece without a checksum belongs to a bucket that `inspect_all` has checked.
         """
@@ -287,7 +293,7 @@ class Assembly:
 
 
 def content_of(piece: Piece, data: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a piece. `data`: the bytes of its bucket."""
+    """Return the bytes of a piece. `data`: the bytes of the piece's bucket."""
     return data[piece.offset : piece.offset + piece.num_bytes]
 
 

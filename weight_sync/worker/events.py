@@ -1,4 +1,6 @@
-"""The events that a push's receiver sends to the worker. Imports no torch: a worker answers before torch is loaded."""
+"""The events that a push's receiver sends to the worker. This module does not import torch, since a worker answers
+calls before torch is loaded.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ class Reached:
 
 @dataclass(frozen=True)
 class Opened:
-    """The source of a push in place is open. The receiver writes nothing before `Receiver.proceed`."""
+    """The receiver has opened the source of a push with `in_place`. The receiver writes nothing before
+    `Receiver.proceed`.
+    """
 
 
 @dataclass(frozen=True)
 class Broken:
-    """The push has failed. `error`: the answer to all pending calls of the push."""
+    """The push has failed. `error`: the error with which all pending calls of the push fail."""
 
     error: PushError | DeadlineError
 

@@ -1,17 +1,17 @@
-"""The worker's side of a push: one thread that runs the push from begin to end.
+"""The worker's side of a push: one thread that runs the push from beginning to end.
 
 - `CallQueue` owns the pending calls of the push.
-- `Writing` owns the permission to write, which the push's thread and the closing thread share.
+- `Writing` owns the permission to write, which is shared by the push's thread and the thread that closes the push.
 - `Intake` owns the order of the buckets.
 - `Receiver`, the thread, owns the transport's reader (group, mapped memory), and owns the staging until the commit.
 
-Does not own: the places of pieces (`assembly`), the live weights, the commit, the socket.
+Does not own: where pieces are written (`assembly`), the live weights, the commit, the socket.
 
-Promises:
+Guarantees:
 
-- The receiver writes into live weights only once its source is open and `proceed` was called.
-- A call of a method blocks at most for the write of one piece, or for the merge of one weight with its adapter.
-- The receiver publishes `Reached` for each call. After `Broken`, the receiver publishes no more events.
+- The receiver writes into live weights only after it has opened the push's source and `proceed` was called.
+- A method call blocks at most until one piece is written, or until one weight is merged with its adapter.
+- The receiver publishes `Reached` for each call that succeeds. After `Broken`, the receiver publishes no more events.
 - The receiver ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other
   workers drain).
 - A closed receiver does not write.
@@ -64,7 +64,9 @@ _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskS
 
 
 def begin_seconds(begin: BeginPush) -> float:
-    """Return the limit in seconds for other workers to begin. A push in place may drain running requests first."""
+    """Return the limit in seconds on the time that other workers take to begin the push. The limit is longer if a push
+    in place may first drain running requests.
+    """
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
 
 
@@ -78,11 +80,11 @@ class CallQueue:
         self._patience = begin_seconds(begin)
 
     def put(self, call: Call | None) -> None:
-        """Add a call. None means that no more calls come."""
+        """Add a call. `call`: None means that no more calls come."""
         self._queue.put(call)
 
     def next(self) -> Call | None:
-        """Wait for the next call. Raise DeadlineError if no call comes in time."""
+        """Wait for the next call. Raise DeadlineError if no call comes before the timeout."""
         if self._ahead is not None:
             call, self._ahead = self._ahead, None
             return call
@@ -97,14 +99,14 @@ class CallQueue:
         return call
 
     def look_ahead(self) -> Call | None:
-        """Return the call that `next` would return without waiting, or None."""
+        """Return the call that `next` would return, or None if `next` would have to wait."""
         if self._ahead is None and not self._queue.empty():
             self._ahead = self._queue.get()
         return self._ahead
 
 
 class Closed(Exception):
-    """The push was closed before this operation."""
+    """The push was closed before an operation could begin."""
 
 
 class Writing:
@@ -128,7 +130,7 @@ class Writing:
             pass
 
     def check(self) -> None:
-        """Raise Closed if this is closed."""
+        """Raise Closed if the permission has ended."""
         if self.is_closed:
             raise Closed
 
@@ -139,7 +141,7 @@ class Writing:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Delay `close` until the writes of the context are done, including work on the device. Raise Closed if
+        """Delay `close` until the writes in this context are done, including work on the device. Raise Closed if
         closed.
         """
         with self._lock:
@@ -150,7 +152,7 @@ class Writing:
 
 class Intake:
     """Reads buckets with `reader`, and adds the buckets' pieces to `assembly`. Each piece is written only while
-    `writing` permits.
+    `writing` permits writes.
 
     `staged`: called with the size of each bucket that was staged. `num_buckets`: number of staged buckets.
     """
@@ -169,9 +171,10 @@ class Intake:
         self._early: StageBucket | None = None
 
     def stage(self, call: StageBucket) -> Iterator[str]:
-        """Stage the bucket of a call, then the next bucket if its call came early. Yield the id of each finished call.
+        """Stage the bucket of a call, then the next bucket if the call for the next bucket came early. Yield the id of
+        each finished call.
 
-        Raise PushError for a bucket out of order.
+        Raise PushError if buckets come out of order.
         """
         if self._early is None and call.bucket.index == self.num_buckets + 1:
             self._early = call  # the previous call was lost with a connection, and will be sent again
@@ -204,8 +207,8 @@ class Intake:
         self.num_buckets += 1
 
     def _prepare_next(self) -> None:
-        """Fetch the next bucket, if it is announced, while the current bucket is copied. Errors of the next bucket are
-        reported in its turn.
+        """If the next bucket is announced, fetch it while the current bucket is copied. An error of the next bucket is
+        reported only when that bucket is read.
         """
         ahead = self._calls.look_ahead()
         if isinstance(ahead, StageBucket) and ahead.bucket.index == self.num_buckets + 1:
@@ -232,9 +235,9 @@ first, and the trainer's error names the silent worker. The other workers cannot
 class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
-    `publish`: called on the receiver's thread with each event. `progress` may be read at any time. `staging` may be
-    read once the push is verified. After verification, do not call `take` again: the worker takes the staging for the
-    commit, and calls `close`.
+    `publish`: the function that the receiver calls with each event, on the receiver's thread. `progress` may be read at
+    any time. `staging` may be read once the push is verified. After verification, do not call `take` again: the worker
+    takes the staging for the commit, and calls `close`.
     """
 
     def __init__(
@@ -254,17 +257,17 @@ class Receiver(threading.Thread):
         self._writing = Writing(torch.device(device))
 
     def take(self, call: Call) -> None:
-        """Queue a call after the earlier calls. `Reached` is published when the call is done."""
+        """Append a call to the queue of calls. `Reached` is published when the call is done."""
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Allow writes into the live weights. From now on, no code may read the live weights. Only for a push in place,
-        after `Opened`.
+        """Allow writes into the live weights. After this call, no code may read the live weights. Call `proceed` only
+        for a push in place, after `Opened`.
         """
         self._writing.allow_overwriting()
 
     def close(self) -> None:
-        """Make the thread end soon and free all resources. Waits at most for the piece or weight that is being
+        """Tell the thread to end soon and to free all resources. Waits at most until the current piece or weight is
         written.
 
         The receiver does not write after `close` has returned. An event in flight may still arrive.
@@ -336,7 +339,7 @@ class Receiver(threading.Thread):
         return None
 
     def _repeat(self, verify: VerifyPush) -> None:
-        """Answer repeated verify_push calls until the push ends, since the first answer may have been lost."""
+        """Reply to repeated verify_push calls until the push ends, since the first reply may have been lost."""
         while not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets != verify.num_buckets:
                 raise PushError(f"{call.type}: arrived after verify_push; push again")
@@ -352,7 +355,8 @@ class Receiver(threading.Thread):
         begin = self._begin
         if self._weights.kin is None or begin.in_place or not begin.is_whole:
             raise PushError(
-                "begin_push: lends requires whole tensors, no in_place, and a worker with a kin; push without lends"
+                "begin_push: lends requires whole tensors, no in_place, and a worker that can share memory; push "
+                "without lends"
             )
         return self._weights.new_lendable()
 
@@ -362,7 +366,7 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map weights that another worker has verified. Only their location needs a check."""
+        """Map weights that another worker has verified. Only the location of the weights needs a check."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
@@ -374,8 +378,8 @@ class Receiver(threading.Thread):
         except (OSError, OverflowError) as error:
             log.warning("cannot map the weights that process %d lends: %s", source.pid, error)
             raise PushError(
-                f"lent: cannot map the weights that process {source.pid} lends; check that this worker still runs, and "
-                "push again; the log of the worker that reports this has the cause"
+                f"lent: cannot map the weights that process {source.pid} lends; check that the process still runs, "
+                "and push again; the log of the worker that raised this error has the cause"
             ) from None
         self._answer(begin.id, "begun")
         if not self._writing.is_closed and (call := self._calls.next()) is not None:

@@ -14,6 +14,8 @@ export function clock(seconds) {
   return new Date(1000 * seconds).toLocaleTimeString("en-GB");
 }
 
+export const hasKey = () => sessionStorage.getItem(KEY) !== null;
+
 export async function ask(path, body) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);

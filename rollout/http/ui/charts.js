@@ -4,11 +4,17 @@ import { clock, make } from "./base.js";
 const HEIGHT = 120;
 const HIT_SECONDS = 30;
 const MOST_EVENTS = 50;
+const MINUTES = [1, 2, 5, 10, 15, 30].map((minutes) => 60 * minutes); // distances of the times on the axis
 const LEAST_SECONDS = 60;
 const FINE = new Set(["ready", "updating"]); // a worker generates while it receives weights, so this is no event
 const count = (value) => value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 });
 const minute = (seconds) => clock(seconds).slice(0, 5);
-const percent = (value) => `${(100 * value).toFixed(value < 0.0995 ? 1 : 0)} %`;
+const percent = (value) => {
+  if (value > 0 && value < 0.001) return "<0.1 %";
+  return `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)} %`;
+};
+
+const scaled = (font) => font.replace(/^\d+/, (size) => size * devicePixelRatio);
 
 // Return the growth of counters since `seconds` before look i, and the time between, in seconds; null if there was another
 // worker then, or if it did not answer.
@@ -39,15 +45,15 @@ const CHARTS = [
     ["generated", (looks, i) => rate(looks, i, true)],
     ["prompt", (looks, i) => rate(looks, i, false)],
   ] },
-  { title: "Queue", format: count, series: [
+  { title: "Queue, in samples", format: count, series: [
     ["running", (looks, i) => looks[i].num_running],
     ["waiting", (looks, i) => looks[i].num_waiting],
   ] },
-  { title: "KV cache", format: percent, most: 1, series: [
+  { title: "KV cache blocks", format: percent, most: 1, series: [
     ["in use", (looks, i) => share(looks[i], "in_use")],
     ["cached", (looks, i) => share(looks[i], "cached")],
   ] },
-  { title: "Prefix hits", format: percent, most: 1, series: [[`of prompt tokens, ${HIT_SECONDS} s`, hitRate]] },
+  { title: `Prefix hits, last ${HIT_SECONDS} s`, format: percent, most: 1, series: [["of prompt tokens", hitRate]] },
 ];
 
 // Return the changes between two consecutive looks.
@@ -124,7 +130,7 @@ export class Charts {
       cursor: { y: false, points: { size: 5 }, drag: { x: false }, sync: { key: "time" } },
       scales: { x: { range: () => this.range }, y: { range: (plot, least, most) => [0, top(least, most)] } },
       axes: [
-        { ...axis, font, size: 20, gap: 2, space: 50, values: (plot, times) => times.map(minute) },
+        { ...axis, font, size: 24, gap: 6, space: 50, incrs: MINUTES, values: (plot, times) => times.map(minute) },
         { ...axis, font, size: 42, gap: 4, space: 28, values: (plot, marks) => marks.map(chart.spec.format) },
       ],
       series: [{}, ...chart.spec.series.map((_, i) => ({
@@ -132,7 +138,10 @@ export class Charts {
       }))],
       hooks: {
         drawClear: [(plot) => this.drawGaps(plot, color("--gap")())],
-        draw: [(plot) => this.drawMarks(plot, color("--mark")(), font)],
+        draw: [
+          (plot) => this.drawMarks(plot, color("--mark")(), font),
+          (plot) => this.drawNone(plot, color("--dim")(), font),
+        ],
         setCursor: [() => this.say(chart)],
       },
     };
@@ -175,11 +184,21 @@ export class Charts {
     }
   }
 
+  drawNone({ ctx, bbox, data }, color, font) {
+    if (data.slice(1).some((column) => column.some((value) => value !== null))) return;
+    ctx.save();
+    ctx.fillStyle = color;
+    ctx.font = scaled(font);
+    ctx.textAlign = "center";
+    ctx.fillText("no data yet", bbox.left + bbox.width / 2, bbox.top + bbox.height / 4); // between the lines of the grid
+    ctx.restore();
+  }
+
   drawMarks({ ctx, bbox, valToPos }, color, font) {
     ctx.save();
     ctx.strokeStyle = ctx.fillStyle = color;
     ctx.lineWidth = devicePixelRatio;
-    ctx.font = font.replace(/^\d+/, (size) => size * devicePixelRatio);
+    ctx.font = scaled(font);
     ctx.textBaseline = "top";
     ctx.textAlign = "left";
     let free = -Infinity;

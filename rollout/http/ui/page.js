@@ -1,5 +1,5 @@
 // Poll the server once a second, pass new data to the charts and the samples, and keep the top line up to date.
-import { ask, get } from "./base.js";
+import { ask, get, hasKey } from "./base.js";
 import { Charts } from "./charts.js";
 import { Samples } from "./samples.js";
 
@@ -16,6 +16,13 @@ function say(id, text) {
   if (get(id).textContent !== text) get(id).textContent = text;
 }
 
+// Show a command that sends a request to this server, ready to paste into a shell.
+function example(model) {
+  const body = JSON.stringify({ model, prompt: "Once upon a time", n: 2, max_tokens: 32, logprobs: 0 });
+  const key = hasKey() ? ' -H "Authorization: Bearer $TRUEROLL_HTTP_API_KEY"' : "";
+  return `curl ${location.origin}/v1/completions${key} -d '${body.replaceAll("'", "'\\''")}'`;
+}
+
 function take(told) {
   if (run !== null && run !== told.run) location.reload(); // the server has restarted, so its groups count from 1 again
   run = told.run;
@@ -25,16 +32,17 @@ function take(told) {
   }
   looks.splice(0, looks.length - MOST_LOOKS);
   say("model", told.model);
+  say("example", example(told.model));
   const last = looks.at(-1);
   if (last) {
     say("state", last.push === null ? last.state : `${last.state}, receiving weights ${last.push}`);
     get("state").dataset.state = last.state;
-    say("weights", last.weight_version === null ? "" : `weights ${last.weight_version}`);
+    say("weights", last.weight_version === null ? "" : `weights version ${last.weight_version}`);
   }
   charts.draw(looks, Number(get("range").value), told.now);
   samples.update(told.groups, told.first_group);
   get("none").hidden = samples.count > 0;
-  get("both").hidden = samples.count === 0;
+  get("both").hidden = get("legend").hidden = samples.count === 0;
 }
 
 async function poll() {
@@ -49,5 +57,10 @@ async function poll() {
 }
 
 get("range").onchange = () => charts.draw(looks, Number(get("range").value), looks.at(-1)?.time ?? 0);
+get("copy").hidden = !navigator.clipboard; // browsers offer it to secure origins only
+get("copy").onclick = async () => {
+  await navigator.clipboard.writeText(get("example").textContent);
+  get("copy").textContent = "Copied";
+};
 document.onvisibilitychange = () => charts.fit();
 poll();

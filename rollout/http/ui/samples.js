@@ -8,7 +8,6 @@ const HIDDEN = new RegExp(
   "[\\0-\\x08\\x0b-\\x1f\\x7f-\\x9f\\xad\\u061c\\u180e\\u200b\\u200e\\u200f\\u2028-\\u202e" +
     "\\u2060-\\u206f\\ufeff\\ufff9-\\ufffb\\u{e0000}-\\u{e007f}]", "gu",
 );
-const PREVIEW = 70;
 const number = (value) => value.toLocaleString("en");
 const plural = (value, word) => `${number(value)} ${word}${value === 1 ? "" : "s"}`;
 
@@ -33,6 +32,18 @@ function shade(logprob) {
 
 // Return the distinct versions in order.
 const versionsOf = (spans) => [...new Set(spans.map(([version]) => version))].join(" → ");
+
+// Return a line of facts. Each fact stays on one line if it fits.
+function factsOf(facts) {
+  const parts = facts.map((fact, i) => make("span", {}, i + 1 < facts.length ? `${fact} ·` : fact));
+  return make("p", { className: "dim facts" }, ...parts.flatMap((part) => [part, " "]));
+}
+
+function scoreButton(text) {
+  const button = make("button", { type: "button", title: "Compute the log-probs anew, and compare their bits" }, text);
+  button.setAttribute("aria-describedby", "about-score");
+  return button;
+}
 
 export class Samples {
   constructor(list, place, legend) {
@@ -65,9 +76,7 @@ export class Samples {
       `weights ${group.versions.join(", ")}`, group.finish_reasons.join(", "),
     ];
     const top = make("span", { className: "top" }, make("b", {}, `#${group.id}`), ` ${clock(group.seconds)}`);
-    const text = group.preview.replace(/\s+/g, " ");
-    const end = text.length > PREVIEW ? `…${text.slice(-PREVIEW)}` : text;
-    const preview = make("bdi", { className: "preview" }, visible(end));
+    const preview = make("bdi", { className: "preview" }, visible(group.preview));
     const told = make("span", { className: "dim" }, facts.join(" · "));
     const button = make("button", { type: "button", tabIndex: -1 }, top, preview, told); // focused with the arrow keys
     button.onclick = async () => {
@@ -105,8 +114,8 @@ export class Samples {
 
   show(group) {
     const params = Object.entries(group.params);
-    const facts = [`seed ${group.seed ?? "not given"}`, ...params.map(([name, value]) => `${name} ${value}`)];
-    const all = make("button", { type: "button" }, "Score all again");
+    const facts = [["seed", group.seed], ...params].map(([name, value]) => `${name} ${value ?? "not given"}`);
+    const all = scoreButton("Score all again");
     const cards = group.samples.map((sample) => new Sample(group, sample));
     all.onclick = () => cards.forEach((card) => card.score());
     const cached = Math.max(0, ...group.samples.map((sample) => sample.num_cached_tokens));
@@ -116,7 +125,7 @@ export class Samples {
     const missing = make("p", { className: "dim", hidden: !left }, `${plural(left, "more sample")} not kept.`);
     this.place.replaceChildren(
       make("div", { className: "bar" }, make("h3", {}, `Group ${group.id}`), all),
-      make("p", { className: "dim facts" }, facts.join(" · ")),
+      factsOf(facts),
       make("section", { className: "prompt" }, make("h4", {}, "Prompt ", make("small", {}, size)), prompt.place),
       missing,
       make("div", { className: "cards" }, ...cards.map((card) => card.place)),
@@ -131,10 +140,11 @@ class Sample {
     const { index, stop_reason: reason, mean_logprob: mean } = sample;
     const cause = typeof reason === "number" ? `token ${reason}` : `“${visible(reason ?? "")}”`;
     const why = reason === null ? "" : ` (${cause})`;
-    const facts = [`weights ${versionsOf(sample.weight_versions)}`, `${number(sample.num_cached_tokens)} cached`];
+    const facts = [`weights ${versionsOf(sample.weight_versions)}`, `${plural(sample.num_cached_tokens, "prompt token")} cached`];
     if (mean !== null) facts.push(`mean log-prob ${mean.toFixed(3)}`);
     facts.push(`seed ${sample.seed}`);
-    this.button = make("button", { type: "button", disabled: !sample.num_tokens }, "Score again");
+    this.button = scoreButton("Score again");
+    this.button.disabled = !sample.num_tokens;
     this.button.setAttribute("aria-label", `Score sample ${index} again`);
     this.button.onclick = () => this.score();
     this.result = make("p", { className: "result", role: "status" });
@@ -144,7 +154,7 @@ class Sample {
     const error = make("p", { className: "bad", hidden: sample.error === null }, visible(sample.error ?? ""));
     this.place = make(
       "section", { className: "card" }, make("div", { className: "bar" }, head, this.button),
-      make("p", { className: "dim facts" }, facts.join(" · ")), error, this.result, this.tokens.place,
+      factsOf(facts), error, this.result, this.tokens.place,
     );
   }
 

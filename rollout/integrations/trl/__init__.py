@@ -1,5 +1,5 @@
-"""TRL's trainers on trueroll workers: `GRPOTrainer` in two ways, each also with an aligned model, and
-`AsyncGRPOTrainer`.
+"""TRL's `GRPOTrainer` and `AsyncGRPOTrainer` on trueroll workers. `AlignedGRPOTrainer` is a `GRPOTrainer` with an
+aligned model.
 
 Requires the extra `trl`.
 """

@@ -1,9 +1,9 @@
 """`AlignedGRPOTrainer`: a `GRPOTrainer` with a model that computes the worker's log-probs bit for bit.
 
-Owns the alignment of policy and reference model, which must happen before TRL changes them, and the log-probs and
-entropies of the loss. Does not own the generation of samples (see `trueroll_generation`). Promises that TRL's
+Owns: the alignment of the policy and the reference model, before TRL changes these models, and the log-probs and
+entropies of the loss. Does not own: the generation of samples (`trueroll_generation`). Guarantees: TRL's
 `sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
-setting that would break this promise raises ConfigError.
+setting that would make the difference nonzero raises ConfigError.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from .grpo import grpo_trainer
 
 
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
-    """TRL's `GRPOTrainer` with an aligned model and reference model, with or without PEFT. Takes the same arguments.
+    """TRL's `GRPOTrainer`, with the policy and the reference model aligned, with or without PEFT. Takes the same
+    arguments.
 
-    The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`; without it, float32 for float32
-    parameters. Raise AlignmentError for a model that `align` refuses. Raise ConfigError for settings of TRL with which
-    the loss would use different log-probs.
+    The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`, or float32 for float32 parameters
+    without `bf16`. Raise AlignmentError for a model that `align` refuses. Raise ConfigError if a setting of TRL would
+    make the loss use log-probs other than the worker's.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -36,8 +37,8 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
     @contextlib.contextmanager
     def _aligned(self) -> Iterator[None]:
-        """Context manager in which TRL aligns its models, before accelerate wraps them, instead of replacing their
-        heads.
+        """Context manager in which TRL aligns its models instead of replacing their LM heads. The models are aligned
+        before accelerate wraps them.
         """
         original = grpo_trainer.add_fused_lm_head
 
@@ -91,7 +92,9 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
 
 def _trainer_temperature(trainer: Any) -> float:
-    """Return the temperature of the samples' log-probs. Raise ConfigError if TRL would train on different log-probs."""
+    """Return the temperature with which the samples' log-probs are computed. Raise ConfigError if TRL would train on
+    log-probs other than the worker's.
+    """
     args, coef = trainer.args, trainer.router_aux_loss_coef
     for name, is_off, found, why in (
         ("cast_lm_head_to_fp32", not args.cast_lm_head_to_fp32, True, "no worker does that"),

@@ -1,11 +1,12 @@
-"""`AsyncGRPOTrainer` on a trueroll worker: its rollout worker and its weight transfer.
+"""`AsyncGRPOTrainer` on a trueroll worker: the trainer's rollout worker and weight transfer.
 
-Owns the thread that generates and scores groups, the queue of scored samples, and the rule for stale samples. Does not
-own the worker process, the model or the publisher's settings. Promises:
+Owns: the thread that generates and scores groups, the queue of scored samples, and the rule by which stale samples are
+dropped. Does not own: the worker process, the model or the publisher's settings. Guarantees:
 
-- Groups come in the order of the dataset, and their seeds depend on the trainer's seed.
-- No token of a sample comes from weights older than the sample's reported version; otherwise WeightsError is raised.
-- A failure on the thread is logged, and raised in the trainer when the trainer runs out of samples.
+- Groups are generated in the order of the dataset, with seeds that depend on the trainer's seed.
+- No token of a sample comes from weights older than the sample's reported version. Samples from unexpected versions
+  raise WeightsError.
+- An exception on the thread is logged. The trainer raises the exception when it runs out of samples.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 POLL_SECONDS = 0.2
-"""Seconds between the checks of an idle thread: for room, for a stop, and for the worker's progress."""
+"""Interval at which an idle thread checks for room, for `stop`, and for the worker's progress."""
 STOP_SECONDS = 60.0
 """Seconds for which `stop` waits for a running reward function."""
 
@@ -52,7 +53,9 @@ class TruerollWeightTransfer:
         self._version = 0
 
     def init_weight_transfer(self) -> None:
-        """Begin a training run: the next push is version 1. Raise TrlMissingError if TRL requires unknown methods."""
+        """Begin a training run: the next push is version 1. Raise TrlMissingError if TRL requires methods that this
+        integration does not have.
+        """
         trainer = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
         check_protocol(trainer.WeightTransferProtocol, TRANSFER)
         check_protocol(trainer.RolloutWorkerProtocol, WORKER)
@@ -62,7 +65,7 @@ class TruerollWeightTransfer:
         """Do nothing: a worker keeps generating while it receives weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Push the tensors from TRL as the next version. TRL counts the versions in the same way."""
+        """Push the tensors from TRL as the next version. TRL counts versions in the same way, starting at 1."""
         self._version += 1
         # The worker may serve a version of an earlier training run, which also counted from 1.
         self._publisher.push(iterator, self._version, allow_older=self._version == 1)
@@ -78,24 +81,24 @@ class TruerollWeightTransfer:
 class TruerollWorker:
     """The argument for `AsyncGRPOTrainer(rollout_worker=...)`.
 
-    Use it with a `TruerollWeightTransfer` to the same worker, and for one call of `train`. If training resumes from a
-    checkpoint, the dataset and the seeds start again from the beginning.
+    Use the object together with a `TruerollWeightTransfer` that pushes to the same worker. Use the object for only one
+    call of `train`. If training resumes from a checkpoint, the dataset and the seeds start again from the beginning.
 
-    - `client`: a client that only this object uses. It is closed when the training run ends.
-    - `args`: the trainer's own arguments, with a `token_budget`
-    - `train_dataset`: rows with a `prompt`, iterated again and again
-    - `reward_funcs`: functions or coroutine functions. They are called on another thread for one group at a time, with
-      `prompts`, `completions` (texts, or messages if the prompt is a conversation), `completion_ids` and the other
-      columns of the dataset, each with one entry per sample. They return a number for each sample, or None if they
-      cannot score it.
+    - `client`: a client that only this object uses. The client is closed when the training run ends.
+    - `args`: the `args` of the trainer; `token_budget` must be set
+    - `train_dataset`: rows with a `prompt`; after the last row, iteration starts again with the first row
+    - `reward_funcs`: functions or coroutine functions, called on another thread for one group at a time. Each function
+      is called with `prompts`, `completions`, `completion_ids` and the other columns of the dataset; each argument has
+      one entry per sample. `completions` are texts, or messages if the prompt is a conversation. A function returns a
+      number for each sample, or None if it cannot score the sample.
 
-    The reward of a sample is the sum over the functions. The advantage is the distance of the reward from the mean of
-    its group, in standard deviations.
+    The reward of a sample is the sum of the functions' results. The advantage of a sample is the difference between its
+    reward and its group's mean reward, divided by the group's standard deviation.
 
-    When a token is trained on, the trainer's weights are at most `args.max_staleness` versions newer than the weights
-    that generated the token. TRL takes samples some time before it trains on them, so samples that would be too old by
-    then are dropped. Raise ConfigError if no sample can be fresh enough, if `token_budget` is None, or for settings
-    that a worker does not support.
+    When TRL trains on a token, the trainer's weights are at most `args.max_staleness` versions newer than the weights
+    that generated the token. TRL takes samples from the queue some time before it trains on them. Samples that would be
+    too old at training time are dropped. Raise ConfigError if every sample would be too old, if `token_budget` is None,
+    or for settings that a worker does not support.
     """
 
     def __init__(
@@ -121,10 +124,10 @@ class TruerollWorker:
         self.rollout_buffer: queue.Queue[RolloutSample] = _FreshQueue(self._is_fresh, self._note_drop)
         """Scored samples for TRL. The samples of a group are adjacent."""
         self.metrics_queue: queue.Queue[dict[str, float | tuple[float, float]]] = queue.Queue()
-        """Metrics for TRL's log: numbers, or pairs (sum, count) that TRL reports as their mean."""
+        """Metrics for TRL's log: numbers, or pairs (sum, count) that TRL reports as the mean sum / count."""
 
     def start(self) -> None:
-        """Start generating. Raise ConfigError if `max_inflight_tasks` allows no sample in flight."""
+        """Start generating. Raise ConfigError if `max_inflight_tasks` is less than 1."""
         if self._args.max_inflight_tasks < 1:
             raise ConfigError(
                 f"max_inflight_tasks: must be at least 1 (got {self._args.max_inflight_tasks}); set it, or pass the "
@@ -141,14 +144,18 @@ class TruerollWorker:
             return
         self._thread.join(STOP_SECONDS)
         if self._thread.is_alive():
-            raise DeadlineError(f"rollouts: a reward function did not return within {STOP_SECONDS} s; make it return")
+            raise DeadlineError(
+                f"rollouts: a reward function did not return within {STOP_SECONDS} s; check why the function hangs"
+            )
 
     def update_model_version(self, model_version: int) -> None:
-        """Note that the trainer has pushed this version."""
+        """Record that the trainer has pushed `model_version`."""
         self._model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended generation or scoring, or DeadlineError after `stale_after_s` without progress."""
+        """If an error has ended generation or scoring, raise the error. Raise DeadlineError if there was no progress
+        for more than `stale_after_s` seconds.
+        """
         if self._failure is not None:
             raise self._failure
         silence = time.monotonic() - self._progress_at
@@ -206,7 +213,9 @@ class TruerollWorker:
         return Group(group_id, row, prompt_ids, answer.samples, [as_completion(row["prompt"], text) for text in texts])
 
     async def _deliver_first(self, groups: deque[asyncio.Task[Group]]) -> None:
-        """If the oldest group has arrived, score it and hand it over. Otherwise note if the worker makes progress."""
+        """If the oldest group has arrived, score it and queue its samples. If the oldest group has not arrived, record
+        when the worker last made progress.
+        """
         if not (await asyncio.wait([groups[0]], timeout=POLL_SECONDS))[0]:
             await self._note_progress()
             return
@@ -224,21 +233,21 @@ class TruerollWorker:
 
 
 class _FreshQueue(queue.Queue[Any]):
-    """A queue that drops stale items when they are taken, and calls `on_drop` for each of them."""
+    """A queue that drops stale items when they are taken, and calls `on_drop` for each dropped item."""
 
     def __init__(self, is_fresh: Callable[[Any], bool], on_drop: Callable[[], None]) -> None:
         super().__init__()
         self._is_fresh, self._on_drop = is_fresh, on_drop
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """Like `queue.Queue.get`, but for fresh items only. Each dropped item restarts the timeout."""
+        """Like `queue.Queue.get`, but drop stale items. Each dropped item restarts the timeout."""
         while not self._is_fresh(item := super().get(block, timeout)):
             self._on_drop()
         return item
 
 
 def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
-    """Return how many versions older than the trainer's weights a sample may be when TRL takes it."""
+    """Return how many versions behind the trainer's weights a sample may be when TRL takes it from the queue."""
     if args.token_budget is None:
         raise ConfigError("token_budget: with None TRL would query a vLLM server; set a number, or 0 for no budget")
     ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)
@@ -251,11 +260,13 @@ def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
 
 
 def _versions_taken_ahead(token_budget: int, num_batches: int) -> int:
-    """Return the maximum number of versions between TRL taking a sample and training on it.
+    """Return the maximum number of versions that the trainer pushes between taking a sample from the queue and training
+    on it.
 
     `num_batches`: batches per update. TRL fetches a batch while the previous batch waits for training. With a token
-    budget it also takes the first sample that does not fit. That sample goes into the following batch, which belongs to
-    the next update if an update has one batch, and to the same update if it accumulates several batches.
+    budget, TRL also takes the first sample that does not fit into the batch, and uses it for the following batch. If an
+    update has a single batch, the following batch belongs to the next update. If an update accumulates several batches,
+    the following batch belongs to the same update.
     """
     return 2 if token_budget > 0 and num_batches == 1 else 1
 
@@ -268,4 +279,4 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
                 raise ConfigError(f"train_dataset: the column prompt is missing (found {', '.join(row)}); add it")
             yield row
         if row is None:
-            raise ConfigError("train_dataset: it has no rows, or it cannot be iterated again; give a list")
+            raise ConfigError("train_dataset: the dataset has no rows, or can be iterated only once; give a list")

@@ -1,4 +1,4 @@
-"""Shared parts of the TRL integrations: translation of settings, encoding of prompts, checks of samples."""
+"""Shared parts of the TRL integrations: the translation of settings, the encoding of prompts, and checks of samples."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _SETTINGS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "ma
 
 
 class WeightsError(TruerollError):
-    """A sample came from weights other than the trainer's last push."""
+    """A sample was generated with weights other than the trainer's last push."""
 
 
 def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
-    """Return sampling parameters from the settings of a TRL trainer. `generation_kwargs` override them, as in TRL.
+    """Return sampling parameters from the settings of a TRL trainer. As in TRL, `generation_kwargs` override the
+    trainer's other settings.
 
     Raise ConfigError for settings that a worker does not support, and TrlMissingError for missing settings.
     """
@@ -52,7 +53,7 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
 
 
 def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of text, or of a conversation with the template's generation prompt."""
+    """Return the token ids of a text, or of a conversation followed by the generation prompt of its chat template."""
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
@@ -67,7 +68,7 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
     for sample in samples:
         if sample.finish_reason not in ("stop", "length"):
             raise TruerollError(
-                f"sample: it ended with finish reason {sample.finish_reason} "
+                f"sample: generation ended with finish reason {sample.finish_reason} "
                 f"({sample.error or 'aborted by a client, or by a push with in_flight abort'}); see the worker's log"
             )
         for span in sample.weight_versions:
@@ -79,7 +80,7 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
 
 
 def logprobs_of(sample: SampleOutput) -> np.ndarray:
-    """Return a sample's log-probs, float32 [completion_len]. `sampling_params` requests them for every sample."""
+    """Return a sample's log-probs, float32 [completion_len]. `sampling_params` requests log-probs for every sample."""
     assert sample.logprobs is not None
     return sample.logprobs
 

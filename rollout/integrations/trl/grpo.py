@@ -1,8 +1,8 @@
-"""`GRPOTrainer` on a trueroll worker: as its rollout function, or in place of vLLM.
+"""Use a trueroll worker in `GRPOTrainer`, either through TRL's `rollout_func` or in place of vLLM.
 
-Owns the times of pushes and the seed of each group. Does not own the client and the publisher, which callers create and
-close. Promises that every sample comes from the last pushed weights; otherwise WeightsError is raised. The same seed of
-the trainer gives the same samples.
+Owns: when weights are pushed, and the seed of each group. Does not own: the client and the publisher, which callers
+create and close. Guarantees: every sample comes from the last pushed weights; otherwise WeightsError is raised.
+Training runs with the same seed get the same samples.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ RolloutFunc: TypeAlias = Callable[[list[Prompt], Any], dict[str, list[Any]]]
 
 
 def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFunc:
-    """Return the argument for `GRPOTrainer(rollout_func=...)`. It generates with a worker and pushes after each update.
+    """Return a function for `GRPOTrainer(rollout_func=...)`. The function generates samples with a worker, and pushes
+    the trainer's weights after each update.
 
-    `client`, `publisher`: connected to the same worker. TRL's loss does not use the log-probs that the function
-    returns; with `trueroll_generation` it does. The function raises ConfigError for a trainer with several processes
-    and for settings that a worker does not support, and WeightsError for samples from other weights.
+    `client`, `publisher`: connected to the same worker. TRL's loss ignores the log-probs that the function returns. For
+    a loss that uses the worker's log-probs, use `trueroll_generation`. The function raises ConfigError for a trainer
+    with several processes and for settings that a worker does not support. The function raises WeightsError for samples
+    from weights other than the last push.
     """
     pushed_state, pushed_version = None, 0
 
@@ -65,9 +67,10 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
 def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> Iterator[None]:
     """Context manager in which each new `GRPOTrainer(use_vllm=True, vllm_mode="server")` uses trueroll instead of vLLM.
 
-    TRL then applies its importance sampling correction to the worker's log-probs, and reports their difference from the
-    trainer's as `sampling/sampling_logp_difference`. Inside the context, `TruerollGeneration` replaces TRL's own class.
-    Trainers that are created inside keep it afterwards. `client`, `publisher`: connected to the same worker.
+    TRL then applies its importance sampling correction to the worker's log-probs, and reports the difference between
+    the log-probs of worker and trainer as `sampling/sampling_logp_difference`. Inside the context, `TruerollGeneration`
+    replaces TRL's own class. A trainer that was created inside the context keeps the replacement afterwards. `client`,
+    `publisher`: connected to the same worker.
     """
     original = grpo_trainer.VLLMGeneration
     grpo_trainer.VLLMGeneration = functools.partial(TruerollGeneration, client, publisher)
@@ -80,8 +83,8 @@ def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> It
 class TruerollGeneration:
     """The generation backend of `GRPOTrainer`, see `trueroll_generation`.
 
-    TRL creates it and passes `model` and the arguments after it. Raise ConfigError for a trainer with several processes
-    and for settings that a worker does not support.
+    TRL creates the object. All arguments except `client` and `publisher` come from TRL. Raise ConfigError for a trainer
+    with several processes and for settings that a worker does not support.
     """
 
     def __init__(
@@ -102,11 +105,13 @@ class TruerollGeneration:
         self.vllm_client = self
 
     def get_server_info(self) -> dict[str, Any]:
-        """Tell TRL that log-probs include temperature and filters, as TRL requires."""
+        """Tell TRL that the log-probs include the effect of temperature and filters (`processed_logprobs`), as TRL
+        requires.
+        """
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     def sync_weights(self) -> None:
-        """Push the trainer's weights. TRL calls this before it generates, if it has updated them."""
+        """Push the trainer's weights. TRL calls this method before it generates, if the weights have changed."""
         self._version += 1
         model = self._accelerator.unwrap_model(self._model)
         # The worker may serve a version of an earlier trainer, which also counted from 1.
@@ -115,11 +120,11 @@ class TruerollGeneration:
     def generate(
         self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
-        """Return one sample for each of the B prompts. Each prompt comes `num_generations` times in a row.
+        """Return one sample for each of the B prompts. Each prompt is repeated `num_generations` times in a row.
 
-        Return four values: the prompts; the token ids [B][T], where T is the length of each sample; the log-probs
-        [B][T][1], because vLLM can return several log-probs per position; and None for the token ids of the additional
-        log-probs.
+        Return (prompts, token ids, log-probs, None). The token ids are [B][T], where T is the length of each sample.
+        The log-probs are [B][T][1]: TRL expects vLLM's format, which can have several log-probs per position. The last
+        element is None: there are no additional log-probs, and so no token ids for them.
         """
         if images is not None:
             raise ConfigError("prompts: images are not supported; remove them")
@@ -140,10 +145,10 @@ def _check_single_process(accelerator: Any) -> None:
 def _sample_each(
     client: RolloutClient, prompts: list[list[int]], params: SamplingParams, version: int
 ) -> list[SampleOutput]:
-    """Return one sample for each prompt, from weights of `version`.
+    """Return one sample for each prompt, generated with the weights of `version`.
 
     Equal adjacent prompts form one group. The seed of each group comes from torch's random number generator, so the
-    seeds depend on TRL's seed, and their sequence continues when training resumes from a checkpoint.
+    seeds depend on TRL's seed. The sequence of seeds continues when training resumes from a checkpoint.
     """
     runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
     seeds = torch.randint(2**63 - 1, [len(runs)]).tolist()

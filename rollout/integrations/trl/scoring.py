@@ -1,4 +1,4 @@
-"""Conversion of a group of samples to training rows of `AsyncGRPOTrainer`: rewards, advantages, arrays."""
+"""Convert a group of samples to training rows of `AsyncGRPOTrainer`: rewards, advantages and arrays."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Group:
 
 
 async def call_reward(func: RewardFunc, group: Group) -> list[float]:
-    """Return the reward that `func` gives each sample, with NaN for None. `func` may be a coroutine function.
+    """Return the reward that `func` gives to each sample, with NaN instead of None. `func` may be a coroutine function.
 
-    Raise ConfigError unless it returns one finite number or None for each sample.
+    Raise ConfigError unless `func` returns one finite number or None for each sample.
     """
     count = len(group.samples)
     columns = {name: [value] * count for name, value in group.row.items() if name not in _NOT_FOR_REWARDS}
@@ -72,8 +72,8 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`. Convert StopIteration to another error: a future cannot hold it, and awaiting such a
-    future would never end.
+    """Return the result of `call`. Convert StopIteration to RuntimeError, because a future cannot hold StopIteration,
+    so the caller would wait forever.
     """
     try:
         return call()
@@ -82,11 +82,12 @@ def _without_stop_iteration(call: Callable[[], Any]) -> Any:
 
 
 def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iterator[RolloutSample]:
-    """Yield a training row for each sample. A sample without any known reward gets advantage 0.
+    """Yield a training row for each sample. A sample for which all rewards are unknown gets advantage 0.
 
     `rewards`: float64 [num_functions, num_samples], NaN for unknown rewards.
     """
-    # Imported here because importing it warns that it is experimental, which does not concern users of GRPOTrainer.
+    # Imported here because the import warns that the module is experimental. The warning is irrelevant for users of
+    # GRPOTrainer.
     from trl.experimental.async_grpo import async_rollout_worker
 
     check_sample(async_rollout_worker.RolloutSample)
@@ -109,7 +110,7 @@ def rollout_samples(group: Group, names: list[str], rewards: np.ndarray) -> Iter
 
 
 def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray]:
-    """Return the arrays of a training row, each over the whole sequence of prompt and completion."""
+    """Return the arrays of a training row. Each array covers the tokens of prompt and completion."""
     no_logprobs, is_prompt = np.zeros(len(prompt_ids), np.float32), np.zeros(len(prompt_ids), np.int64)
     return {
         "input_ids": np.array([*prompt_ids, *sample.token_ids], np.int64),
@@ -119,7 +120,9 @@ def _arrays(prompt_ids: list[int], sample: SampleOutput) -> dict[str, np.ndarray
 
 
 def length_metrics(samples: Sequence[SampleOutput]) -> dict[str, float | tuple[float, float]]:
-    """Return metrics of sample lengths under TRL's names. TRL reports a pair (sum, count) as the mean sum / count."""
+    """Return metrics of sample lengths, with TRL's metric names. For a pair (sum, count), TRL reports the mean, sum /
+    count.
+    """
     lengths = [len(sample.token_ids) for sample in samples]
     cut_off = sum(sample.finish_reason == "length" for sample in samples)
     return {
@@ -141,5 +144,7 @@ def name_of(func: RewardFunc) -> str:
 
 
 def as_completion(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """Return the sampled text in the form of its prompt: a text for a text, a message for a conversation."""
+    """Return the sampled text in the form of its prompt: a text if the prompt is a text, a message if it is a
+    conversation.
+    """
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

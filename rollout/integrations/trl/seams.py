@@ -1,7 +1,7 @@
 """The places where trueroll plugs into TRL, checked against the installed version of TRL.
 
-An unknown argument from TRL could change what is sampled or trained on. So an unknown argument is an error when the
-integration is imported or created. It is never silently ignored.
+If TRL passes an argument that trueroll does not know, samples or training could be wrong. So unknown arguments raise an
+error when the integration is imported or created.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ GENERATION = {
     "generate": {"prompts", "images", "num_generations", "profiler"},
     "sync_weights": set(),
 }
-"""Arguments by method of TRL's VLLMGeneration, which `TruerollGeneration` replaces."""
+"""Arguments of each method of TRL's VLLMGeneration, which `TruerollGeneration` replaces."""
 FUSED_HEAD = {"model", "temperature", "cast_lm_head_to_fp32", "outputs"}
-"""Arguments of `add_fused_lm_head`, which `AlignedGRPOTrainer` replaces by `align`."""
+"""Arguments of `add_fused_lm_head`, which `AlignedGRPOTrainer` replaces with `align`."""
 LOG_PROBS = {
     *("model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy", "compute_aux_loss"),
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
@@ -67,7 +67,7 @@ def check_sample(sample: type) -> None:
 
 
 def check_protocol(protocol: type, known: Iterable[str]) -> None:
-    """Raise TrlMissingError unless TRL's protocol has exactly the methods and attributes in `known`."""
+    """Raise TrlMissingError unless the class `protocol` of TRL has exactly the methods and attributes in `known`."""
     asked = {name for name in (*vars(protocol), *inspect.get_annotations(protocol)) if not name.startswith("_")}
     _compare(protocol.__name__, asked, {*known})
 

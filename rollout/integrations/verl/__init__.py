@@ -1,4 +1,4 @@
 """trueroll as a rollout engine of verl: `actor_rollout_ref.rollout.name=trueroll`. See docs/verl.md.
 
-Users import nothing from here: `import verl` finds `plugin` by its entry point.
+Users do not import this package: `import verl` finds `plugin` through an entry point.
 """

@@ -1,7 +1,7 @@
-"""verl's server adapter: it pushes the trainer's weights from each trainer process to a worker or a fleet.
+"""verl's server adapter: pushes the trainer's weights from each trainer process to a worker or a fleet.
 
-Owns the publisher. Does not own the workers, which belong to the server's actor. Promises that `update_weights` returns
-once the workers serve the new weights, with a version that they never had before.
+Owns: the publisher. Does not own: the workers, which belong to the server's actor. Guarantees: `update_weights` returns
+once the workers serve the pushed weights.
 """
 
 # pyright: reportMissingImports=false
@@ -26,7 +26,7 @@ Weights = Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Te
 
 
 class TruerollAdapter(BaseRollout):
-    """The adapter of replica `replica_rank`; by default of the replica that belongs to this trainer rank."""
+    """The adapter of replica `replica_rank`. By default, `replica_rank` is the rank of this trainer process."""
 
     is_leader_rank = True
     """Every rank has its own replica."""
@@ -55,8 +55,8 @@ class TruerollAdapter(BaseRollout):
     ) -> None:
         """Push whole tensors with their Hugging Face names.
 
-        The version is `global_steps` + 1, since version 0 is the checkpoint. Without `global_steps`, the weights are
-        those that the worker dropped when it went to sleep, and they get their old version.
+        The version is `global_steps` + 1, because version 0 is the checkpoint. Without `global_steps`, the push brings
+        back the weights that the worker dropped when it went to sleep, and keeps their version.
         """
         _check_kind(wire_format, peft_config)
         server = await self._server()
@@ -66,7 +66,7 @@ class TruerollAdapter(BaseRollout):
         await server.set_version.remote(version)
 
     async def _server(self) -> Any:
-        """Return the server's actor. Looks it up on first use, since verl creates servers after adapters."""
+        """Return the server's actor. The first call looks up the actor, because verl creates servers after adapters."""
         if self._found is None:
             server: Any = ray.get_actor(server_name(self.replica_rank))
             address = await server.address.remote()
@@ -86,7 +86,9 @@ def _check_kind(wire_format: str, peft_config: Any) -> None:
 
 
 def _taken_on(loop: asyncio.AbstractEventLoop, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs on another thread. They are created on the loop's thread, which has verl's device and groups."""
+    """Yield the pairs of `weights` on the calling thread. The pairs are created on the thread of `loop`, which has
+    verl's device and process groups.
+    """
     pairs = ensure_async_iterator(weights)
 
     async def take() -> tuple[str, torch.Tensor] | None:

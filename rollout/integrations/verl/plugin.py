@@ -1,4 +1,5 @@
-"""The plugin that `import verl` loads by the entry point `verl.plugins`. It adds trueroll to verl's two registries.
+"""The plugin that `import verl` loads through the entry point `verl.plugins`. The plugin adds trueroll to verl's two
+registries.
 
 verl imports plugins in each of its processes. If a plugin fails, verl continues without it.
 """

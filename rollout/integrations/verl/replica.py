@@ -1,4 +1,4 @@
-"""verl's rollout replica: one server on the node and the device of one trainer rank."""
+"""verl's rollout replica: one server, on the same node and device as one trainer rank."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -17,7 +17,9 @@ from .settings import NAME, check_rollout
 
 
 class TruerollReplica(RolloutReplica):
-    """A replica for the policy. verl's reward models and teachers need servers with other endpoints."""
+    """A replica that serves the policy. verl's reward models and teachers are not supported, because they need servers
+    with other endpoints.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,7 +31,7 @@ class TruerollReplica(RolloutReplica):
             )
 
     async def launch_servers(self) -> None:
-        """Start the server and return when its worker is ready. Raise the worker's error if it does not start."""
+        """Start the server and return when its worker is ready. Raise the error of a worker that cannot start."""
         [trainer] = self.workers
         node_id, device_id = await trainer.__ray_call__.remote(_place)
         platform = get_platform()
@@ -60,6 +62,6 @@ def server_name(replica_rank: int) -> str:
 
 
 def _place(_: Any) -> tuple[str, str]:
-    """Return the calling process's node id and the id of the accelerator that Ray assigned to it."""
+    """Return the node id of the calling process, and the id of the accelerator that Ray assigned to this process."""
     context = ray.get_runtime_context()
     return context.get_node_id(), context.get_accelerator_ids()[get_platform().ray_resource_name()][0]

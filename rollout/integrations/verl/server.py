@@ -1,9 +1,11 @@
-"""verl's server: a Ray actor that owns a worker process or a fleet and forwards verl's requests to it.
+"""verl's server: a Ray actor that forwards verl's requests to its own worker process or fleet.
 
-Owns the worker or the fleet, its client, and the gate that is closed between abort and resume. Does not own the
-weights: the adapter in the trainer's process pushes them directly to the worker and then notifies this actor. Promises
-that no token comes from weights older than the last push before the token's request began, and that aborted requests
-return their tokens so far.
+Owns: the worker or the fleet, its client, and a gate: between `abort_all_requests` and `resume_generation`, the gate is
+closed, and no request starts. Does not own: the weights, which the adapter in the trainer's process pushes directly to
+the worker. After a push, the adapter notifies this actor.
+
+Guarantees: a request that begins after the end of a push gets no tokens from older weights. Aborted requests return
+their tokens so far.
 """
 
 # pyright: reportMissingImports=false
@@ -31,12 +33,12 @@ from .settings import sampling_params, worker_settings
 
 
 class TruerollServer:
-    """The actor's class.
+    """The class of the Ray actor.
 
     - `config`: verl's RolloutConfig
-    - `model_config`: verl's model config; its `path` is the checkpoint that the worker loads at first
-    - `device`: as for EngineConfig
-    - `can_sleep`: whether `sleep` releases memory; otherwise it does nothing
+    - `model_config`: verl's model config; its `path` is the checkpoint that the worker loads when it starts
+    - `device`: see `EngineConfig`
+    - `can_sleep`: whether `sleep` releases memory; if False, `sleep` and `wake_up` do nothing
     """
 
     def __init__(self, config: Any, model_config: Any, device: str, can_sleep: bool) -> None:
@@ -59,7 +61,7 @@ class TruerollServer:
         self._rejects = False
 
     def address(self) -> str:
-        """Return the address of the worker, or the file of the fleet. It uses trueroll's protocol, not HTTP."""
+        """Return the worker's address, or the path of the fleet's file. Clients use trueroll's protocol, not HTTP."""
         return self._address
 
     def version(self) -> int:
@@ -67,14 +69,14 @@ class TruerollServer:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Note that the worker serves this version. From now on, samples from older weights are refused."""
+        """Record that the worker serves `version`. New requests require weights of at least this version."""
         self._version = version
         self._asked.clear()
 
     async def generate(
         self, request_id: str, prompt_ids: Any, sampling_params: dict[str, Any], **media: Any
     ) -> TokenOutput:
-        """Return one sample of a prompt, given as token ids. While the gate is closed, wait or return an empty sample.
+        """Generate one sample for the prompt `prompt_ids`. While the gate is closed, wait or return an empty sample.
 
         Raise InvalidRequestError for images and other media, and for parameters that a worker does not support. Raise
         StaleWeightsError if the worker was restarted.
@@ -87,7 +89,7 @@ class TruerollServer:
             if self._rejects:
                 return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._steps([]))
             await self._gate.wait()
-        # Nothing else runs on the loop until the client has sent the request, so an abort includes it.
+        # Nothing else runs on the loop until the client has sent the request, so an abort includes the request.
         return await self._sample(request_id, prompt, sampling_params)
 
     async def _sample(self, request_id: str, prompt: list[int], given: dict[str, Any]) -> TokenOutput:
@@ -107,8 +109,8 @@ class TruerollServer:
     def _seed(self, request_id: str, prompt: list[int]) -> int | None:
         """Return the seed of a request; None without `full_determinism`.
 
-        With `full_determinism` verl's request ids are not unique, and its requests come in any order. The k-th request
-        with a given id and prompt under given weights always gets the same seed.
+        With `full_determinism`, verl may use the same id for several requests, and requests may arrive in any order.
+        The k-th request with the same weights, id and prompt always gets the same seed.
         """
         if not self._config.full_determinism:
             return None
@@ -118,10 +120,11 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """Return the last, the smallest and the largest step of verl in which the weights of a sample were pushed.
+        """Return the global steps at which the weights of a sample's tokens were pushed: the last, the smallest and the
+        largest step.
 
-        Return an empty map for a sample without tokens, because verl takes the first reported step as the sample's
-        start.
+        Return an empty map for a sample without tokens, because verl treats the first step that it gets as the start of
+        the sample.
         """
         steps = [version - 1 for version in versions]
         if not steps:
@@ -129,9 +132,10 @@ class TruerollServer:
         return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End all requests with their tokens so far, and start none until `resume_generation`.
+        """End all requests with their tokens so far. No request starts until `resume_generation` is called.
 
-        Requests that arrive in the meantime wait; with `reject_request` they return empty samples.
+        New requests wait for `resume_generation`. With `reject_request`, new requests return empty samples instead of
+        waiting.
         """
         self._gate.clear()
         self._rejects = reject_request
@@ -142,12 +146,12 @@ class TruerollServer:
         self._gate.set()
 
     async def sleep(self) -> None:
-        """Release the memory of weights and KV cache. A push must follow. After it, running requests continue."""
+        """Release the memory of weights and KV cache. A push must follow. Running requests continue after the push."""
         if self._can_sleep:
             await self._client.sleep(level=2)
 
     async def wake_up(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Allocate the memory of `tags` again. A no-op if it was not released."""
+        """Allocate the memory of `tags` again. No-op if the memory was not released."""
         if self._can_sleep:
             await self._client.wake_up(tags=tags)
 

@@ -1,4 +1,4 @@
-"""Translation of verl's settings to trueroll's. Unsupported settings are refused. Imports nothing from verl."""
+"""Translate verl's settings to trueroll's settings. Unsupported settings raise an error. Imports nothing from verl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ....engine.request import SamplingParams
 NAME = "trueroll"
 """The rollout's name in verl's settings."""
 LOGPROBS_MODES = {"processed_logprobs": "processed", "raw_logprobs": "raw", "temperature": "temperature"}
-"""trueroll's `logprobs` by `rollout.logprobs_mode`. The first two modes are verl's own."""
+"""trueroll's `logprobs` for each `rollout.logprobs_mode`. verl defines the first two modes."""
 ONLY = {
     "tensor_model_parallel_size": 1,
     "data_parallel_size": 1,
@@ -25,7 +25,7 @@ KV_SETTINGS = ("num_blocks", "kv_memory", "kv_memory_fraction")
 
 
 def check_rollout(config: Any) -> None:
-    """Raise ConfigError if a `rollout` section asks for something that a worker does not support."""
+    """Raise ConfigError if a `rollout` section has a setting that a worker does not support."""
     for name, value in ONLY.items():
         if (found := getattr(config, name)) != value:
             raise ConfigError(f"rollout.{name}: {found} is not supported; set it to {value}")
@@ -37,11 +37,11 @@ def check_rollout(config: Any) -> None:
 
 
 def worker_settings(config: Any, device: str) -> dict[str, Any]:
-    """Return the settings for `launch_worker` from a `rollout` section, and `num_workers`, the replica's number of
-    workers.
+    """Convert a `rollout` section to settings for `launch_worker`. Return these settings and `num_workers`, the number
+    of workers in the replica.
 
-    `engine_kwargs.trueroll` in the section may have any settings of EngineConfig and WorkerConfig. They override other
-    settings. Raise ConfigError for a number of workers that the device does not allow.
+    The section's `engine_kwargs.trueroll` may contain any settings of EngineConfig and WorkerConfig. Settings in
+    `engine_kwargs.trueroll` override all others. Raise ConfigError if `num_workers` is not possible on the device.
     """
     own = dict(config.engine_kwargs.get(NAME) or {})
     settings = {
@@ -58,8 +58,8 @@ def worker_settings(config: Any, device: str) -> dict[str, Any]:
     num_workers = own.pop("num_workers", 1)
     if type(num_workers) is not int or num_workers < 1 or (num_workers > 1 and device != "cpu"):
         raise ConfigError(
-            f"engine_kwargs.{NAME}.num_workers: {num_workers!r} is not valid on {device}; set it to an integer of at "
-            "least 1, or to 1 if the replica has an accelerator"
+            f"engine_kwargs.{NAME}.num_workers: {num_workers!r} is not valid on {device}; set it to 1, or on cpu to "
+            "any integer of at least 1"
         )
     return settings | own | {"num_workers": num_workers}
 
@@ -72,8 +72,8 @@ def max_model_len(config: Any) -> int:
 def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed: int | None) -> SamplingParams:
     """Return the sampling parameters of a request, with defaults from a `rollout` section.
 
-    `seed`: None lets the worker choose it. Raise InvalidRequestError, which names the field, for an unsupported
-    parameter and for a prompt that leaves no room for a response.
+    `seed`: None lets the worker choose a seed. Raise InvalidRequestError if a parameter is not supported, or if the
+    prompt leaves no room for a response. The error names the parameter.
     """
     fields = {"ignore_eos": config.ignore_eos, "seed": seed, **given}
     for name, value in NEUTRAL.items():
@@ -89,7 +89,7 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
 
 
 def _max_tokens(fields: dict[str, Any], config: Any, prompt_len: int) -> int:
-    """Remove the maximum number of new tokens, which has vLLM's or SGLang's name, from `fields` and return it."""
+    """Remove the keys `max_tokens` and `max_new_tokens` from `fields`, and return the maximum number of new tokens."""
     room = max_model_len(config) - prompt_len
     if room < 1:
         raise InvalidRequestError(

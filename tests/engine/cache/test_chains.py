@@ -1,4 +1,4 @@
-"""The identity of a block: its tokens, its salt, and the content for which its tokens stand."""
+"""The identity of a block: tokens, salt, and the content (such as an image) that placeholder tokens represent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 @st.composite
 def changed(draw: st.DrawFn, prompt: Prompt) -> Prompt:
-    """Return the prompt, or another prompt that shares a random amount with it."""
+    """Return the prompt itself, or a prompt that shares a random amount with it."""
     tokens, salt, spans = prompt
     other_tokens, other_salt, other_spans = draw(prompts())
     kept = draw(st.integers(0, PROMPT_LEN))

@@ -1,4 +1,6 @@
-"""Memory that one process lends to others: all see the same content, none can change it, and nothing is left behind."""
+"""Memory that one process lends to others: all processes see the same content, none can change the content, and no
+memory leaks.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def test_a_writer_gets_pages_of_its_own() -> None:
     second.take(lender)
     mine[5], theirs[-1] = 9, 8
     assert (mine != 7).sum() == (theirs != 7).sum() == 1 and mine[-1] == theirs[5] == 7
-    with pytest.raises(PermissionError):  # raised by the system, because of the seals
+    with pytest.raises(PermissionError):  # the system raises this because the memory is sealed
         HostArena(SIZE, huge_pages=True).map_file(lent.fd, flags=1)
 
 
@@ -119,7 +121,9 @@ def test_memory_that_was_not_lent_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_process_with_hidden_files_lends_nothing() -> None:
-    """Files of a process with capabilities are hidden from other processes of the same user, except root."""
+    """The files of a process with capabilities are hidden from other processes of the same user, unless that user is
+    root.
+    """
     code = "import ctypes, os; from trueroll.engine.cache import lending; os.getuid() or os.setuid(65534);"
     code += "ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); print(lending.place_to_lend())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)

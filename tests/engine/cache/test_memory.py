@@ -39,7 +39,7 @@ def build(empty: Callable[..., Tensor]) -> list[Tensor]:
 
 
 def filled(make: Callable[[int], Arena], seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Arena, list]:
-    """Return an arena with random tensors of SHAPES, and nothing else."""
+    """Return an arena that contains only random tensors of SHAPES."""
     arena = make(bytes_needed(build, dtype))
     tensors = build(partial(arena.empty, dtype))
     generator = torch.Generator().manual_seed(seed)

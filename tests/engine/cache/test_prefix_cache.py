@@ -33,7 +33,9 @@ Content = tuple[int, str | None, Prefix]
 
 @dataclass(eq=False)
 class Node:
-    """A published prefix in the model: for each group its last block, until the block is handed out."""
+    """A published prefix in the model. For each group, the node has the prefix's last block until that block is handed
+    out.
+    """
 
     blocks: list[int | None]
     parent: Node | None
@@ -79,7 +81,7 @@ class Model:
         return found
 
     def find(self, salt: str | None, tokens: array[int], limit: int) -> list[Node]:
-        """Return the longest prefix after which the next token finds all tokens that it attends to."""
+        """Return the longest prefix with which the cache has every token that the next token attends to."""
         run = self.walk(salt, tokens, limit)
         return run[: max(count for count in range(len(run) + 1) if self.is_whole(run[:count]))]
 
@@ -105,7 +107,7 @@ class Model:
                 del self.claims[key]
 
     def take_over(self, node: Node, own: list[int]) -> None:
-        """Give a node the blocks that it lacks, and replace its free blocks."""
+        """Give a node its missing blocks, and replace its free blocks."""
         for group, free in enumerate(self.free):
             old = node.blocks[group]
             if old in free:
@@ -129,7 +131,7 @@ class Model:
             self.drop(lost[0])
 
     def drop(self, key: Key) -> None:
-        """Remove a node, if there is one. Its blocks are then empty, and are handed out first."""
+        """Remove a node, if there is one. The node's blocks become empty, and are handed out first."""
         node = self.index.pop(key, None)
         for free, block in zip(self.free, node.blocks if node else [], strict=False):
             if block in free:
@@ -169,7 +171,7 @@ def state_of(cache: PrefixCache) -> tuple[Any, ...]:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Sequences that are added, computed, extended, forked and released in any order, over far too few blocks."""
+    """Adds, computes, extends, forks and releases sequences in any order, in a cache with far too few blocks."""
 
     make_cache: type[CountingCache] = CountingCache
     num_blocks: dict[int | None, int] = {None: NUM_BLOCKS}
@@ -195,7 +197,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [(self.cache.identity.epoch, salt, tuple(tokens[: p + 1])) for p in range(start, end)]
 
     def look(self, chain: Chain, salt: str | None, tokens: array[int], limit: int) -> list[Entry]:
-        """Look up a prefix. Check that nothing changes and that exactly the findable blocks are found."""
+        """Look up a prefix. Check that the lookup changes nothing and finds exactly the blocks that can be found."""
         before = state_of(self.cache)
         hits = self.cache.lookup(chain, tokens, limit)
         claim = self.cache.find_claim(chain, len(hits), limit)
@@ -232,7 +234,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return [block for block in blocks if block is not None]
 
     def allocate(self, hits: list[Entry], num_new: int) -> Table | None:
-        """Allocate. Check that all or nothing is allocated, the oldest free blocks first and never a block in use."""
+        """Allocate. Check that an allocation is all or nothing, takes the oldest free blocks first, and never takes a
+        block in use.
+        """
         before = state_of(self.cache)
         needed = [self.needed(hits, group) for group in range(len(self.kv))]
         free = [[b for b in free_blocks(pool) if b not in needed[g]] for g, pool in enumerate(self.cache.tables.pools)]
@@ -405,7 +409,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 class CollidingMachine(PrefixCacheMachine):
-    """The same with only two different hashes: hits are still right, and no block is lost."""
+    """The cache machine with only two different hashes: hits are still correct, and no block is lost."""
 
     make_cache = CollidingCache
     hashes_collide = True
@@ -464,7 +468,7 @@ def test_any_order_of_operations_agrees_with_the_model(machine: type[PrefixCache
 
 
 def publish(cache: PrefixCache, tokens: list[int], salt: str | None = None) -> Table:
-    """Compute and publish the blocks of a sequence that keeps them, and return its table."""
+    """Compute and publish the blocks of a sequence, and return the table. The sequence keeps its blocks."""
     chain, text = cache.identity.new_chain(salt), array("i", tokens)
     table = cache.tables.allocate([], cache.tables.blocks_for(len(tokens)))
     cache.publish(chain, text, table, len(tokens))
@@ -503,13 +507,13 @@ def test_the_least_recently_released_prefix_is_reused_first() -> None:
         cache.tables.release(table)
     hits = cache.lookup(cache.identity.new_chain(None), array("i", [2, 2]), 2)
     table = cache.tables.allocate(hits, 0)
-    assert table.blocks == second.blocks  # a hit counts as a use: `second` is now the most recent
+    assert table.blocks == second.blocks  # a hit is a use: `second` is now the most recently used
     cache.tables.release(table)
     assert take(cache, 3) == blocks_of(first) + blocks_of(third) + blocks_of(second)
 
 
 def test_a_block_in_use_replaces_a_free_one() -> None:
-    """A sequence that computes a prefix again can therefore not lose it when free blocks are taken."""
+    """A sequence that recomputes a prefix therefore keeps the prefix cached, even when free blocks are taken."""
     cache = PrefixCache({None: 4}, BLOCK_SIZE)
     first = publish(cache, [1, 1])
     cache.tables.release(first)
@@ -632,7 +636,7 @@ def test_a_claim_ends_when_its_block_is_published_or_its_owner_gives_up() -> Non
     assert (first in cache.claims, last in cache.claims) == (False, True)
     assert cache.find_claim(reader, 0, 4) is None
     assert cache.find_claim(reader, 1, 4) == last
-    cache.claims.add(reader)  # comes too late, and has therefore no claims to withdraw
+    cache.claims.add(reader)  # too late: there are no claims to withdraw
     cache.claims.withdraw(reader)
     assert cache.find_claim(reader, 1, 4) == last
     cache.claims.withdraw(writer)

@@ -1,4 +1,4 @@
-"""The records of routed experts: which entries have one, and which record is replaced."""
+"""The records of routed experts: which cache entries have a record, and which record is replaced."""
 
 from __future__ import annotations
 

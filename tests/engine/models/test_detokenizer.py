@@ -1,4 +1,4 @@
-"""The detokenizer: its parts make up the text of all tokens, whatever the tokens are."""
+"""The detokenizer: for any tokens, the parts join to the text of all tokens."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PIECES = st.lists(st.sampled_from(SOME_BYTES), min_size=1, max_size=4).map(bytes
 
 
 def parts(vocabulary: Vocabulary, token_ids: Sequence[int]) -> list[str]:
-    """Return the part that each token completes, and the rest."""
+    """Return the part of the text that each token completes, and the remaining text."""
     text = Detokenizer(vocabulary.decode, vocabulary.is_silent)
     return [*map(text.add, token_ids), text.rest()]
 
 
 def check(vocabulary: Vocabulary, token_ids: list[int]) -> None:
-    """Check that the parts make up the whole, and that certain text is at most three non-silent tokens late."""
+    """Check that the parts join to the whole text, and that settled text is at most three non-silent tokens late."""
     assert "".join(parts(vocabulary, token_ids)) == vocabulary.decode(token_ids)
     token_ids = [token_id for token_id in token_ids if not vocabulary.is_silent(token_id)]
     told = parts(vocabulary, token_ids)
@@ -60,7 +60,9 @@ def test_a_replacement_mark_is_returned_once(pieces: list[bytes]) -> None:
 @given(TEXTS.filter(lambda text: REPLACEMENT not in text), st.lists(st.integers(0, 2), max_size=80))
 @example(" a", [2, 0, 0, 0, 0])
 def test_special_tokens_change_no_part(text: str, silent: list[int]) -> None:
-    """Each token is a byte. Tokens without text lie anywhere, even before the space that a first token would lose."""
+    """Each token is a byte. Tokens without text are at any position, even before the leading space that decoding would
+    strip from a first token.
+    """
     spelled = [["a"] if c == "a" else ["▁"] if c == " " else [f"<0x{b:02X}>" for b in c.encode()] for c in text]
     token_ids = [WORDS.index(word) for words in spelled for word in words]
     vocabulary = Vocabulary(byte_fallback_tokenizer())

@@ -14,8 +14,8 @@ from torch import Tensor
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import Decoder
-from trueroll.engine.models.dummy import find_config
 from trueroll.engine.models.loader import read_config
+from trueroll.engine.models.names import find_config
 from trueroll.engine.running.loading import load_dummy
 from trueroll.errors import ModelError
 from trueroll.kernels import reference

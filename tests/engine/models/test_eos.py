@@ -138,7 +138,7 @@ def test_a_token_that_the_model_cannot_draw_is_skipped_with_a_warning(
 @pytest.mark.parametrize("value", [7, ["</s>"], True, {}, dict(content=7)])
 @pytest.mark.parametrize("file", ["tokenizer_config", "special_tokens_map"])
 def test_an_invalid_eos_token_is_refused(tmp_path: Path, file: str, value: object) -> None:
-    with pytest.raises(ModelError, match=f"{file}.json: eos_token must be a string or a map with its content"):
+    with pytest.raises(ModelError, match=f"{file}.json: eos_token must be a string, or an object with"):
         found(tmp_path, **{file: dict(eos_token=value)}, tokenizer=TOKENIZER)
 
 

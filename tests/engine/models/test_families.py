@@ -1,4 +1,6 @@
-"""Each family against transformers, for every variant that it claims to cover, and a new family made up here."""
+"""Each family against transformers, for every variant that the family claims to cover. A new family, made up in this
+file, is also tested.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,7 @@ CASES += [(name, "cpu") for name in VARIANTS if name != "an odd head size"]
 
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, backend: str) -> None:
-    """Greedy tokens and scores must be equal, too."""
+    """Greedy tokens and scores must also be equal."""
     family, overrides = VARIANTS[name]
     check_against_transformers(make_tiny_model(family, tmp_path, **overrides), backend)
 
@@ -140,7 +142,7 @@ def gemma2(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def test_a_new_family_needs_only_a_description(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is served, and aligned in a trainer, to the bit."""
+    """The new family is served, and a trainer's aligned model has the same bits."""
     monkeypatch.setitem(families.families(), "Gemma2ForCausalLM", gemma2)
     config = Gemma2Config(
         **TINY,
@@ -163,7 +165,9 @@ def test_a_new_family_needs_only_a_description(tmp_path: Path, backend: str, mon
 def test_worker_and_trainer_take_the_number_of_pieces_from_the_family(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """These are the pieces of the products that lead back to the hidden size, with and without a norm after them."""
+    """The pieces belong to the products that project back to the hidden size, with and without a norm after the
+    product.
+    """
     folder, ids = make_tiny_model(family, tmp_path), tokens(100)
     whole = score(make_engine(folder, backend="reference"), ids)
     (name,) = read_config(folder)["architectures"]
@@ -209,7 +213,7 @@ def test_half_precision_is_as_close_to_float32_as_transformers(tmp_path: Path, d
         (dict(rope_parameters=dict(rope_type="linear", factor=None)), "config.json has an invalid setting: TypeError"),
         (
             dict(rope_parameters=dict(rope_type="default", rope_theta=-5.0)),
-            "rope parameters in config.json do not rotate",
+            "rope parameters in config.json do not give a valid rotation",
         ),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0))), "one for each type of layer"),
         (dict(rms_norm_eps=float("nan")), "config.json has .*'rms_norm_eps'.* must be a finite number"),
@@ -306,7 +310,7 @@ def test_files_of_older_transformers_are_read_as_transformers_reads_them(
 
 LEGACY_TYPES = dict(full_attention=dict(type="linear", factor=8.0), sliding_attention=dict(type="yarn", factor=2.0))
 NEW_ROPES = dict(full_attention=dict(rope_type="linear", factor=8.0), sliding_attention=None)
-# Short forms of files published with these models, and files that mix the names of several releases.
+# Shortened versions of files published with these models, and files that mix the names of several releases.
 OLD_WINDOWED_FILES: dict[str, dict[str, Any]] = {
     "gemma3": dict(rope_theta=2e6, rope_local_base_freq=2e4, rope_scaling=dict(factor=8.0, rope_type="linear")),
     "gemma3 with a pattern": dict(sliding_window_pattern=2, head_dim=32, query_pre_attn_scalar=20, sliding_window=9),
@@ -359,6 +363,6 @@ print(sorted({"torch._dynamo", "torch._inductor", "triton"} & sys.modules.keys()
 
 
 def test_a_model_is_loaded_without_torchs_compiler(tiny_llama: Path) -> None:
-    """The configuration classes of transformers would import it, which takes 150 MB in each worker."""
+    """The configuration classes of transformers would import torch's compiler, which takes 150 MB in each worker."""
     printed = subprocess.run([sys.executable, "-c", LOAD, str(tiny_llama)], check=True, capture_output=True, text=True)
     assert printed.stdout == "[]\n"

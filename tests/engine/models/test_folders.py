@@ -1,4 +1,4 @@
-"""Folders given as models that hold something else, or something more: the error says what it is and what to do."""
+"""Model folders with wrong or additional content: the error names the content and says what to do."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_checkpoints_beside_weights_are_ignored(folder: Path) -> None:
 
 
 def stored_as(folder: Path, dtype: torch.dtype, but: int = 0) -> None:
-    """Store the weights, except the first `but` tensors, in another dtype than the one in config.json."""
+    """Store the weights, except the first `but` tensors, in a dtype that differs from config.json."""
     tensors = load_file(folder / SINGLE)
     save_file({n: t if i < but else t.to(dtype) for i, (n, t) in enumerate(tensors.items())}, folder / SINGLE)
 

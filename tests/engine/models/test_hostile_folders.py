@@ -1,4 +1,6 @@
-"""Hostile model folders: each is refused by name, with an error of bounded length, before memory is allocated."""
+"""Hostile model folders: each fault is refused before memory is allocated, with an error of bounded length that names
+the fault.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @pytest.fixture
 def folder(tiny_llama: Path, tmp_path: Path) -> Path:
-    """A complete model, to be damaged. Its weights are in one file; `shard` splits them."""
+    """A complete model for tests to damage. The weights are in one file, which `shard` splits."""
     return shutil.copytree(tiny_llama, tmp_path / "model")
 
 
@@ -41,7 +43,7 @@ def change(folder: Path, file: str = "config.json", **settings: Any) -> None:
 
 
 def shard(folder: Path, *names: str) -> None:
-    """Make the index name these files, which may be anything."""
+    """Write an index that names these files. The names may be arbitrary."""
     (folder / SINGLE).unlink(missing_ok=True)
     (folder / INDEX).write_text(json.dumps({"weight_map": {str(i): name for i, name in enumerate(names)}}))
 
@@ -139,9 +141,9 @@ def test_settings_beyond_any_model_are_refused(folder: Path, settings: dict[str,
 @pytest.mark.parametrize(
     ("factor", "found"),
     [
-        (float("nan"), "do not rotate"),
-        (float("inf"), "do not rotate"),
-        (-1.0, "do not rotate"),
+        (float("nan"), "do not give a valid rotation"),
+        (float("inf"), "do not give a valid rotation"),
+        (-1.0, "do not give a valid rotation"),
         ("x", "TypeError"),
         (10**400, "OverflowError"),
     ],

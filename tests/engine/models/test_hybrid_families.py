@@ -1,6 +1,5 @@
-"""Families with gated delta nets: against transformers, from checkpoints, in chunks, aligned, and what is refused.
-
-The decoder runs over memory that the test allocates.
+"""Families with gated delta nets: against transformers, loaded from checkpoints, computed in chunks, aligned in a
+trainer, and refused settings. The decoder runs in memory that the test allocates.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ class Hybrid:
         return self.step(self.memories(1), [(0, ids, 0)], [NO_SLOT], [3])[0]
 
     def log_probs(self, ids: Tensor) -> Tensor:
-        """Return the log-prob of each token but the first, given the tokens before it."""
+        """Return the log-prob of each token except the first, given the preceding tokens."""
         return self.model.ops.log_probs(self.logits(ids)[:-1], ids[1:])
 
 
@@ -149,7 +148,7 @@ def check_against_transformers(folder: Path, length: int, auto_model: Any = Auto
 
 
 def test_greedy_tokens_equal_those_of_transformers(hybrid_model: Path, backend: str) -> None:
-    """They are decoded one by one, from states and tails."""
+    """The tokens are decoded one by one, from states and tails."""
     model: Any = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=torch.float32)
     ids = prompt(50)
     model.generation_config.eos_token_id = None
@@ -166,7 +165,7 @@ def test_greedy_tokens_equal_those_of_transformers(hybrid_model: Path, backend: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_batches_and_restored_states_change_no_bit(hybrid_model: Path, dtype: torch.dtype, backend: str) -> None:
-    """One sequence resumes from another's checkpoint, which is kept for a third sequence."""
+    """One sequence resumes from the checkpoint of another sequence. The checkpoint stays for a third sequence."""
     ours, ids, other = Hybrid(hybrid_model, dtype, backend), prompt(60), prompt(45, seed=1)
     expected, expected_other = ours.logits(ids), ours.logits(other)
     memories = ours.memories(3)
@@ -209,7 +208,7 @@ def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.d
 
 
 def test_an_aligned_trainer_has_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
-    """It runs in the interpreter, so with a thin model and few tokens; gradients are computed by torch."""
+    """The kernels run in the interpreter, so the model is thin and the tokens are few. torch computes the gradients."""
     sizes: dict[str, Any] = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8)
     sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
     sizes |= dict(num_hidden_layers=2)
@@ -239,7 +238,7 @@ VISION: dict[str, Any] = dict(
 
 
 def with_vision(folder: Path, **outer: Any) -> Path:
-    """Write a checkpoint of Qwen3.5 with a vision tower and a head that predicts further tokens."""
+    """Write a checkpoint of Qwen3.5 with a vision tower and a multi-token prediction head."""
     text = TINY | outer | dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
     text |= dict(linear_key_head_dim=16, linear_value_head_dim=16)
     config = Qwen3_5Config(text_config=text, vision_config=Qwen3_5VisionConfig(**VISION).to_dict(), **outer)
@@ -287,7 +286,7 @@ def test_unknown_and_duplicate_names_of_a_checkpoint_are_refused(tmp_path: Path)
         Hybrid(folder)
 
 
-# Short forms of the settings of a published Qwen3-Next and a published Qwen3.5.
+# Shortened settings of a published Qwen3-Next and a published Qwen3.5.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(partial_rotary_factor=0.25, rope_theta=1e7, rope_scaling=None, full_attention_interval=4),
     "qwen3_5_text": dict(

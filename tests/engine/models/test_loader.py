@@ -1,4 +1,4 @@
-"""The loader: finding a model's folder, and loading its tensors from complete and damaged files."""
+"""The loader: loading the tensors of a model folder from complete and damaged files."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
-from trueroll.engine.models import loader
-from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config, resolve_model
+from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.errors import ModelError
 
 INDEX = "model.safetensors.index.json"
@@ -26,7 +24,7 @@ def _tensors() -> dict[str, torch.Tensor]:
 
 
 def _destinations(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Return destinations filled with NaN; q and k are views of one fused tensor."""
+    """Return destination tensors filled with NaN. q and k are views of one fused tensor."""
     embed, fused, norm = (torch.full(shape, torch.nan, dtype=dtype) for shape in ((7, 4), (6, 4), (4,)))
     return {"embed": embed, "q": fused[:4], "k": fused[4:], "norm": norm}
 
@@ -154,73 +152,3 @@ def test_a_missing_or_broken_config_is_named(tmp_path: Path, content: bytes | No
         ModelError, match=r"config\.json: (cannot be read|is not valid JSON|must contain a JSON object)"
     ):
         read_config(tmp_path)
-
-
-def test_a_local_folder_is_returned_unchanged(tiny_llama: Path) -> None:
-    assert resolve_model(str(tiny_llama)) == tiny_llama
-    assert read_config(tiny_llama)["architectures"] == ["LlamaForCausalLM"]
-
-
-NAMES = ["./gone", "../gone", "/gone/model", "~/gone", "~nobody_of_this_name/gone", "a/b/c", "org/name", "gpt2"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "", "x" * 5000, "nul\0", "/dev/null/gone"])
-def test_a_missing_path_is_not_looked_up_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(ModelError, match="but there is no such folder; check the path") as caught:
-        resolve_model(name)
-    hint = "a model of the Hugging Face hub is written hf://org/name"
-    assert str(caught.value).endswith(hint) == (name == "org/name")
-
-
-def test_a_file_is_not_a_model_folder(tiny_llama: Path) -> None:
-    with pytest.raises(ModelError, match="but this is a file; check the path$"):
-        resolve_model(str(tiny_llama / "config.json"))
-
-
-@pytest.mark.parametrize(
-    ("name", "repository", "revision"),
-    [
-        ("hf://org/name", "org/name", None),
-        ("hf://Org-1/a_name.v2-x@main", "Org-1/a_name.v2-x", "main"),
-        ("hf://org/name@refs/pr/1", "org/name", "refs/pr/1"),
-    ],
-)
-def test_a_model_of_the_hub_is_downloaded_at_its_revision(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, name: str, repository: str, revision: str | None
-) -> None:
-    asked: list[tuple[str, str | None]] = []
-
-    def download(repo_id: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
-        asked.append((repo_id, revision))
-        offered = ["config.json", "model-1.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja"]
-        code = [
-            "modeling_x.py",
-            "tokenizer_x.py",
-            "tokenizer.so",
-            "pytorch_model.bin",
-            "sub/x.json",
-            "sub/model.safetensors",
-        ]
-        allowed = filter_repo_objects(offered + code, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
-        assert list(allowed) == offered
-        return str(tiny_llama)
-
-    monkeypatch.setattr(loader, "snapshot_download", download)
-    assert resolve_model(name) == tiny_llama and asked == [(repository, revision)]
-
-
-@pytest.mark.parametrize(
-    "name", ["hf://", "hf://gpt2", "hf://org/name@", "hf://a/b/c", "hf:///etc/passwd", "hf://../up", "hf://org/na me"]
-)
-def test_a_malformed_hub_name_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
-    with pytest.raises(ModelError, match="write hf://ORG/NAME or hf://ORG/NAME@REVISION, where"):
-        resolve_model(name)
-
-
-@pytest.mark.parametrize("name", ["hf://nobody/no-such-model", "hf://nobody/no-such-model@v1"])
-def test_a_failed_download_is_reported_in_one_line(name: str) -> None:
-    with pytest.raises(ModelError, match="the download failed: .*; check the name and the network") as caught:
-        resolve_model(name)
-    assert "\n" not in str(caught.value)

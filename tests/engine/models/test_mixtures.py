@@ -1,4 +1,6 @@
-"""Families with experts: against transformers, from checkpoints of each form, with random weights; what is refused."""
+"""Families with experts: against transformers, loaded from checkpoints of each form, with random weights, and refused
+settings.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_greedy_tokens_equal_those_of_transformers(mixture_model: Path, backend:
 
 
 def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) -> None:
-    """The experts form pairs with scores that are equal for any token in all but the last digits."""
+    """The experts form pairs. The scores of a pair differ only in their last digits, for any token."""
     folder = make_tiny_model("qwen3_moe", tmp_path)
     tensors = load_file(folder / FILE)
     routers = [name for name in tensors if name.endswith("mlp.gate.weight")]
@@ -196,7 +198,7 @@ def test_experts_that_do_not_fit_the_model_are_refused(
 def test_experts_that_the_checkpoint_does_not_have_take_no_memory(
     mixture_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The settings ask for 200 million names, of which none is built."""
+    """The settings imply 200 million tensor names. None of these names is built."""
     raw = read_config(mixture_models["qwen3_moe"]) | dict(num_hidden_layers=1024, num_local_experts=65536)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / FILE).write_bytes((mixture_models["qwen3_moe"] / FILE).read_bytes())
@@ -206,7 +208,10 @@ def test_experts_that_the_checkpoint_does_not_have_take_no_memory(
 
 
 def quantized(folder: Path, other: Path) -> dict[str, Tensor]:
-    """Replace the matrices of a gpt-oss checkpoint by random blocks and scales; its settings are copied to `other`."""
+    """Replace the matrices of a gpt-oss checkpoint with random blocks and scales.
+
+    The settings are copied to `other`.
+    """
     raw = read_config(folder) | {"quantization_config": {"quant_method": "mxfp4"}}
     other.mkdir(exist_ok=True)
     (other / "config.json").write_text(json.dumps(raw))
@@ -249,7 +254,7 @@ def test_all_mxfp4_numbers_equal_transformers() -> None:
 
 
 def test_a_nan_scale_of_mxfp4_is_refused(mixture_models: dict[str, Path], tmp_path: Path) -> None:
-    """As a power of two, byte 255 would be 2 ** 128, which is infinite in float32."""
+    """The scale byte 255 means NaN. Read as an exponent, it would be 2 ** 128, which is infinite in float32."""
     tensors = quantized(mixture_models["gpt_oss"], tmp_path)
     name = next(name for name in tensors if name.endswith("_scales"))
     tensors[name][1, 2, 0] = 254
@@ -346,7 +351,7 @@ def test_unsupported_settings_are_refused(
         describe(read_config(mixture_models[family]) | change)
 
 
-# Short forms of published settings. Settings that they omit have the defaults of transformers.
+# Shortened published settings. Omitted settings have the defaults of transformers.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(norm_topk_prob=True, rope_theta=1e6, intermediate_size=6144, num_key_value_heads=4),
     "qwen3_next": dict(rope_theta=1e7, partial_rotary_factor=0.25, intermediate_size=5120, mlp_only_layers=[2]),

@@ -38,7 +38,7 @@ def forward(model: Decoder, positions: Tensor, embedded: EmbeddedRows | None = N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_replace_embeddings(tmp_path: Path, dtype: str, backend: str) -> None:
-    """The family scales the embeddings of text, but not these rows."""
+    """The family scales the embeddings of text tokens, but not rows given as embeddings."""
     model = executor_of(make_engine(make_tiny_model("gemma3", tmp_path), dtype=dtype, backend=backend))._runner.model
     positions, ids = torch.arange(LEN), torch.from_numpy(tokens(LEN)).long()
     plain = forward(model, positions)
@@ -75,7 +75,10 @@ def test_each_pair_rotates_by_its_axis(tiny_llama: Path, backend: str) -> None:
 
 
 def test_text_beside_an_image_rotates_as_in_transformers(tmp_path: Path, backend: str) -> None:
-    """The text model of Qwen3-VL has the weights of Qwen3. It gets the positions and embeddings of an image."""
+    """The text model of Qwen3-VL has the weights of Qwen3.
+
+    Its input contains the positions and embeddings of an image.
+    """
     folder = make_tiny_model("qwen3", tmp_path)
     own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     sections = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2], mrope_interleaved=True)

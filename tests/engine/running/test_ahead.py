@@ -1,6 +1,5 @@
-"""Steps that are queued before the tokens of the previous step are seen: when this happens, and what it costs.
-
-The other tests of the engine also run both ways.
+"""Steps that are queued before the engine sees the tokens of the previous step: when the engine queues ahead, and the
+cost. Other engine tests run both with and without queueing ahead.
 """
 
 from __future__ import annotations
@@ -118,7 +117,9 @@ def test_after_aborting_everything_no_step_in_flight_returns_outputs(tiny_llama:
 def test_a_prompt_preempted_before_its_tokens_are_seen_starts_its_group(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older request takes the blocks while the prompt's last chunk is in flight. The samples fork from nothing."""
+    """An older request takes the blocks while the prompt's last chunk is in flight. The group's samples then fork from
+    an empty block table.
+    """
     fork, tables = Scheduler.fork, []
     monkeypatch.setattr(
         Scheduler, "fork", lambda self, parent, *its: tables.append(parent.table) or fork(self, parent, *its)
@@ -139,7 +140,7 @@ def test_a_prompt_preempted_before_its_tokens_are_seen_starts_its_group(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_samples_keep_their_bits_in_random_orders_of_events(tiny_llama: Path, seed: int) -> None:
-    """Requests are added, aborted, recomputed and preempted in random order."""
+    """Add, abort, recompute and preempt requests in random order."""
     rng = random.Random(seed)
     requests = [
         generate(

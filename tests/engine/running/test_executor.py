@@ -1,4 +1,4 @@
-"""The executor protocol: a process that gets only the model and the steps computes the same bits."""
+"""The executor protocol: a process that receives only the model and the steps computes the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from ..drive import generate, tokens
 
 
 def sent(value: Any) -> Any:
-    """Return a copy of a value that a message can hold, made through bytes. Raise TypeError for any other value."""
+    """Return a copy of a value by encoding it to bytes and decoding it. Raise TypeError for a value that a message
+    cannot hold.
+    """
     if isinstance(value, np.ndarray):
         return np.frombuffer(bytearray(value.tobytes()), value.dtype).reshape(value.shape)
     if isinstance(value, array):
@@ -66,7 +68,9 @@ def bits(column: np.ndarray) -> bytes:
 
 
 class Leader:
-    """Computes with its own weights, and lets a follower with other weights compute the same. Counts the steps."""
+    """A leader that computes with its own weights, and makes a follower with its own copy of the weights compute the
+    same steps. Counts the steps.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self._own = LocalExecutor(config, loaded)

@@ -1,7 +1,8 @@
-"""Decode steps from inputs with fixed addresses, as CUDA graphs need them: which steps, sizes, padding, and bits.
+"""Decode steps with inputs at fixed addresses, as CUDA graphs require: which steps use a graph, the graphs' sizes,
+padding, and bits.
 
-There is no CUDA here. In place of a graph, each replay runs the computation again, from the same inputs into the same
-outputs. This finds all faults of a graph except kernels that a graph cannot hold; tests/gpu covers those.
+The tests do not use CUDA. Instead of replaying a graph, each replay runs the computation again, from the same inputs
+into the same outputs. This finds all graph faults except kernels that cannot be captured, which tests/gpu covers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Found: TypeAlias = dict[Any, tuple[object, ...]]
 
 
 class Recomputed:
-    """Stands in for a graph. `log`: "capture" and "replay", in order."""
+    """A fake CUDA graph. `log`: the strings "capture" and "replay", in the order of the calls."""
 
     def __init__(self, log: list[str]) -> None:
         self._log = log
@@ -63,7 +64,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with a delta net, with few columns for an interpreter, and an attention layer."""
+    """A model with a delta net and an attention layer. The model has few columns, because its kernels run in an
+    interpreter.
+    """
     folder, layers = tmp_path_factory.mktemp("graphs") / "hybrid", ["linear_attention", "full_attention"]
     sizes = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8, vocab_size=64)
     sizes |= dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1)
@@ -104,7 +107,7 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
 
 
 def graphs_of(engine: Engine) -> dict[int, Any]:
-    """Return the graphs of the engine, by their number of rows."""
+    """Return the graphs of the engine by number of rows."""
     graphs = executor_of(engine)._graphs
     assert graphs is not None
     return graphs._graphs
@@ -117,7 +120,7 @@ def serve(engine: Engine, requests: Sequence[Request]) -> Found:
 
 
 def serve_all(engine: Engine, requests: Sequence[Request]) -> dict[Any, tuple[bytes, bytes]]:
-    """Like `serve`, also for outputs without log-probs."""
+    """Like `serve`, but also accepts outputs without log-probs."""
     for request in requests:
         engine.add(request)
     outputs = drain(engine)
@@ -138,7 +141,9 @@ def what(output: Output) -> tuple[object, ...]:
 
 
 def mixed_requests() -> list[Request]:
-    """Sampled and greedy requests, raw or not, and some that no graph draws: filters, bans and `top_logprobs`."""
+    """Sampled and greedy requests, with raw log-probs and without, and requests that graphs do not draw: filters, bans
+    and `top_logprobs`.
+    """
     return [
         generate("sampled", prompt(3), n=2, max_tokens=4),
         generate("greedy", prompt(4, seed=1), temperature=0.0, max_tokens=8, logprobs="raw"),
@@ -201,7 +206,7 @@ def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[st
 def test_graphs_change_no_bit_of_a_mixture(
     make_engine: MakeEngine, log: list[str], backend: str, tmp_path: Path
 ) -> None:
-    """The model has sinks, biases after attention and a window. Padding is routed to experts, too."""
+    """The model has sinks, biases after attention, and a window. Padding rows are also routed to experts."""
     sizes: dict[str, Any] = dict(num_hidden_layers=1, layer_types=["sliding_attention"], vocab_size=64)
     folder = make_tiny_model("gpt_oss", tmp_path / "m", "bfloat16", num_local_experts=4, **sizes)
     settings = dict(model=str(folder), backend=backend, max_num_seqs=3, max_num_batched_tokens=8)
@@ -220,7 +225,7 @@ def test_all_graphs_are_captured_before_the_first_step_and_none_later(make_engin
 
 
 def test_the_largest_graph_is_captured_first(make_engine: MakeEngine) -> None:
-    """The other graphs fit into its memory."""
+    """The other graphs fit into the memory of the largest graph."""
     assert list(graphs_of(make_engine(True, max_num_seqs=3))) == [4, 2, 1]
     assert list(graphs_of(make_engine(True, max_num_seqs=1))) == [1]
 
@@ -248,7 +253,7 @@ def test_the_forward_pass_is_replayed_whatever_is_drawn(
     "beside", [ScoreRequest("beside", prompt(2, seed=4)), generate("beside", prompt(9, seed=4), max_tokens=3)]
 )
 def test_a_row_with_two_draws_beside_one_with_none(make_engine: MakeEngine, beside: Request) -> None:
-    """The step has two tokens and two draws, which both follow the first token."""
+    """The step has two tokens and two draws. Both draws follow the first token."""
     settings = dict(max_num_batched_tokens=2, max_num_seqs=2)
     requests = [generate("group", prompt(1), n=2, max_tokens=3), beside]
     expected = serve(make_engine(False, **settings), requests)
@@ -293,7 +298,7 @@ def test_padding_touches_no_block_of_the_cache(make_engine: MakeEngine) -> None:
 
 
 def test_rows_of_a_hybrid_continue_from_their_states(make_engine: MakeEngine, log: list[str], hybrid: Path) -> None:
-    """Samples of one prompt continue from its state, and write their states to slots of their own."""
+    """The samples of a prompt continue from the prompt's state. Each sample writes its state to its own slot."""
     settings = dict(folder=hybrid, num_blocks=24, max_num_batched_tokens=9, state_interval=4)
     requests = [generate(str(i), prompt(3 + 5 * i, seed=i), n=1 + i, max_tokens=3 + 4 * i) for i in range(3)]
     expected = serve(make_engine(False, **settings), requests)
@@ -308,7 +313,7 @@ def test_rows_of_a_hybrid_continue_from_their_states(make_engine: MakeEngine, lo
 def test_a_hybrid_resumes_from_a_checkpoint_with_the_same_bits(
     make_engine: MakeEngine, log: list[str], hybrid: Path, backend: str
 ) -> None:
-    """Another prompt left the checkpoint."""
+    """The checkpoint comes from another prompt."""
     settings = dict(folder=hybrid, backend=backend, max_num_seqs=1, state_interval=4)
     shared, request = prompt(5), generate("r", np.concatenate((prompt(5), prompt(2, seed=1))), max_tokens=3)
     expected = serve(make_engine(False, **settings), [request])

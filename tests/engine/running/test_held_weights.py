@@ -1,4 +1,4 @@
-"""Weights that a family holds in their own dtype, and weights that are a part of a checkpoint's tensor."""
+"""Weights with a dtype of their own, and weights that are a part of a checkpoint's tensor."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def with_fine_norms(folder: Path, tensors: dict[str, Tensor], seed: int) -> Path:
-    """Save `tensors` in a folder, with float32 norms that bfloat16 cannot represent."""
+    """Save `tensors` in a folder. The norms are float32 values that bfloat16 cannot represent."""
     generator = torch.Generator().manual_seed(seed)
     fine = {name: 1.0 + torch.rand(tensors[name].shape, generator=generator) / 100 for name in NORMS}
     assert all(not tensor.bfloat16().float().equal(tensor) for tensor in fine.values())
@@ -200,7 +200,7 @@ def test_an_adapter_of_a_matrix_is_added_in_its_own_dtype(tiny_llama: Path, monk
 
 
 def half(spec: DecoderSpec) -> DecoderSpec:
-    """Return the decoder with half of the inner features of its MLPs."""
+    """Return the decoder with only half of the inner features of each MLP."""
     total = TINY["intermediate_size"]
     layers = tuple(replace(layer, mlp=MlpSpec(INNER)) for layer in spec.layers)
     rows, columns = WeightSpec(part=Slice(0, START, total)), WeightSpec(part=Slice(1, START, total))
@@ -218,7 +218,9 @@ def part_of(name: str, tensor: Tensor) -> Tensor:
 def test_partial_weights_take_their_part_of_checkpoints_and_pushes(
     tiny_llama: Path, tmp_path: Path, backend: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A decoder of parts equals the decoder of a checkpoint with only these parts, before and after whole pushes."""
+    """A decoder with parts of the weights equals the decoder of a checkpoint with only these parts, before and after
+    full pushes.
+    """
     newer, cut = another_version(tiny_llama, tmp_path / "newer"), [tmp_path / "cut", tmp_path / "cut_newer"]
     for whole, folder in zip((tiny_llama, newer), cut, strict=True):
         another_version(tiny_llama, folder)

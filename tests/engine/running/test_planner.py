@@ -1,4 +1,4 @@
-"""How memory is shared, checked with published numbers, and which configurations are refused."""
+"""How the planner divides memory, checked with published numbers, and which configurations the planner refuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ def plan(sizes: Sizes, available: int = 1_000_000, max_model_len: int = 1600, **
 
 
 def test_published_figures_of_qwen3_5_27b_on_two_ranks() -> None:
-    """The figures are LMDeploy's, with 8-bit keys and values, bfloat16 states, and tails that keep one more input."""
+    """LMDeploy published the figures. LMDeploy uses 8-bit keys and values, bfloat16 states, and tails with one more
+    input.
+    """
     spec = decoder(([replace(DELTA, kernel_size=5)] * 3 + [ATTENTION]) * 16)
     sizes = Sizes.of(spec, Storage(kv=1, tail=2, state=2, kv_head=4, ranks=2), 64)
     assert sizes.block == 1.015625 * MIB and sizes.state == 37.875 * MIB

@@ -33,7 +33,9 @@ def sampler(backend: str) -> Sampler:
 
 
 def log_prob(sampler: Sampler, logits: torch.Tensor, token_id: int) -> float:
-    """Return the log-prob of a token by the sampler's own op. It must be close to the true log-prob. logits: [50]."""
+    """Return the log-prob of a token from the sampler's own op. Check that this log-prob is close to the true log-prob.
+    `logits`: [50].
+    """
     found = sampler.ops.log_probs(logits[None], torch.tensor([token_id])).item()
     assert abs(found - logits.double().log_softmax(0)[token_id].item()) < 1e-6
     return found
@@ -49,7 +51,7 @@ class One(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """One token to be drawn at `position` from row `row`."""
+    """One draw of a token at `position` from row `row`."""
 
     row: int
     position: int

@@ -1,4 +1,4 @@
-"""A step as plain arrays: what each kind of chunk becomes."""
+"""A step as plain arrays: the array entries for each kind of chunk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sequence(purpose: Purpose, tokens: list[int], table: list[int]) -> Sequence:
 
 
 def enter(chunks: AnySequence[Chunk]) -> tuple[Lanes, Chunks]:
-    """Return lanes in which the sequences of some chunks run."""
+    """Return lanes for the sequences of some chunks."""
     lanes = Lanes(len(chunks))
     for chunk in chunks:
         lanes.enter(chunk.sequence)
@@ -98,7 +98,7 @@ def test_an_unseen_token_refers_to_its_lane() -> None:
 
 
 def test_a_decode_draws_after_every_token_that_its_lane_does_not_count() -> None:
-    """The lane of the decode counts only the first five of its seven tokens."""
+    """The decode's lane has counted only the first five of the seven tokens."""
     decode = sequence(Generation([sample(min_tokens=3)]), [1, 2, 3, 4, 5, 6, 7], [0, 1])
     single, other = (sequence(Generation([sample(seed=seed)]), [1, 2, 3, 4, 5], [2, 3]) for seed in (8, 9))
     group = sequence(Generation([sample(seed=seed) for seed in (1, 2)]), [1, 2, 3, 4], [4])

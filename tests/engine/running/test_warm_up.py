@@ -1,6 +1,6 @@
 """Warm-up before the first step on a GPU: which kernels are compiled, how memory is planned, and how it fails.
 
-There is no GPU here: kernels are interpreted, and each replay runs the captured computation again.
+The tests use no GPU. Kernels are interpreted, and each replay runs the captured computation again.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ FREE = 1000 * BYTES_PER_BLOCK
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The events on a machine with a CPU that is treated like a GPU.
 
-    These are the rows of each capture, the rows and the number of blocks of each forward pass, and each query of the
-    free memory.
+    An event is a capture with its rows, a forward pass with its rows and number of blocks, or a query of the free
+    memory.
     """
     seen: list[Any] = []
     forward = ModelRunner.forward
@@ -120,7 +120,7 @@ def test_steps_that_do_not_fit_are_refused_with_what_to_lower(
 
     monkeypatch.setattr(ModelRunner, "forward", fail)
     with pytest.raises(
-        ConfigError, match="^max_num_batched_tokens, .* weights: tried to allocate 3 GiB; lower one of them"
+        ConfigError, match="^max_num_batched_tokens, .* weights: tried to allocate 3 GiB; lower one of these settings"
     ):
         engine_of(model)
 

@@ -1,4 +1,4 @@
-"""New weights, committed between two steps: nothing of the old weights is left, and nothing is applied in part."""
+"""New weights, committed between two steps: no old weights remain, and no commit is applied only partly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 REFERENCE = "reference", "float32"
 
-# The tests of workers on a CPU cover engines that finish each step before the next.
+# Engines that finish each step before the next are covered by the tests of workers on a CPU.
 pytestmark = [
     pytest.mark.usefixtures("steps_ahead"),
     thinned(lambda steps_ahead, backend="cpu", dtype="", **_: steps_ahead and (backend, dtype) != REFERENCE),
@@ -54,12 +54,12 @@ def newer_llama(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def requests(count: int = 3, n: int = 2) -> list[GenerateRequest]:
-    """Groups with prompts that share more than a block."""
+    """Groups with prompts that share more than one block."""
     return [generate(str(i), np.concatenate((tokens(40), tokens(9 + i, seed=i + 1))), n=n) for i in range(count)]
 
 
 def all_bits(engine: Engine) -> tuple[dict, bytes]:
-    """Return the bits that the engine generates for `requests`, and its scores."""
+    """Return the bits of the samples for `requests`, and of the scores."""
     samples = run(engine, requests())
     return {key: bits(sample) for key, sample in samples.items()}, score(engine, tokens(100)).tobytes()
 
@@ -147,12 +147,14 @@ def test_lent_weights_of_another_size_are_refused(tiny_model: Path) -> None:
     arena = weights.LendableArena(engine.weights.num_held - 64)
     with pytest.raises(FileNotFoundError, match=f"must have {engine.weights.num_held} bytes"):
         engine.weights.borrow(arena.lend())
-    with pytest.raises(FileNotFoundError, match=f"got {2**62}"):  # this much memory is not allocated either
+    with pytest.raises(FileNotFoundError, match=f"got {2**62}"):  # nor is this much memory allocated
         engine.weights.borrow(arena.lend()._replace(num_bytes=2**62))
 
 
 class LateArena(DeviceArena):
-    """As on a GPU: copies are queued, and dropped memory may be reused at once. `queued`: copies in flight."""
+    """A staging that behaves as on a GPU: copies are queued, and freed memory may be reused at once. `queued`: copies
+    in flight.
+    """
 
     queued: ClassVar[list[Callable[[], None]]] = []
 
@@ -257,7 +259,7 @@ def test_staging_in_another_thread_while_the_engine_generates(tiny_model: Path, 
 
 
 def continued(engine: Engine, sample: SampleOutput, prompt: np.ndarray, start: int) -> SampleOutput:
-    """Return the engine's continuation of the sample's first `start` tokens, which are passed as a prompt."""
+    """Pass the sample's first `start` tokens as a prompt, and return the engine's continuation."""
     seed = (5 + sample.index * GOLDEN) % 2**64
     assert derive_seed(seed, 0) == sample.seed
     given = np.concatenate((prompt, sample.token_ids[:start]))

@@ -1,4 +1,4 @@
-"""Recurrent states under the scheduler: the driver records the expected content of every slot, and checks each step."""
+"""Recurrent states under the scheduler. The driver records the expected content of every slot, and checks each step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY_4 = Intervals(4, 0)
 
 
 class HybridDriver(Driver):
-    """A driver of a model with recurrent layers. `states`: for each slot, the last token that went into it."""
+    """A driver of a model with recurrent layers. `states`: for each slot, the last token that its state includes."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class HybridDriver(Driver):
             self.seen["checkpoint"] += int(lanes.target[lane] != lanes.slot[lane])
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
-        """Waiting sequences may wait for a slot; running sequences never do."""
+        """A waiting sequence may wait for a slot. A running sequence always has a slot."""
         assert bool(chunks) == bool(self.open)
         assert {sequence for sequence in before[:1] if sequence.table} <= {chunk.sequence for chunk in chunks}
 
     def checkpoints(self) -> list[int]:
-        """Return the numbers of tokens in the prefixes with checkpoints, ascending."""
+        """Return the lengths of the prefixes with checkpoints, in tokens, ascending."""
         self.check()
         found = []
         for entry in self.slots._ready:
@@ -137,7 +137,9 @@ def test_the_second_prompt_takes_a_checkpoint_where_prompts_branch() -> None:
 
 
 def test_prompts_share_a_prefix_in_a_cache_that_holds_one_prompt() -> None:
-    """The second prompt computes the cached prefix again, and keeps it in reach while it takes all other blocks."""
+    """The second prompt recomputes the cached prefix. The prefix stays reachable while the prompt takes all other
+    blocks.
+    """
     driver, common = HybridDriver(num_blocks=16, intervals=Intervals(0, 0)), [*PROMPT, 1, 0, 1, 0, 0]
     cached = [run(driver, [*common, *[own] * 3], [10]).num_cached_tokens for own in (2, 3, 4, 5)]
     assert cached == [0, 0, 16, 16]
@@ -145,7 +147,7 @@ def test_prompts_share_a_prefix_in_a_cache_that_holds_one_prompt() -> None:
 
 
 def test_concurrent_prompts_compute_their_shared_prefix_twice() -> None:
-    """They compute it once to find that it is shared, and once for the checkpoint."""
+    """The prompts compute the prefix once to find that it is shared, and a second time to write the checkpoint."""
     driver = HybridDriver(intervals=Intervals(0, 0), max_num_seqs=8, budget=200, num_slots=20)
     group = [driver.add([*PROMPT * 2, *[own] * 5], [1]) for own in (2, 3, 4, 5, 6)]
     driver.drain()
@@ -199,7 +201,7 @@ def test_the_least_recently_used_checkpoint_is_evicted() -> None:
 
 
 def test_a_prompt_of_whole_blocks_resumes_before_its_last_block() -> None:
-    """The last token of a prompt is always computed."""
+    """The last token of a prompt is always computed, because sampling needs its logits."""
     driver = HybridDriver(intervals=Intervals(0, 0))
     cached = [run(driver, PROMPT[:10], [1]).num_cached_tokens for _ in range(2)]
     assert driver.checkpoints() == [8] and cached == [0, 8] and driver.scheduler.stats.shortened_hits == 0
@@ -288,7 +290,7 @@ def test_a_commit_between_reserve_and_ready_leaves_no_checkpoint() -> None:
 
 
 class HybridMachine(SchedulerMachine):
-    """Requests in any order, over far too few blocks and slots."""
+    """Requests in any order, with far too few blocks and slots."""
 
     seen: Counter[str] = Counter()
 
@@ -311,7 +313,7 @@ class HybridMachine(SchedulerMachine):
 
 
 class HybridWindowMachine(HybridMachine):
-    """A model with everything: layers without a window, layers with a window, and states."""
+    """A model with layers without a window, layers with a window, and recurrent states."""
 
     num_blocks = {None: 8, 6: 6}
     seen: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The scheduler without a model: the driver records the expected content of every KV slot, and checks each step."""
+"""The scheduler without a model. The driver records the expected content of every KV slot, and checks each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from ..caches import CollidingCache, CountingCache
 PROFILE = settings(derandomize=True, deadline=None, max_examples=100, stateful_step_count=40)
 
 Content = tuple[int, int]
-"""The content of a slot: the epoch of its computation, and the number of the salted token prefix that ends with it."""
+"""The content of a slot: the epoch in which the slot was computed, and the number of the salted token prefix that ends
+in the slot.
+"""
 
 
 SCORE = OpenScore.of(ScoreRequest("score", np.zeros(2, np.int32)))
@@ -36,7 +38,7 @@ SCORE = OpenScore.of(ScoreRequest("score", np.zeros(2, np.int32)))
 
 @dataclass(eq=False)
 class Sample:
-    """Draws `length` tokens, which depend only on the tokens before and on `order`, and then ends."""
+    """Draws `length` tokens and then ends. Each token depends only on the preceding tokens and on `order`."""
 
     order: tuple[int, int]
     length: int
@@ -55,7 +57,7 @@ class Sample:
 
 
 class Driver:
-    """Does the engine's work around a scheduler, and fails in any step that breaks a promise."""
+    """Plays the engine's part around a scheduler. Raises AssertionError in any step that breaks a promise."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Driver:
         return [[[None] * self.cache.block_size for _ in range(pool.num_blocks)] for pool in self.cache.tables.pools]
 
     def add(self, prompt: list[int], lengths: list[int], salt: str | None = None) -> Sequence:
-        """Add a group with one sample per length, or a score request if there are no lengths."""
+        """Add a group with one sample per length. Without lengths, add a score request."""
         sequence = self._sequence(prompt, salt)
         samples: list[Any] = [Sample((self.arrivals, i), length, sequence) for i, length in enumerate(lengths)]
         sequence.purpose = Generation(samples.copy()) if samples else SCORE
@@ -163,7 +165,9 @@ class Driver:
         assert self._all_free()
 
     def check(self) -> None:
-        """Check that blocks are counted once, that running sequences keep their KV, and that claims have owners."""
+        """Check that every block is counted once, that running sequences keep their KV, and that every claim has an
+        owner.
+        """
         self.scheduler.check_integrity()
         tables = [sequence.table for sequence in self.scheduler.running.sequences]
         for group, pool in enumerate(self.cache.tables.pools):
@@ -179,7 +183,7 @@ class Driver:
         assert {id(chain) for chain in self.cache.claims._chains.values()} <= owners
 
     def check_whole(self, sequence: Sequence) -> None:
-        """Check that a sequence holds its own KV, all that its next token can reach in a window, and no more blocks."""
+        """Check that a sequence holds exactly the blocks with its own KV that its next token can attend to."""
         end, holds = sequence.num_computed, self.holds.get(sequence, [])
         for group, start in enumerate(sequence.table.starts):
             window, first = self.cache.tables.windows[group], start * self.cache.block_size
@@ -197,7 +201,7 @@ class Driver:
         return [self.kv[group][blocks[p // size]][p % size] for p in range(end)]
 
     def _contents(self, sequence: Sequence, start: int, end: int) -> list[Content]:
-        """Return the expected content of slots [start, end) after their computation in this epoch."""
+        """Return the expected content of slots [start, end) after they are computed in this epoch."""
         prefix: object = self.holds[sequence][start - 1][1] if start else f"salt {sequence.chain.salt!r}"
         contents: list[Content] = []
         for token in sequence.tokens[start:end]:
@@ -218,7 +222,7 @@ class Driver:
             self.check_blocks(sequence, chunk.end)
 
     def _check_preemptions(self, before: list[Sequence], preemptions: int) -> None:
-        """Check that the newest running sequences were preempted, and that none was admitted in their place."""
+        """Check that the newest running sequences were preempted, and that no other sequence was admitted instead."""
         survivors = [sequence for sequence in before if sequence.table]
         assert survivors == before[: len(survivors)]
         assert preemptions == len(before) - len(survivors)
@@ -229,7 +233,7 @@ class Driver:
             self.seen["preempted"] += 1
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
-        """Check progress: if anything is unfinished, the oldest runs, and so does every decode unless blocks lack."""
+        """Check progress: the oldest unfinished sequence runs, and every decode runs unless blocks are short."""
         scheduled = {chunk.sequence for chunk in chunks}
         assert bool(chunks) == bool(self.open)
         assert set(before[:1]) <= scheduled
@@ -240,7 +244,9 @@ class Driver:
             self.seen["chunk shrunk"] += 1
 
     def _check_hits(self, sequence: Sequence, epoch: int) -> None:
-        """Check that a newly admitted sequence starts after blocks with its own prefix, computed in this epoch."""
+        """Check that a newly admitted sequence starts after cached blocks of its own prefix, which were computed in
+        this epoch.
+        """
         self.holds[sequence] = []
         self.holds[sequence] = self._contents(sequence, 0, sequence.num_computed)
         assert all(held_in == epoch for held_in, _ in self.holds[sequence])
@@ -260,7 +266,7 @@ class Driver:
                     kv[block][p % size] = self.holds[sequence][p]
 
     def _extend(self, sequence: Sequence) -> None:
-        """Give every sample its token. Unfinished samples get sequences of their own."""
+        """Give every sample its token. Each unfinished sample gets its own sequence."""
         if not isinstance(sequence.purpose, Generation):
             self.open.remove(sequence)
             self.finish(sequence)
@@ -293,7 +299,7 @@ class Driver:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests that are added, computed, aborted and lose the cache in any order, over far too few blocks."""
+    """Adds, computes and aborts requests, and drops the cache, in any order and with far too few blocks."""
 
     cache: type[PrefixCache] = PrefixCache
     num_blocks: dict[int | None, int] = {None: 8}
@@ -449,7 +455,8 @@ def test_a_chunk_shrinks_to_the_blocks_that_are_left() -> None:
     driver.add([1, 1], [4])
     prompt = driver.add([2] * 6, [1])
     starts_and_ends = [[(c.start, c.end) for c in driver.step() if c.sequence is prompt] for _ in range(4)]
-    # In the third step, two tokens of the budget are left for the prompt, but its second block has room for one.
+    # In the third step, the budget has two tokens left for the prompt, but the prompt's second block has room for only
+    # one.
     assert starts_and_ends == [[(0, 1)], [(1, 3)], [(3, 4)], []]
     assert driver.scheduler.stats.preemptions == 1
     driver.drain()
@@ -509,7 +516,9 @@ def test_a_reader_continues_when_the_writer_is_preempted() -> None:
 
 
 def schedule_unpublished(driver: Driver) -> tuple[Chunks, int]:
-    """Plan a step before the previous one is done. Return it with the number of prefixes that it looked up."""
+    """Plan a step before the previous step is done. Return the step, and the number of prefixes that were looked up for
+    it.
+    """
     assert isinstance(driver.cache, CountingCache)
     before = driver.cache.lookups
     chunks = driver.scheduler.schedule()
@@ -556,7 +565,7 @@ def test_a_step_does_not_examine_sequences_without_room() -> None:
 
 
 class Sorted(list):
-    """A list that must not be searched from its beginning."""
+    """A list that fails if it is searched from the beginning."""
 
     def remove(self, value: object) -> None:
         pytest.fail("searched from the beginning")

@@ -1,4 +1,4 @@
-"""A worker with a tiny Qwen3 that uses the chat format of the real one, its front end, and its client."""
+"""A worker with a tiny Qwen3 that has the chat format of the real Qwen3, a front end of the worker, and a client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def chat_model(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with Qwen3's special tokens in place of words that no text contains."""
+    """The model with Qwen3's special tokens, which replace words that no text contains."""
     folder = shutil.copytree(tiny_qwen3, tmp_path_factory.mktemp("models") / "chat")
     words = (folder / "tokenizer.json").read_text()
     for i, token in enumerate(SPECIAL_TOKENS):

@@ -1,4 +1,4 @@
-"""The command lm_eval with `local-completions`: multiple choice, which needs `echo`, and generated answers."""
+"""The command lm_eval with `local-completions`, for generated answers and for multiple choice, which needs `echo`."""
 
 # pyright: reportMissingImports=false
 
@@ -38,7 +38,7 @@ doc_to_target: "{{choices[label]}}"
 generation_kwargs: {until: ["1", "4"], max_gen_toks: 24}
 metric_list: [{metric: exact_match}]
 """
-# A random model finds short texts more probable, so it is right about the first two.
+# A random model prefers short texts, so it answers the first two questions correctly.
 ROWS: list[dict[str, Any]] = [
     dict(question="A fish lives in", choices=["water", "books and papers", "the wilderness"], label=0),
     dict(question="6 times 7 is", choices=["41 or 43", "42"], label=1),
@@ -91,7 +91,7 @@ def test_choices_have_the_clients_log_probs_and_the_most_probable_one_is_chosen(
 
 
 def test_a_choice_is_greedy_if_the_model_would_generate_it(front: Front, client: RolloutClient) -> None:
-    """Uses lm_eval's own parser of answers. All choices here have one token."""
+    """Uses lm_eval's own parser of answers. Every choice of this test has one token."""
     from lm_eval.models.openai_completions import LocalCompletionsAPI
 
     prompt = [5, 6, 7]

@@ -28,7 +28,7 @@ TEMPERATURE = 0.8
 
 @contextmanager
 def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRolloutWorker]:
-    """TRL's worker, made by TRL, with groups of two and two groups in flight."""
+    """A rollout worker created by TRL, with two samples per group and two groups in flight."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = qwen3_chat_template  # TRL parses answers only of templates that it knows
     worker = async_rollout_worker.AsyncRolloutWorker(
@@ -59,7 +59,7 @@ def rollouts(front: Front, model: Path) -> Iterator[async_rollout_worker.AsyncRo
 
 
 def empty(worker: async_rollout_worker.AsyncRolloutWorker, stopped: threading.Event) -> None:
-    """Take everything that the worker's process has queued; it ends only when its queue is empty."""
+    """Empty the queue of the worker's process, because the process exits only when the queue is empty."""
     while not stopped.wait(0.05):
         for queue in (worker.metrics_queue, worker.rollout_buffer):
             while not queue.empty():
@@ -77,7 +77,7 @@ def trained(model: Path, folder: Path) -> str:
 
 
 def take(worker: async_rollout_worker.AsyncRolloutWorker, version: int) -> list[Any]:
-    """Return the next four samples of groups that began when the trainer had this version."""
+    """Return the next four samples from groups that began while the trainer had this version."""
     samples: list[Any] = []
     while len(samples) < 4:
         sample = worker.rollout_buffer.get(timeout=60.0)
@@ -86,7 +86,7 @@ def take(worker: async_rollout_worker.AsyncRolloutWorker, version: int) -> list[
 
 
 def num_same(samples: list[Any], client: RolloutClient) -> int:
-    """Count the samples with log-probs that equal, to the bit, those of the currently served weights."""
+    """Count the samples with log-probs that are bitwise equal to log-probs of the currently served weights."""
     scores = client.score([sample.input_ids.tolist() for sample in samples], temperature=TEMPERATURE)
     count = 0
     for sample, score in zip(samples, scores, strict=True):
@@ -102,7 +102,7 @@ def test_samples_have_the_log_probs_of_the_served_weights_and_the_worker_stops(
 ) -> None:
     # TRL makes its worker only where vLLM is installed, although the worker does not use vLLM.
     monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
-    PartialState()  # TRL's logger needs it
+    PartialState()  # required by TRL's logger
     server = VLLMClient(front.url)
     server.wait_for_server_ready()
     assert server.get_max_model_len() == 1024

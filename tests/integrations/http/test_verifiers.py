@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from renderers import Qwen3RendererConfig
 from verifiers.v1.runtimes import subprocess
 from verifiers_env import QUESTIONS, REPLIES, Conversation
 
-from trueroll.rollout import RolloutClient, SamplingParams
+from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 STOPS = [301, 302]
 """`<|im_end|>` and `<|endoftext|>`, at which verifiers ends an answer."""
 SAMPLING: dict[str, Any] = dict(temperature=1.0, max_tokens=48)
@@ -99,6 +102,24 @@ def test_a_conversation_continues_with_the_sampled_tokens_and_hits_the_cache(
     assert len(turns) == 3
     for (prompt, completion, _), (later, _, _) in zip(turns, turns[1:], strict=False):
         assert later[: len(prompt) + len(completion)] == prompt + completion
-    # Only whole blocks are cached. The last token of an answer was never an input, so it is not cached.
+    # Only whole blocks are cached. The last token of an answer was never an input, so that token is not cached.
     assert hits == sum((len(prompt) + len(completion) - 1) // BLOCK * BLOCK for prompt, completion, _ in turns[:-1])
     assert_same_bits(turns, client)
+
+
+def test_the_guides_program_trains_on_episodes_with_the_bits_of_the_worker(
+    worker: WorkerProcess,
+    front: Front,
+    client: RolloutClient,
+    chat_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    before = client.health().weight_version
+    importlib.import_module("verifiers_grpo").main(worker.address, front.url, str(chat_model), "2")
+    line = re.compile(r"step (\d): reward (\S+), gradient norm (\S+), largest \|ratio - 1\| (\S+)\n")
+    steps = line.findall(capsys.readouterr().out)
+    assert [(step, worst) for step, _, _, worst in steps] == [("0", "0.0"), ("1", "0.0")]
+    assert all(0 < float(reward) < 1 and float(norm) > 0 for _, reward, norm, _ in steps), "premise: it trains"
+    assert before is not None and client.health().weight_version == before + 2

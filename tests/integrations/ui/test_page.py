@@ -1,10 +1,12 @@
-"""The page at `/ui` in a headless Chromium: content, any text of a model, any width, and use by keyboard."""
+"""The page at `/ui` in a headless Chromium: content, arbitrary model output, any window width, and keyboard control."""
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,7 +45,7 @@ def log() -> SampleLog:
 
 @pytest.fixture(scope="module")
 def front(worker: WorkerProcess, log: SampleLog) -> Iterator[Front]:
-    """A front end with a key. It adds its answers to `log`."""
+    """A front end with an access key. The front end adds its answers to `log`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(app, "SampleLog", lambda: log)
         with front_end(worker.address, key="the-secret-key", model_name="tiny") as running:
@@ -53,14 +55,16 @@ def front(worker: WorkerProcess, log: SampleLog) -> Iterator[Front]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert CHROMIUM.is_file(), f"no Chromium at {CHROMIUM}; run {sys.executable} .ci/chromium.py"
-    options = ["--no-sandbox", "--no-zygote", "--in-process-gpu"]  # a sandbox needs rights that containers lack
+    options = ["--no-sandbox", "--no-zygote", "--in-process-gpu"]  # the sandbox needs privileges that containers lack
     with sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=options, timeout=MOST_MS)
         yield found
         found.close()
 
 
-def open_page(browser: Browser, front: Front, key: str | None, **settings: Any) -> tuple[Page, list[str]]:
+def open_page(
+    browser: Browser, front: Front, key: str | None, path: str = "/ui", **settings: Any
+) -> tuple[Page, list[str]]:
     """Return a page, and a list that collects its errors while it is open."""
     context = browser.new_context(locale="en-US", **settings)
     context.set_default_timeout(MOST_MS)
@@ -71,27 +75,34 @@ def open_page(browser: Browser, front: Front, key: str | None, **settings: Any) 
     page.on("dialog", lambda dialog: complaints.append(dialog.message) or dialog.dismiss())
     if key is not None:
         page.add_init_script(f"sessionStorage.setItem('trueroll-key', '{key}')")
-    page.goto(f"{front.url}/ui")
+    page.goto(f"{front.url}{path}")
     return page, complaints
 
 
 @pytest.fixture
 def page(browser: Browser, front: Front) -> Iterator[Page]:
-    """The page at desktop width, with the key. It must have no errors and must not execute injected code."""
+    """The page at desktop width, opened with the key.
+
+    The page must have no errors and must not execute injected code.
+    """
     page, complaints = open_page(browser, front, front.key)
     yield page
     assert complaints == [] and page.evaluate("window.harmed") is None
     page.context.close()
 
 
-def add(log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", **fields: Any) -> None:
-    """Log a group as if it had been answered: one token per byte, with probabilities that fall with the position."""
+def add(
+    log: SampleLog, text: str, *spans: WeightSpan, prompt: str = "hm", message: str | None = None, **fields: Any
+) -> None:
+    """Log a group as if the front end had answered it: one token per byte, with probabilities that decrease with the
+    position.
+    """
     tokens = ids(text)
     logprobs = -np.linspace(0, 9, len(tokens), dtype=np.float32)
     told: dict[str, Any] = dict(finish_reason="length", seed=2**64 - 1, num_cached_tokens=0) | fields
     told["weight_versions"] = spans or (WeightSpan(0, 0, len(tokens)),)
     sample = SampleOutput(request_id="x", index=0, token_ids=tokens, logprobs=logprobs, **told)
-    log.add(ids(prompt), SamplingParams(max_tokens=len(tokens)), 5, [sample])
+    log.add(ids(prompt), SamplingParams(max_tokens=len(tokens)), 2**64 - 1, [sample], message=message)
 
 
 def ids(text: str) -> list[int]:
@@ -145,7 +156,7 @@ def test_samples_are_shown_and_scored_again(page: Page, front: Front, worker: Wo
     with WeightPublisher("shared") as publisher:
         publisher.connect([worker.address])
         publisher.push(model, version=7)
-    expect(page.locator("#weights")).to_have_text("weights 7")
+    expect(page.locator("#weights")).to_have_text("weights version 7")
     expect(page.locator("#events li").first).to_contain_text("weights 0 → 7")
     page.get_by_role("button", name="Score sample 1 again").click()
     expect(page.locator(".result.changed")).to_contain_text("Sampled with weights 0, scored with 7")
@@ -167,6 +178,9 @@ def test_any_text_of_a_model_is_shown_as_text(page: Page, log: SampleLog) -> Non
     expect(page.locator(".card .end")).to_have_text(f"stop (“{MARKUP}”)")
     expect(page.locator(".card .bad")).to_have_text(f"⟨U+202E⟩{MARKUP}")
     expect(page.locator("#groups .preview").first).to_have_text(MARKUP)
+    add(log, "hm", message=f"\u202e{MARKUP}")
+    newest(page, log)
+    expect(page.locator("#groups .preview").first).to_have_text(f"⟨U+202E⟩{MARKUP}")
     assert page.locator("#samples img, #samples script").count() == 0
 
 
@@ -224,19 +238,81 @@ def test_every_control_is_reachable_by_keyboard(page: Page, log: SampleLog) -> N
         assert button.evaluate("e => e.ariaLabel || e.innerText.trim()")
 
 
-def test_the_page_fits_a_phone_and_has_a_dark_mode(browser: Browser, front: Front, log: SampleLog) -> None:
-    add(log, "W" * 500 + HOSTILE, prompt="x" * 300)
-    colors = []
-    for scheme in ("light", "dark"):
-        size = dict(width=360, height=640)
-        page, complaints = open_page(browser, front, front.key, viewport=size, color_scheme=scheme, has_touch=True)
-        newest(page, log)
-        expect(page.locator(".card .t").first).to_be_visible()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert all(canvas.bounding_box()["width"] > 100 for canvas in page.locator("canvas").all())  # type: ignore[index]
-        colors.append(
-            page.evaluate("[getComputedStyle(document.body).color, getComputedStyle(document.body).backgroundColor]")
-        )
+def test_an_empty_page_has_an_example_that_works(
+    browser: Browser, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "SampleLog", SampleLog)
+    with front_end(worker.address, key="the-secret-key", model_name="it's <b>tiny</b>") as front:
+        permissions = ["clipboard-read", "clipboard-write"]
+        page, complaints = open_page(browser, front, front.key, path="/", permissions=permissions)
+        assert page.url == f"{front.url}/ui"
+        expect(page.locator("#example")).to_contain_text("curl")
+        expect(page.locator("#legend")).to_be_hidden()
+        page.get_by_role("button", name="Copy").click()
+        expect(page.locator("#copy")).to_have_text("Copied")
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied == page.locator("#example").inner_text()
+        program, url, *options = shlex.split(copied)
+        sent = dict(zip(options[::2], options[1::2], strict=True))
+        assert (program, url) == ("curl", f"{front.url}/v1/completions")
+        assert sent.keys() == {"-H", "-d"} and sent["-H"] == "Authorization: Bearer $TRUEROLL_HTTP_API_KEY"
+        assert json.loads(sent["-d"])["model"] == front.model
+        front.post("/v1/completions", json.loads(sent["-d"])).raise_for_status()
+        expect(page.locator(".card")).to_have_count(2)
+        expect(page.locator("#example")).to_be_hidden()
         assert complaints == []
         page.context.close()
-    assert colors[0] != colors[1]
+
+
+CONTRASTS = """() => {
+  const paper = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const paint = (color) => {
+    paper.fillStyle = color;
+    paper.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...paper.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => {
+      const part = value / 255;
+      return part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+    });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (element) => {
+    const chain = [];
+    for (let each = element; each; each = each.parentElement) chain.unshift(each);
+    const back = chain.map((each) => paint(getComputedStyle(each).backgroundColor)).at(-1);
+    const [low, high] = [back, paint(getComputedStyle(element).color)].sort((a, b) => a - b);
+    return [(high + 0.05) / (low + 0.05), element.outerHTML.slice(0, 200)];
+  };
+  const hasText = (element) => [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  const shown = (element) => element.checkVisibility() && hasText(element);
+  return [...document.body.querySelectorAll("*")].filter(shown).map(contrast);
+}"""
+"""JavaScript that returns, for each element with text, the WCAG contrast of text and background, and the element."""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_is_readable_at_any_width_and_in_both_modes(
+    browser: Browser, front: Front, log: SampleLog, width: int, scheme: str
+) -> None:
+    add(log, "W" * 500 + HOSTILE, prompt="x" * 300, message="What is\n6 times 7? " + "W" * 150)
+    size = dict(width=width, height=800)
+    page, complaints = open_page(browser, front, front.key, viewport=size, color_scheme=scheme, has_touch=width < 500)
+    newest(page, log)
+    expect(page.locator(".card .t").first).to_be_visible()
+    expect(page.locator("#groups .preview").first).to_have_text(f"What is 6 times 7? {'W' * 61}…")
+    expect(page.locator("#about")).to_contain_text("0 as loaded, then the version of the latest push")
+    button = page.get_by_role("button", name="Score sample 0 again")
+    expect(button).to_have_accessible_description(re.compile("with the same weights, all bits must be equal"))
+    expect(page.locator("#about-score")).to_be_visible()
+    assert button.get_attribute("title") and page.locator("#weights").get_attribute("title")
+    for fact in (page.locator(".facts span", has_text=f"seed {2**64 - 1}")).all():
+        assert fact.bounding_box()["height"] < 25, "the seed is on one line"  # type: ignore[index]
+    button.click()
+    expect(page.locator(".result")).to_have_class(re.compile("changed|bad"))
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert all(canvas.bounding_box()["width"] > 100 for canvas in page.locator("canvas").all())  # type: ignore[index]
+    contrasts = page.evaluate(CONTRASTS)
+    assert len(contrasts) > 50 and min(contrasts)[0] >= 4.5, min(contrasts)
+    is_dark = page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+    assert is_dark == (scheme == "dark") and complaints == []
+    page.context.close()

@@ -1,4 +1,6 @@
-"""These tests run verl in an environment of its own. `make test-verl` makes it and passes its Python."""
+"""Tests that run verl in a separate virtual environment. `make test-verl` makes this environment and passes the path of
+its Python.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs verl's GRPO main on a CPU, in verl's own environment, and reads its output."""
+"""Runs verl's main program on a CPU, in verl's own virtual environment, and reads the output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tiny import make_tiny_model
 HERE = Path(__file__).parent
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 PROMPTS, SAMPLES, RESPONSE_LENGTH = 4, 4, 24
-"""Prompts and samples per step; response length in tokens."""
+"""Prompts per step, samples per step, and response length in tokens."""
+ROUNDING = 1e-4
+"""Upper bound on how much rounding changes a probability."""
 
 # verl's own settings for a run on a few CPU cores.
 ON_A_CPU = """
@@ -62,7 +64,7 @@ trainer.total_epochs=100
 
 @dataclass(frozen=True)
 class Run:
-    """verl's log entries per step, and the samples per step: their `input`, `output` and `score`."""
+    """verl's log entries per step, and the samples per step with `input`, `output` and `score`."""
 
     metrics: list[dict[str, Any]]
     samples: list[list[dict[str, Any]]]
@@ -101,7 +103,7 @@ def run_main(python: str, folder: Path, steps: int, *changes: str) -> Run:
     environment = os.environ | {
         "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # selects verl's engine; this one computes on the platform's device
+        "VERL_ENGINE_DEVICE": "cuda",  # selects the verl engine that computes on the platform's device
         "PYTHONPATH": str(HERE),
         "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
         "HYDRA_FULL_ERROR": "1",

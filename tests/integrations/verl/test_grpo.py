@@ -1,4 +1,4 @@
-"""verl's GRPO main with `rollout.name=trueroll` on a CPU: trainer and worker in turn, and partial rollouts."""
+"""verl's GRPO with `rollout.name=trueroll` on a CPU: trainer and worker alternating, and partial rollouts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from .reward import compute_score
-from .running import PROMPTS, SAMPLES, Run, make_inputs, run_main
+from .running import PROMPTS, ROUNDING, SAMPLES, Run, make_inputs, run_main
 
 STEPS = 3
-ROUNDING = 1e-4
-"""Upper bound on how much rounding changes a probability."""
 STALE = 1e-2
 """Lower bound on how much the weights of another step change a probability."""
 
@@ -36,9 +34,9 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    # The prompts of two steps are in flight. Once a step has its own samples, which verl checks every two seconds, it
-    # aborts the rest; two of them are running. The next step waits for these two and takes them, because no prompt may
-    # be older than one step. Samples that the second step aborts may have no tokens yet.
+    # The prompts of two steps are in flight. verl checks every two seconds whether a step has all its samples. If so,
+    # verl aborts the other samples, two of which are running. The next step waits for these two samples and trains on
+    # them, because no prompt may be older than one step. Samples that the second step aborts may have no tokens yet.
     changes = "trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=1"
     changes += "trainer.v1.sampler.max_off_policy_threshold=2", "trainer.v1.sampler.max_off_policy_strategy=wait"
     worker = "actor_rollout_ref.rollout.engine_kwargs.trueroll"

@@ -1,7 +1,8 @@
 """Makes verl run on a CPU: set `VERL_USE_EXTERNAL_MODULES=verl_on_cpu` and `VERL_PLATFORM=cpu`.
 
-verl has no platform for a CPU. A GPU needs nothing of this module, and the module does not affect the rollout. It also
-hides TRL from verl: verl would import a class that TRL 1.16, the release in these tests' environment, no longer has.
+verl has no platform for a CPU, and loads a critic only with flash attention, which needs a GPU. On a GPU this module is
+not needed. The module does not affect the rollout. The module also hides TRL from verl, because verl would import a
+class that TRL no longer has. The tests' environment has TRL 1.16.
 """
 
 # pyright: reportMissingImports=false
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import AutoModelForTokenClassification
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import import_utils
 
@@ -27,6 +29,15 @@ def init_on_a_cpu(backend: str, **options: Any) -> None:
 
 
 torch.distributed.init_process_group = init_on_a_cpu
+load_token_classifier = AutoModelForTokenClassification.from_pretrained
+
+
+def load_on_a_cpu(*arguments: Any, **options: Any) -> Any:
+    """Load a critic with the attention that its config names, not with flash attention as verl requests."""
+    return load_token_classifier(*arguments, **options | {"attn_implementation": None})
+
+
+AutoModelForTokenClassification.from_pretrained = load_on_a_cpu
 
 MODULE = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
@@ -45,7 +56,7 @@ MODULE = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """A platform with one device. Ray counts a GPU for it that does not exist."""
+    """A platform with one device. Ray counts one fake GPU for this device."""
 
     device_name = "cpu"
     vendor_name = "none"

@@ -1,4 +1,4 @@
-"""Build the native kernels' sources with other flags than the installed library."""
+"""Build the native kernels with flags that differ from the installed library's."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def build(
     more_sources: Sequence[Path] = (),
     own_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Compile and link all sources, with the flags of pyproject.toml, then `flags`, then the `own_flags` of a source's
-    name.
+    """Compile and link all sources. The flags are those of pyproject.toml, then `flags`, then `own_flags` of the
+    source's name.
 
-    With emulated tiles, the instruction set `amx_bf16` runs on any machine. Objects are stored beside `output`.
+    With emulated tiles, the instruction set `amx_bf16` runs on any machine. Object files are stored next to `output`.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
     flags = [*settings["extra-compile-args"], *flags, "-fPIC", "-DEMULATE_TILES"]
@@ -48,10 +48,8 @@ def _run(command: list[str]) -> None:
 
 @cache
 def emulated_library() -> Library:
-    """Return the library with emulated tiles, beside the installed one. It is built once for all processes of a test
-    run.
-
-    Only the instruction set that the installed library may lack is compiled to be fast.
+    """Return the library with emulated tiles, loaded next to the installed library. The library is built once for all
+    processes of a test run. Only the instruction set that the installed library may lack is compiled with optimization.
     """
     folder = Path(os.environ["TRUEROLL_TEST_RUN"]) / "emulated"
     make_folder_once(

@@ -1,7 +1,8 @@
 """The native kernels under sanitizers: no access beyond a buffer, no undefined behaviour, no race.
 
-The driver calls every function of the C interface with buffers of exactly the required sizes, with the instruction set
-that serves on this machine. `make test-all` uses all instruction sets of the machine, and emulated tiles.
+The driver calls every function of the C interface with buffers of exactly the required sizes. The driver uses the
+instruction set that trueroll selects on this machine. `make test-all` uses all instruction sets of the machine, and
+emulated tiles.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def _keep_addresses_in_order() -> None:
 def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(which: str, tmp_path: Path) -> None:
     available = load_library().instruction_sets()
     tested = {available[0]} if which == "the best" else {"amx_bf16", *available}
-    # -O1 compiles nearly twice as long and makes the driver only a little faster.
+    # -O1 nearly doubles the compile time and makes the driver only a little faster.
     flags = ["-Og", "-g1", "-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
     others: dict[str, tuple[str, str]] = dict.fromkeys(set(ISAS) - tested, ("-O0", "-fno-sanitize=all"))
     build(tmp_path / "driver", flags, [DRIVER], others)
@@ -55,23 +56,23 @@ def test_no_access_beyond_a_buffer_and_no_undefined_behaviour(which: str, tmp_pa
     assert misused.returncode != 0 and "heap-buffer-overflow" in misused.stderr, "the sanitizer finds the error"
     done = run(tmp_path / "driver", *others)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) == tested
+    assert set(done.stdout.split()[::2]) == tested
 
 
 def test_no_race_between_threads(tmp_path: Path) -> None:
-    """One instruction set suffices: all of them share the work among threads with the same code."""
+    """One instruction set suffices, because all instruction sets distribute work to threads with the same code."""
     others: dict[str, tuple[str, str]] = dict.fromkeys(set(ISAS) - {"portable"}, ("-O0", "-fno-sanitize=all"))
     build(tmp_path / "driver", ["-O1", "-g1", "-fsanitize=thread"], [DRIVER], others)
     misused = run(tmp_path / "driver", "misuse")
     assert misused.returncode != 0 and "data race" in misused.stderr, "the sanitizer finds the race"
     done = run(tmp_path / "driver", *others)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["portable"]
+    assert done.stdout.split()[::2] == ["portable"]
 
 
 @pytest.fixture(scope="module")
 def pool_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The driver of the pool, without the rest of the library."""
+    """The driver of the thread pool, built without the other parts of the library."""
     driver = tmp_path_factory.mktemp("pool") / "driver"
     sources = [POOL_DRIVER, ROOT / "kernels" / "cpu" / "native" / "pool.cpp"]
     subprocess.run(["g++", "-std=c++17", "-O1", "-pthread", *sources, "-o", driver], check=True)

@@ -1,4 +1,4 @@
-"""Weights in the layout of each backend: stored values come back with the same bits."""
+"""Weights in the layout of each backend: stored values are read back with the same bits."""
 
 from __future__ import annotations
 

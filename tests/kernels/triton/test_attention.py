@@ -170,7 +170,7 @@ def test_chunks_and_single_queries_give_the_bits_of_the_whole(
 def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
     launched: list[str], window: int | None, soft_cap: float | None
 ) -> None:
-    """A sink is folded in after the last partition, of one or two partitions."""
+    """The sink is added after the last partition. The contexts have one or two partitions."""
     attention: dict[str, Any] = dict(window=window, soft_cap=soft_cap)
     sinks, ends = sinks_of(6, torch.bfloat16), (1, 40, 512, 513, 520)
     with_sinks = sequences_of([520], torch.bfloat16, group=3, kv_heads=2, sinks=sinks, **attention)
@@ -188,7 +188,7 @@ def test_sinks_have_the_same_bits_in_chunks_single_queries_and_graphs(
 
 @both_dtypes
 def test_sinks_without_weight_change_no_bit_and_high_ones_leave_nothing(dtype: torch.dtype) -> None:
-    """Each head has its own sink."""
+    """Every head has a different sink."""
     sinks = torch.tensor([-torch.inf, 1e4, -1e4, 0.0]).to(dtype)
     without, with_sinks = (sequences_of([70], dtype, group=2, kv_heads=2, sinks=given) for given in (None, sinks))
     for each in (without, with_sinks):
@@ -232,7 +232,7 @@ def test_a_window_over_all_tokens_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("window", [70, 600])
 def test_skipping_keys_behind_a_window_changes_no_bit(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partitions and tiles are skipped. Computing every key before them gives the same bits."""
+    """Partitions and tiles behind the window are skipped. Computing all of their keys gives the same bits."""
     sequences = sequences_of([1111], torch.bfloat16, window=window)
     attend = (lambda: sequences.attend([(0, 1075, 1111)])), (lambda: sequences.attend([(0, 575, 576), (0, 1110, 1111)]))
     tiles = count_tiles(monkeypatch)
@@ -245,7 +245,7 @@ def test_skipping_keys_behind_a_window_changes_no_bit(window: int, monkeypatch: 
 
 
 def test_a_window_bounds_the_tiles_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is bounded too, also with context lengths on the device."""
+    """The window also bounds memory, even if context lengths are on the device."""
     sequences = sequences_of([5000], torch.bfloat16, window=KEYS)
     tiles = count_tiles(monkeypatch)
     sequences.attend([(0, 4992, 5000)])
@@ -266,7 +266,7 @@ def count_tiles(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.mark.parametrize("window", [1, 70, 600])
 def test_table_entries_behind_the_windows_are_never_read(launched: list[str], window: int) -> None:
-    """Such blocks may belong to other sequences by then, or to none."""
+    """The blocks behind the windows may already belong to other sequences, or to none."""
     sequences = sequences_of([1111], torch.bfloat16, window=window)
     chunk, single = (0, 1080, 1100), (0, 1110, 1111)
     expected = [sequences.attend([each])[0] for each in (chunk, single)]
@@ -282,7 +282,7 @@ def test_table_entries_behind_the_windows_are_never_read(launched: list[str], wi
 @pytest.mark.parametrize("window", [None, 70])
 @both_dtypes
 def test_context_lengths_on_the_device_decide(launched: list[str], dtype: torch.dtype, window: int | None) -> None:
-    """The host may assume any longest context, and any number of programs may share the partitions."""
+    """The host may assume any maximum context, and any number of programs may share the partitions."""
     sequences = sequences_of([1100, 70, 513], dtype, group=7, window=window)
     chunks = [(0, 1099, 1100), (1, 69, 70), (2, 512, 513), (0, 40, 41)]
     expected = torch.cat(sequences.attend(chunks))
@@ -304,7 +304,7 @@ def test_few_programs_may_share_many_partitions(monkeypatch: pytest.MonkeyPatch)
 def test_a_non_finite_token_reaches_only_queries_that_see_it(
     launched: list[str], place: int, window: int | None
 ) -> None:
-    """The token is stored as in `write_kv`: 0 for the values that are not finite, NaN for the whole key."""
+    """The token is stored as by `write_kv`: values that are not finite become 0, and the whole key becomes NaN."""
     sequences = sequences_of([place + 9], torch.bfloat16, kv_heads=2, window=window)
     chunk, singles = (0, place - 3, place + 9), [(0, i, i + 1) for i in (place - 1, place, place + 4, place + 8)]
 

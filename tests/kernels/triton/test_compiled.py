@@ -1,10 +1,10 @@
 """Every Triton kernel, with every tile of its table, compiled for three generations of GPUs without a GPU.
 
-`examples/benchmarks/triton_report.py` records and compiles them in its own process: in this process kernels are made
-for the interpreter. Every run compiles one form of each kernel for sm_90. `make test-all` compiles enough of the
-models' forms to cover all tiles and constants, and for sm_90 all forms of Qwen2.5-7B, of delta nets and of
-gpt-oss-20b's experts. `python examples/benchmarks/triton_report.py --all` compiles every form for every target; no test
-does.
+`examples/benchmarks/triton_report.py` records and compiles the kernels in a separate process, because kernels of the
+test process are made for the interpreter. Every run compiles one specialization of each kernel for sm_90. `make
+test-all` compiles enough specializations to cover all tiles and constants of the models. For sm_90, `make test-all`
+compiles all specializations of Qwen2.5-7B, of delta nets and of gpt-oss-20b's experts. `python
+examples/benchmarks/triton_report.py --all` compiles every specialization for every target, which no test does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trueroll.kernels.triton import experts, products
 
 ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-# For kernels that may spill on a target: the reason, and the most bytes per thread.
+# Kernels that may spill registers on a target: the reason, and the maximum spilled bytes per thread.
 NOT_TUNED = "the kernels are compiled for sm_100, but their tiles were chosen for sm_90"
 NOT_FOR_80 = (
     "tiles with two accumulators were chosen for sm_90, which multiplies from shared memory, not from registers"
@@ -74,7 +74,7 @@ def run_compiler(script: list[str], cache: Path) -> Any:
 
 
 def kernels_of(module: Path) -> set[str]:
-    """Return the functions of a module that `exact_jit` makes kernels."""
+    """Return the kernels of a module: functions decorated with `exact_jit`."""
     functions = [node for node in ast.parse(module.read_text()).body if isinstance(node, ast.FunctionDef)]
     return {f"{module.stem}.{f.name}" for f in functions if "exact_jit" in map(ast.unparse, f.decorator_list)}
 
@@ -116,7 +116,7 @@ def test_every_tile_of_the_tables_is_compiled_for_every_target(module: str, comp
 
 @of_all
 def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
-    """For the tuned target, every combination that one model has is compiled too."""
+    """For the tuned target, every combination of one model is also compiled."""
     found = defaultdict(set)
     for c in compiled:
         found[c["capability"]] |= {(c["kernel"], *item) for item in (*c["constants"].items(), *c["types"].items())}
@@ -135,7 +135,7 @@ def test_shared_memory_suffices(compiled: list[Compiled]) -> None:
 
 
 def test_kernels_know_only_types_and_alignment_of_arguments(compiled: list[Compiled]) -> None:
-    """Triton knows that pointers are aligned, and only the types of numbers."""
+    """Triton specializes a kernel on the alignment of pointers. Of numbers, it uses only the types."""
     for c in compiled:
         assert c["signature"] == c["types"], c
         assert c["aligned"] == [name for name, kind in c["types"].items() if kind.startswith("*")], c
@@ -151,8 +151,8 @@ def without_columns(instruction: str) -> str:
     [("products", "wgmma m64k16"), ("experts", "wgmma m64k16"), ("attention", "wgmma m64k16 kWidth=2")],
 )
 def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compiled: list[Compiled]) -> None:
-    """On sm_90 the number of columns follows the number of tokens, keys or elements of a head, and may vary. Attention
-    has one factor in registers there.
+    """On sm_90, the number of columns of an instruction depends on the number of tokens, keys or elements of a head,
+    and may vary. On sm_90, attention keeps one factor in registers.
     """
     found = defaultdict(set)
     for c in compiled_of(module, compiled):
@@ -165,7 +165,7 @@ def test_products_keep_to_one_matrix_instruction(module: str, on_90: str, compil
 
 @of_all
 def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
-    """Heads of one size have one layout in all kernels, since the order of a sum follows the layout."""
+    """All kernels use the same layout for heads of the same size, because the layout determines the order of a sum."""
     layouts = defaultdict(set)
     for c in compiled_of("attention", compiled):
         if c["instructions"]:
@@ -176,7 +176,7 @@ def test_reductions_over_keys_have_one_layout(compiled: list[Compiled]) -> None:
 
 @of_all
 def test_the_state_of_a_delta_net_is_summed_in_one_layout(compiled: list[Compiled]) -> None:
-    """Decodes and prompts with any number of heads keep four keys in each thread of one warp."""
+    """For decodes and prompts with any number of heads, each thread of one warp holds four keys."""
     layouts = defaultdict(set)
     for c in compiled_of("recurrence", compiled):
         if c["kernel"].endswith("_delta_rule_kernel"):
@@ -214,7 +214,7 @@ print(json.dumps({capability: [compiled(capability, form) for form in forms] for
 
 
 def test_a_product_and_a_sum_are_rounded_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No setting of the environment changes this."""
+    """No environment variable changes this rounding."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
     script = tmp_path / "multiply_add.py"
     script.write_text(MULTIPLY_ADD)

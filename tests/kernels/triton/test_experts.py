@@ -1,4 +1,4 @@
-"""The Triton kernels of experts: their choice, and the same bits from every tile and for every number of rows."""
+"""The Triton kernels of experts: the choice of experts, and equal bits from every tile and for any number of rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def weights_of(spec: ExpertsSpec, hidden: int, dtype: torch.dtype) -> ExpertsWei
 def inputs(
     spec: ExpertsSpec, count: int, dtype: torch.dtype, hidden: int = HIDDEN
 ) -> tuple[Tensor, ExpertsSpec, ExpertsWeights, Tensor, Tensor, Tensor]:
-    """Return the arguments of `experts` for `count` rows: most go to the first expert, none to the last but one."""
+    """Return the arguments of `experts` for `count` rows. Most rows go to the first expert, and none to the second to
+    last.
+    """
     logits = randn(count, spec.num_experts, seed=6) + torch.tensor([2.0] + [0.0] * (spec.num_experts - 1))
     logits[:, -2] = -torch.inf
     chosen, gates = reference.route(logits, spec)
@@ -68,7 +70,7 @@ def step_by_step(
 
 
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every K into pieces."""
+    """Split every K into pieces."""
     for module in (experts, products):
         monkeypatch.setattr(module, "k_splits", lambda rows, columns: PIECES)
 
@@ -79,7 +81,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_experts_have_the_bits_of_their_products_from_every_tile(
     tile: Tile, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tile counts per expert: one full tile and a part of another, only a part of one, and none."""
+    """The experts have one full tile and a partial tile, only a partial tile, or no tile."""
     monkeypatch.setattr(experts, "_tile", lambda *sizes: tile)
     if pieces > 1:
         cut(monkeypatch)
@@ -96,7 +98,7 @@ def test_experts(spec: ExpertsSpec, hidden: int, dtype: torch.dtype) -> None:
     asked = inputs(spec, 37, dtype, hidden)
     found, near = experts.experts(*asked), reference.experts(*asked)
     assert same_bits(found, step_by_step(*asked))
-    # Three roundings to the dtype: of gate and up, of their product, and of the result.
+    # Three roundings to the dtype: gate and up, their product, and the result.
     assert (found.double() - near.double()).norm() <= 3 * torch.finfo(dtype).eps * near.double().norm()
     without = experts.experts(*asked[:-1])
     assert same_bits(without, step_by_step(*asked[:-1], torch.zeros_like(found)))
@@ -144,7 +146,7 @@ def test_no_rows() -> None:
 
 
 def made_of_ones(gates: list[float], shared: float) -> float:
-    """Return the sum over experts with outputs of 1 for a row that goes to all of them with these gates."""
+    """Return the result for one row that goes to all experts with these gates. Each expert's output is 1."""
     count = len(gates)
     spec, zeros = ExpertsSpec(count, count, 16, bias=True), torch.zeros(count, 32, 16, dtype=torch.float16)
     biases = torch.zeros(count, 32, dtype=torch.float16), torch.ones(count, 16, dtype=torch.float16)
@@ -156,7 +158,7 @@ def made_of_ones(gates: list[float], shared: float) -> float:
 
 
 def test_experts_are_added_by_ascending_id_and_the_shared_one_at_last() -> None:
-    """In float32, 2**24 + 1 is 2**24."""
+    """In float32, 2**24 + 1 rounds to 2**24, so the sum shows the order."""
     assert made_of_ones([2.0**24, 1.0, -(2.0**24)], 0.0) == 0.0
     assert made_of_ones([1.0, 2.0**24, -(2.0**24)], 0.0) == 0.0
     assert made_of_ones([2.0**24, -(2.0**24), 1.0], 0.0) == 1.0
@@ -166,7 +168,7 @@ def test_experts_are_added_by_ascending_id_and_the_shared_one_at_last() -> None:
 @pytest.mark.parametrize("width", [16, 64])
 @pytest.mark.parametrize("count", [1, 16, 17, 100])
 def test_lists_have_every_pair_once_in_order(count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This includes more pairs, and more tiles of an expert, than are listed at a time."""
+    """Cases include more pairs, and more tiles of one expert, than the kernel lists at a time."""
     monkeypatch.setattr(experts, "_LISTED", 4)
     chosen = inputs(SPEC, count, torch.bfloat16, hidden=1)[3]
     lists = experts._list(chosen, SPEC.num_experts, width)
@@ -185,7 +187,7 @@ def test_lists_have_every_pair_once_in_order(count: int, width: int, monkeypatch
 @pytest.mark.parametrize("width", [1, 3, 16])
 @pytest.mark.parametrize("num_experts", [1, 4, 7])
 def test_no_more_tiles_are_needed_than_there_is_room_for(num_experts: int, width: int) -> None:
-    """The limit is reached if all experts but one have a single pair."""
+    """The limit is reached if all experts except one have a single pair."""
     for pairs in range(1, 40):
         begun = min(pairs, num_experts)
         fullest = [pairs - begun + 1] + [1] * (begun - 1)
@@ -217,7 +219,7 @@ def test_route(count: int, top_k: int, normed: bool, dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("normed", [True, False])
 def test_gates_of_experts_that_are_chosen(normed: bool) -> None:
-    """The experts are chosen by the caller and need not be the best."""
+    """The caller chooses the experts, which need not have the highest scores."""
     spec, logits = ExpertsSpec(40, 3, 16, normed=normed), randn(4, 40, dtype=torch.bfloat16)
     chosen = torch.tensor([[0, 1, 2], [37, 38, 39], [3, 20, 31], [0, 32, 39]], dtype=torch.int32)
     found, gates = experts.route(logits, spec, chosen)

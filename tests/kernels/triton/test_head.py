@@ -26,7 +26,7 @@ ROWS = 5
 
 
 def some_seeds(rows: int) -> Tensor:
-    """Return seeds of both signs, in both halves of their 64 bits."""
+    """Return seeds of both signs, with bits in both halves of the 64 bits."""
     return torch.arange(rows) * 2**61 - 77
 
 
@@ -49,7 +49,7 @@ def wanted(targets: Sequence[int]) -> Wanted:
 
 @pytest.fixture
 def quick_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute logits with torch, row by row: the interpreter would spend most of a test's time on them."""
+    """Compute logits with torch, row by row, because the interpreter would spend most of a test's time on logits."""
     monkeypatch.setattr(head, "lm_head", lambda x, weight: torch.stack([weight.float() @ row.float() for row in x]))
 
 
@@ -82,7 +82,9 @@ def test_words_are_those_of_the_reference() -> None:
 
 
 def uniforms(words: Tensor) -> Tensor:
-    """Return the uniform numbers of random words, float64, rounded to float32 on the way as defined."""
+    """Return the uniform numbers of random words: float64, with the intermediate rounding to float32 that the
+    definition has.
+    """
     return ((words.float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24).double()
 
 
@@ -94,7 +96,7 @@ def test_noise_against_float64() -> None:
     launch(_noise, (len(words) // 1024,), words, noise, warps=4, COUNT=1024)
     expected = -torch.log(-torch.log1p(-uniforms(words)))
     assert expected.min() < -2.8 and expected.max() > 22.8, "both ends occur"
-    # The inner logarithm has a relative error, so the outer one has that absolute error.
+    # The relative error of the inner logarithm is the absolute error of the outer logarithm.
     assert ((noise.double() - expected).abs() <= 4 * 2.0**-24 * expected.abs().clamp(min=1)).all()
 
 
@@ -115,7 +117,7 @@ def test_sample_takes_the_highest_logit_with_noise(vocab_size: int) -> None:
     noise = -torch.log(-torch.log1p(-uniforms(reference.philox(seeds, positions, vocab_size))))
     values = logits.double() + noise
     best = values.max(-1).values
-    # Logits with noise stay below 64, where a unit in the last place is 2**-18.
+    # Logits plus noise stay below 64, where one unit in the last place is 2**-18.
     rounding = 2.0**-17
     clear = (values > best[:, None] - rounding).sum(-1) == 1
     assert values.abs().max() < 64 and clear.double().mean() > 0.8
@@ -214,7 +216,7 @@ def test_no_rows() -> None:
 
 
 def test_equal_logits_go_to_the_lowest_id() -> None:
-    """The ids are in one thread, in several threads and in several sections."""
+    """The equal logits are in one thread, in several threads, and in several sections."""
     groups = [[3, 4, 600, 4499], [15, 16], [SECTION - 1, SECTION], [SECTION + 1, SECTION + 2], [40, 3000]]
     weight = randn(4500, HIDDEN, dtype=torch.bfloat16, seed=1)
     hidden = weight[[group[0] for group in groups]]
@@ -248,7 +250,7 @@ def test_a_row_without_any_token() -> None:
 
 
 def test_tokens_without_probability() -> None:
-    """Whole sections of -inf do not change a bit of the others. A token in them has no probability."""
+    """Whole sections of -inf do not change a bit of other sections. A token with logit -inf has probability 0."""
     logits = torch.full((2, 3 * SECTION), -torch.inf)
     logits[:, SECTION : SECTION + 40] = randn(1, 40)
     few = logits[:, : 2 * SECTION].contiguous()
@@ -258,7 +260,7 @@ def test_tokens_without_probability() -> None:
 
 
 def test_next_tokens_says_which_logits_are_not_finite() -> None:
-    """A token of logit -inf, and logits that exceed float32 when divided by the temperature."""
+    """Cases are a token with logit -inf, and logits that overflow float32 when divided by the temperature."""
     hidden, weight = head_of(17, torch.bfloat16)
     hidden[:, 0], weight[5, 0] = 1.0, -torch.inf
     hidden[4] *= 2.0**100
@@ -272,7 +274,9 @@ def test_next_tokens_says_which_logits_are_not_finite() -> None:
 
 
 def kept_in_float64(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Return what stays, bool [M, V]. Filters are float64 [M]; best first, ties to the lower id."""
+    """Return which tokens stay, bool [M, V]. Filters are float64 [M]. Tokens are ordered by logit, and equal logits by
+    id.
+    """
     ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[1])
     in_top_k = (ranks < top_k[:, None]) | (top_k[:, None] < 0)
@@ -300,7 +304,9 @@ def rows_to_filter(rows: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor, 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 1001, 9000])
 def test_filters_against_float64(vocab_size: int) -> None:
-    """Rows in which a filter passes within 1e-5 of a token's probability are not compared: rounding decides there."""
+    """Rows in which a filter is within 1e-5 of a token's probability are not compared, because the result depends on
+    rounding.
+    """
     logits, top_k, top_p, min_p = rows_to_filter(60, vocab_size)
     loose, strict = (
         kept_in_float64(logits, top_k, torch.where(top_p < 1, top_p.double() * f, 1.0), min_p.double() / f)
@@ -314,10 +320,9 @@ def test_filters_against_float64(vocab_size: int) -> None:
 
 
 def test_edges_of_the_filters() -> None:
-    """With sums that float32 holds exactly, top_p drops tokens after exactly its sum, and min_p keeps tokens of exactly
-    its probability.
-
-    The logits are equal. Those of every second row end with -inf, with probability 0.
+    """Probabilities and their sums are exact in float32. top_p drops tokens once the sum is exactly top_p, and min_p
+    keeps tokens with exactly its probability. The logits are equal. In every second row, the last logits are -inf
+    (probability 0).
     """
     logits = torch.zeros(6, 4096)
     logits[1::2, 1024:] = -torch.inf
@@ -349,7 +354,10 @@ def test_filters_that_are_off_drop_nothing() -> None:
 
 
 def launches(rows: int) -> set[object]:
-    """Return the launches of the ops for this many rows of logits without data: reading a value is an error."""
+    """Return the launches of the ops for this number of rows.
+
+    The logits have no data, so reading a value is an error.
+    """
     empty = partial(torch.empty, device="meta")
     logits, ids, numbers = empty(rows, 1001), empty(rows, dtype=torch.int64), empty(rows)
     hidden, weight = empty(rows, HIDDEN), empty(1001, HIDDEN)

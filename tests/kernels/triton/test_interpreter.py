@@ -1,4 +1,4 @@
-"""The patched interpreter computes the same as a GPU: conversions against torch, products against float64."""
+"""The patched interpreter computes like a GPU: conversions are compared with torch, products with float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def convert(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor, c: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Return c + a @ b, computed in tiles of this shape."""
+    """Return c + a @ b, computed by a kernel with tiles of this shape."""
     (rows, k), columns, c = a.shape, b.shape[1], c.clone()
     sizes: dict[str, Any] = dict(M=tile[0], N=tile[1], K=k)
     dot_kernel[rows // tile[0], columns // tile[1]](a, b, c, rows, columns, **sizes)
@@ -49,7 +49,7 @@ def all_16_bits(dtype: torch.dtype) -> Tensor:
 
 
 def float32_of_every_kind() -> Tensor:
-    """Return random bits, and values at, beside and halfway between those of a 16-bit dtype."""
+    """Return random bits, and values that are equal to, next to, and halfway between values of a 16-bit dtype."""
     bits = torch.randint(-(2**31), 2**31, (2**16,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
     near = [
         all_16_bits(dtype).float().view(torch.int32) + offset
@@ -104,7 +104,7 @@ def test_a_product_is_right_and_does_not_depend_on_its_tile(dtype: torch.dtype) 
 
 
 def test_a_product_propagates_nan_and_infinity() -> None:
-    """They reach only the rows and columns that hold them, as with a matrix instruction."""
+    """As with a matrix instruction, NaN and infinity affect only the rows and columns that contain them."""
     a, b, c = randn(16, 32), randn(32, 16, seed=1), torch.zeros(16, 16)
     a[3, 5], b[7, 2], b[8, 4], a[1, 8] = torch.nan, torch.inf, torch.inf, 0.0
     found = dot(a.bfloat16(), b.bfloat16(), c, (16, 16))

@@ -1,4 +1,4 @@
-"""How kernels are launched, and what the compiler is told about their arguments."""
+"""How kernels are launched, and what the compiler knows about the arguments."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_launches_that_compile_alike_are_equal() -> None:
 
 
 def test_numbers_are_known_by_their_type_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the compiler would treat 1 and multiples of 16 separately, and might choose other layouts."""
+    """Otherwise the compiler would specialize kernels for 1 and for multiples of 16, and might choose other layouts."""
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     parameters = {p.name: p for p in exact_jit(scale).params}
     assert parameters["factor"].do_not_specialize and parameters["count"].do_not_specialize

@@ -1,6 +1,5 @@
-"""The layers of every family with the Triton kernels: the bits of their separate ops, and results near the reference's.
-
-With experts, the routes are also the reference's.
+"""The layers of every family with the Triton kernels: the results have the bits of the separate ops, and are close to
+the reference's. Routes to experts equal the reference's routes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HIDDEN = 34
 
 
 def make_step(*specs: LayerSpec) -> Step:
-    """Make a step with the end of a prompt and a decode."""
+    """Make a step with the last tokens of a prompt, and a decode."""
     served, mixer = Served(TRITON, torch.bfloat16), attention_of(specs[0])
     paged, chunks = (
         Paged(served, [13, 12], mixer.num_heads, mixer.num_kv_heads, mixer.head_dim),
@@ -49,7 +48,7 @@ def make_step(*specs: LayerSpec) -> Step:
 @pytest.mark.parametrize("name", FAMILY_LAYERS)
 @thinned(lambda name: name in ("gemma3", "qwen3_5"))
 def test_layers(name: str) -> None:
-    step = make_step(*FAMILY_LAYERS[name][-2:])  # if any layers differ, these do
+    step = make_step(*FAMILY_LAYERS[name][-2:])  # if any layers differ, these layers do
     found, caches = step.run(TRITON.layers)
     expected, expected_caches = step.run(partial(step_by_step_layers, TRITON))
     assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
@@ -58,7 +57,7 @@ def test_layers(name: str) -> None:
 
 
 def with_experts(layer: Layer, spec: ExpertsSpec) -> Layer:
-    """Return the layer with experts in place of its MLP, which becomes the shared expert if the spec has one."""
+    """Return the layer with experts in place of its MLP. The MLP becomes the shared expert, if the spec has one."""
     weights = weights_of(spec, HIDDEN, torch.bfloat16)
     if spec.shared_size:
         assert isinstance(layer.mlp, MlpWeights) and len(layer.mlp.gate.to_dense()) == spec.shared_size

@@ -1,4 +1,6 @@
-"""Kernels compiled before the first step: some numbers of rows need all the forms that any number of rows needs."""
+"""Kernels compiled before the first step: the prepared numbers of rows cover all specializations that any number of
+rows needs.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ MOST = 3072
 def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     hidden: int, inner: int, heads: int, kv_heads: int
 ) -> None:
-    """Models: Qwen2.5-7B, Qwen3-0.6B, SmolLM2-135M, and a small one that has a tile for 2945 to 3008 rows."""
+    """The models are Qwen2.5-7B, Qwen3-0.6B, SmolLM2-135M, and a small model with a tile for 2945 to 3008 rows."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     down, gate, o = empty(hidden, inner), empty(inner, hidden), empty(hidden, heads)
     qkv = empty(heads, hidden), empty(kv_heads, hidden), empty(kv_heads, hidden)
@@ -57,7 +59,9 @@ def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
 def test_the_numbers_of_rows_that_are_prepared_need_all_tiles_of_experts(
     spec: ExpertsSpec, hidden: int, tiles: int
 ) -> None:
-    """The tensors have no memory, so nothing is read on the host. This includes rows that are processed in parts."""
+    """The tensors have no memory, so the host cannot read any value. The cases include rows that are processed in
+    parts.
+    """
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     count, inner = spec.num_experts, spec.intermediate_size
     biases = (empty(count, 2 * inner), empty(count, hidden)) if spec.bias else (None, None)

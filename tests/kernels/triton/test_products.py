@@ -25,17 +25,18 @@ from ..inputs import randn, same_bits
 TOKENS = 1 + max(tile.width for tile in TILES)
 FEATURES = 65
 PIECES = 2
-# Columns that are loaded without a mask, with a mask in the second piece, and one by one (with an empty second piece).
+# Numbers of columns for three ways to load elements: without a mask, with a mask in the second piece, and one by one
+# with an empty second piece.
 WHOLE, MASKED, ODD = (256, torch.bfloat16), (200, torch.float16), (121, torch.bfloat16)
 
 
 def cut_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut every K into pieces, like a long one."""
+    """Split every K into pieces, even a short K."""
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: PIECES)
 
 
 def use_tile(monkeypatch: pytest.MonkeyPatch, tile: Tile, apart: bool) -> None:
-    """Compute all products with this tile, with a program for each piece or one for all."""
+    """Compute all products with this tile, with either one program per piece or one program for all pieces."""
     monkeypatch.setattr(products, "way_of", lambda tokens, factor: (tile, apart))
 
 
@@ -61,7 +62,7 @@ def test_products_against_float64(features: int, columns: int, dtype: torch.dtyp
 
 
 def test_a_cut_changes_the_order_of_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The premise of the tests below that cut K."""
+    """The premise of the following tests, which split K."""
     x, weight, _, _ = inputs(16, *WHOLE)
     whole = products.lm_head(x, weight)
     cut_everything(monkeypatch)
@@ -75,7 +76,9 @@ def linear_by_the_table(columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_every_run(columns: int, tile: Tile, apart: bool) -> bool:
-    """Return whether a case runs every time: each tile with one number of columns, and one way."""
+    """Return whether every run includes a case. For each tile, every run includes one number of columns, either with
+    separate pieces or in registers.
+    """
     kinds = [number for number, _ in (WHOLE, MASKED, ODD)]
     turn = [*TILES, NARROW_TILE].index(tile) % len(kinds)
     return columns == kinds[turn] and apart != (columns == ODD[0])
@@ -129,7 +132,7 @@ def test_gate_up_has_the_bits_of_its_steps_from_every_tile(
 
 @both_dtypes
 def test_epilogues_have_the_bits_of_their_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bias is added before rounding and a residual after it, with pieces apart or in registers."""
+    """A bias is added before rounding and a residual after rounding, with pieces separate or in registers."""
     cut_everything(monkeypatch)
     x, weight, bias, residual = inputs(40, 200, dtype)
     for tile, apart in ((TILES[0], True), (CUT_TILES[0], False)):
@@ -183,7 +186,7 @@ def test_rows_do_not_depend_on_other_rows(dtype: torch.dtype, monkeypatch: pytes
 
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
 def test_a_product_of_minus_zero_is_plus_zero(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a part of +0.0 changes no bit."""
+    """Adding a partial result of +0.0 therefore changes no bit."""
     cut_everything(monkeypatch)
     _, weight, _, _ = inputs(4, *WHOLE)
     use_tile(monkeypatch, CUT_TILES[0], apart)
@@ -227,7 +230,7 @@ def weights_of(*shapes: tuple[int, int]) -> products.Factor:
 
 @pytest.mark.parametrize("weight", ["o", "down"])
 def test_weights_with_few_rows_stay_cut_in_four(weight: str) -> None:
-    """The weights are those of Qwen2.5-7B. Other pieces would give other bits."""
+    """The weights have the sizes of Qwen2.5-7B. A different split would give other bits."""
     assert weights_of(LAYER[weight][0]).pieces == (4,)
 
 
@@ -239,13 +242,15 @@ LAYER = {
     "gate_up": ((18944, 3584), (18944, 3584)),
     "down": ((3584, 18944),),
 }
-# On both sides of every change of tile up to twice the largest, and at the sizes of prompts.
+# Numbers of tokens on both sides of every tile change up to twice the largest tile, and the sizes of prompts.
 COUNTS = (1, 16, 17, 64, 65, 97, 128, 129, 145, 193, 256, 257, 289, 321, 512, 513, 1024, 1025, 2048)
 
 
 @pytest.mark.parametrize("weight", LAYER)
 def test_up_to_128_tokens_are_one_tile(weight: str) -> None:
-    """So no two programs read the same part of a weight. Up to 96 tokens, pieces have their own programs."""
+    """With one tile of tokens, no two programs read the same part of a weight. Up to 96 tokens, each piece has its own
+    program.
+    """
     factor = weights_of(*LAYER[weight])
     for tokens in (count for count in COUNTS if count <= 128):
         tile, apart = products.way_of(tokens, factor)
@@ -254,8 +259,8 @@ def test_up_to_128_tokens_are_one_tile(weight: str) -> None:
 
 
 def test_the_tiles_that_are_chosen_are_fast_on_an_h100() -> None:
-    """Times in microseconds were measured on an H100, for q, k and v side by side and for each other weight. On
-    average, the chosen tile takes at most 1.5% longer than the fastest.
+    """The times are in microseconds, measured on an H100 for the joined q, k and v and for each other weight. On
+    average, the chosen tile takes at most 1.5% longer than the fastest tile.
     """
     times: dict[tuple[str, int], dict[products.Way, float]] = {}
     for weight, tokens, tile, apart, microseconds in json.loads(H100_TILES.read_text()):
@@ -270,14 +275,14 @@ def test_the_tiles_that_are_chosen_are_fast_on_an_h100() -> None:
 
 @pytest.mark.parametrize("shape", [(1001, 480), (1001, 3584)])
 def test_results_that_are_stored_one_by_one_have_small_tiles(shape: tuple[int, int]) -> None:
-    """The addresses take the registers that large tiles need, which would spill."""
+    """Addresses of single elements take many registers, so large tiles would spill."""
     for tokens in COUNTS:
         assert products.way_of(tokens, weights_of(shape))[0] in CUT_TILES, tokens
 
 
 @cache
 def rows_by_one_tile() -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, a weight with four pieces of K, and the product with the smallest tile."""
+    """Return x, a weight with K in four pieces, and their product computed with the smallest tile."""
     x, weight = randn(1025, 512, dtype=torch.bfloat16), randn(33, 512, dtype=torch.bfloat16, seed=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(products, "k_splits", lambda rows, columns: 4)
@@ -290,7 +295,7 @@ def rows_by_one_tile() -> tuple[Tensor, Tensor, Tensor]:
 def test_a_row_has_the_same_bits_at_every_number_of_rows(
     tokens: int, weight: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles, and programs per piece, are those of a layer of Qwen2.5-7B with this many tokens."""
+    """The tiles and the programs per piece are those of a Qwen2.5-7B layer with this number of tokens."""
     x, small, expected = rows_by_one_tile()
     way = products.way_of(tokens, weights_of(*LAYER[weight]))
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 4)
@@ -299,7 +304,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 
 
 def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The shard has some rows of the weight. Alone, it would be cut into more pieces."""
+    """The shard has some rows of the weight. A separate weight of this size would be split into more pieces."""
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= FEATURES else PIECES)
     x, weight, bias, residual = inputs(17, *WHOLE)
     up = randn(*weight.shape, dtype=weight.dtype, seed=5)

@@ -18,7 +18,7 @@ from ..delta_nets import make_weights
 from ..inputs import randn, same_bits
 
 SPEC = DeltaNetSpec(1, 2, 5, 20, 4, NormSpec(1e-6))
-"""Three tiles of columns; the last one is not full."""
+"""Three tiles of columns, the last of which is partial."""
 
 
 def batch_of(starts: list[int], reads: list[int], writes: list[int]) -> StateBatch:
@@ -26,7 +26,7 @@ def batch_of(starts: list[int], reads: list[int], writes: list[int]) -> StateBat
 
 
 def test_a_convolution_in_pieces_and_tiles_is_that_of_each_row_and_channel() -> None:
-    """There are two sequences. The one-row form has other tiles."""
+    """Compute two sequences. The kernel for single rows has other tiles."""
     dtype = torch.bfloat16
     channels, starts = 2 * recurrence.SINGLE[1] + 40, [0, 2 * recurrence.SEVERAL[0] + 3, 2 * recurrence.SEVERAL[0] + 5]
     x, weight = randn(starts[-1], channels, dtype=dtype), randn(channels, 1, 4, dtype=dtype, seed=1)
@@ -63,7 +63,8 @@ def test_both_forms_have_the_same_bits_and_the_state_is_float32(dtype: torch.dty
         assert same_bits(out[0], found[t]), t
     assert same_bits(single, several) and same_bits(several[:3], before[:3])
     reference.delta_rule(*rows, SPEC, weights, expected, batch)
-    # Each token rounds a column once for each key that reads it, and a few times more, in both results.
+    # For each token, a column is rounded once for each key that reads it, and a few more times. Both results have these
+    # errors.
     bound = 2 * count * (SPEC.key_head_dim + 10) * FLOAT32 * expected[3].abs().max()
     assert (several[3] - expected[3]).abs().max() <= bound
 
@@ -79,7 +80,9 @@ def test_slots_may_stand_anywhere_in_memory() -> None:
 
 
 def test_a_state_decays_as_its_gate_says() -> None:
-    """Nothing is added without a key. Exponents have a relative error, softplus an error relative to 1."""
+    """Without a key, nothing is added to the state. Exponents have a relative error. The error of softplus is relative
+    to 1.
+    """
     a = (
         torch.tensor([-90.0, -17.0, -12.0, -5.0, -0.5, 0.0, 0.5, 5.0, 17.0, 90.0, -1e4])
         .bfloat16()[:, None]
@@ -91,6 +94,6 @@ def test_a_state_decays_as_its_gate_says() -> None:
     recurrence.delta_rule(qkv, b, a, SPEC, weights, states, StateBatch(range(len(a) + 1), slots, slots))
     speed = weights.decay.double().exp() * torch.nn.functional.softplus(a.double() + weights.bias.double())
     error = (states.double() / torch.exp(-speed)[..., None, None] - 1).abs().amax((2, 3))
-    slow = speed < 80  # faster ones fall below the smallest float32
+    slow = speed < 80  # states with faster decay fall below the smallest float32
     assert slow.sum() > 16 and (error <= 8 * FLOAT32 * (1 + 2 * speed))[slow].all()
     assert (states.amax((2, 3))[~slow] < 1e-34).all()

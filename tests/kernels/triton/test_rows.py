@@ -1,5 +1,5 @@
-"""The Triton kernels of rows: against float64, the contract to the bit, and the epilogue of q, k and v against its
-steps.
+"""The Triton kernels of rows: results against float64, the contract to the bit, and the epilogue of q, k and v against
+its separate steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_rmsnorm(size: int, dtype: torch.dtype) -> None:
 @both_dtypes
 @pytest.mark.parametrize("size", [1, 80, 577])
 def test_zero_centered_rmsnorm(size: int, dtype: torch.dtype) -> None:
-    """The result is rounded once, also where 1 + weight is 0."""
+    """The result is rounded once, even if 1 + weight is 0."""
     x, weight = randn(ROWS, size, dtype=dtype), randn(size, dtype=dtype, seed=1)
     weight[-1] = -1
     expected = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + NORM.eps).sqrt() * (1 + weight.double())
@@ -64,7 +64,7 @@ def test_gate_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(rows.gate_mul(gate, up, "silu"), expected, 1, 8, expected.abs())
     slope = gate.double() * (reference.GELU_SLOPE + reference.GELU_CUBIC * gate.double() ** 2)
     expected = gate.double() / (1 + torch.exp(-slope)) * up.double()
-    # The exponential is wrong in proportion to its argument.
+    # The error of the exponential is proportional to its argument.
     check(rows.gate_mul(gate, up, "gelu_tanh"), expected, 1, 8, expected.abs() * (1 + slope.abs().clamp(max=110)))
     up.view(-1)[-1] = 60.0
     held = gate.double().clamp(max=CLAMP)
@@ -90,8 +90,8 @@ def test_rope(size: int, dtype: torch.dtype) -> None:
 
 
 def epilogue_inputs(heads: int, kv_heads: int, size: int, pieces: int) -> tuple[Tensor, ...]:
-    """Return parts, cosines, sines and slots of ROWS rows. The third part nearly cancels the second; slots share no
-    block.
+    """Return parts, cosines, sines and slots of ROWS rows. The third part nearly cancels the second part. No two slots
+    are in the same block.
     """
     parts = randn(pieces, ROWS, (heads + 2 * kv_heads) * size)
     parts[1:2] *= 2**12
@@ -187,7 +187,7 @@ def test_the_epilogue_marks_values_that_round_to_infinity() -> None:
 
 
 def some_ops(dtype: torch.dtype) -> dict[str, tuple[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]]]:
-    """Return for each op a function of ROWS rows, which returns one or several results for each row, and the rows."""
+    """Return for each op the ROWS rows, and a function of rows that returns one or several results for each row."""
     weight, biases, norms = randn(577, dtype=dtype, seed=1), make_biases(2, 1, 80, dtype), make_norms(80, dtype)
     parts, *others = epilogue_inputs(2, 1, 80, 2)
 

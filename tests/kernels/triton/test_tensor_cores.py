@@ -1,6 +1,6 @@
-"""The comparisons of tests/gpu with a model of tensor cores, here with an interpreter that computes as that model does.
-
-They show that the kernels' pieces of K, and the order in which they are added, are those of the model.
+"""The comparisons of tests/gpu with a software model of tensor cores, run in an interpreter that computes matrix
+instructions with that model. The comparisons show that the kernels add the same pieces of K in the same order as the
+model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ COLUMNS = (256, 200, 121)  # whole steps of a tile, tails, elements loaded one b
 
 
 def compute_with(core: TensorCore, monkeypatch: pytest.MonkeyPatch, backwards: bool = False) -> None:
-    """Make the interpreter compute matrix instructions like this tensor core; along K from its end if `backwards`."""
+    """Make the interpreter compute matrix instructions like this tensor core. If `backwards`, K is summed in descending
+    order.
+    """
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *settings: Any) -> Any:
         left, right = (torch.from_numpy(widen(x.data, x.dtype)).to(DTYPES[x.dtype.scalar]) for x in (a, b))
@@ -73,7 +75,7 @@ def test_kernels_keep_the_order_of_the_model(
 def test_experts_keep_the_order_of_the_model(
     spec: ExpertsSpec, hidden: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compare with the products of each expert alone, which the test above compares with the model."""
+    """Compare with the separate products of each expert, which the previous test compares with the model."""
     compute_with(HOPPER, monkeypatch)
     cut(monkeypatch)
     asked = inputs_of_experts(spec, 17, dtype, hidden)

@@ -1,4 +1,4 @@
-"""A client, and a worker with a fake engine that it is connected to."""
+"""A client, connected to a worker with a fake engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clients with a worker on a thread: results, concurrency, cancelling, reconnecting, a lost worker."""
+"""The clients with a worker on a thread: results, concurrency, cancellation, reconnection, and a lost worker."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_cancelled_call_aborts_its_requests(worker: WorkerOnThread, engine: Fa
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Enable interrupts, which a process started in the background may ignore."""
+    """Enable keyboard interrupts, because a process that was started in the background may ignore them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -384,7 +384,10 @@ def test_an_aborted_score_raises(worker: WorkerOnThread, engine: FakeEngine) -> 
 
 
 class Proxy:
-    """Forwards one unix socket to another until `cut` closes every connection. Accepts new ones until `close`."""
+    """Forwards one Unix socket to another.
+
+    `cut` closes every connection. New connections are accepted until `close`.
+    """
 
     def __init__(self, target: str) -> None:
         self._target = target.removeprefix("ipc://")
@@ -433,7 +436,7 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 def test_no_abort_is_kept_for_requests_that_a_lost_worker_never_had() -> None:
-    """Otherwise such aborts would pile up while the worker is away."""
+    """Otherwise aborts would accumulate in the client while the worker is away."""
 
     async def run() -> None:
         with serving(FakeEngine()) as worker:
@@ -586,7 +589,7 @@ def test_replies_to_an_abandoned_submission_are_not_taken_for_the_next_one(clien
 
 
 def test_the_worker_keeps_no_result_that_arrived_in_a_closed_stream(worker: WorkerOnThread) -> None:
-    """Otherwise a caller that closes a stream because of its samples, and asks again, would get the same samples."""
+    """Otherwise a caller that rejects the samples of a stream, closes it and asks again would get the same samples."""
 
     async def run() -> None:
         async with AsyncRolloutClient(worker.address) as client:
@@ -621,7 +624,7 @@ def test_the_same_id_and_prompt_draw_the_same_samples_from_any_worker(
 
 
 def test_an_error_without_an_id_ends_every_call(tmp_path: Path) -> None:
-    """The call with the unreadable message must not wait forever, and the worker cannot tell which call it is."""
+    """The worker cannot tell which call sent the unreadable message, and that call must not wait forever."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(f"ipc://{tmp_path}/worker.sock")
         results: list[BaseException] = []
@@ -648,7 +651,7 @@ def test_an_error_without_an_id_ends_every_call(tmp_path: Path) -> None:
 
 def test_an_address_without_a_worker_is_a_lost_worker() -> None:
     with RolloutClient("ipc:///nowhere/worker.sock", timeout=0.2) as client:
-        with pytest.raises(WorkerLostError, match="check the address"):
+        with pytest.raises(WorkerLostError, match="check that a worker runs at this address"):
             client.generate([[1]])
 
 

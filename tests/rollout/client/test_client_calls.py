@@ -1,4 +1,4 @@
-"""Arguments of a client's calls and their errors: seeds, errors by prompt, aborts, ids, processes, event loops."""
+"""Arguments and errors of a client's calls: seeds, errors by prompt, aborts, ids, processes, and event loops."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_health_is_fresh_after_an_abort_that_leaves_nothing_to_do(client: Rollou
         pass
     assert client.abort("a") == 1
     thread.join()
-    while client.health().requests["running"]:  # health would stay stale until the next request
+    while client.health().requests["running"]:  # `health` would be stale until the next request
         pass
 
 
@@ -243,7 +243,7 @@ def test_a_table_of_prompts_is_refused(client: RolloutClient, prompts: Any) -> N
 
 
 def in_a_child(act: Callable[[], object]) -> str:
-    """Return the error, or the result, of an action in a process forked from this one."""
+    """Run an action in a forked process. Return the error, or the result if there is no error."""
 
     def tell() -> None:
         try:

@@ -42,7 +42,7 @@ def gone_on(engine: Engine, sample: SampleOutput, params: SamplingParams) -> Sam
 
 
 def test_routed_experts_are_joined_at_the_seam() -> None:
-    """The routes of the rest begin with the prompt again. Those of the existing tokens are kept."""
+    """The routes that the second request returns start at the prompt. The routes of the existing tokens are kept."""
     rows = np.arange(10 * 2 * 3, dtype=np.uint8).reshape(10, 2, 3)
     first = SampleOutput("r", 0, [1, 2], None, "abort", 7, 0, (), routed_experts=rows[:5])
     rest = replace(first, token_ids=[3, 4, 5, 6, 7], finish_reason="length", routed_experts=rows + 100)
@@ -82,7 +82,7 @@ def test_a_stop_string_is_found_across_the_seam(engine: Engine, tiny_llama: Path
     from transformers import AutoTokenizer
 
     free = run(engine, [generate("g", PROMPT, max_tokens=30)])["g", 0]
-    # Ids from 259 on are words, lower ids single bytes.
+    # Ids from 259 on are words. Lower ids are single bytes.
     seam = next(i for i in range(2, 30) if min(free.token_ids[i - 1 : i + 1]) >= 259)
     text = AutoTokenizer.from_pretrained(tiny_llama).decode(free.token_ids[seam - 1 : seam + 1]).strip()
     params = {"max_tokens": 30, "stop": ["never in the text", text]}

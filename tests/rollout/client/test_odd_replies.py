@@ -1,4 +1,4 @@
-"""Replies that do not fit a client's calls, from another release or from a process that is not a worker."""
+"""Replies that a client does not expect, from another release of trueroll or from a process that is not a worker."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def answering(folder: Path, *replies: tuple[str, dict[str, Any]]) -> Iterator[Ro
                     router.send_multipart([identity, pack(told)])
 
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.linger = 0  # do not wait for a client that is gone
+        router.linger = 0  # do not wait for a client that has closed
         router.bind(f"ipc://{folder}/worker.sock")
         thread = threading.Thread(target=serve, args=(router,))
         thread.start()
@@ -91,7 +91,7 @@ def test_a_reply_of_the_wrong_type_is_an_error(tmp_path: Path, call: str, reply:
 
 def test_deltas_with_missing_tokens_are_an_error(tmp_path: Path) -> None:
     with answering(tmp_path, ("deltas", {})) as client:
-        with pytest.raises(ProtocolError, match="sample 0: tokens from 1 on arrived before"):
+        with pytest.raises(ProtocolError, match="sample 0: a delta begins at token 1, but earlier tokens"):
             list(client.stream([[1]], deltas=True))
         assert client.health().instance == "i", "the connection still works"
 

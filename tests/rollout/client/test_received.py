@@ -1,4 +1,6 @@
-"""Deltas of a sample as they are taken. Together they equal the sample, even if parts come twice, late or again."""
+"""Deltas of a sample, as a client joins them. The joined deltas equal the sample, even if parts arrive twice, late, or
+after a restart.
+"""
 
 from __future__ import annotations
 
@@ -97,5 +99,5 @@ def test_a_sample_shorter_than_its_deltas_is_delivered_whole(end: int) -> None:
 def test_a_gap_is_refused() -> None:
     received = Received()
     received.put(delta(0, 2))
-    with pytest.raises(ProtocolError, match="request 'a', sample 3: tokens from 3 on arrived before"):
+    with pytest.raises(ProtocolError, match="request 'a', sample 3: a delta begins at token 3, but earlier tokens"):
         received.put(delta(3, 4))

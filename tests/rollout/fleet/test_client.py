@@ -1,4 +1,4 @@
-"""The clients of a fleet: each sample comes once, with the same tokens, whatever happens to the workers."""
+"""The clients of a fleet: each sample arrives once, with the same tokens, whatever happens to the workers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Running:
         return [worker.address for worker in self.workers]
 
     def asked(self) -> list[int]:
-        """Return the number of requests that each engine has got."""
+        """Return the number of requests that each engine has received."""
         return [len(engine.requests) for engine in self.engines]
 
 
@@ -105,7 +105,7 @@ class Members:
 
 
 def assert_whole(groups: list[Group], params: SamplingParams, seeds: list[int]) -> None:
-    """Check that each sample is there once, in order, with the tokens that the seed gives."""
+    """Check that each sample is present once, in order, with the tokens that follow from the seed."""
     for group, seed in zip(groups, seeds, strict=True):
         assert [sample.index for sample in group.samples] == list(range(params.n))
         for sample in group.samples:
@@ -120,12 +120,15 @@ def seeded(count: int) -> tuple[list[SamplingParams], list[int]]:
 
 
 def nums_of(engine: FakeEngine) -> list[int]:
-    """Return the number of samples of each request that the engine got; 0 for scores."""
+    """Return the number of samples of each request that the engine received. For a score request, the number is 0."""
     return [request.params.n if isinstance(request, GenerateRequest) else 0 for request in engine.requests]
 
 
 def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[Any]]:
-    """Run `action` on a thread. Return the thread, and a list that gets the result or the exception."""
+    """Run `action` on a thread.
+
+    Return the thread, and a list to which the thread appends the result or the exception.
+    """
     found: list[Any] = []
 
     def run() -> None:
@@ -140,7 +143,7 @@ def in_background(action: Callable[[], object]) -> tuple[threading.Thread, list[
 
 
 def stop_after_a_sample(engine: FakeEngine) -> None:
-    """Make the engine stop once it has finished a sample."""
+    """Make the engine stop after it has finished one sample."""
     step = engine.step
 
     def step_once() -> list[Output]:
@@ -153,8 +156,8 @@ def stop_after_a_sample(engine: FakeEngine) -> None:
 
 
 def grown(events: list[tuple[int, SampleDelta | SampleOutput]]) -> list[int]:
-    """Join the pieces of one sample, check that each begins where the previous one ended or at 0, and return the
-    tokens.
+    """Join the pieces of one sample and return the tokens. Check that each piece begins at 0 or at the end of the
+    previous piece.
     """
     tokens: list[int] = []
     for _, event in events:
@@ -257,7 +260,7 @@ def test_only_the_missing_samples_of_a_group_are_asked_for_again(running: Runnin
         other.flow.set()
         thread.join()
         assert first.index == 2 and sorted(sample.index for sample in found[0]) == [0, 1, 2]
-        for sample in found[0]:  # lengths depend on the index at the engine, which is 0 for each missing sample
+        for sample in found[0]:  # a length depends on the index in the engine, which is 0 for missing samples
             assert sample.token_ids == expected_tokens(5, sample.index, 1 if sample.index == 2 else 3)
         assert nums_of(other) == [1, 1], "one request for each missing sample"
 
@@ -274,7 +277,7 @@ def test_samples_cut_by_an_exiting_worker_go_on_elsewhere(running: Running) -> N
         running.engines[1 - had].flow.set()
         thread.join()
         assert isinstance(found[0], list), found
-        for sample in found[0][0].samples:  # lengths depend on the index at the engine, which is 0 for each of them
+        for sample in found[0][0].samples:  # a length depends on the index in the engine, which is 0 here
             assert sample.token_ids == expected_tokens(found[0][0].params.seed, sample.index, 6)
 
 
@@ -329,7 +332,7 @@ def test_requests_that_paused_workers_reject_wait() -> None:
         with (client := FleetClient(running.addresses)), FleetClient(running.addresses) as holding:
             params, seeds = seeded(4)
             client.generate([[i] for i in range(4)], params)
-            holding.pause()  # as a push would do; the other client does not know it yet
+            holding.pause()  # as a push would do; the other client does not know of the change yet
             thread, found = in_background(lambda: client.generate([[i] for i in range(4)], params))
             wait_until(lambda: all(link.is_refusing for link in client._fleet._pool.links))
             wait_until(lambda: client._fleet._pool.dispatch.looks == {})
@@ -348,7 +351,7 @@ def test_requests_that_all_workers_reject_fail_after_patience() -> None:
             with pytest.raises(WorkerLostError, match="paused, version 3, refuses requests"):
                 client.generate([[1]], PARAMS, seed=1)
             refusing = UnavailableError("worker: the system refused what it needs")
-            for worker in running.workers:  # although its health allows requests
+            for worker in running.workers:  # although the worker's last health report allows requests
                 worker.worker._book._open = _raising(refusing)  # type: ignore[method-assign]
             holding.resume()
             with pytest.raises(WorkerLostError, match=r"\(ready, version 3"):
@@ -375,7 +378,7 @@ def _raising(error: Exception) -> Callable[[object, object], None]:
 
 @contextmanager
 def full_of(running: Running, index: int) -> Iterator[threading.Event]:
-    """Keep a worker full until the event is set."""
+    """Keep a worker's queue full until the event is set."""
     emptied = threading.Event()
     running.engines[index].flow.clear()
     with RolloutClient(running.addresses[index]) as occupying:
@@ -425,7 +428,7 @@ def test_a_request_that_was_lost_waits_for_room_at_a_full_worker() -> None:
             full = running.asked().index(0)
             with full_of(running, full) as emptied:
                 with pytest.raises(QueueFullError):
-                    client.generate([[8]], FIVE)  # never accepted, so it gets backpressure, as from one worker
+                    client.generate([[8]], FIVE)  # no worker accepted it, so the caller gets the error
                 (request,) = client._fleet._requests._requests.values()
                 members.now = [members.now[full]]
                 wait_until(lambda: request._state.setbacks.num_losses == 1)
@@ -464,7 +467,7 @@ def test_calls_with_one_prompt_count_for_the_detection_of_stragglers(running: Ru
 def test_pieces_join_to_the_sample_whichever_worker_finishes_first(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checked with and without pieces from the first worker, which is then lost."""
+    """Covers cases with and without pieces from the first worker, which is then lost."""
     not_shown: list[int] = []
     take = GroupState.take
 

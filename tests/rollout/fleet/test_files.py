@@ -1,4 +1,4 @@
-"""The files of a fleet, with any content: the configuration, the members, and the note of a push."""
+"""The files of a fleet, with arbitrary content: the configuration, the members, and the record of a push."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def members(*entries: Any, **more: Any) -> Callable[[Path], None]:
         (written("[]"), "not a JSON map with a list of members"),
         (written('{"members": {}}'), "not a JSON map with a list of members"),
         (members(5), "a member must be a map .*got 5"),
-        (members({"name": "a", "address": "ipc:///a", "more": "b"}), "a member must be a map of address"),
+        (members({"name": "a", "address": "ipc:///a", "more": "b"}), "a member must be a map with the keys address"),
         (members({"name": "a"}), "no name or no address"),
         (members({"name": "a", "address": ["ipc:///a"]}), "is not a string"),
         (members({"name": "a", "address": "ipc:///a", "standing": "lost"}), "standing must be .*got 'lost'"),

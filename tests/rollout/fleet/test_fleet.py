@@ -1,4 +1,4 @@
-"""A fleet on a real Ray cluster. All tests here share one cluster."""
+"""A fleet on a real Ray cluster. All tests of this file share one cluster."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SETTINGS: dict[str, Any] = dict(device="cpu", num_threads=1, num_blocks=256)
 PARAMS = SamplingParams(n=2, max_tokens=8, ignore_eos=True)
 PROMPTS = [[i, 5, 6] for i in range(1, 7)]
 EXAMPLES = Path(__file__).parents[3] / "examples"
-CLI = "from trueroll.rollout.tools.cli import main; main()"
+CLI = "from trueroll.rollout.tools.program import main; main()"
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -141,7 +141,7 @@ def test_a_worker_lost_while_the_others_sleep_is_replaced_when_they_wake_up(
     wait_until(lambda: fleet.num_serving == 1)
     restarts = fleet.reports()["worker-1"].restarts
     monkeypatch.setattr(Slots, "are_asleep", property(look))
-    wait_until(lambda: len(looks) >= 3)  # the keeper has checked whether it may start another worker
+    wait_until(lambda: len(looks) >= 3)  # the keeper has checked whether another worker may start
     assert all(looks)
     assert [member.name for member in fleet.members()] == ["worker-0"] and "worker-1" not in fleet.pids()
     assert fleet.reports()["worker-1"].restarts == restarts
@@ -160,7 +160,7 @@ def test_leaving_workers_finish_their_requests(fleet: Fleet, client: FleetClient
     found: list[Group] = []
 
     def generate() -> None:
-        for i in count():  # a new worker gets no requests before its first health check, and no prompts of others
+        for i in count():  # a new worker gets no requests before its first health check
             if is_over.is_set():
                 break
             found.extend(client.generate([[*prompt, i % 100] for prompt in PROMPTS], long, seed=3))
@@ -199,8 +199,8 @@ def test_one_scrape_has_the_metrics_of_all_workers(fleet: Fleet, client: FleetCl
 def test_workers_wait_for_weights_that_all_lost_right_after_a_push(
     cluster: Path, fleet: Fleet, client: FleetClient, tiny_llama: Path
 ) -> None:
-    """Checked for a trainer in the process of the fleet, and for one that has only the file. The folder of weights has
-    a push of an earlier run.
+    """The trainer is in the process of the fleet, or has only the fleet's file. The folder of weights contains a push
+    of an earlier run.
     """
     tensors = {name: tensor * 1.25 for name, tensor in load_file(tiny_llama / "model.safetensors").items()}
     write_old_push(fleet._weights.folder.path, tiny_llama, "0" * 32)
@@ -377,7 +377,7 @@ def test_from_the_shell_a_fleet_joins_a_cluster_and_ends_with_its_process(
 
 
 def _has_socket(process: psutil.Process, file: Path) -> bool:
-    """Return whether a process is the worker that the file names."""
+    """Return whether a process is the worker that is named in the file."""
     try:
         path = file.read_text().split("ipc://")[1].split('"')[0]
         is_worker = "trueroll.rollout.worker.process" in process.cmdline()
@@ -412,7 +412,7 @@ def test_a_cluster_that_asks_for_no_token_needs_a_setting_and_warns(cluster: Pat
 
 
 def test_without_a_cluster_ray_is_not_called(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of Ray would start another cluster."""
+    """A call of Ray would start another cluster."""
     there = Cluster(None)
     actor = WorkerActor(there, 0.0, 0.0, {})
 
@@ -503,7 +503,7 @@ def test_the_long_campaign_kills_everything_at_each_moment() -> None:
 def test_the_example_trainer_survives_a_loss_with_the_same_metrics(
     cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compared with an undisturbed run with one worker."""
+    """The metrics are compared with those of an undisturbed run with one worker."""
     model = make_tiny_model("llama", tmp_path / "tiny", dtype="bfloat16")
     grpo = load_example("grpo")
     fields: dict[str, Any] = dict(steps=3, seed=1, prompts=2, model=str(model), checkpoint_every=3)

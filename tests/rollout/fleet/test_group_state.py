@@ -1,4 +1,6 @@
-"""The course of one request, as tables: the answers of workers, the next asks, and the delivered replies."""
+"""The course of one request, as tables of events: the answers of workers, the next asks to workers, and the replies
+delivered to the caller.
+"""
 
 from __future__ import annotations
 
@@ -339,7 +341,7 @@ PIECES: dict[str, str] = {
 
 
 class Play:
-    """A request and the events of its course. Asks are named by letters, in the order in which they are made."""
+    """A request and the events of its course. Asks have letters as names, in the order in which they are made."""
 
     def __init__(self, request: Request, *, may_repeat: bool = True, max_staleness: int = 0) -> None:
         self.state = GroupState(request, may_repeat=may_repeat, max_staleness=max_staleness)
@@ -399,7 +401,7 @@ class Play:
             return SampleDelta("?", self._told(ask, index), start - offset, own, np.zeros(len(own), np.float32))
         if what == "done":
             message: Any = ask.messages.get(None) or ask.messages[index]
-            reasons: dict[Any, int] = {"stop": message.params.n}  # differs from an end that `GroupState` makes itself
+            reasons: dict[Any, int] = {"stop": message.params.n}  # different from an end that `GroupState` makes itself
             return protocol.Done(id=message.id, params=message.params, num_prompt_tokens=3, finish_reasons=reasons)
         if what == "sample":
             return self._sample(ask, index, "length", str(LENGTH), *rest)
@@ -417,7 +419,7 @@ class Play:
         return len(ask.prior[index].token_ids) if index in ask.prior else 0
 
     def _told(self, ask: Ask, index: int) -> int:
-        """Return the index of a sample at the worker. A sample that is asked for on its own has index 0."""
+        """Return the index of a sample within the worker's request. A sample that is requested alone has index 0."""
         return index if None in ask.messages else 0
 
 
@@ -435,7 +437,7 @@ def tokens(index: int, start: int, end: int) -> list[int]:
 
 
 def described(reply: Reply) -> str:
-    """Describe a delivered reply, and check that its tokens are those that one worker would give."""
+    """Describe a delivered reply, and check that its tokens are the tokens that a single worker would give."""
     if isinstance(reply, errors.TruerollError):
         return type(reply).__name__
     if isinstance(reply, SampleDelta):
@@ -526,8 +528,8 @@ HELD = errors.UnavailableError("held")
     [
         ([], dict(a=1, b=1), "", "", None),
         ([("a", FULL)], dict(a=1, b=1), "a", "a", None),
-        ([("a", FULL)], dict(a=2, b=1), "", "", None),  # it had a health check since
-        ([("a", FULL)], dict(b=1), "", "", None),  # it is not eligible
+        ([("a", FULL)], dict(a=2, b=1), "", "", None),  # the worker had a health check in the meantime
+        ([("a", FULL)], dict(b=1), "", "", None),  # the worker is not eligible
         ([("a", FULL), ("b", STALE)], dict(a=1, b=1), "ab", "ab", FULL),
         ([("a", FULL), ("b", STALE)], dict(a=2, b=1), "b", "b", None),
         ([("a", FULL), ("b", STALE)], dict(b=1), "b", "b", STALE),

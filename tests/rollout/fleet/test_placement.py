@@ -1,4 +1,4 @@
-"""Placement of groups: with their prefixes while load allows, and never on workers that must not get them."""
+"""Placement of groups: on workers that have the prefix if load allows, and never on ineligible workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def place(placement: Placement, beginnings: list[int], **settings: Any) -> Place
 
 
 def homes(placement: Placement, count: int) -> list[str]:
-    """Return the workers that unknown prompts go to, each while nothing else is in flight."""
+    """Return the workers on which unknown prompts are placed, one prompt at a time with nothing else in flight."""
     found = []
     for prefix in range(count):
         placed = place(placement, prompt(prefix, 0))
@@ -195,7 +195,9 @@ def test_clients_that_know_nothing_of_each_other_agree() -> None:
 
 
 def test_loads_follow_measured_speeds() -> None:
-    """Workers finish one group at a time, two of them four times as fast. Each has ten groups in flight on average."""
+    """Workers finish one group at a time. Two of the workers are four times as fast as the others. A worker has ten
+    groups in flight on average.
+    """
     seconds = {str(i): 0.25 if i < 2 else 1.0 for i in range(8)}
     placement = fleet(seconds)
     free_at = dict.fromkeys(seconds, 0.0)
@@ -290,7 +292,7 @@ def test_forgotten_beginnings_have_no_effect() -> None:
 
 
 def test_half_the_capacity_of_recent_beginnings_is_always_kept() -> None:
-    """Even if prompts repeat, which add no new beginnings."""
+    """Repeated prompts add no new beginnings, so they do not displace recent beginnings."""
     placement, chance, used = fleet(3, capacity=12), random.Random(0), dict[int, None]()
     for _ in range(300):
         asked = prompt(chance.randrange(4), 0, chance.randrange(1, 7) * PIECE)

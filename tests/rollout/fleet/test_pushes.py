@@ -1,4 +1,4 @@
-"""Pushes to the serving workers of a fleet, without lost ones, and hand-overs of weights to joining workers."""
+"""Pushes to the serving workers of a fleet, which skip lost workers, and hand-overs of weights to joining workers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_worker_that_is_lost_is_taken_out_of_the_push(
 
 @pytest.mark.parametrize("phase", ["weights", "begin_push", "stage_bucket", "verify_push", "commit_push"])
 def test_a_push_does_not_wait_for_a_worker_that_has_left(workers: list[FaultyWorker], phase: str) -> None:
-    """As for a killed worker: the fleet knows it, but the worker itself is silent."""
+    """As after a kill, the fleet knows that the worker has left, while the worker itself is silent."""
     members = Members(*workers)
     workers[1].mute = {phase, "abort_push"}
     with WeightPublisher("shared", timeout=3600.0) as publisher, ThreadPoolExecutor(1) as pool:
@@ -150,7 +150,7 @@ def test_a_push_does_not_wait_for_a_worker_that_has_left(workers: list[FaultyWor
 
 
 def test_a_push_ends_when_all_serving_workers_have_it(workers: list[FaultyWorker]) -> None:
-    """A worker that begins to serve during a push has the weights from before the push."""
+    """A worker that begins to serve during a push still has the weights from before the push."""
     members = Members(*workers)
     members.stand(2, "joining")
     verify = workers[0]._handle
@@ -187,7 +187,7 @@ def test_a_push_that_fails_for_all_leaves_no_worker_out(
 def join(
     joining: FaultyWorker, peer: FaultyWorker | None, folder: Path | WeightFolder, noted: PushNote | None = None
 ) -> bool:
-    """Hand the weights to a worker. Return whether it serves them then."""
+    """Hand the weights to a worker. Return whether the worker then serves these weights."""
     weights = WeightFolder(folder) if isinstance(folder, Path) else folder
 
     async def run() -> bool:
@@ -303,7 +303,7 @@ def test_errors_of_a_hand_over_are_raised(
 
 
 class Attempts:
-    """The outcomes of hand-over attempts, in order. The last one repeats."""
+    """The outcomes of hand-over attempts, in order. The last outcome repeats."""
 
     def __init__(self, *outcomes: bool | TruerollError) -> None:
         self.outcomes = list(outcomes)

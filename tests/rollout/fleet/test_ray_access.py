@@ -1,6 +1,5 @@
-"""Access to the Ray cluster of a fleet, and its start, without a running Ray.
-
-`test_fleet.py` has the tests with a running Ray.
+"""Start of a fleet's Ray cluster, and access to it, tested without a running Ray. `test_fleet.py` has the tests with a
+running Ray.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from trueroll.rollout.fleet.ray_cluster import Cluster
 
 @pytest.fixture
 def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate a process without a cluster, in which starting one does nothing."""
+    """Simulate a process without a cluster, in which starting a cluster does nothing."""
     monkeypatch.setattr(ray_cluster, "_local", None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda **_: None)
@@ -115,7 +114,7 @@ def test_a_local_cluster_that_ray_does_not_keep_on_loopback_is_ended(
 def test_the_folder_and_the_token_of_a_local_cluster_are_private(
     no_ray: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Even if paths of sockets would be too long in the folder for temporary files."""
+    """The folder is private even if the paths of sockets would be too long in the folder for temporary files."""
     seen: list[dict[str, str]] = []
     monkeypatch.setenv("RAY_AUTH_TOKEN", "of another cluster")
     monkeypatch.setattr(ray, "init", lambda **fields: seen.append({**os.environ, "temp_dir": fields["_temp_dir"]}))

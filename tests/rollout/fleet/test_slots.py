@@ -1,4 +1,4 @@
-"""The slots of a fleet, without Ray: the published members, and the choice of the worker that gives its weights."""
+"""The slots of a fleet, without Ray: the published members, and which worker hands over its weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trueroll.rollout.fleet.slots import Slot, Slots
 
 
 def slots_of(*workers: str, file: MembersFile | None = None) -> Slots:
-    """Return a slot for each description of a worker: state and weight version, such as `ready 3`, followed by `push`
-    during a push and by `joining` before it serves.
+    """Return a slot for each description of a worker. A description is a state and a weight version, such as `ready 3`.
+    `push` follows during a push, and `joining` follows before the worker serves.
     """
     slots = Slots(file)
     for told in workers:
@@ -43,7 +43,7 @@ def workers(slots: Slots) -> list[RunningWorker]:
         (["ready 3", "ready 3"], 1),
         (["ready 3", "ready 3 joining"], None),
         (["ready 3", "ready 4", "ready 5"], 2),
-        (["ready 3", "asleep 5", "ready 4"], 1),  # the newest weights win, even if they cannot be written now
+        (["ready 3", "asleep 5", "ready 4"], 1),  # the newest weights win, even if the worker cannot write them now
         (["ready 3", "asleep 5", "paused 5"], 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""The weights of a fleet: pushes of adapters alone to workers without their base, lent memory, and checksums."""
+"""The weights of a fleet: pushes of adapters alone to workers without the base weights, lent memory, and checksums."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
 
 @dataclass
 class Pair:
-    """Two workers of `model` in bfloat16, in this process. `members`: the serving ones."""
+    """Two workers of `model` in bfloat16, in this process. `members`: the serving workers."""
 
     model: Path
     addresses: list[str]
@@ -40,13 +40,13 @@ class Pair:
         return [Member(f"worker-{i}", self.addresses[i]) for i in self.serving]
 
     def start(self, index: int) -> None:
-        """Start a worker, or restart it if it runs."""
+        """Start a worker, or restart a running worker."""
         self.stacks[index].close()
         engine = self.stacks[index].enter_context(serving(self.model, self.addresses[index], dtype="bfloat16"))
         self.engines[index] = engine
 
     def join(self, index: int, folder: Path, peer: int | None = None, noted: PushNote | None = None) -> bool:
-        """Bring a worker to the weights of `peer`, or to the noted push in the folder."""
+        """Give a worker the weights of `peer`, or of the recorded push in the folder."""
 
         async def run() -> bool:
             async with AsyncExitStack() as stack:
@@ -88,7 +88,7 @@ def merged(model: PeftModel) -> Weights:
 
 
 def lent_files() -> set[str]:
-    """Return the inodes of the unnamed files that are mapped in this process."""
+    """Return the inodes of the unnamed files that this process has mapped."""
     return set(re.findall(r"(\d+) +/memfd:trueroll-weights", Path("/proc/self/maps").read_text()))
 
 
@@ -174,7 +174,7 @@ def test_a_base_without_its_adapters_is_not_served(pair: Pair, tmp_path: Path) -
     [adapters] = tmp_path.glob("version-2-*")
     [tensors] = adapters.glob("*.safetensors")
     content = tensors.read_bytes()
-    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the manifest and the header stay whole
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # the manifest and the header stay intact
     pair.start(0)
     for _ in range(2):
         with pytest.raises(PushError):
@@ -206,7 +206,7 @@ def test_checksums_and_an_audit_cover_all_workers(pair: Pair) -> None:
 
 
 def test_lent_weights_and_adapters_follow_each_other(pair: Pair) -> None:
-    """A worker with lent weights gets its own memory if it adds adapters, sleeps, or gets a push in place."""
+    """A worker with lent weights gets its own memory if it adds adapters, sleeps, or receives an in-place push."""
     plain, trained = merged(adapt(pair.model, seed=7)), adapt(pair.model)
     before = dense(pair.engines[0])
     with WeightPublisher(timeout=20.0) as publisher, WeightPublisher(in_place=True) as in_place:

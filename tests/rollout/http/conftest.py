@@ -1,4 +1,4 @@
-"""Fixtures: a worker with a tiny chat model, and a front end and a client of it."""
+"""Fixtures: a worker with a tiny chat model, and a front end and a client of the worker."""
 
 from __future__ import annotations
 

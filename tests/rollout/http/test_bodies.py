@@ -1,4 +1,6 @@
-"""Bodies while they arrive: the budget of all connections, time limits, and that an incomplete body takes no slot."""
+"""Bodies that are still arriving: the shared byte budget of all connections, time limits, and that an incomplete body
+takes no request slot.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ KIB = 2**10
 
 
 class Client:
-    """A client that sends the body of a request. `send`: send the next part."""
+    """A client that sends the body of a request. `send` sends the next part."""
 
     def __init__(self, bodies: Bodies) -> None:
         self.scope: dict[str, Any] = {"headers": []}
@@ -63,7 +65,7 @@ def test_large_slow_bodies_give_way_and_small_ones_get_through() -> None:
         await small.send(KIB)
         assert held(reader) == 15 * KIB
         await large[2].send(4 * KIB)
-        refused = await large[0].refusal()  # it has held the most bytes for the longest time
+        refused = await large[0].refusal()  # this body has held the most bytes for the longest time
         assert (refused.status, refused.code, refused.headers["Retry-After"]) == (503, "bodies_full", "1")
         assert held(reader) == 12 * KIB
         await small.send(1, is_last=True)
@@ -96,7 +98,7 @@ def test_an_unused_body_is_returned_to_the_budget() -> None:
 
 
 def test_data_for_an_evicted_body_is_discarded() -> None:
-    """The last part may arrive before the reading task learns of the eviction."""
+    """The last part of the body may arrive before the reading task learns of the eviction."""
 
     async def check() -> None:
         reader = bodies(max_unfinished_bytes=8 * KIB)
@@ -112,7 +114,7 @@ def test_data_for_an_evicted_body_is_discarded() -> None:
 
 
 def test_a_body_can_be_evicted_right_after_its_timeout() -> None:
-    """An expired timeout cannot be rescheduled. That error must not reach the body that needs the room."""
+    """Rescheduling an expired timeout raises an error. The error must not reach the body that needs the room."""
 
     async def check() -> None:
         reader = bodies()

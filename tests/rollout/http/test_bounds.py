@@ -1,5 +1,5 @@
-"""Limits on what one request may cost the others: each limit refuses before the work is done; long work runs in
-steps.
+"""Limits on the cost of one request for other requests. A request above a limit is refused before any work is done, and
+long work runs in steps.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def refused(front: Front, path: str, body: Any, limit: str) -> dict[str, Any]:
 
 
 def cost_of(body: bytearray) -> int:
-    """Compute the cost of a body's elements, one character at a time."""
+    """Compute the cost of a body's elements by a loop over single characters."""
     cost, in_string, characters = 0, False, iter(range(len(body)))
     for at in characters:
         character = bytes(body[at : at + 1])
@@ -109,7 +109,7 @@ def test_elements_are_counted_outside_of_strings(step_bytes: int, monkeypatch: p
 
 @pytest.mark.parametrize("step_bytes", [50, 2**18])
 def test_numbers_with_many_digits_are_refused(step_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time to parse a number grows with the square of its digits. Digits in strings do not count."""
+    """The time to parse a number grows with the square of its number of digits. Digits in strings are not limited."""
     monkeypatch.setattr(elements, "_STEP_BYTES", step_bytes)
     for number in ("1" * 90, "0." + "1" * 90, "1e" + "0" * 90):
         list(check_elements(bytearray(f'{{"a": "{number}", "b": [1, "\\"{number}"]}}', "utf-8"), 1000, True))
@@ -150,7 +150,7 @@ def test_no_setting_is_named_if_none_would_help(front: Front) -> None:
 
 
 def request_with(content: bytes, let_go: Callable[[int], None], leaves: bool = False) -> Request:
-    """A request with a body that was read. With `leaves`, its client disconnects as soon as anything is received."""
+    """A request after its body was read. With `leaves`, the client has disconnected by the next receive."""
     body = _Body(0.0, let_go)
     body.content += content
     body.num_bytes = len(content)
@@ -165,7 +165,7 @@ def request_with(content: bytes, let_go: Callable[[int], None], leaves: bool = F
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """For each step of parsing, the number of its body."""
+    """A list with one entry per parsing step: the number of the body."""
     found: list[int] = []
     parse, numbers = wire._parse, count()
 
@@ -184,8 +184,8 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("content", [b'{"text": "%s"}' % (b"," * 3 * 2**18), b'{"ids": [%s1]}' % (b"1," * 2**12)])
 def test_long_bodies_are_read_one_after_the_other_in_steps(steps: list[int], content: bytes) -> None:
-    """Other work runs between any two steps, however many bodies have arrived at once. A body is long by its bytes or
-    by its elements.
+    """Other work runs between any two steps, however many bodies have arrived at once. Bodies are long in bytes or in
+    number of elements.
     """
     by_turn, room = [0], [0]
 
@@ -230,7 +230,7 @@ def test_by_default_half_a_million_token_ids_are_taken() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls that the child processes get."""
+    """The calls that the child processes receive."""
     calls: list[str] = []
     ask = TextChild._ask
 
@@ -320,7 +320,7 @@ def test_by_default_64_samples_of_4096_tokens_with_ids_and_log_probs_are_accepte
 
 
 def test_the_estimated_size_exceeds_the_actual_size(front: Front) -> None:
-    """Checked in the format of each endpoint."""
+    """Covers the response format of each endpoint."""
     prompt, words = [5, 6, 7], dict(n=3, max_tokens=20, seed=1)
     for path, body in [
         ("/v1/completions", {"prompt": prompt, **words, "logprobs": 5, "return_token_ids": True, "echo": True}),
@@ -330,12 +330,12 @@ def test_the_estimated_size_exceeds_the_actual_size(front: Front) -> None:
         whole = len(front.post(path, body).content)
         few = {**body, "max_tokens": 400} if "prompt" in body or "messages" in body else None
         few = few or {**body, "sampling_params": {**body["sampling_params"], "max_tokens": 400}}
-        planned = int(error_of(front.post(path, few))["message"].split("may take ")[1].split(" ")[0])
+        planned = int(error_of(front.post(path, few))["message"].split("may need ")[1].split(" ")[0])
         assert planned > whole * (3 * 400) / (3 * 20 + 9), path
 
 
 def contents() -> Iterator[tuple[Any, Any]]:
-    """Yield pairs of a value with Rows and the same value with lists."""
+    """Yield pairs: a value that contains Rows, and an equal value with plain lists."""
     for size in (0, 1, 2, STEP_ENTRIES, STEP_ENTRIES + 1, 5000):
         numbers, text = list(range(size)), '"é\U0001f600\ud800' * size
         choice = {"index": 1, "text": text, "none": None, "ids": numbers, "rows": Rows(iter(numbers), 100)}
@@ -364,7 +364,7 @@ async def taken(parts: AsyncGenerator[bytes, None]) -> int:
     ("entry", "width", "most"), [("entry", 1, STEP_ENTRIES), ({"text": "x" * 91}, None, TURN_CHARS // 100 + 1)]
 )
 def test_other_work_runs_between_the_steps_of_long_answers(entry: Any, width: int | None, most: int) -> None:
-    """Checked for long lists and for many short choices."""
+    """Covers long lists and many short choices."""
     steps: list[int] = []
 
     def entries() -> Iterator[str]:
@@ -434,7 +434,7 @@ def test_a_long_delta_is_split_into_several_events() -> None:
 
 
 class SlowModel:
-    """A tokenizer that blocks on long texts until `flow` is set or the text is abandoned."""
+    """A tokenizer that blocks on a long text until `flow` is set or the text is abandoned."""
 
     longest_token = 1
 
@@ -496,6 +496,8 @@ print(grown() < 2**23)
 
 @pytest.mark.parametrize(("how", "goes_back"), [("mapped", True), ("by itself", False)])
 def test_the_memory_of_long_bodies_goes_back_to_the_system(how: str, goes_back: bool) -> None:
-    """Even if other blocks lie behind them on the heap. By default the memory would not return in that case."""
+    """The memory is returned even if other blocks are behind it on the heap. By default the allocator would keep the
+    memory in that case.
+    """
     done = subprocess.run([sys.executable, "-c", BODIES, how], capture_output=True, text=True, check=True)
     assert done.stdout == f"{goes_back}\n"

@@ -74,7 +74,7 @@ def test_a_streamed_chat_equals_the_whole_one(front: Front) -> None:
 def test_template_arguments_may_have_any_name_and_depth(front: Front) -> None:
     nested: Any = functools.reduce(lambda inner, _: {"a": inner}, range(300), {})
     told = FIELDS | {"messages": [{"role": "user", "content": "x", "more": nested}], "max_tokens": 1}
-    for name, status in (("function", 200), ("self", 400)):  # `self` is a parameter of transformers' method
+    for name, status in (("function", 200), ("self", 400)):  # `self` is a parameter name of transformers' method
         response = front.post("/v1/chat/completions", told | {"chat_template_kwargs": {name: 1}})
         assert response.status_code == status, response.text
 

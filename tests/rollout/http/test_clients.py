@@ -78,7 +78,7 @@ def test_a_role_opens_only_its_paths(chat_model: Path, file: Path, caplog: pytes
 
 
 def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new path is open to the role `control` only, until it is added to GENERATE_PATHS."""
+    """A new path is open only to the role `control`, until the path is added to GENERATE_PATHS."""
     served: set[str] = set()
     monkeypatch.setattr("trueroll.rollout.http.app.Guard", lambda *given: served.update(given[-1]))
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
@@ -88,7 +88,9 @@ def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guard knows no role for such a path, and would let any client reach the path without the line end."""
+    """The guard knows no role for a path with a line end. If the line end were ignored, any client could reach the real
+    path.
+    """
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
     named = Clients({ALICE.encode(): Client("alice", "generate")})
     app = make_app(None, FakePages(), None, HttpConfig(address="ipc://x"), named, guard.Counters())  # type: ignore[arg-type]
@@ -108,7 +110,7 @@ def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakePages:
-    """Replaces the objects with handlers."""
+    """Stands in for the objects with handlers."""
 
     def __getattr__(self, name: str) -> object:
         return lambda request: None
@@ -205,5 +207,5 @@ def test_a_file_that_others_can_read_is_refused(bits: int, tmp_path: Path, monke
     file.chmod(0o600)
     assert clients_of(config).find(f"Bearer {BOB}") == Client("bob", "generate")
     monkeypatch.setenv(API_KEY_VARIABLE, "another")
-    with pytest.raises(ConfigError, match="clients_file: cannot be combined with TRUEROLL_HTTP_API_KEY"):
+    with pytest.raises(ConfigError, match="clients_file: cannot be combined with the key in TRUEROLL_HTTP_API_KEY"):
         clients_of(config)

@@ -1,4 +1,4 @@
-"""`/v1/completions` and `/inference/v1/generate`: tokens, bits and fields of their answers."""
+"""`/v1/completions` and `/inference/v1/generate`: tokens, bits and fields of the responses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bits(logprobs: Any) -> bytes:
 
 
 def check_same(choice: Any, sample: SampleOutput) -> None:
-    """Check that a choice of completions has the sample's tokens and bits."""
+    """Check that a choice of a completions response has the sample's tokens and bits."""
     assert choice.token_ids == sample.token_ids
     assert choice.logprobs.tokens == [f"token_id:{token_id}" for token_id in sample.token_ids]
     assert sample.logprobs is not None and bits(choice.logprobs.token_logprobs) == sample.logprobs.tobytes()
@@ -126,7 +126,7 @@ def test_text_prompts_are_tokenized_and_texts_are_told(front: Front, chat_model:
 
 
 def stop_within(text: str) -> str:
-    """Return three characters from the middle of a text that do not occur earlier."""
+    """Return three characters from the middle of a text. The three characters do not occur earlier in the text."""
     return next(text[at : at + 3] for at in range(8, len(text)) if text.find(text[at : at + 3]) == at)
 
 

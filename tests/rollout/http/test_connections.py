@@ -1,4 +1,4 @@
-"""Connections from accept to close, with raw sockets against a small application."""
+"""Connections from accept to close, tested with raw sockets and a small application."""
 
 from __future__ import annotations
 
@@ -27,19 +27,26 @@ from trueroll.rollout.http.server import listen
 
 DEADLINE = 60.0
 LONG_BYTES = 24 * 2**20
-"""More bytes than the kernel buffers for a client that does not read."""
+"""A number of bytes larger than the kernel's buffers for a client that does not read."""
 
 
 class Panic(BaseException):
-    """Stands for the exception that a panic in a Rust library raises."""
+    """Represents the exception that a panic in a Rust library raises."""
 
 
 class Server:
     """Connections on a thread, in front of a small application.
 
-    Its paths: `/hold` answers once `flow` is set, `/read` after the whole body, `/wait` once the client has
-    disconnected, `/long` with `LONG_BYTES`, `/broken` with only the beginning of an answer, `/panic` not at all,
-    `/refused` with an answer that closes the connection, and all other paths at once.
+    The application's paths:
+
+    - `/hold` answers once `flow` is set.
+    - `/read` answers after the whole body.
+    - `/wait` answers once the client has disconnected.
+    - `/long` answers with `LONG_BYTES`.
+    - `/broken` sends only the beginning of an answer.
+    - `/panic` does not answer.
+    - `/refused` answers and closes the connection.
+    - All other paths answer at once.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -168,7 +175,7 @@ def test_requests_follow_each_other_on_a_connection(plain: Server) -> None:
 
 
 def test_answers_are_sent_at_once(plain: Server) -> None:
-    """Nagle's algorithm is off, so no segment of an answer waits for an acknowledgement."""
+    """Nagle's algorithm is disabled, so no segment of an answer waits for an acknowledgement."""
     with plain.connect() as raw:
         raw.send_head("GET", "/health")
         raw.answer()
@@ -274,7 +281,7 @@ def test_a_request_after_another_is_bounded_like_the_first(plain: Server) -> Non
 
 
 def test_the_event_loop_has_its_turn_between_many_chunks(plain: Server) -> None:
-    """Events of one segment are handled a few at a time."""
+    """The events of one TCP segment are handled a few at a time."""
     taken: list[int] = []
     http = connections.h11.Connection
 
@@ -342,8 +349,8 @@ def test_a_disconnect_after_a_body_of_exactly_one_read_is_noticed(plain: Server)
 
 
 def test_a_client_that_does_not_read_is_cut_and_its_request_ends() -> None:
-    """A client that reads the required minimum is not cut, even if the kernel has taken no bytes from asyncio
-    meanwhile.
+    """A client that reads at the required minimum rate is not cut off, even if the kernel takes no bytes from asyncio
+    for a while.
     """
     with Server(write_seconds=3600.0) as server, clients(server, 2) as both:
         for raw in both:
@@ -372,7 +379,7 @@ def _writing(server: Server) -> list[Any]:
 
 
 def _held(server: Server) -> dict[Any, int]:
-    """Return the size of the write buffer of each of these connections."""
+    """Return the write buffer size of each connection."""
     return {each: each._transport.get_write_buffer_size() for each in _writing(server)}
 
 
@@ -385,7 +392,7 @@ def test_a_connection_ends_whatever_the_application_raises(plain: Server) -> Non
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_an_answer_that_breaks_off_does_not_look_whole(version: str, plain: Server) -> None:
-    """In HTTP/1.0 an answer without a length ends when the connection closes, so the connection is reset instead."""
+    """In HTTP/1.0, a normal close would end an answer without a length. The server therefore resets the connection."""
     with plain.connect() as raw:
         raw.send(f"GET /broken HTTP/{version}\r\nHost: x\r\n\r\n".encode())
         with pytest.raises(ConnectionResetError):
@@ -470,7 +477,7 @@ def test_connections_are_refused_unread_only_if_the_reserve_is_busy_too() -> Non
 
 @contextmanager
 def few_files(server: Server, spare: int) -> Iterator[None]:
-    """Leave this process only `spare` free descriptors."""
+    """Use up file descriptors until only `spare` are free."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 32, hard))
@@ -580,7 +587,7 @@ def test_requests_that_do_not_finish_are_cut_at_the_end() -> None:
 
 
 def test_a_client_that_disconnects_unnoticed_leaves_no_connection(caplog: pytest.LogCaptureFixture) -> None:
-    """The kernel learns of the disconnect from the answer, before the connection is closed."""
+    """The kernel learns of the disconnect when the server sends the answer, before the connection is closed."""
     with Server() as server:
 
         def are_read() -> list[bool]:
@@ -588,7 +595,7 @@ def test_a_client_that_disconnects_unnoticed_leaves_no_connection(caplog: pytest
             return [transport.is_reading() for transport in transports if transport is not None]
 
         with server.connect() as raw:
-            raw.send(b"GET /hold?close HTTP/1.1\r\nHost: x\r\n\r\nGET /next HTTP/1.1\r\n")  # so reading pauses
+            raw.send(b"GET /hold?close HTTP/1.1\r\nHost: x\r\n\r\nGET /next HTTP/1.1\r\n")  # reading pauses
             server.wait_for(server.stages, {"busy": 1})
             raw.send(b"Host: x\r\n\r\n")
             server.wait_for(are_read, [False])

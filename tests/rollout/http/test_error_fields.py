@@ -1,4 +1,4 @@
-"""Attributes of errors: field, value and limit, the same from the engine, from a client and over HTTP."""
+"""Attributes of errors: `field`, `value` and `limit` are equal from the engine, from a client, and over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refused requests: statuses, OpenAI's error body, limits, keys, and that bad requests do not harm others."""
+"""Refused requests: statuses, OpenAI's error body, limits, keys, and that bad requests do not affect other requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def fake() -> FakeEngine:
 
 @pytest.fixture
 def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[Front, WorkerOnThread]]]:
-    """Return a function that starts a worker with the fake engine and the given settings, and a front end of it."""
+    """Return a function that starts a worker with the fake engine and the given settings, and a front end of the
+    worker.
+    """
     opened: list[Any] = []
 
     def start(worker: dict[str, Any] | None = None, **settings: Any) -> tuple[Front, WorkerOnThread]:
@@ -162,7 +164,7 @@ def plain(chat_model: Path) -> Iterator[Front]:
     ],
 )
 def test_very_many_invalid_elements_give_few_faults(kind: type[Fields], fields: dict[str, Any]) -> None:
-    """Faults for a million elements in one body would take all memory."""
+    """Reporting a fault for each of a million elements would take all memory."""
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(fields)
     assert caught.value.error_count() < 10
@@ -235,7 +237,7 @@ def mutated(generator: random.Random) -> bytes:
 
 
 def test_malformed_requests_harm_no_good_one(plain: Front) -> None:
-    good = dict(prompt=[5, 6, 904], max_tokens=6, seed=3, logprobs=1)  # 904: each step takes a while
+    good = dict(prompt=[5, 6, 904], max_tokens=6, seed=3, logprobs=1)  # 904 steps, each of which takes a while
     expected = plain.post("/v1/completions", good).json()["choices"]
     is_over = threading.Event()
 
@@ -366,7 +368,7 @@ def test_a_key_is_asked_for_everywhere_but_health(chat_model: Path, caplog: pyte
 
 
 def test_a_client_without_a_key_is_answered_and_its_body_is_not_parsed(chat_model: Path) -> None:
-    """The client sends one-byte chunks without end after a wrong key."""
+    """After a wrong key, the client sends an endless body in one-byte chunks."""
     with serving(FakeEngine()) as running, front_end(running.address, KEY, tokenizer=str(chat_model)) as front:
         with Raw(front.connect(), key="wrong") as stranger:
             stranger.send_head("POST", "/v1/completions", "Transfer-Encoding: chunked")

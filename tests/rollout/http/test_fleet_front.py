@@ -1,4 +1,4 @@
-"""A front end of a fleet: the same answers as from one worker."""
+"""A front end of a fleet gives the same answers as a front end of one worker."""
 
 from __future__ import annotations
 

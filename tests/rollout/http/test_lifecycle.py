@@ -1,4 +1,4 @@
-"""The worker's lifecycle over HTTP, clients that disconnect, and what happens when one side is killed."""
+"""The worker's lifecycle over HTTP, disconnecting clients, and a kill of the front end or the worker."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.lifecycle import Lifecycle
 from trueroll.weight_sync.payload.manifest import MANIFEST_FILE
 
-PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
+PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_pause_keeps_or_ends_running_requests(fronted: Front, running: WorkerOnT
         fake.flow.set()
         assert fronted.post("/resume").json() == {"status": "resumed"}
         assert kept.result().json()["choices"] == expected
-        wait_until(lambda: num_open(running) == 0)  # so the next open request is the new one
+        wait_until(lambda: num_open(running) == 0)  # the next open request is then the new one
         fake.flow.clear()
         ended = threads.submit(fronted.post, "/v1/completions", body)
         wait_until(lambda: num_open(running) == 1)
@@ -131,7 +131,7 @@ def test_the_openai_package_reaches_every_path(fronted: Front, tmp_path: Path) -
     assert caught.value.code == "push_failed"
     reached = re.findall(r'trueroll_http_requests_total{path="([^"]+)",status="(?:200|409)"}', get("/metrics"))
     template = {"/v1/models/{name:path}"}
-    of_the_page = r"(?!/ui)"
+    of_the_page = r'(?!/ui|/")'
     paths = {*re.findall(rf'Route\("({of_the_page}[^"]+)"', Path(app.__file__).read_text())} - template - {"/metrics"}
     assert paths <= {*reached} and len(paths) > 10
 
@@ -201,7 +201,9 @@ def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) 
 def test_errors_do_not_reveal_which_files_exist(
     fronted: Front, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every path without weights gets the same error text, whatever is there. The log has the cause."""
+    """Every path without weights gets the same error text, whether or not a file exists at the path. The log has the
+    cause.
+    """
     made = {name: tmp_path / name for name in ("absent", "file", "empty", "fifo", "broken", "loop", "push", "json")}
     made["file"].write_text("secret")
     os.mkfifo(made["fifo"])
@@ -231,7 +233,7 @@ def test_a_client_that_leaves_ends_its_request(
     has_begun: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Checked before the first token and in the middle."""
+    """The client leaves before the first token, or in the middle of the answer."""
     if not has_begun:
         fake.flow.clear()
     body = json.dumps({"prompt": [1, SLOW_STEP], "max_tokens": 400, "stream": is_stream})
@@ -293,7 +295,7 @@ def test_without_a_worker_health_says_so(
     worker = fake_process(address=f"ipc://{tmp_path}/worker.sock")
     with front_end(worker.address, tokenizer=str(chat_model)) as front:
         worker.kill()
-        wait_until(lambda: front.get("/health").status_code == 503)  # the last report counts for a moment
+        wait_until(lambda: front.get("/health").status_code == 503)  # the last report is valid for a moment
         for response in (front.get("/health"), front.post("/v1/completions", {"prompt": [1]}), front.get("/metrics")):
             assert response.status_code == 503 and error_of(response)["code"] == "worker_lost"
             assert response.headers["Retry-After"] == "1"
@@ -318,7 +320,7 @@ class SlowWorker:
         return protocol.Stats(id="a", engine={}, service={})
 
     async def resume(self) -> None:
-        self.state = "paused"  # as if another client had paused it since
+        self.state = "paused"  # as if another client had paused the worker in the meantime
 
 
 async def asked_by_turns(condition: Callable[[], bool]) -> None:
@@ -328,7 +330,7 @@ async def asked_by_turns(condition: Callable[[], bool]) -> None:
 
 
 def test_health_returns_the_last_report_while_the_worker_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But never a report from before a call of this front end changed the worker's state."""
+    """The report is never older than the last state change that this front end has called for."""
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0)
     monkeypatch.setattr(watch, "REPORT_SECONDS", 60.0)
     request = Request({"type": "http", "method": "GET", "query_string": b"", "headers": []})
@@ -347,7 +349,7 @@ def test_health_returns_the_last_report_while_the_worker_is_slow(monkeypatch: py
         told = json.loads(bytes((await calls.health(request)).body))
         assert told["state"] == "ready" and 0 < told["age_seconds"] < 60
         num_asked = worker.num_asked
-        await asked_by_turns(lambda: worker.num_asked > num_asked)  # a poll that is answered after the change
+        await asked_by_turns(lambda: worker.num_asked > num_asked)  # a poll that the worker answers after the change
         await calls.resume(request)
         assert looking.report() is None
         asked = asyncio.create_task(calls.health(request))
@@ -387,6 +389,7 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
         line = process.stdout.readline()
         assert line.startswith("ready url=http://127.0.0.1:") and line.endswith(f" address={worker.address}\n")
         front = Front(line.split("url=")[1].split()[0], str(chat_model))
+        assert f" page={front.url}/ui " in line
         stream = front.openai().completions.create(model=front.model, prompt=[1], max_tokens=900, stream=True)
         stream = iter(stream)
         assert next(stream).choices
@@ -401,7 +404,7 @@ def test_the_command_serves_until_it_is_told_to_end(worker: WorkerProcess, chat_
 def test_a_signal_ends_the_front_end_as_soon_as_it_is_ready(
     running: WorkerOnThread, chat_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server.gc, "freeze", lambda: None)  # it would affect all later tests in this process
+    monkeypatch.setattr(server.gc, "freeze", lambda: None)  # the change would affect all later tests in this process
     rescue = threading.Timer(60, lambda: signal.raise_signal(signal.SIGINT))
     rescue.start()
     config = HttpConfig(address=running.address, port=0, tokenizer=str(chat_model))
@@ -420,7 +423,9 @@ def test_an_ended_front_end_leaves_no_process(worker: WorkerProcess, chat_model:
 
 
 def test_the_requests_of_a_killed_front_end_end(running: WorkerOnThread, fake: FakeEngine, chat_model: Path) -> None:
-    """Running requests, streamed or not, and one that a pause holds up. A request of another client goes on."""
+    """Running requests end, streamed or not, and so does a request held up by a pause. A request of another client
+    continues.
+    """
     body = {"prompt": [1, SLOW_STEP], "max_tokens": 400}
     with RolloutClient(running.address) as client, ThreadPoolExecutor(4) as threads:
         with command(running.address, "0", "--tokenizer", str(chat_model)) as front:

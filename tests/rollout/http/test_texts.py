@@ -1,4 +1,4 @@
-"""The text of a growing sample: its pieces join to the whole text, whatever the tokens are."""
+"""The text of a growing sample: for any tokens, the pieces join to the whole text."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_no_part_of_a_stop_string_is_returned(texts: Texts) -> None:
 
 
 def test_a_stop_string_before_min_tokens_is_text(texts: Texts) -> None:
-    """A stop string before `min_tokens` did not end the sample."""
+    """A stop string before `min_tokens` does not end the sample, so it is a part of the text."""
     token_ids = texts._model.encode("a, b, c, ")
     told = pieces(texts, token_ids, [", "], ", ")
     assert "".join(told) == "a, b, c"
@@ -133,7 +133,7 @@ def test_the_stop_token_is_not_part_of_the_text(texts: Texts) -> None:
 
 
 def test_a_cancelled_text_is_freed_at_once() -> None:
-    """Even while it waits for another text that is being tokenized."""
+    """The text is freed even while it waits for the tokenization of another text."""
 
     class Text(str):
         """A string that permits weak references."""

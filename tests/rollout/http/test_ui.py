@@ -1,4 +1,5 @@
-"""The page at `/ui`: access to its data, the kept groups, and the comparison of bits when samples are scored again.
+"""The page at `/ui`: access to the page's data, the kept groups, and the bitwise comparison when samples are scored
+again.
 
 tests/integrations/ui tests the page in a browser.
 """
@@ -25,7 +26,7 @@ from trueroll.rollout.http import guard, pages, samples, watch
 from trueroll.rollout.http.samples import OBJECT_BYTES, SampleLog
 
 PROMPT = list(range(40, 80))
-FILES = guard.OPEN_PATHS - {"/health"}
+FILES = guard.OPEN_PATHS - {"/", "/health"}
 
 
 def newest(front: Front) -> dict[str, Any]:
@@ -69,8 +70,39 @@ def test_the_page_may_load_and_run_its_own_files_alone(front: Front) -> None:
     assert loaded == FILES - {"/ui"}
 
 
+def test_the_root_leads_to_the_page(worker: WorkerProcess) -> None:
+    """The redirect needs no key, and points to this server whatever `Host` names."""
+    with front_end(worker.address, key="secret") as front:
+        response = httpx2.get(f"{front.url}/", headers={"Host": "elsewhere.example"})
+        assert response.status_code == 307 and response.headers["Location"] == "/ui"
+        assert httpx2.get(front.url, follow_redirects=True).text == front.get("/ui").text
+
+
+USER = {"role": "user", "content": "Who?"}
+LONG = "What is\n 6 times 7? " + "W" * 300
+
+
+@pytest.mark.parametrize(
+    ("messages", "preview"),
+    [
+        ([{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": "I."}], "Who?"),
+        ([USER, {"role": "user", "content": [{"type": "text", "text": part} for part in "ab"]}], "a b"),
+        ([{"role": "user", "content": LONG}], f"What is 6 times 7? {'W' * 61}…"),
+        ([{"role": "system", "content": "Be brief."}], "Be brief. <assistant>"),
+    ],
+    ids=["last", "parts", "long", "none"],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_conversation_is_listed_by_its_last_user_message(
+    front: Front, messages: list[dict[str, Any]], preview: str, is_stream: bool
+) -> None:
+    body = {"messages": messages, "max_tokens": 1, "stream": is_stream}
+    front.post("/v1/chat/completions", body).raise_for_status()
+    assert newest(front)["preview"].endswith(preview)
+
+
 def test_answers_are_kept_to_the_bit(front: Front, client: RolloutClient) -> None:
-    """Checked for a whole answer, a stream, and `/inference/v1/generate`."""
+    """Covers a whole answer, a stream, and `/inference/v1/generate`."""
     salted = {"cache_salt": "between us", "n": 2, "max_tokens": 6, "seed": 2**63 + 1, "temperature": 0.8}
     fields = salted | {"prompt": PROMPT, "logprobs": 0, "stop": ["never"]}
     [group] = client.generate([PROMPT], SamplingParams(n=2, max_tokens=6, temperature=0.8), seed=2**63 + 1)
@@ -152,7 +184,7 @@ def test_other_weights_give_other_bits_and_say_which(front: Front, worker: Worke
 
 
 def test_long_texts_come_in_parts_that_fit_together(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the text is, and wherever a part begins, even within a character."""
+    """The parts fit together for any text, and for parts that begin anywhere, even within a character."""
     text = "<img src=x onerror=alert(1)>\u202eתודה\x00\x1b[31m 🙂🙂 e\u0301"
     monkeypatch.setattr(pages, "MOST_TOKENS", 5)
     front.post("/v1/completions", {"prompt": text, "max_tokens": 1})

@@ -1,4 +1,6 @@
-"""The content of `/metrics` and `/healthz` over real HTTP. Docs and dashboard agree with the exported metrics."""
+"""The content of `/metrics` and `/healthz` over real HTTP. The docs and the dashboard must agree with the exported
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,9 @@ PUSH = protocol.PushProgress(
 
 
 class FakeSource:
-    """A worker in the middle of a push. All its numbers are different. Tests replace the values that they check."""
+    """A worker in the middle of a push. Every number in its report is different. Tests replace the values that they
+    check.
+    """
 
     def __init__(self) -> None:
         self.state: protocol.State = "ready"
@@ -143,7 +147,7 @@ def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[http
 
 
 def scrape(port: int) -> dict[str, float]:
-    """Return values by sample, written like Prometheus does: `name` or `name{label="value",...}`."""
+    """Return the values by sample. Samples are written as in Prometheus: `name` or `name{label="value",...}`."""
     response, text = ask(port, "/metrics")
     assert response.status == 200 and response.headers["Content-Type"].startswith("text/plain; version=")
     return {
@@ -273,7 +277,9 @@ def test_a_reader_of_a_histogram_never_sees_half_an_observation() -> None:
 
 
 def test_every_counter_of_engine_and_service_is_exported(source: FakeSource, port: int) -> None:
-    """Each counter, increased by one, changes the page. Steps are the count of `trueroll_step_seconds`."""
+    """Increasing any counter by one changes the page. The number of steps is exported as the count of
+    `trueroll_step_seconds`.
+    """
     assert ENGINE.keys() == {field.name for field in dataclasses.fields(EngineStats)}
     before = scrape(port)
     gauges = {"num_running", "num_waiting", "pools", "drafts"}
@@ -324,7 +330,7 @@ def test_prometheus_gets_the_format_it_prefers(port: int) -> None:
 
 def test_the_server_listens_on_loopback_only(port: int) -> None:
     with socket.socket() as other:
-        other.bind(("127.0.0.2", port))  # fails if the server listens on every address
+        other.bind(("127.0.0.2", port))  # this bind fails if the server listens on every address
 
 
 def test_a_port_in_use_is_refused_with_advice(port: int, source: FakeSource) -> None:
@@ -366,14 +372,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def open_connections(port: int) -> int:
-    """Return the number of this process's descriptors for the server's side of connections to `port`."""
+    """Return the number of descriptors in this process for the server's end of connections to `port`."""
     found = psutil.Process().net_connections("tcp4")
     return sum(connection.laddr.port == port and bool(connection.raddr) for connection in found)
 
 
 def test_idle_connections_are_bounded_and_do_not_lock_out_scrapers(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new connection replaces the oldest. The others stay, get one answer each, and leave no descriptor."""
-    monkeypatch.setattr("trueroll.rollout.monitoring.metrics.monotonic", lambda: 0.0)  # none is closed for its age
+    """A new connection replaces the oldest connection. The other connections stay open, get one answer each, and leak
+    no descriptor.
+    """
+    monkeypatch.setattr("trueroll.rollout.monitoring.metrics.monotonic", lambda: 0.0)  # no connection is too old
     num_threads = threading.active_count()
     with connections(port, 3 * MAX_CONNECTIONS) as clients:
         assert ask(port, "/metrics")[0].status == 200
@@ -409,7 +417,7 @@ def test_a_client_that_keeps_sending_is_cut(port: int, monkeypatch: pytest.Monke
 def test_a_client_that_does_not_read_is_cut(source: FakeSource, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("trueroll.rollout.monitoring.metrics.monotonic", lambda: now)
-    size = 16 << 20  # more than the system keeps for a client
+    size = 16 << 20  # more than the kernel buffers for a client
     source.memory = {"x" * size: 1}
     num_threads = threading.active_count()
     with connections(port, 1) as (client,):
@@ -440,7 +448,7 @@ def test_a_client_that_disconnects_logs_no_warning(source: FakeSource, caplog: p
         client.sendall(HALF)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         wait_until(lambda: threading.active_count() == num_threads + 2)
-        client.close()  # resets the connection
+        client.close()  # closing with these settings resets the connection
         wait_until(lambda: threading.active_count() == num_threads + 1)
         server.close()
     assert [record.levelname for record in caplog.records if "reset" in record.message] == ["DEBUG"]
@@ -513,7 +521,7 @@ def _documented_labels(cell: str) -> dict[str, set[str]]:
 
 
 def exported(port: int) -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """Return {metric: (type, {label: values})} from the exported page. Values of `NUMBERED` labels are left out."""
+    """Return {metric: (type, {label: values})} from the exported page, without the values of `NUMBERED` labels."""
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     for family in text_string_to_metric_families(ask(port, "/metrics")[1]):
         labels: dict[str, set[str]] = {}
@@ -538,7 +546,7 @@ def queries() -> list[str]:
 
 
 def exported_by_a_fleet() -> dict[str, tuple[str, dict[str, set[str]]]]:
-    """Return a fleet's own metrics in the form of `exported`."""
+    """Return the metrics that only a fleet exports, in the form of `exported`."""
     reports = {"worker-0": WorkerReport("serving", None, None, 1)}
     found: dict[str, tuple[str, dict[str, set[str]]]] = {}
     for family in FleetMetrics(lambda: reports).collect():

@@ -1,4 +1,4 @@
-"""Keys for tests of roles: one pair for a worker, and one for each named client."""
+"""Keys for tests of roles: one key pair for a worker, and one for each named client."""
 
 from __future__ import annotations
 

@@ -109,9 +109,8 @@ def port_of(address: str) -> int:
 
 
 def as_nobody(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """Run a script as a user without rights.
-
-    The modules are imported before the switch of users, since that user may be unable to read Python's files.
+    """Run a script as an unprivileged user. The modules are imported before the switch to that user, because the user
+    may be unable to read Python's files.
     """
     assert os.geteuid() == 0, "only root can start a process as another user: run this test as root"
     drop = f"import os, sys, msgpack, zmq; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
@@ -358,7 +357,7 @@ def test_users_may_use_the_same_request_ids(
         assert receive(alice)["type"] == "health"
         ask(bob, "abort", id="1", request_id="a")  # the same id as alice's request
         assert receive(bob)["code"] == "unknown_request"
-        generate(bob, "a", max_tokens=3)  # other content: a conflict if it came from the same user
+        generate(bob, "a", max_tokens=3)  # other content, which would be a conflict if it came from the same user
         ask(bob, "ack", ids=["a"])
         ask(bob, "abort", id="2", request_id="a", caller="nobody")
         ask(bob, "health", id="h")
@@ -400,7 +399,7 @@ def test_a_seed_does_not_depend_on_the_user(enter: Callable[[str], RolloutClient
 
 
 def test_a_named_client_may_not_set_its_own_identity(worker: WorkerOnThread, certificates: Certificates) -> None:
-    """Replies go to identities, so another connection must not be able to take over an identity."""
+    """Replies are addressed to identities, so another connection must not be able to take over an identity."""
     with certificates.raw("alice", worker.address, identity=b"me") as alice:
         ask(alice, "health", id="a")
         reply = receive(alice)
@@ -590,7 +589,7 @@ def test_a_system_error_fails_only_the_message_that_met_it(engine: FakeEngine, m
 
 
 def test_the_gate_leaves_a_reused_descriptor_alone() -> None:
-    """The connection ended before the gate could close it, and another file may have got its descriptor."""
+    """The connection ended before the gate could close it, so its descriptor may already belong to another file."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         gate = Gate(router, 10, lambda identity: None)
         router.bind_to_random_port("tcp://127.0.0.1")
@@ -613,7 +612,7 @@ def test_the_gate_leaves_a_reused_descriptor_alone() -> None:
 
 
 def test_pings_in_a_flood_from_a_closed_connection_do_not_abort_the_worker() -> None:
-    """libzmq aborts the process in this case if its receive queue is full."""
+    """If its receive queue is full, libzmq would abort the process in this case."""
     health = pack({"version": 1, "type": "health", "id": "a"})
     message, ping = bytes([0, len(health)]) + health, b"\x04\x07\x04PING\0\0"
     with fake_process() as worker, RolloutClient(worker.address) as client:
@@ -633,7 +632,7 @@ def test_pings_in_a_flood_from_a_closed_connection_do_not_abort_the_worker() -> 
 
 
 def test_a_peer_of_an_older_protocol_is_served(engine: FakeEngine) -> None:
-    """ZMQ gives no descriptor for its connection."""
+    """For a peer of an older protocol, ZMQ reports no descriptor of the connection."""
     health = pack({"version": 1, "type": "health", "id": "a"})
     with serving(engine) as worker, socket.socket(socket.AF_UNIX) as raw:
         raw.connect(worker.address.removeprefix("ipc://"))
@@ -647,7 +646,7 @@ def test_a_peer_of_an_older_protocol_is_served(engine: FakeEngine) -> None:
 
 def test_a_message_without_an_end_is_cut_off() -> None:
     """ZMQ limits the size of each part of a message, but neither their number nor their sum."""
-    part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)  # more follow
+    part = b"\x03" + MIB.to_bytes(8, "big") + bytes(MIB)  # more parts follow
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = 0
         gate = Gate(router, 10, lambda identity: None)
@@ -658,7 +657,7 @@ def test_a_message_without_an_end_is_cut_off() -> None:
             gate.follow()
             gate.look()
             raw.sendall(part)  # the connection is still open
-            raw.settimeout(0.01)  # recv notices the end at once; a sender with a full window notices it minutes later
+            raw.settimeout(0.01)  # recv notices the end at once, a sender with a full window much later
             while not is_cut_off(raw):
                 with suppress(OSError):
                     raw.sendall(part)
@@ -791,7 +790,7 @@ def test_a_client_that_does_not_read_is_dropped_and_harms_nobody(engine: FakeEng
                     assert reply["id"] is None and "max_unread_bytes" in reply["message"]
                     assert reply["code"] == UnreadError.code
                     num_errors += 1
-                    raw.generate("b")  # the earlier messages may cause another drop
+                    raw.generate("b")  # the earlier messages may cause a second drop
             assert num_errors > 0
     assert len(engine.requests) == 3
 
@@ -840,7 +839,7 @@ def test_queued_replies_to_a_slow_reader_arrive_in_order(engine: FakeEngine) -> 
 
 
 def test_an_error_without_an_id_ends_all_calls(engine: FakeEngine) -> None:
-    """A client that does not read gets such an error when it is dropped."""
+    """A client that does not read gets an error without an id when it is dropped."""
     engine.gate.clear()
     with serving(engine) as worker, RolloutClient(worker.address) as client:
         results: list[TruerollError] = []
@@ -888,7 +887,10 @@ def test_an_internal_key_of_a_request_gives_no_access_to_it(
 
 
 class Monitor:
-    """Monitor events from the test instead of the socket. `gone`: identities that the gate reported as gone."""
+    """A monitor with events from the test instead of the socket.
+
+    `gone`: identities that the gate has reported as gone.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: deque[tuple[int, int]] = deque()
@@ -965,7 +967,7 @@ def test_a_reused_custom_identity_is_open_again_after_its_first_end(gate: Gate, 
 def test_no_open_connection_is_reported_gone_and_every_end_is_reported(
     has_numbers: bool, gate: Gate, monitor: Monitor
 ) -> None:
-    """Messages are received, and the monitor is read, in random order."""
+    """Receive messages and read the monitor in random order."""
     random, num_connections, num_refused = Random(7), 0, 0
     there: dict[int, int] = {}
     waiting: list[tuple[int, int]] = []
@@ -1065,7 +1067,9 @@ def test_requests_of_a_named_client_that_is_gone_are_ignored(certificates: Certi
 
 
 def test_requests_with_while_connected_end_however_the_disconnect_is_noticed(certificates: Certificates) -> None:
-    """Either a reply cannot be delivered before the end is reported, or the end is known when a message is read."""
+    """The worker notices the disconnect in one of two ways: a reply cannot be delivered, or the end is already known
+    when a message is read.
+    """
     worker = FaultyWorker(WorkerConfig(**certificates.settings), FakeEngine())
     try:
         for id, is_gone, ends in (("a", False, True), ("b", True, True), ("c", False, False), ("d", True, False)):
@@ -1097,7 +1101,7 @@ def test_a_users_connections_count_as_one_user(certificates: Certificates) -> No
 
 
 def handshake(dealer: zmq.Socket[bytes], address: str) -> int:
-    """Connect and return how the handshake ends, as an event of ZMQ."""
+    """Connect, and return the ZMQ event with which the handshake ends."""
     ends = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     monitor = dealer.get_monitor_socket(ends)
     dealer.connect(address)
@@ -1214,7 +1218,7 @@ def test_a_disconnect_costs_only_the_requests_that_the_client_waited_for(
 
 
 def test_waiting_submissions_are_counted_and_found() -> None:
-    """Submissions, disconnects, withdrawals and replies happen in random order."""
+    """Submit, disconnect, withdraw and reply in random order."""
     random, ledger = Random(3), Ledger(2, 100_000)
     made: list[Entry] = []
     for step in range(5000):

@@ -1,5 +1,5 @@
-"""The protocol alone: messages survive encoding and decoding, any bytes decode or raise our errors, and
-docs/protocol.md agrees with the code.
+"""The protocol alone: messages survive encoding and decoding, arbitrary bytes either decode or raise trueroll's errors,
+and docs/protocol.md agrees with the code.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def test_validation_of_a_list_stops_at_the_first_invalid_element(fields: dict[st
 
 
 def headings(section: str) -> list[str]:
-    """Return the words in backquotes that head the subsections of a section."""
+    """Return the words in backquotes in the headings of a section's subsections."""
     text = re.search(rf"^## {section}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
     assert text is not None
     return re.findall(r"^### `(\w+)`", text[1], re.M)

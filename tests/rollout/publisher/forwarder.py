@@ -1,4 +1,4 @@
-"""A connection between a client and a worker on ipc that a test can cut or freeze at a chosen message."""
+"""Forwards ipc connections from a client to a worker. A test can cut or freeze a connection at a chosen message."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Fault = Literal["lose call", "lose answer", "freeze"]
 class Forwarder:
     """Forwards connections from its `address` to the worker at `target`, until a chosen message of a client.
 
-    `arm` chooses it: the `count`-th message of type `call`. Then, once: `lose call` drops it and cuts all connections;
-    `lose answer` forwards it, drops `answers` replies of the worker, and cuts; `freeze` holds it, and forwards nothing
-    in any direction until `thaw`. `lost`: dropped or held data. `struck`: set once this has happened.
+    `arm` chooses the `count`-th message of type `call`, and what happens once at that message. `lose call` drops the
+    message and cuts all connections. `lose answer` forwards the message, drops `answers` replies of the worker, and
+    cuts all connections. `freeze` holds the message, and forwards nothing in either direction until `thaw`. `lost`:
+    dropped or held data. `struck`: set after the chosen message was handled.
     """
 
     def __init__(self, target: str) -> None:
@@ -101,7 +102,7 @@ class Forwarder:
         return False
 
     def _cut(self) -> None:
-        """End every connection. New ones are accepted."""
+        """End every connection. New connections are accepted."""
         sockets, self._sockets = self._sockets, set()
         for each in sockets:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Pushes of LoRA adapters. A worker serves the weights that the trainer computes with, to the bit."""
+"""Pushes of LoRA adapters: the worker serves exactly the weights, to the bit, that the trainer computes with."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_every_transport_brings_adapters(
 
 
 def test_an_adapter_may_be_larger_than_its_weight(tmp_path: Path) -> None:
-    """For example, the adapter of a gate with a single row, if all linear modules have one."""
+    """An example is the adapter of a gate with a single row, if all linear modules have adapters."""
     folder, address = make_tiny_model("qwen3_5_moe", tmp_path / "model"), f"ipc://{tmp_path}/worker"
     model = adapt(folder, target_modules="all-linear", r=16)
     gate = model.get_base_model().model.layers[0].mlp.shared_expert_gate
@@ -113,7 +113,7 @@ def test_an_adapter_may_be_larger_than_its_weight(tmp_path: Path) -> None:
 
 
 def test_each_push_adds_to_the_weights_before_adapters(llama: tuple[Engine, str], folders: Any) -> None:
-    """The adapters move to other modules and back. A weight without its adapter is as before."""
+    """The adapters move to other modules and back. A weight without an adapter has its base value."""
     (engine, address), first = llama, dense(llama[0])
     configs: tuple[dict[str, Any], ...] = (
         dict(target_modules=["q_proj"]),
@@ -140,7 +140,7 @@ def test_adapters_start_anew_after_a_push_of_weights(llama: tuple[Engine, str], 
     plain = {name: tensor + 1 for name, tensor in dense(engine).items()}
     with publishing(address, "shared", sparse=sparse) as to:
         to.push(plain, 1)
-        with pytest.raises(PushError, match="adapters: were trained on other weights than this worker's"):
+        with pytest.raises(PushError, match="adapters: the adapters were trained on other weights than this worker's"):
             to.push(model, 2, adapters=True)
         assert_equal(dense(engine), plain)
         assert not to.push(model, 2).is_sparse
@@ -170,7 +170,7 @@ def test_adapters_of_a_sleeping_worker(llama: tuple[Engine, str], folders: Any) 
         assert not engine.weights.base.kept
         client.wake_up(tags=["weights"])
         with pytest.raises(
-            PushError, match="this worker has lost the weights .*; push the model without adapters=True"
+            PushError, match="this worker has lost the base weights .*; push the model without adapters=True"
         ):
             to.push(model, 3, adapters=True)
         to.push(model, 3)
@@ -194,7 +194,9 @@ def test_only_weights_with_adapters_take_more_memory(llama: tuple[Engine, str], 
 
 
 def test_restarted_workers_get_adapters_again(folders: dict[str, Path], tmp_path: Path) -> None:
-    """With `restore`, which brings the weights too, and with the folders of the last push and its base."""
+    """A restarted worker gets the adapters from `restore`, which also pushes the base weights, or from the folders of
+    the last push and its base.
+    """
     address, pushes, model = f"ipc://{tmp_path}/worker", tmp_path / "pushes", adapt(folders["llama"])
     with publishing(address, "shared") as to, publishing(address, "disk", folder=pushes) as by_disk:
         with serving(folders["llama"], address, dtype="bfloat16"):
@@ -258,7 +260,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
             dict(weights=[[NAME, 2**16 - 1, 1.0]]),
             "A and B have .* elements .limit .*, 4 times the elements of all weights",
         ),
-        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter but no base"),
+        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter, but adapters.base does not list them"),
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),
         (dict(weights=[[NAME, 0, 1.0]]), "needs an integer rank and a finite scale"),
         (dict(weights=[[NAME, 4, float("nan")]]), "needs an integer rank and a finite scale"),
@@ -299,7 +301,7 @@ def test_models_that_cannot_be_pushed_as_adapters_are_refused(
             to.push(model.get_base_model(), 1, adapters=True)
         with pytest.raises(PushError, match="lora_dropout = 0.1 is not supported"):
             to.push(adapt(folders["llama"], lora_dropout=0.1), 1, adapters=True)
-        with model.disable_adapter(), pytest.raises(PushError, match="adapters: none are enabled"):
+        with model.disable_adapter(), pytest.raises(PushError, match="adapters: no adapter is enabled"):
             to.push(model, 1, adapters=True)
         with pytest.raises(PushError, match="unknown to the worker's model"):
             to.push(adapt(folders["qwen3_moe"]), 1, adapters=True)

@@ -1,4 +1,7 @@
-"""Pushes to workers that serve experts. Their matrices come as stacks or one by one, with the bits of a fresh load."""
+"""Pushes to workers that serve experts.
+
+The matrices arrive as stacks or one by one, and have the bits of a fresh load.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +34,13 @@ STACK = "model.layers.0.mlp.experts.gate_up_proj"
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """Start the fork server, since the first push through gloo may take longer than the timeouts here."""
+    """Start the fork server, because the first push through gloo may exceed the timeouts of these tests."""
     warm_up()
 
 
 @pytest.fixture(autouse=True)
 def _small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make buckets smaller than a stack, so that it is cut."""
+    """Make buckets smaller than a stack, so that a stack is split."""
     monkeypatch.setattr(sender_module, "BUCKET_BYTES", dict.fromkeys(sender_module.BUCKET_BYTES, 20_000))
 
 
@@ -71,7 +74,9 @@ def assert_equal(found: Weights, expected: Weights) -> None:
 
 @pytest.fixture(scope="module")
 def trained(mixture_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Weights]]:
-    """The tensors of a model with other weights, by family and spelling: those of the module, and those of a save."""
+    """The tensors of a model with other weights, by family and spelling. The spellings are the names in the module and
+    the names in a saved checkpoint.
+    """
     found = {}
     for family in MIXTURES:
         model = AutoModelForCausalLM.from_pretrained(mixture_models[family], dtype=torch.float32)
@@ -127,7 +132,9 @@ def test_a_push_in_place_may_bring_experts_one_by_one(
 def test_sparse_pushes_bring_changes_in_either_spelling(
     mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path
 ) -> None:
-    """A few numbers of some experts and a whole matrix of another one change; one spelling after the other."""
+    """A few elements of some experts change, and a whole matrix of another expert. The pushes use one spelling after
+    the other.
+    """
     address = f"ipc://{tmp_path}/worker"
     saved = {name: tensor.clone() for name, tensor in trained["qwen3_moe"]["as saved"].items()}
     stacks = {name: tensor.clone() for name, tensor in trained["qwen3_moe"]["stacks"].items()}

@@ -1,4 +1,6 @@
-"""A worker with pushes through gloo. No trainer harms it, the requests of others, or later pushes."""
+"""A worker that receives pushes through gloo. No trainer can harm the worker, the requests of other clients, or later
+pushes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def worker() -> Iterator[WorkerProcess]:
 
 
 def push(worker: WorkerProcess) -> None:
-    """Push the next version. Must succeed."""
+    """Push the next version. The push must succeed."""
     with RolloutClient(worker.address, timeout=SECONDS) as client:
         version = (client.health().weight_version or 0) + 1
     with WeightPublisher("collective", timeout=SECONDS) as publisher:
@@ -95,7 +97,7 @@ def test_a_receiving_process_killed_during_a_push_does_not_end_the_worker(worker
 
 
 def begin_push(client: RawClient, source: CollectiveSource, **fields: Any) -> str:
-    """Send a begin_push. Return its push id, which is also its id."""
+    """Send a begin_push. Return its push id, which is also the message id."""
     push_id = secrets.token_hex(16)
     fields = dict(weight_version=9, dtype="float32", timeout=DAY, source=source.model_dump()) | fields
     client.send("begin_push", id=push_id, push_id=push_id, **fields)
@@ -124,7 +126,10 @@ def test_abandoned_pushes_leave_nothing_behind(worker: WorkerProcess) -> None:
 
 @pytest.fixture
 def store() -> Iterator[socket.socket]:
-    """A store that never answers, at 0.0.0.0: always an address of this machine, but not a loopback address."""
+    """A store that never answers.
+
+    Its address 0.0.0.0 is always an address of this machine, but not a loopback address.
+    """
     with socket.create_server(("0.0.0.0", 0)) as store:
         with socket.create_connection(store.getsockname()):
             store.accept()[0].close()

@@ -1,7 +1,6 @@
-"""Trainers and workers that die, hang or lose their connection in each phase of a push. They are really killed.
-
+"""Trainers and workers that die, hang or lose their connection in each phase of a push. The tests kill real processes.
 Afterwards the old version is served with the same bits as before, no request is lost, and the next push succeeds
-without a restart. The failing push brings weights of its own ("lost"), so that any trace of them shows.
+without a restart. The failing push has distinct weights ("lost"), so that any trace of these weights is detected.
 """
 
 from __future__ import annotations
@@ -38,20 +37,22 @@ from .trainer_process import BUCKET_BYTES, large_adapter
 TRANSPORTS = ("shared", "collective", "disk")
 PHASES = ("begin", "stage", "verify", "commit")
 SHARES = place_to_lend() is not None
-"""Whether with `shared` the second worker maps the memory of the first one, after that one has verified the push."""
+"""True if, with `shared`, the second worker maps the first worker's memory after the first worker has verified the
+push.
+"""
 STEPS = [
     *((transport, phase) for transport in TRANSPORTS for phase in PHASES),
     pytest.param("shared", "lend", marks=lends_huge_pages),
 ]
 EVERY_RUN = {*(("shared", phase) for phase in (*PHASES, "lend")), ("collective", "stage"), ("disk", "commit")}
-"""The steps that every run tests: each phase, and each transport in a phase that it handles differently."""
+"""The pairs that every run tests: each phase, and each transport in a phase that the transport handles differently."""
 PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "lend": "verified", "commit": "verified"}
 PATIENT = 60.0
 """Timeout of pushes that must succeed, in seconds."""
 SHORT = 1.5
 """Timeout of pushes that must fail, in seconds. The tests wait for it."""
 LONGER = 10.0
-"""Timeout of publishers with a push that must fail and then one that must succeed, in seconds."""
+"""Timeout of a publisher with one push that must fail and a second push that must succeed, in seconds."""
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
@@ -80,7 +81,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints of the same shapes: `old`, `lost` (which the failing pushes bring) and `new`."""
+    """Checkpoints of the same shapes: `old`, `lost` (pushed by the failing pushes) and `new`."""
     parent = tmp_path_factory.mktemp("kills")
     old = make_tiny_model("llama", parent / "old", max_position_embeddings=2048)
     tensors = load_file(old / "model.safetensors")
@@ -105,12 +106,12 @@ class Trainer:
         self.is_pushing = False
 
     def connect(self, addresses: list[str], settings: dict[str, Any] | None = None) -> None:
-        """Make a publisher with these settings, or let the existing one connect to other workers."""
+        """Make a publisher with these settings, or connect the existing publisher to other workers."""
         self._tell(json.dumps({"connect": addresses} | ({} if settings is None else {"settings": settings})))
         assert self.hear() == {"connected": addresses}
 
     def push(self, folder: Path, version: int) -> None:
-        """Push. Must succeed."""
+        """Push a checkpoint. The push must succeed."""
         self.start(folder, version, None)
         outcome = self.hear()
         assert outcome.get("version") == version, outcome
@@ -127,7 +128,7 @@ class Trainer:
         return held["memory"]
 
     def go_on(self, order: str = "go") -> dict[str, Any]:
-        """Let the held push go on. Return its outcome."""
+        """Let the held push continue. Return the outcome of the push."""
         self._tell(order)
         return self.hear()
 
@@ -150,7 +151,7 @@ class Trainer:
 
 
 class Trainers:
-    """One living trainer. After a kill another one starts in the background."""
+    """Keeps one trainer alive. After a kill, the next trainer starts in the background."""
 
     def __init__(self) -> None:
         self.current = Trainer()
@@ -173,7 +174,7 @@ def trainers() -> Iterator[Trainers]:
 @pytest.fixture
 def trainer(trainers: Trainers) -> Iterator[Trainer]:
     yield trainers.current
-    if trainers.current.is_pushing:  # the test failed: the next test gets a new trainer
+    if trainers.current.is_pushing:  # the test has failed, so the next test gets a new trainer
         trainers.kill()
 
 
@@ -186,7 +187,7 @@ class Running:
         self._raw.generate(self._id, LONG_PROMPT, **LONG)
 
     def end(self, expected: Bits, version: int) -> None:
-        """Assert that it ends once, with all tokens from one version."""
+        """Assert that the request ends once, with all tokens from one version."""
         replies = self._raw.receive_until("done", "error")
         assert [reply["type"] for reply in replies] == ["sample"] * LONG["n"] + ["done"], replies
         assert {reply["id"] for reply in replies} == {self._id}
@@ -203,7 +204,7 @@ class Fleet:
     """Two workers, and the weights that they serve. Worker 0 listens on TCP, worker 1 on an ipc socket.
 
     `version`: version of the last push to both. `expected`, `expected_long`: for each checkpoint, the samples of a
-    worker that was started from it.
+    worker that was started from that checkpoint.
     """
 
     def __init__(self, models: dict[str, Path], folder: Path) -> None:
@@ -228,13 +229,13 @@ class Fleet:
         assert len({json.dumps(repr(bits)) for bits in (*self.expected.values(), *self.expected_long.values())}) == 6
 
     def measure(self, index: int, name: str) -> None:
-        """Record the worker's samples as the expected ones of the weights with this name."""
+        """Record the worker's samples as the expected samples of the weights with this name."""
         client = self.client(index)
         self.expected[name] = bits_of(client.generate(PROMPTS, PARAMS, seed=5))
         self.expected_long[name] = bits_of(client.generate([LONG_PROMPT], SamplingParams(**LONG)))
 
     def start(self, index: int, address: str | None = None, model: str = "old") -> None:
-        """Start a worker in the background, at its old address or at an unused one."""
+        """Start a worker in the background, at its old address or at an unused address."""
         fresh = (f"ipc://{self._folder}/{secrets.token_hex(4)}", "tcp://127.0.0.1:*")[index]
         starting = self._launch(address or fresh, model)
         if index == 1 and address is None and self._spare is not None:
@@ -263,7 +264,7 @@ class Fleet:
         return self.client(index).health().push
 
     def kill(self, index: int) -> str:
-        """Kill a worker. Return its address."""
+        """Kill a worker and return its address."""
         worker = self.worker(index)
         self._clients.pop(index).close()
         worker.kill()
@@ -271,7 +272,7 @@ class Fleet:
         return worker.address
 
     def push(self, name: str, transport: Any = "shared", folder: Path | None = None) -> None:
-        """Push to both workers from this process. Must succeed."""
+        """Push to both workers from this process. The push must succeed."""
         settings = settings_of(transport, PATIENT, folder)
         with WeightPublisher(**settings) as publisher:
             publisher.connect(self.addresses)
@@ -279,7 +280,9 @@ class Fleet:
             publisher.push(load_file(self.models[name] / "model.safetensors"), self.version)
 
     def check(self, index: int, name: str, version: int | None = None) -> None:
-        """Assert that the worker serves this checkpoint, to the bit. `version`: by default that of the last push."""
+        """Assert that the worker serves this checkpoint, to the bit. `version`: the expected version, by default the
+        version of the last push.
+        """
         version = self.version if version is None else version
         client = self.client(index)
         groups = client.generate(PROMPTS, PARAMS, seed=5)
@@ -291,7 +294,7 @@ class Fleet:
         assert (health.state, health.weight_version) == ("ready", version)
 
     def check_freed(self, index: int) -> None:
-        """Assert that nothing of a push is left in the worker."""
+        """Assert that the worker has released all state and memory of a push."""
         health = self.client(index).health()
         assert health.push is None and health.memory["staging"] == 0
 
@@ -315,8 +318,8 @@ def whole_fleet(
 
 @pytest.fixture
 def fleet(whole_fleet: Fleet, request: pytest.FixtureRequest) -> Fleet:
-    """Two live workers that serve `old` from a push. With `collective` this is the worker's first such push, which may
-    take longer than SHORT.
+    """Two live workers that serve `old` from a push. With `collective`, this push is the worker's first collective
+    push, which may take longer than SHORT.
     """
     transport = request.getfixturevalue("transport") if "transport" in request.fixturenames else "shared"
     for index in (0, 1):
@@ -334,7 +337,7 @@ def settings_of(transport: str, timeout: float, folder: Path | None) -> dict[str
 
 
 def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: Path, lends: bool = SHARES) -> None:
-    """Assert that the workers are in this phase of this push. `lends`: whether workers share memory in it."""
+    """Assert that the workers are in this phase of this push. `lends`: True if workers share memory in this phase."""
     if phase == "stage" and transport == "disk":
         assert len(list(folder.glob(f"version-{version}-*.tmp/*.safetensors"))) == 1
         assert fleet.progress(0) is None and fleet.progress(1) is None
@@ -360,12 +363,14 @@ def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: 
 
 
 def served_after(fleet: Fleet, phase: str, old: int) -> list[tuple[str, int]]:
-    """Return (checkpoint, version) of the two workers after a push of version `old` + 1 broke off in this phase."""
+    """Return (checkpoint, version) of the two workers after a push of version `old` + 1 failed in this phase."""
     return [("lost", old + 1) if phase == "commit" else ("old", old), ("old", old)]
 
 
 each_phase = pytest.mark.parametrize(("transport", "phase"), STEPS, scope="module")
-"""With module scope, so that the tests of a phase run in sequence while the successor of a killed worker starts."""
+"""Parametrized in module scope, so that the tests of a phase run in sequence while a killed worker's replacement
+starts.
+"""
 
 
 @each_phase
@@ -397,7 +402,9 @@ def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phas
 @each_phase
 @thinned(lambda transport, phase: phase in ("stage", "lend"))
 def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
-    """Like a network failure. The workers give the push up, and the trainer learns this when it is back."""
+    """The hang looks like a network failure. The workers abandon the push, and the trainer learns of this when it
+    continues.
+    """
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
     old = fleet.version
     trainer.push_until(phase, fleet.models["lost"], old + 1)
@@ -415,7 +422,7 @@ def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, ph
     finally:
         process.resume()
     outcome = trainer.go_on()
-    if (transport, phase) == ("disk", "stage"):  # the workers did not know of the push yet
+    if (transport, phase) == ("disk", "stage"):  # the workers do not know of the push yet
         assert outcome.get("version") == old + 1
     else:
         assert outcome.get("kind") == "PushError", outcome
@@ -430,7 +437,7 @@ def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, ph
 @each_phase
 @thinned(lambda transport, phase: (transport, phase) in EVERY_RUN)
 def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
-    """In the phase `commit` the worker dies between the commit of the other one and its own."""
+    """In the phase `commit`, the worker dies after the other worker's commit and before its own."""
     survivor = fleet.addresses[0]
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
     old = fleet.version
@@ -458,7 +465,9 @@ def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: 
 @lends_huge_pages
 @pytest.mark.parametrize("phase", ["stage", "lend", "commit"])
 def test_a_killed_lender(fleet: Fleet, trainer: Trainer, phase: str) -> None:
-    """In the phase `commit` it has committed; the other one has its memory, but no call to commit yet."""
+    """In the phase `commit`, the lender has committed. The other worker has the lender's memory, but has not received a
+    commit call.
+    """
     trainer.connect(fleet.addresses, settings_of("shared", SHORT, None))
     old = fleet.version
     trainer.push_until(phase, fleet.models["lost"], old + 1)
@@ -542,7 +551,7 @@ def test_a_worker_restarted_at_its_address(
     fleet.check(victim, "old", 0)
     assert fleet.addresses[victim] == address
     if transport == "collective":
-        fleet.push("old", transport)  # since the first push takes longer than SHORT
+        fleet.push("old", transport)  # because the first push takes longer than SHORT
     fleet.version += 1
     trainer.push(fleet.models["new"], fleet.version)
     for index in (0, 1):
@@ -552,7 +561,7 @@ def test_a_worker_restarted_at_its_address(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @thinned(lambda transport: transport == "shared")
 def test_a_worker_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, tmp_path: Path) -> None:
-    """In the middle of the buckets; with disk, before it reads the folder."""
+    """The worker hangs in the middle of the buckets, or with disk before it reads the folder."""
     phase = "begin" if transport == "disk" else "stage"
     trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
     old = fleet.version
@@ -584,7 +593,7 @@ def test_a_worker_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, tmp
 
 
 def test_a_worker_killed_while_it_waits_to_commit(fleet: Fleet, trainer: Trainer) -> None:
-    """With `drain` it waits for a running request, after the other one has committed."""
+    """With `drain`, the worker waits for a running request after the other worker has committed."""
     survivor, victim = fleet.addresses
     trainer.connect(fleet.addresses, settings_of("shared", SHORT, None) | {"in_flight": "drain"})
     with RawClient(victim) as raw:
@@ -630,14 +639,18 @@ CALLS = {
     "verify": ("verify_push", 1, 1),
     "commit": ("commit_push", 1, 1),
 }
-"""For each phase: its message, the number of the message that is hit, and the replies under way at that time."""
+"""For each phase: the message type, the number of the affected message, and the number of replies in flight at that
+time.
+"""
 BY_MESSAGE = [
     (transport, phase) for transport in TRANSPORTS for phase in PHASES if (transport, phase) != ("disk", "stage")
 ]
 
 
 def check_crossing(group: Group, fleet: Fleet, old: int) -> None:
-    """Assert that a request during a push of `old` + 1 is whole, and that its tokens of `old` have the right bits."""
+    """Assert that a request during a push of `old` + 1 is complete, and that its tokens from version `old` have the
+    correct bits.
+    """
     for sample, (tokens, logprobs) in zip(group.samples, fleet.expected_long["old"], strict=True):
         assert (len(sample.token_ids), sample.finish_reason) == (LONG["max_tokens"], "length")
         assert sample.logprobs is not None
@@ -680,7 +693,7 @@ def test_a_connection_that_breaks(
 @pytest.mark.parametrize(("transport", "phase"), BY_MESSAGE)
 @thinned(lambda transport, phase: (transport, phase) in EVERY_RUN and phase in ("stage", "commit"))
 def test_a_connection_that_freezes(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
-    """Nothing passes until after the deadline. Then the held messages arrive, too late."""
+    """The connection forwards nothing until after the deadline. Then the held messages arrive, too late."""
     old = fleet.version
     with Forwarder(fleet.addresses[0]) as line:
         other = fleet.addresses[1]

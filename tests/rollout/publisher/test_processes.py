@@ -23,7 +23,7 @@ from trueroll.weight_sync.trainer import sender as sender_module
 TRANSPORTS = ("shared", "collective", "disk")
 SECONDS = 60
 BUCKET_BYTES = 256
-"""Small buckets, so that a push takes several."""
+"""Small buckets, so that a push takes several buckets."""
 
 
 def trainer_tensors(seed: int) -> dict[str, torch.Tensor]:

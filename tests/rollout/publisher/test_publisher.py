@@ -1,4 +1,6 @@
-"""The trainer's side with workers on threads: the weights that workers serve after successful and failed pushes."""
+"""The trainer's side of a push, with workers on threads: which weights workers serve after successful and failed
+pushes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ BUCKET_BYTES = 1024
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """Start the fork server, since the first push through gloo may take longer than the timeouts here."""
+    """Start the fork server, because the first push through gloo may exceed the timeouts of these tests."""
     warm_up()
 
 
@@ -62,7 +64,7 @@ def trainer_tensors(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[s
 
 
 class Cluster:
-    """Workers on threads, each with weights of its own, at first of version 0."""
+    """Workers on threads, each with its own weights. All start at version 0."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -107,7 +109,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def serves(worker: FaultyWorker, tensors: dict[str, torch.Tensor], result: PushResult) -> bool:
-    """Return whether the worker serves the trainer's tensors, cast and to the bit, and reports this push."""
+    """Return whether the worker reports this push and serves the trainer's tensors, cast to its dtype, to the bit."""
     weights = worker.engine.weights
     with RawClient(worker.address) as client:
         told = ask(client, "weights")
@@ -276,13 +278,13 @@ def test_an_iterator_is_consumed_one_tensor_at_a_time(cluster: Cluster, transpor
         gc.enable()
     assert serves(worker, tensors, result)
     assert len(made) == len(SHAPES)  # each tensor was made once
-    assert alive == [0] * len(SHAPES)  # and freed before the next one was made
+    assert alive == [0] * len(SHAPES)  # and freed before the next tensor was made
 
 
 @pytest.mark.parametrize(("transport", "phase"), [step for step in STEPS if step[1] != "commit_push"])
 def test_if_one_worker_refuses_all_keep_the_old_version(cluster: Cluster, transport: str, phase: str) -> None:
     workers = [cluster.start() for _ in range(3)]
-    with cluster.publisher(transport, timeout=3600.0) as publisher:  # which no call may wait for
+    with cluster.publisher(transport, timeout=3600.0) as publisher:  # no call may wait this long
         before = trainer_tensors(1)
         first = publisher.push(before, 1)
         workers[1].refuse[phase] = IllegalStateError("state: expected ready, found asleep")
@@ -356,7 +358,7 @@ class KinStaging(FakeStaging):
 
 
 class KinWeights(FakeWeights):
-    """Weights that share memory with those of the same `kin`. `has_lost`: behave as if the lender had ended."""
+    """Weights that share memory with other weights of the same `kin`. `has_lost`: behave as if the lender had ended."""
 
     has_lost = False
 
@@ -374,7 +376,7 @@ class KinWeights(FakeWeights):
 
 
 def got(worker: FaultyWorker) -> set[str]:
-    """Return the types of push calls since the last time."""
+    """Return the types of push calls since the last call of this function."""
     calls, worker.calls = set(worker.calls), []
     return calls - {"weights"}
 
@@ -493,7 +495,7 @@ def test_versions_that_are_not_later_are_refused_unless_allowed(cluster: Cluster
 
 
 def test_the_last_version_leaves_room_for_another_int64(cluster: Cluster) -> None:
-    """2**63 - 1 is the greatest int64, and no version could follow it."""
+    """2**63 - 1 is the largest int64, so no version could follow it."""
     worker = cluster.start()
     with cluster.publisher() as publisher:
         versions: list[Any] = [2**63 - 1, np.int64(2**63 - 1), -1, 1.0, True, np.True_]
@@ -561,7 +563,7 @@ def test_a_folder_goes_only_to_workers_that_do_not_serve_it(cluster: Cluster) ->
     cluster.end(workers[1])
     workers[1] = cluster.start(workers[1].address)
     workers[0].calls.clear()
-    with cluster.publisher("disk") as publisher:  # a restarted trainer can push it too
+    with cluster.publisher("disk") as publisher:  # a restarted trainer can also push this version
         again = publisher.push_folder(folder)
         assert again is not None and serves(workers[1], tensors, again) and serves(workers[0], tensors, first)
         assert "begin_push" not in workers[0].calls
@@ -585,7 +587,7 @@ def _brief_waits_for_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def lose(cluster: Cluster, publisher: WeightPublisher, worker: FaultyWorker) -> None:
-    """End a worker, and mark it as silent in the publisher, so that it is waited for only briefly."""
+    """End a worker, and mark it as silent in the publisher, so that the publisher waits only briefly for it."""
     cluster.end(worker)
     assert publisher._workers is not None
     publisher._workers._silent.add(worker.address)
@@ -595,7 +597,7 @@ def test_a_dead_worker_is_reported_long_before_the_timeout(cluster: Cluster, mon
     monkeypatch.setattr(publisher_module, "ANSWER_SECONDS", 2.0)
     dead, living = cluster.start(), cluster.start()
     tensors = trainer_tensors(1)
-    with cluster.publisher(timeout=3600.0) as publisher:  # which no call may wait for
+    with cluster.publisher(timeout=3600.0) as publisher:  # no call may wait this long
         first = publisher.push(tensors, 1)
         cluster.end(dead)
         for _ in range(2):
@@ -619,7 +621,7 @@ def test_lost_workers_are_skipped_and_included_again(
             assert caplog.text.count(f"worker {dead.address} is left out of the push") == version - 1
         assert publisher.stale_workers() == [dead.address]
         back = cluster.start(dead.address)
-        for version in range(4, 2000):  # it answers as soon as it is connected again
+        for version in range(4, 2000):  # the worker answers as soon as it is connected again
             result = publisher.push(tensors, version)
             if not result.left_out:
                 break
@@ -720,7 +722,7 @@ def test_in_place_a_worker_that_was_not_written_to_still_serves(cluster: Cluster
 @pytest.mark.parametrize("in_place", [False, True])
 @thinned(lambda transport, in_place: transport == "shared")
 def test_a_drain_may_take_longer_than_the_timeout(cluster: Cluster, transport: str, in_place: bool) -> None:
-    """The other worker waits for the drain, too. Beyond `drain_timeout` nothing changes."""
+    """The other worker also waits for the drain. After `drain_timeout`, the push fails and no weights change."""
     worker, idle = cluster.start(), cluster.start()
     engine = worker.engine
     engine.flow.clear()
@@ -745,7 +747,9 @@ def test_a_drain_may_take_longer_than_the_timeout(cluster: Cluster, transport: s
 
 
 def change_some(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Change a few elements of one tensor, all of another, and none of the rest; -0.0 replaces 0.0, and NaN."""
+    """Change a few elements of one tensor, all elements of another, and nothing else. The changes include -0.0 for 0.0,
+    and NaN.
+    """
     changed = {name: tensor.clone() for name, tensor in tensors.items()}
     changed["a.weight"][0, 0] = -0.0
     changed["a.weight"][32, 39] = float("nan")
@@ -862,7 +866,7 @@ def test_after_a_failed_sparse_push_the_next_is_full(cluster: Cluster) -> None:
 
 
 class Gpus:
-    """Pretends that the trainer is on GPU 0, and that workers start on GPU `next`, or on a CPU if it is None.
+    """Pretends that the trainer is on GPU 0, and that workers start on GPU `next`, or on a CPU if `next` is None.
 
     `sources`: kind of the source of each push.
     """

@@ -1,10 +1,14 @@
-"""A trainer in a process of its own that stops in a chosen phase, so that it or a worker can be killed there.
+"""A trainer in a separate process, which stops in a chosen phase so that a test can kill the trainer or a worker.
 
-Reads commands from stdin and answers each on stdout, in lines of JSON:
-`{"connect": ADDRESSES, "settings": ...}` makes a publisher; without `settings` the existing one connects again;
-`{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint, or with `"adapters": true` only a large
-LoRA adapter of it. In the phase to hold it prints
-`{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`, or `cut` to cut all its TCP connections first.
+Reads commands from stdin and answers each command on stdout, in lines of JSON:
+
+- `{"connect": ADDRESSES, "settings": ...}` makes a publisher. Without `settings`, the existing publisher connects
+  again.
+- `{"push": FOLDER, "version": V, "hold": PHASE or null}` pushes a checkpoint. With `"adapters": true`, only a large
+  LoRA adapter of the checkpoint is pushed.
+
+In the phase named by `hold`, the trainer prints `{"held": PHASE, "memory": NAME or null}` and waits for a line: `go`,
+or `cut` to cut all its TCP connections first.
 """
 
 from __future__ import annotations
@@ -33,11 +37,13 @@ from trueroll.weight_sync.transports.disk import FolderWriter
 BUCKET_BYTES = 2**15
 """Small buckets, so that a push takes many."""
 BUCKET = 3
-"""The bucket at which a push is held. It is announced to the workers and, with `collective`, not yet sent."""
+"""The bucket at which a push is held. The workers know of this bucket. With `collective`, the bucket has not been sent
+yet.
+"""
 
 
 def large_adapter(folder: Path) -> Any:
-    """Return an adapter of many buckets, the same in every process."""
+    """Return an adapter of many buckets, with equal values in every process."""
     sys.path.append(str(Path(__file__).parents[2]))
     from adapters import adapt
 
@@ -45,7 +51,7 @@ def large_adapter(folder: Path) -> Any:
 
 
 class Hold:
-    """Stops the next push once, in `phase`. `memory`: name of its shared memory, if it has any."""
+    """Stops the next push once, in `phase`. `memory`: name of the push's shared memory, if there is any."""
 
     def __init__(self) -> None:
         self.arm(None)
@@ -81,10 +87,14 @@ def cut_connections() -> None:
 
 
 def install(hold: Hold) -> None:
-    """Wrap the steps of a push. `begin`: the workers have the call, and with `collective` wait for the trainer to join;
-    `stage`: some buckets are staged, or with `disk` some tensors written; `verify`: all buckets are staged, or with
-    `disk` all workers have found the folder; `lend`: if workers share memory, one has verified, and the others do not
-    know of the push yet; `commit`: all have verified, the first has committed, the others have no call yet.
+    """Wrap the steps of a push. The phases are:
+
+    - `begin`: the workers have the call. With `collective`, the workers wait for the trainer to join.
+    - `stage`: some buckets are staged, or with `disk` some tensors are written.
+    - `verify`: all buckets are staged, or with `disk` all workers have found the folder.
+    - `lend`: if workers share memory, one worker has verified, and the other workers do not know of the push yet.
+    - `commit`: all workers have verified, the first worker has committed, and the other workers have no commit call
+      yet.
     """
     begin, stage, verify, lend = Transaction.begin, Transaction.stage, Transaction.verify, Transaction._lend
     ask, join, append = WorkerClients._ask, GroupSlots.open, FolderWriter.append

@@ -1,8 +1,9 @@
-"""The bench does the same named work on both sides and writes its measurements. No test checks a duration."""
+"""The bench does the same named work on both sides, and writes its measurements. No test checks a duration."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -60,17 +61,31 @@ def test_transformers_does_the_same_work(tiny_llama: Path, workload: Workload) -
     assert timing.arrivals == [timing.seconds] * workload.num_prompts
 
 
-def test_a_measurement_is_arithmetic_on_its_runs() -> None:
-    runs: list[tuple[int, int, int]] = []
+def test_a_measurement_is_the_median_of_runs_in_turn() -> None:
+    """The first run of each system warms up. Then the systems run in turn, so that all notice a slow machine."""
+    runs: list[tuple[str, int]] = []
 
-    def run(workload: Workload) -> Timing:
-        runs.append((workload.num_prompts, workload.n, workload.max_tokens))
-        return Timing(seconds=2.0, arrivals=[0.5, 1.0, 1.5], hit_rate=0.25)
+    def system(name: str, seconds: list[float]) -> bench.System:
+        def run(workload: Workload) -> Timing:
+            runs.append((name, workload.max_tokens))
+            return Timing(seconds.pop(0), arrivals=[0.5, 1.0, 1.5], hit_rate=0.25)
 
-    found = bench.measure(GROUP, "fake", run)
-    assert runs == [(3, 2, 4), (3, 2, 4), (3, 2, 1)]
-    assert (found.tokens_per_second, found.requests_per_second) == (3 * 2 * 4 / 2.0, 1.5)
-    assert (found.hit_rate, found.first_token_seconds) == (0.25, 1.0)
+        return run
+
+    warm_up, first_token = 99.0, 0.5
+    seconds = [warm_up, 4.0, first_token, 1.0, first_token, 2.0, first_token]
+    said: list[str] = []
+    one, other = bench.measure(GROUP, {"a": system("a", seconds), "b": system("b", [*seconds])}, said.append)
+    in_turn = [(name, tokens) for _ in range(bench.RUNS) for name in "ab" for tokens in (4, 1)]
+    assert runs == [("a", 4), ("b", 4), *in_turn]
+    assert said[0] == "tiny group: a, warm-up" and said[-1] == "tiny group: b, run 3 of 3" and len(said) == 8
+    assert (one.workload, one.system, other.system, one.seconds) == ("tiny group", "a", "b", 2.0)
+    assert (one.tokens_per_second, one.requests_per_second) == (3 * 2 * 4 / 2.0, 1.5)
+    assert (one.hit_rate, one.first_token_seconds) == (0.25, 1.0)
+    assert (one.all_seconds, one.all_tokens_per_second) == ((4.0, 1.0, 2.0), (6.0, 24.0, 12.0))
+    with_range = Console(record=True, width=120)
+    with_range.print(bench.make_table([one], "title"))
+    assert " 12     6 to 24 " in with_range.export_text()
 
 
 def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path) -> None:
@@ -79,10 +94,12 @@ def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path)
     bench.bench(config_of(tiny_llama), Plan((GROUP, SHARED), (True, False), True, *files), console)
     report = json.loads(files[0].read_text())
     assert report["setting"]["dtype"] == "float32"
+    assert report["setting"]["machine"].endswith(f"({len(os.sched_getaffinity(0))} cores)")
     assert [(m["workload"], m["system"]) for m in report["measurements"]] == [
         (workload.name, system) for workload in (GROUP, SHARED) for system in ("cache on", "cache off", "hf")
     ]
     assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert all(len(m["all_seconds"]) == bench.RUNS for m in report["measurements"])
     text = console.export_text()
     assert "tiny shared" in text and text.count("vs hf") == 2 and "first token:" in text
 

@@ -1,8 +1,11 @@
-"""The command line from the user's side: help, one line for each error, exit codes, a worker run from a shell."""
+"""The command line as a user sees it: help, one line for each error, exit codes, and a worker that is started from a
+shell.
+"""
 
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import signal
@@ -22,13 +25,14 @@ from typer.testing import CliRunner
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.request import SampleOutput
 from trueroll.errors import ConfigError, ModelError
+from trueroll.rollout import Audit
 from trueroll.rollout.config import WorkerConfig, check_address
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.text import TextModel
 from trueroll.rollout.tools import bench, cli, demo, verify
 from trueroll.rollout.tools.options import parse_bytes
 
-PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()")
+PROGRAM = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()")
 CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 
@@ -112,7 +116,7 @@ def test_a_missing_model_is_one_clear_line(command: str, tmp_path: Path) -> None
     assert result.returncode == 1
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
-    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: must be a model folder")
+    assert result.stderr.splitlines()[-1].startswith(f"trueroll: {tmp_path}/nowhere: a model is a folder")
 
 
 def test_http_offers_every_setting_with_its_default() -> None:
@@ -176,19 +180,19 @@ def test_text_without_a_tokenizer_is_an_error(tmp_path: Path, tiny_llama: Path) 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
 def test_the_exit_code_of_verify_is_its_verdict(passed: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(verify, "verify", lambda *arguments: calls.append(arguments) or passed)
-    result = CliRunner().invoke(cli.app, ["verify", "some-model", "--dtype", "float32", "--json", "report.json"])
+    monkeypatch.setattr(verify, "verify", lambda *arguments, quick: calls.append(arguments) or passed)
+    result = CliRunner().invoke(cli.app, ["verify", "smollm2", "--dtype", "float32", "--json", "report.json"])
     assert result.exit_code == code
     (config, _, json_file), *rest = calls
-    assert (config.model, config.dtype, json_file, rest) == ("some-model", "float32", Path("report.json"), [])
+    assert (config.model, config.dtype, json_file, rest) == ("smollm2", "float32", Path("report.json"), [])
 
 
 def test_bench_runs_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[bench.Plan] = []
     monkeypatch.setattr(bench, "bench", lambda config, plan, console: plans.append(plan))
-    asked = ["bench", "m", "--workload", "single", "--cache", "off", "--compare", "hf", "--plot", "speed.png"]
+    asked = ["bench", "smollm2", "--workload", "single", "--cache", "off", "--compare", "hf", "--plot", "speed.png"]
     assert CliRunner().invoke(cli.app, asked).exit_code == 0
-    assert CliRunner().invoke(cli.app, ["bench", "m"]).exit_code == 0
+    assert CliRunner().invoke(cli.app, ["bench", "smollm2"]).exit_code == 0
     single = [*bench.WORKLOADS["single"]]
     assert plans[0] == bench.Plan(single, caches=(False,), with_hf=True, plot_file=Path("speed.png"))
     every = [workload for workloads in bench.WORKLOADS.values() for workload in workloads]
@@ -199,18 +203,21 @@ def test_bench_takes_a_configuration_without_a_checkpoint(monkeypatch: pytest.Mo
     calls: list[tuple[str, bool]] = []
     monkeypatch.setattr(bench, "bench", lambda config, plan, _: calls.append((config.model, plan.dummy_weights)))
     assert CliRunner().invoke(cli.app, ["bench", "--dummy-weights", "qwen3-0.6b"]).exit_code == 0
-    assert CliRunner().invoke(cli.app, ["bench", "m"]).exit_code == 0
-    assert calls == [("qwen3-0.6b", True), ("m", False)]
+    assert CliRunner().invoke(cli.app, ["bench", "smollm2"]).exit_code == 0
+    assert calls == [("qwen3-0.6b", True), ("smollm2", False)]
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ((), "MODEL or --dummy-weights CONFIG is missing"),
-        (("m", "--dummy-weights", "qwen3-0.6b"), "MODEL m and --dummy-weights qwen3-0.6b exclude each other"),
+        (
+            ("smollm2", "--dummy-weights", "qwen3-0.6b"),
+            "MODEL smollm2 and --dummy-weights qwen3-0.6b exclude each other",
+        ),
         (
             ("--dummy-weights", "qwen3-0.6b", "--compare", "hf"),
-            "--compare hf needs a MODEL; give one instead of --dummy-weights, or omit --compare",
+            "--compare hf needs a MODEL; give MODEL instead of --dummy-weights, or omit --compare",
         ),
     ],
 )
@@ -228,15 +235,61 @@ def chat_model(tiny_llama: Path, tmp_path: Path) -> Path:
 
 
 def test_the_demo_shows_samples_and_that_all_bits_agree(chat_model: Path) -> None:
-    console = Console(record=True, width=160)
-    assert demo.demo(console, str(chat_model), demo.Sizes(samples=2, max_tokens=4, greedy_tokens=6))
+    console, sizes = Console(record=True, width=160), demo.Sizes(samples=2, max_tokens=4, compared_tokens=6)
+    assert demo.demo(console, str(chat_model), sizes)
     text = console.export_text()
-    stages = [line.split()[0] for line in text.splitlines() if line.endswith(" ...")]
-    assert stages == ["Loading", "Starting", "Generating", "Generating", "Putting", "Starting", "Generating"]
-    assert "4 prompts x 2 samples" in text and "tokens/s" in text and "hit rate" in text
+    lines = text.splitlines()
+    stages = [line.split()[0] for line in lines if line.endswith(" ...")]
+    assert stages == [
+        "Loading",
+        "Starting",
+        "Generating",
+        "Computing",
+        "Generating",
+        "Putting",
+        "Starting",
+        "Generating",
+    ]
+    seconds = [float(found) for found in re.findall(r"^  done in (\S+) s$", text, re.M)]
+    assert len(seconds) == len(stages) and f"All stages took {sum(seconds):.1f} s." in lines
+    assert "4 prompts x 2 samples = 8 samples with " in text and "tokens/s" in text
     assert all(question in text for question in demo.QUESTIONS)
     assert all(word in text for word in ("cache cold", "cache warm", "cache off", "beside other requests"))
     assert "All bits agree" in text
+    check_trainers(text)
+    assert all(command in text for command, _ in demo.NEXT)
+
+
+def check_trainers(text: str) -> None:
+    """Check the demo's claims about an aligned trainer and an ordinary one: their numbers add up to all tokens."""
+    [total] = re.findall(r"samples with (\d+) tokens", text)
+    assert re.search(rf"aligned trainer +│ 0 of {total} +│ 0 +│ exactly 1\.0 ", text)
+    [(differing, largest, low, high)] = re.findall(
+        rf"ordinary forward pass +│ (\d+) of {total} +│ (\S+) +│ (\S+) to (\S+) ", text
+    )
+    assert int(differing) > 0 and float(largest) > 0 and float(low) < 1 < float(high)
+    rows = [re.findall(rf"│ {name} +│ +(\d+) .*│ +(\d+) ", text)[-1] for name in demo.BINS]
+    aligned, plain = ([int(count) for count in column] for column in zip(*rows, strict=True))
+    assert aligned == [int(total), 0, 0, 0]
+    assert sum(plain) == int(total) and plain[0] == int(total) - int(differing)
+
+
+def test_the_demo_fails_if_the_trainers_do_not_differ_as_claimed() -> None:
+    """The aligned trainer must have the worker's bits, and the ordinary forward pass must not."""
+
+    def audit_of(*differences: float) -> Audit:
+        found = np.array(differences, np.float32)
+        largest, place = float(np.abs(found).max()), (0, 0, 0) if found.any() else None
+        return Audit(len(found), int(np.count_nonzero(found)), largest, 0.0, place, (), (), True, (found,))
+
+    same, other = audit_of(0.0, 0.0), audit_of(0.0, -0.25)
+    console = Console(record=True, width=160)
+    assert demo.compare_trainers(console, same, other)
+    assert not demo.compare_trainers(console, other, other)
+    assert not demo.compare_trainers(console, same, same)
+    text = console.export_text()
+    assert "0.778801 to 1.000000" in text and "1 of 2 log-probs differ" in text and "Nothing is proved" in text
+    assert demo.count_by_size(np.array([0.0, -0.005, 0.01, 0.5, -0.1, np.inf])) == [1, 1, 1, 3]
 
 
 def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,14 +301,14 @@ def test_the_first_demo_says_that_it_converts_the_model(tmp_path: Path, monkeypa
     assert console.export_text() == f"Converting smollm2 to {tmp_path / 'file'} (only once) ...\n"
 
 
-def test_a_stage_of_the_demo_leaves_one_line_on_a_terminal() -> None:
+def test_a_stage_of_the_demo_leaves_its_title_and_duration_on_a_terminal() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, force_interactive=True, color_system=None, width=40)
-    with demo._stage(console, "Working ..."):
+    with demo.Stages(console).stage("Working ..."):
         pass
     printed = file.getvalue()
     assert printed.startswith("Working ...\n") and "0:00:00" in printed, "the line, then the spinner"
-    assert printed.endswith("\r\x1b[1A\x1b[2K"), "the spinner is erased at the end"
+    assert printed.endswith("\r\x1b[1A\x1b[2K  done in 0.0 s\n"), "the spinner is erased at the end"
 
 
 def sample(logprobs: list[float], num_cached_tokens: int) -> SampleOutput:
@@ -264,13 +317,20 @@ def sample(logprobs: list[float], num_cached_tokens: int) -> SampleOutput:
 
 
 def test_the_demo_sees_one_bit_and_a_cache_that_was_not_warm() -> None:
-    cold = demo.Repetition("cold", False, [sample([-1.0, -2.0], 0)])
-    warm = demo.Repetition("warm", True, [sample([-1.0, -2.0], 16)])
-    one_bit = demo.Repetition("warm", True, [sample([-1.0, float(np.nextafter(np.float32(-2), np.float32(0)))], 16)])
-    not_warm = demo.Repetition("warm", True, [sample([-1.0, -2.0], 0)])
-    assert demo.compare(Console(), [cold, warm])
-    assert not demo.compare(Console(), [cold, warm, one_bit])
-    assert not demo.compare(Console(), [cold, not_warm])
+    def repetition(name: str, has_cache: bool, greedy: SampleOutput, sampled: SampleOutput) -> demo.Repetition:
+        return demo.Repetition(name, has_cache, demo.Answers([greedy], [sampled]))
+
+    one_bit = [-1.0, float(np.nextafter(np.float32(-2), np.float32(0)))]
+    cold_sample, warm_sample = sample([-1.0, -2.0], 0), sample([-1.0, -2.0], 16)
+    cold = repetition("cold", False, cold_sample, cold_sample)
+    warm = repetition("warm", True, warm_sample, warm_sample)
+    not_warm = repetition("warm", True, cold_sample, cold_sample)
+    console = Console(record=True)
+    assert demo.compare(console, [cold, warm], prompt_tokens=20)
+    assert "32 of 40" in console.export_text()
+    for answers in ((sample(one_bit, 16), warm_sample), (warm_sample, sample(one_bit, 16))):
+        assert not demo.compare(Console(), [cold, warm, repetition("warm", True, *answers)], 20)
+    assert not demo.compare(Console(), [cold, not_warm], 20)
 
 
 def test_version() -> None:
@@ -291,10 +351,113 @@ def test_a_wrong_size_is_refused(text: str) -> None:
         parse_bytes(text)
 
 
+WRONG: dict[str, tuple[list[str], str]] = {
+    "serve a missing model": (["serve", "smolm2"], "did you mean smollm2?"),
+    "serve with a wrong setting": (["serve", "smollm2", "--block-size", "0"], "block_size: must be"),
+    "serve at a wrong address": (["serve", "smollm2", "--address", "localhost:80"], "give tcp://127.0.0.1:80"),
+    "generate with a missing model": (["generate", "smolm2", "--prompt", "a"], "did you mean smollm2?"),
+    "generate without a tokenizer": (["generate", "tcp://127.0.0.1:1", "--prompt", "a"], "as --tokenizer MODEL"),
+    "generate at a wrong address": (["generate", "localhost:80", "--prompt", "a"], "give tcp://127.0.0.1:80"),
+    "generate at a dead address": (
+        ["generate", "tcp://127.0.0.1:1", "--prompt", "a", "--tokenizer", "smollm2"],
+        "no worker listens at tcp://127.0.0.1:1 (Connection refused)",
+    ),
+    "http at a wrong address": (["http", "http://127.0.0.1:80"], "give the worker's address"),
+    "top at a dead address": (["top", "tcp://127.0.0.1:1"], "no worker listens at tcp://127.0.0.1:1"),
+    "audit at a dead address": (["audit", "smollm2", "tcp://127.0.0.1:1"], "no worker listens"),
+    "verify a missing model": (["verify", "smolm2"], "did you mean smollm2?"),
+    "bench a missing model": (["bench", "smolm2"], "did you mean smollm2?"),
+    "bench a missing configuration": (["bench", "--dummy-weights", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
+    "plan for a missing configuration": (["plan", "qwen3-0.6"], "did you mean qwen3-0.6b?"),
+    "fleet of a missing file": (["fleet", "/nowhere"], "cannot read /nowhere"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@thinned(lambda name: name.endswith(("dead address", "missing model")))
+def test_a_wrong_word_is_told_before_anything_heavy_is_imported(name: str) -> None:
+    command, told = WRONG[name]
+    look = "import atexit, sys; atexit.register(lambda: print({'torch', 'transformers'} & sys.modules.keys()))"
+    code = f"{look}; from trueroll.rollout.tools.program import main; main()"
+    done = subprocess.run([sys.executable, "-P", "-c", code, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and told in done.stderr.splitlines()[-1]
+    assert done.stdout == "set()\n"
+
+
+def test_an_option_that_is_nearly_right_gets_a_suggestion() -> None:
+    shown = CliRunner().invoke(cli.app, ["serve", "smollm2", "--max-num-seq", "3"])
+    assert shown.exit_code == 2 and "--max-num-seqs" in shown.stderr
+
+
+def test_the_help_of_serve_and_http_has_headings_sizes_and_examples() -> None:
+    for name, heading in (("serve", "KV cache and recurrent states:"), ("http", "Limits of the front end:")):
+        shown = CliRunner().invoke(cli.app, [name, "--help"], terminal_width=80).stdout
+        assert f"\n{heading}\n" in shown and "MiB)]" in shown and f"\n    trueroll {name} " in shown
+
+
+INFO = dict(
+    model="a model", architecture="LlamaForCausalLM", dtype="bfloat16", device="cpu", weight_bytes=3 << 20,
+    kv_bytes=2000 << 20, state_bytes=0, num_blocks=100, block_size=16, max_num_seqs=64, max_model_len=2048,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("ipc:///tmp/a.sock", "trueroll generate ipc:///tmp/a.sock --prompt 'Once upon a time'"),
+        ("tcp://127.0.0.1:5", "trueroll generate tcp://127.0.0.1:5 --tokenizer 'a model' --prompt 'Once upon a time'"),
+    ],
+)
+def test_a_ready_worker_says_what_it_is_and_what_to_run_next(address: str, command: str) -> None:
+    assert cli._summary(address, INFO).splitlines() == [
+        f"address:   {address}",
+        "model:     a model (LlamaForCausalLM), bfloat16 on cpu",
+        "memory:    weights 3 MiB, KV cache 2,000 MiB",
+        "capacity:  1,600 cached tokens, 64 samples at a time, contexts of up to 2,048 tokens",
+        f"next:      {command}",
+    ]
+    assert "recurrent states 5 MiB" in cli._summary(address, INFO | {"state_bytes": 5 << 20})
+
+
+def interrupt(*arguments: str, after: str) -> tuple[int, str]:
+    """Run a command, and interrupt it as a terminal does once stdout or stderr has a line that begins with `after`.
+
+    Return the exit code and the rest of the output.
+    """
+    command = [*PROGRAM, *arguments]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # A background process ignores interrupts, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stdout is not None
+        assert any(line.startswith(after) for line in process.stdout)
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stdout.read()
+    return process.returncode, rest
+
+
+@pytest.mark.parametrize("after", ["starting", "ready"])
+def test_an_interrupted_worker_ends_with_one_line(after: str, tiny_llama: Path) -> None:
+    code, rest = interrupt("serve", str(tiny_llama), "--num-threads", "1", "--num-blocks", "64", after=after)
+    assert code == 130, rest
+    assert rest.splitlines()[-1] == "trueroll: interrupted" and "Traceback" not in rest
+
+
+@pytest.mark.parametrize("command", [["demo"], ["verify", "smollm2"], ["generate", "smollm2", "--prompt", "a"]])
+def test_an_interrupted_command_ends_with_one_line(command: list[str]) -> None:
+    begin = "loading" if command[0] == "verify" else "starting"
+    assert interrupt(*command, after=begin) == (130, "trueroll: interrupted\n")
+
+
 @pytest.mark.parametrize("command", [["top"], ["audit", "smollm2"], ["generate", "--prompt", "a"]])
 def test_a_missing_socket_is_told_at_once(tmp_path: Path, command: list[str]) -> None:
     shown = trueroll(*command, f"ipc://{tmp_path}/none.sock")
-    assert shown.returncode == 1 and "does not exist; start one with `trueroll serve MODEL`" in shown.stderr
+    assert shown.returncode == 1 and "does not exist; start a worker with `trueroll serve MODEL`" in shown.stderr
     assert shown.stderr.count("\n") == 1
 
 
@@ -313,5 +476,5 @@ def test_an_address_that_is_nearly_right_gets_a_hint(address: str, hint: str) ->
 
 
 def test_serve_says_what_it_does_before_it_loads_anything(tmp_path: Path) -> None:
-    shown = trueroll("serve", str(tmp_path / "no-model"))
-    assert shown.returncode == 1 and shown.stderr.startswith(f"starting a worker for {tmp_path / 'no-model'} ...\n")
+    shown = trueroll("serve", str(tmp_path))
+    assert shown.returncode == 1 and shown.stderr.startswith(f"starting a worker for {tmp_path} ...\n")

@@ -15,7 +15,7 @@ from trueroll.rollout.tools import cli
 
 
 def rows(*arguments: str) -> dict[str, list[str]]:
-    """Return the cells of the printed tables by the first cell of their row, such as the name of a bucket."""
+    """Return the cells of each printed table row. The key is the row's first cell, such as the name of a bucket."""
     found = CliRunner().invoke(cli.app, ["plan", *arguments], env={"COLUMNS": "160"})
     assert found.exit_code == 0, found.output
     cells = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in found.output.splitlines()]

@@ -1,4 +1,4 @@
-"""Text from outside can neither control a terminal nor forge a log line."""
+"""Untrusted text can neither control a terminal nor forge a log line."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def test_the_demo_shows_samples_with_escapes() -> None:
 
 
 def test_names_cannot_add_lines_to_ready_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    info = dict.fromkeys(("backend", "isa", "dtype", "block_size", "num_blocks"), "x")
+    info = dict.fromkeys(("backend", "isa", "dtype", "architecture", "device"), "x")
     info |= {"model": EVIL, "windows": [None], "window_blocks": []}
-    info |= dict.fromkeys(("weight_bytes", "kv_bytes", "num_blocks", "block_size", "max_num_seqs", "max_model_len"), 1)
+    info |= dict.fromkeys(("weight_bytes", "kv_bytes", "state_bytes", "max_num_seqs", "max_model_len"), 1)
+    info |= dict.fromkeys(("num_blocks", "block_size"), 1)
     cli._announce(f"ipc:///{EVIL}", info)
     cli._say(f"ready fleet={EVIL}\nready fleet=mine")
     lines = capsys.readouterr().out.split("\n")

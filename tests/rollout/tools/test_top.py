@@ -1,4 +1,4 @@
-"""`trueroll top`: the content of its view, and how it exits, from the command line and on a terminal."""
+"""`trueroll top`: the content of the view, and how the command exits, with and without a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, proto
 from trueroll.rollout.fleet.totals import all_healths
 from trueroll.rollout.tools.top import Look, look_of, top, view
 
-TOP = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.cli import main; main()", "top")
+TOP = (sys.executable, "-P", "-c", "from trueroll.rollout.tools.program import main; main()", "top")
 ENGINE = {
     "computed_tokens": 1000,
     "computed_prompt_tokens": 400,
@@ -50,7 +50,7 @@ PUSH = protocol.PushProgress(
 
 @pytest.fixture
 def process() -> Iterator[WorkerProcess]:
-    """A worker process with the fake engine. It has finished one group of two samples."""
+    """A worker process with the fake engine, after one finished group of two samples."""
     with fake_process() as process:
         with RolloutClient(process.address) as client:
             check_group(client.generate([[1]], SamplingParams(n=2, max_tokens=5))[0], 2)
@@ -80,7 +80,7 @@ def look(
 
 
 def rows(before: Look, now: Look) -> dict[str, str]:
-    """Return the view as text: the name of each row and the rest of its line."""
+    """Return the view as text: the name of each row, and the text after the name."""
     console = Console(width=200, record=True, file=open(os.devnull, "w"))
     console.print(view(before, now))
     lines = [line.rstrip() for line in console.export_text().splitlines()]
@@ -217,7 +217,7 @@ def test_the_counters_of_a_restarted_worker_are_not_compared() -> None:
 
 def test_without_a_terminal_one_view_is_printed(process: WorkerProcess) -> None:
     done = subprocess.run([*TOP, process.address, "--interval", "0.1"], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, f"connecting to {process.address}, for up to 12 s ...\n")
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [words[0] for words in lines].count("worker") == 1
     assert ["samples", "length", "2"] in lines and ["preempted", "0"] in lines
@@ -247,7 +247,7 @@ def test_on_a_terminal_it_goes_on_until_interrupted(process: WorkerProcess) -> N
         running.send_signal(signal.SIGINT)
         _drain(ours)
         assert running.wait(20) == 0
-        assert running.stderr is not None and running.stderr.read() == b""
+        assert running.stderr is not None and running.stderr.read().startswith(b"connecting to ipc://")
     finally:
         running.kill()
         running.wait()
@@ -255,7 +255,7 @@ def test_on_a_terminal_it_goes_on_until_interrupted(process: WorkerProcess) -> N
 
 
 def _drain(terminal: int) -> None:
-    """Read until the other side closes, which Linux reports as an error."""
+    """Read until the other side of the terminal closes, which Linux reports as an error."""
     with contextlib.suppress(OSError):
         while os.read(terminal, 65536):
             pass

@@ -1,4 +1,4 @@
-"""The exactness matrix reports no false difference, finds planted differences, and checks its own premises."""
+"""The exactness matrix reports no false differences, finds planted differences, and checks its own premises."""
 
 from __future__ import annotations
 
@@ -38,14 +38,16 @@ SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_b
 # The native kernels are fast enough for a prompt that attention splits into four parts.
 LONGER = dataclasses.replace(SMALL, prompt_lengths=(400, 64, 5))
 IN_FLOAT32 = {"cpu": ("qwen3", "gemma3"), "reference": ("gemma3",)}
-"""The families that every run tests in float32: without and with windows."""
-# The reference is slow. Its attention splits at 128, and it does not depend on a whole last block.
+"""The families that every run tests in float32: one without windows, and one with windows."""
+# The reference backend is slow. Its attention splits at 128 tokens, and does not depend on the last block being full.
 SHORTER = verify.Sizes(prompt_lengths=(130, 8), max_tokens=10, longest_token_by_token=8, varied_length=130)
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Use one thread: more make tiny models no faster, and slower on a busy machine. Some cells set two threads."""
+    """Use one thread. More threads make tiny models no faster, and on a busy machine slower. Some cells set two
+    threads.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +70,7 @@ def test_no_bit_differs_in_any_cell(any_model: Path, dtype: str, backend: str) -
 
 
 def test_no_bit_differs_with_steps_queued_ahead(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like on a GPU, where a step is queued before the tokens of the previous step are known."""
+    """The engine queues a step before the tokens of the previous step are known, as on a GPU."""
     monkeypatch.setattr(executor, "runs_ahead", lambda device: True)
     config = EngineConfig(model=str(tiny_qwen3), dtype="bfloat16", backend="cpu")
     assert failing_cells(config, LONGER) == []
@@ -84,7 +86,7 @@ def test_no_bit_differs_with_any_instruction_set(tiny_llama: Path, native_librar
 
 
 def linear_in_halves(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply with another order of accumulation for more than 8 rows, on every machine."""
+    """For more than 8 rows, change the order of accumulation of products, on every machine."""
     if len(x) <= 8:
         return F.linear(x, weight, bias)
     (left, right), (left_weight, right_weight) = x.chunk(2, 1), weight.chunk(2, 1)
@@ -98,7 +100,7 @@ def project_back_in_halves(
 
 
 def reference_with(linear: Callable[..., Tensor]) -> Any:
-    """Return a copy of the reference backend that computes all products except the head's by `linear`."""
+    """Return a copy of the reference backend that uses `linear` for all products except the head."""
     spec = importlib.util.find_spec("trueroll.kernels.reference")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -153,9 +155,7 @@ def next_bit(x: Tensor) -> Tensor:
 
 
 def plain_draws(ops: Any, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, ...]:
-    """Draw with changed log-probs of unfiltered distributions beside other rows. Greedy and filtered rows are not
-    changed.
-    """
+    """Change the log-probs of unfiltered rows in a batch with other rows. Greedy and filtered rows are unchanged."""
     token_ids, logprobs, finite = ops.next_tokens(hidden, weight, wanted)
     is_broken = (wanted.targets == SAMPLE) & (len(hidden) > 4)
     return token_ids, torch.where(is_broken, next_bit(logprobs), logprobs), finite
@@ -192,7 +192,8 @@ def test_sampling_that_depends_on_the_company_is_found(tiny_llama: Path, op: str
 
 
 HYBRID = dataclasses.replace(SMALL, prompt_lengths=(100, 40, 5), varied_length=40)
-# The reference is slow. One prompt is longer than the largest block, and each mixer has one layer.
+# The reference backend is slow, so only one prompt is longer than the largest block, and the model has one layer of
+# each mixer.
 SHORT_HYBRID = verify.Sizes(prompt_lengths=(66, 5), max_tokens=10, longest_token_by_token=5, varied_length=66)
 
 
@@ -239,14 +240,14 @@ def test_no_bit_differs_in_any_cell_of_a_mixture_on_the_reference(
 
 
 def recurrence_with(delta_rule: Callable[..., Tensor]) -> Any:
-    """Return the reference backend with another recurrence."""
+    """Return the reference backend with a changed recurrence."""
     ops: Any = types.SimpleNamespace(**vars(reference) | {"delta_rule": delta_rule})
     ops.layers = partial(run_layers, ops)
     return ops
 
 
 def rounded_checkpoints(*args: Any) -> Tensor:
-    """Round states to bfloat16 when they are restored, or copied because several sequences continue from them."""
+    """Round a state to bfloat16 when it is restored, or when it is copied for several sequences."""
     *_, states, batch = args
     moved = batch.reads[(batch.reads != batch.writes) & (batch.reads != NO_SLOT)]
     states[moved] = states[moved].bfloat16().float()
@@ -254,7 +255,7 @@ def rounded_checkpoints(*args: Any) -> Tensor:
 
 
 def another_chunking(*args: Any) -> Tensor:
-    """Change a bit in the states after chunks of many tokens, like another order of sums would."""
+    """Change a bit in the states after chunks of many tokens, as another order of summation would."""
     *_, states, batch = args
     out = reference.delta_rule(*args)
     long = torch.tensor([end - start > 8 for start, end in pairwise(batch.query_starts)])
@@ -275,7 +276,7 @@ def make_engine(folder: Path, **settings: int | bool) -> Engine:
 
 
 def run_alone(folder: Path) -> Run:
-    """Run the first subject (greedy, 150 tokens) under the circumstances of the baseline."""
+    """Run the first subject (greedy, 150 tokens) in the conditions of the baseline."""
     engine = make_engine(folder)
     return verify.run_together(engine, verify.make_subjects(SMALL, engine.info.vocab_size)[:1])
 
@@ -378,7 +379,7 @@ def test_every_changed_bit_and_another_end_are_differences(tiny_llama: Path) -> 
 
 
 def baseline(folder: Path) -> tuple[list[Run], list[str]]:
-    """Return the baseline's runs, and the names of its premises about sampling that hold and were seen."""
+    """Return the baseline's runs, and the names of the premises about sampling that hold in these runs."""
     config = EngineConfig(model=str(folder))
     runs, _ = verify._Lab(config, load_model(config), SMALL).run(Cell(), {})
     return runs, [premise.name for premise in check_variations(runs) if premise.holds and premise.seen]
@@ -481,3 +482,22 @@ def test_the_report_says_why_a_slower_backend_was_used(tiny_llama: Path, monkeyp
     text = console.export_text()
     assert "backend reference (torch" in text
     assert "backend reference, not a faster one: native CPU kernels do not support float16" in text
+
+
+def test_a_quick_run_says_what_it_leaves_out(tiny_llama: Path) -> None:
+    config, console = EngineConfig(model=str(tiny_llama)), Console(record=True, width=160)
+    assert verify.verify(config, console, sizes=SMALL, quick=True)
+    text = console.export_text()
+    assert f"quick: {len(verify.QUICK_CELLS) + 1} of {len(verify.CELLS) + 1} cells, prompts of up to 150 tokens" in text
+    assert all(cell.name in text for cell in verify.QUICK_CELLS) and "token by token" in text
+    assert f"passed: {len(verify.QUICK_CELLS) + 1} cells" in text
+    covered = {(cell.cache, bool(cell.others), cell.is_starved, cell.is_score) for cell in verify.QUICK_CELLS}
+    assert len(covered) == len(verify.QUICK_CELLS), "each cell covers another kind"
+
+
+def test_the_legend_explains_every_premise(tiny_llama: Path) -> None:
+    config = EngineConfig(model=str(tiny_llama))
+    results = list(verify.run_matrix(config, load_model(config), verify.QUICK_SIZES, quick=True))
+    named = {premise.name for result in results for premise in result.premises} - {"failed"}
+    missing = [name for name in named if name.split()[0] not in verify.LEGEND]
+    assert named >= {"reused", "chunks", "together", "preempted", "threads"} and missing == []

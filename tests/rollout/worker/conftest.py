@@ -1,4 +1,4 @@
-"""A worker with a fake engine, and a plain client for it."""
+"""A worker with a fake engine, and a plain client of the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error. Meanwhile the request of another client runs, and must finish unharmed."""
+"""Bad input gets a clear error. The request of another client runs at the same time and must not be affected."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ def worker(engine: FakeEngine) -> Iterator[WorkerOnThread]:
 
 @pytest.fixture
 def raw(worker: WorkerOnThread, engine: FakeEngine, request: pytest.FixtureRequest) -> Iterator[RawClient]:
-    """A client, while a request of another client runs. Afterwards that request must have all tokens of all samples."""
+    """A client, while a request of another client runs. At the end, the other request must have all tokens of all
+    samples.
+    """
     with RawClient(worker.address) as bystander, RawClient(worker.address) as client:
         engine.flow.clear()
         bystander.generate(request.node.name[:100], n=8, max_tokens=20, seed=11)
-        bystander.health()  # the reply comes after the request was received
+        bystander.health()  # the reply arrives after the worker has received the request
         yield client
         assert client.health()["requests"]["open"] == 1
         engine.flow.set()
@@ -56,7 +58,9 @@ def nested(depth: int) -> bytes:
 
 
 def with_value(field: str, value: bytes, **fields: Any) -> bytes:
-    """Return a message that begins with a version and an id, and ends with `field`, which has a packed value."""
+    """Return a message that begins with a version and an id, and ends with `field`. The value of `field` is already
+    packed.
+    """
     before = {"id": "bad", "version": 1, **fields}
     before.pop(field, None)
     return pack({**before, field: 0})[:-1] + value
@@ -159,7 +163,7 @@ FIELDS = {
     "timeout": {"type": "drain"},
     "bucket": {"type": "stage_bucket", "push_id": "0" * 32},
 }
-"""The places of a value in a message, and the other fields without which the message is not read that far."""
+"""The places of a value in a message, and the other fields that the worker needs in order to read up to the value."""
 
 
 @pytest.mark.parametrize("depth", [4, 5, 6, 7, 500, 1000, 1021, 3000])
@@ -231,8 +235,7 @@ def test_more_than_one_frame_gets_an_error(raw: RawClient, frames: list[bytes]) 
     raw.socket.send_multipart(frames)
     reply = raw.receive()
     assert (
-        reply["code"] == "invalid_message"
-        and f"must be one frame, as a DEALER socket sends it (got {len(frames)} frames)" in reply["message"]
+        reply["code"] == "invalid_message" and f"must be a single frame (got {len(frames)} frames)" in reply["message"]
     )
 
 
@@ -248,7 +251,7 @@ def test_a_far_too_long_message_disconnects_only_its_sender(raw: RawClient, work
         sender.health()
         sender.socket.send(b"x" * (5 * MAX_BYTES))
         sender.socket.set(zmq.RCVTIMEO, 100)
-        assert any(_answers(sender) for _ in range(100))  # its socket reconnects; messages sent before that are lost
+        assert any(_answers(sender) for _ in range(100))  # messages sent before the reconnect are lost
     assert raw.health()["state"] == "ready"
 
 
@@ -273,7 +276,9 @@ def _answers(client: RawClient) -> bool:
 
 
 def test_long_messages_of_many_small_values_are_refused_before_they_are_built() -> None:
-    """Each is within the size limits. Without the check it took a quarter of a minute, or gigabytes."""
+    """Each message is within the size limits. Without the check, a message would take 15 seconds or gigabytes of
+    memory.
+    """
     many = 2_000_000
     packed = msgpack.Packer()
     head = packed.pack("version") + packed.pack(1) + packed.pack("id") + packed.pack("bad")

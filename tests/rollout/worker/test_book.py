@@ -1,4 +1,4 @@
-"""The book of requests with outboxes on a made-up socket, without an engine: what remains if clients are lost."""
+"""The book of requests with outboxes on a fake socket, without an engine: what the book keeps when clients are lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ MESSAGES: dict[str, Any] = {
 
 
 class Socket:
-    """A router socket. `sent`: the messages that clients have read. `full`: clients that do not read. `gone`: lost."""
+    """A fake router socket. `sent`: messages that clients have read. `full`: clients that do not read. `gone`: lost
+    clients.
+    """
 
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Any]] = []
@@ -54,7 +56,7 @@ class Socket:
 
 
 class Desk:
-    """A book with outboxes of `max_bytes`. `commands`: what the engine was told."""
+    """A book with outboxes of `max_bytes`. `commands`: commands that were sent to the engine."""
 
     def __init__(self, conditions: Conditions = READY, max_bytes: int = 10**6) -> None:
         self.socket, self.conditions, self.commands = Socket(), conditions, list[Command]()
@@ -68,7 +70,7 @@ class Desk:
         self.book.max_model_len = 64
 
     def fill(self, identity: bytes, room: int) -> None:
-        """Leave `room` bytes for replies, because this client has not read."""
+        """Fill the client's outbox until only `room` bytes are free, because the client does not read."""
         self.outboxes.send(identity, bytes(self.outboxes._max_bytes - room))
 
     def ends(self) -> list[End]:
@@ -91,7 +93,7 @@ def output(index: int) -> SampleOutput:
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_an_abort_of_a_waiting_request_is_counted_once_even_if_its_client_is_gone(kind: str, is_there: bool) -> None:
-    """The loss of the client ends its requests, too."""
+    """The loss of the client also aborts its requests."""
     desk = Desk()
     desk.book.submit(b"me", None, MESSAGES[kind])
     assert len(desk.book.ledger.open) == 1

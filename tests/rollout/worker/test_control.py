@@ -119,7 +119,7 @@ def test_a_drain_covers_every_request_before_it(raw: RawClient, engine: FakeEngi
         engine.at_gate.clear()
         raw.generate(f"first {number}")
         assert engine.at_gate.wait(timeout=20)
-        raw.send("invalidate", id=f"invalidate {number}")  # waits for the step, as does the request behind it
+        raw.send("invalidate", id=f"invalidate {number}")  # waits for the step; so does the request behind this call
         raw.generate(f"second {number}")
         raw.send("drain", id=f"drain {number}")
         raw.health()
@@ -381,7 +381,7 @@ def test_a_commit_refuses_the_other_calls_of_its_push_once(
         bystander.generate("a")
         bystander.health()
         push.up_to_verify()
-        monkeypatch.setattr(Receiver, "take", lambda *_: None)  # the thread does not get to it before the commit
+        monkeypatch.setattr(Receiver, "take", lambda *_: None)  # the thread does not reach this call before the commit
         raw.send("verify_push", id="again", push_id=push.push_id, num_buckets=1)
         raw.send("commit_push", id="commit", push_id=push.push_id, in_flight="drain", timeout=timeout)
         replies = [raw.receive()]
@@ -552,7 +552,7 @@ def test_a_system_without_threads_refuses_a_push(
         with monkeypatch.context() as patch:
             patch.setattr(Receiver, "start", start)
             error = push.begin(in_place=in_place)
-            assert error["code"] == "push_failed" and "has none left" in error["message"]
+            assert error["code"] == "push_failed" and "cannot start another thread" in error["message"]
         assert raw.health()["push"] is None and raw.health()["state"] == "ready" and engine.actions == []
         assert push.run()["phase"] == "committed"
     assert_serves(engine, NEW)

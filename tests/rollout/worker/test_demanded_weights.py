@@ -1,4 +1,6 @@
-"""Requests that demand newer weights than a worker serves. They are refused, or wait for a push of such weights."""
+"""Requests that demand newer weights than a worker serves. The worker refuses the request, or the request waits for a
+push.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from trueroll.rollout.worker import book
 
 NEW = {name: torch.ones(shape) for name, shape in SHAPES.items()}
 SERVED, LATER = 3, 5
-"""The version that the fake engine begins with, and the version that `HandPush` brings."""
+"""The version with which the fake engine begins, and the version that `HandPush` pushes."""
 PROMPT = np.array([1, 2, 3], "<i4").tobytes()
 
 
 def demand(client: RawClient, id: str, version: int = LATER, waits: bool = True, **fields: Any) -> None:
-    """Ask for four tokens, by default from weights that have not been pushed yet. Does not wait for a reply."""
+    """Request four tokens without waiting for a reply. By default, demand weights that have not been pushed yet."""
     params = dict(max_tokens=4, seed=7) | fields.pop("params", {})
     fields |= dict(min_weight_version=version, wait_for_weights=waits)
     client.send("generate", id=id, prompt_token_ids=PROMPT, params=params, **fields)
@@ -59,7 +61,7 @@ def test_older_weights_are_refused_and_the_id_is_free_again(raw: RawClient, engi
     assert (error["type"], error["code"], error["id"]) == ("error", "stale_weights", "a")
     assert (
         "needs version 5 or later, but the worker serves version 3" in error["message"]
-        and "push again" in error["message"]
+        and "push newer weights" in error["message"]
     )
     assert num_open(raw) == 0 and not engine.requests
     raw.send(type, id="a", min_weight_version=SERVED, **fields)

@@ -1,4 +1,4 @@
-"""The states of a worker as a table: legal moves, the calls that a state allows, and refusals."""
+"""The states of a worker as a table: legal transitions, the calls that each state allows, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker as a process of its own, with the fake engine: its start, its end, and the effects on clients."""
+"""The worker as a separate process with the fake engine: start, exit, and the effects on clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SECONDS = 60
 
 
 def wait_for_end(process: WorkerProcess) -> int:
-    """Return the exit code. It is negative for a signal."""
+    """Return the exit code, which is negative if a signal ended the process."""
     return process._process.wait(SECONDS)
 
 
@@ -99,7 +99,7 @@ def test_an_exception_in_a_step_answers_all_and_ends_the_process() -> None:
         ask(other, "pause")
         other.generate("long", n=2, max_tokens=490)
         other.generate("longer", n=2, max_tokens=490)
-        other.health()  # the reply comes after the requests were received
+        other.health()  # the reply arrives after the worker has received the requests
         raw.generate("bad", prompt=[FAIL_IN_STEP])
         raw.send("resume", id="resume")
         assert "broken step" in raw.receive_until("error")[-1]["message"]

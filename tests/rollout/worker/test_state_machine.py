@@ -1,8 +1,7 @@
-"""A worker with a real engine, driven through its socket by random calls, against a second statement of the rules.
-
-The machine keeps its own account of the worker's state, of the current push and of every request, and checks each
-reply against it. The engine takes only the allowed steps (`GatedEngine`), so that calls meet running requests.
-Every received token is computed again by a fresh engine with the weights of the version in the sample's spans.
+"""A worker with a real engine, driven through its socket by random calls, and compared with a second implementation of
+the rules. The machine models the worker's state, the current push and every request, and checks each reply against this
+model. The engine runs only steps that the test allows (`GatedEngine`), so that requests are running when a call
+arrives. Every received token is computed again by a fresh engine with the weights of the version in the sample's spans.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ PROFILE = settings(derandomize=True, deadline=None, max_examples=150, stateful_s
 PATIENCE = 20.0
 FREELY = float("inf")
 GOLDEN = 0x9E3779B97F4A7C15
-"""The step between the seeds of a group's samples: sample i with seed s equals sample 0 with seed s + i * GOLDEN."""
+"""The difference between seeds in a group: sample i with seed s equals sample 0 with seed s + i * GOLDEN."""
 
 Prompt = tuple[int, ...]
 happened: Counter[str] = Counter()
@@ -87,11 +86,11 @@ IN_SCRIPTS = [
 """Events that must occur in `test_each_kind_of_call`."""
 
 
-# The pushed weights, and their expected results.
+# The pushed weights, and the expected results of each.
 
 
 class Reference:
-    """The results of requests in a fresh engine with the weights of one checkpoint, each computed once."""
+    """The results of requests in a fresh engine with the weights of one checkpoint. Each result is computed once."""
 
     def __init__(self, folder: Path) -> None:
         self.tensors = read_tensors(folder)
@@ -118,7 +117,10 @@ class Reference:
 
 
 class GatedEngine(Engine):
-    """An engine that takes only the allowed number of steps. `is_idle`: set while it would step, but may not."""
+    """An engine that runs only the allowed number of steps.
+
+    `is_idle`: set while the engine wants to step but may not.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         super().__init__(config, loaded)
@@ -202,7 +204,7 @@ class Rules:
 
 @dataclass(eq=False)
 class Push:
-    """A push, and the phase that it should have reached."""
+    """A push, and the phase that the push should have reached."""
 
     hand: HandPush
     in_place: bool
@@ -220,7 +222,7 @@ class Pending:
 
 
 class Received(NamedTuple):
-    """A reply, and the first and last positions in the history of versions that its tokens may come from."""
+    """A reply. The tokens of the reply come from versions between two positions in the history of versions."""
 
     message: dict[str, Any]
     first: int
@@ -229,9 +231,10 @@ class Received(NamedTuple):
 
 @dataclass(eq=False)
 class Asked:
-    """A request as sent, and all its replies. `served`: position in the history of versions at which it began.
+    """A request as sent, and all its replies.
 
-    `in_engine`: True if the worker has given it to its engine; None if that depends on time.
+    `served`: position in the history of versions at which the request began. `in_engine`: True if the worker has given
+    the request to the engine; None if this depends on timing.
     """
 
     message: dict[str, Any]
@@ -250,7 +253,7 @@ class Asked:
 
     @property
     def unfinished(self) -> set[int]:
-        """Indices of samples that have not arrived. A score counts as one sample."""
+        """Indices of samples that have not arrived. A score request has one sample."""
         if self.ends:
             return set()
         count = self.params.n if isinstance(self.params, SamplingParams) else 1
@@ -288,7 +291,7 @@ STYLES = st.sampled_from(
 )
 SOME_LOAD = st.tuples(st.lists(PROMPTS, min_size=1, max_size=3), STYLES, st.integers(2, 12))
 LOADS = st.one_of(st.none(), SOME_LOAD)
-"""Requests that run when a call is made, if the worker is ready."""
+"""Requests that are running when the test makes a call, if the worker is ready."""
 TAGS = st.sampled_from([["weights", "kv_cache"], ["kv_cache"], ["weights"]])
 PLACES = st.integers(0, 59)
 IN_PLACE = st.sampled_from([False, False, True])
@@ -308,7 +311,7 @@ UNAWAITED = st.one_of(
 
 
 class ServedEngine(RuleBasedStateMachine):
-    """One example with one worker. Subclasses set `references`: the weights of the pushes."""
+    """One Hypothesis example with one worker. Subclasses set `references`: the weights of the pushes."""
 
     references: ClassVar[list[Reference]]
     config: ClassVar[EngineConfig]
@@ -339,7 +342,9 @@ class ServedEngine(RuleBasedStateMachine):
     # Messages.
 
     def note(self, message: dict[str, Any]) -> None:
-        """Keep a message. Messages come in the order of events, so that `history` ends with the version served then."""
+        """Keep a message. Messages arrive in the order of events, so `history` ends with the version that was served at
+        the time of the message.
+        """
         id = message["id"]
         if id in self.requests:
             asked = self.requests[id]
@@ -396,7 +401,7 @@ class ServedEngine(RuleBasedStateMachine):
             happened[f"{call} {policy} with running requests"] += 1
         self.finish(Pending(id, call, fields, push))
         if policy == "drain" and is_held:
-            unsure = []  # a held worker drains if the engine has none of them: they wait, or had ended
+            unsure = []  # the engine has none of these requests: each waits or has ended
         self.check_policy(call, policy, running, unsure, waiting)
         return True
 
@@ -420,7 +425,7 @@ class ServedEngine(RuleBasedStateMachine):
         happened[f"{pending.call} drain with running requests"] += 1
 
     def finish(self, pending: Pending) -> None:
-        """Check that the call succeeds now, and apply it."""
+        """Check that the call succeeds now, and apply its effect to the model."""
         reply = self.wait(pending.id)
         self.told.busy = None
         if pending.call == "begin_push":
@@ -461,14 +466,16 @@ class ServedEngine(RuleBasedStateMachine):
             assert len(still_open) == len(running + unsure) or self.is_free
 
     def sync(self) -> None:
-        """Process all events so far. A call that waited for requests is answered once none is left."""
+        """Process all events so far. A call that waited for requests is answered once no request is left."""
         self.catch_up()
         if self.pending is not None and not self.open_requests(True):
             pending, self.pending = self.pending, None
             self.finish(pending)
 
     def catch_up(self) -> None:
-        """Receive the outputs of the engine. The worker reads several messages at a time, and events before them."""
+        """Receive the outputs of the engine. The worker reads several messages at a time, and reads events before
+        messages.
+        """
         deadline = time.monotonic() + PATIENCE
         while not self.worker.worker._inbox._items.empty():
             assert time.monotonic() < deadline, "the worker hangs"
@@ -492,7 +499,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(PROMPTS, min_size=2, max_size=4), style=STYLES, steps=st.integers(2, 12))
     def generate_for_a_while(self, prompts: list[Prompt], style: dict[str, Any], steps: int) -> None:
-        """Start requests, which keep running in examples with a gated engine."""
+        """Start requests. In examples with a gated engine, the requests keep running."""
         for prompt in prompts:
             self.generate(prompt, 2, 20, style, 5)
         self.take_steps(steps)
@@ -532,7 +539,7 @@ class ServedEngine(RuleBasedStateMachine):
             asked.in_engine = True
 
     def carry(self, load: Load | None) -> None:
-        """Start requests, and a score that gets half-way if there is room for it."""
+        """Start requests, and a score request that is computed half-way if there is room for it."""
         if load is not None and self.told.state == "ready":
             self.generate_for_a_while(*load)
             self.score(load[0][0], list(range(40, 60)))
@@ -552,7 +559,7 @@ class ServedEngine(RuleBasedStateMachine):
         self.sync()
         if self.is_free or self.told.standing != "ready":
             return
-        # If a call waits, other requests may run after it. They must not get the remaining steps.
+        # If a call waits, other requests may run after that call. These requests must not use the remaining steps.
         at_once = steps if self.pending is None else 1
         for _ in range(0, steps, at_once):
             self.engine.allow(at_once)
@@ -688,7 +695,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=POLICIES, load=SOME_LOAD)
     def push_into_running(self, weights: int, in_place: bool, policy: str, load: Load) -> None:
-        """Push so that the commit meets running requests, whatever the state was."""
+        """Push from any state, so that requests are running at the commit."""
         self.recover(weights)
         self.push(weights, in_place, policy, None, load)
 
@@ -747,7 +754,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     @rule(weights=st.integers(0, 3))
     def recover(self, weights: int) -> None:
-        """Bring the worker back to `ready`, with every call that this needs."""
+        """Bring the worker back to `ready`, with all necessary calls."""
         if self.told.state == "ready":
             return
         while self.pending is not None:
@@ -843,7 +850,7 @@ class ServedEngine(RuleBasedStateMachine):
 
 
 def _pick(items: Sequence[Any], which: int) -> Any:
-    """Choose an item. `items` may depend on time, but the drawn number must not."""
+    """Choose an item. `items` may depend on timing, but the drawn number must not."""
     return items[which % len(items)]
 
 
@@ -911,7 +918,9 @@ class Judge:
             self.check_scores(asked, spans, tokens, logprobs)
 
     def check_spans(self, received: Received, num_tokens: int) -> None:
-        """Check that spans are contiguous, cover all tokens, follow the commits, and were served while it was open."""
+        """Check that spans are contiguous, cover all tokens, follow the commits, and name versions served while the
+        request was open.
+        """
         spans = received.message["weight_versions"]
         assert [start for _, start, _ in spans] == ([0] + [end for _, _, end in spans])[: len(spans)], spans
         assert all(start < end for _, start, end in spans) and (spans[-1][2] if spans else 0) == num_tokens, spans
@@ -920,7 +929,9 @@ class Judge:
         assert all(received.first <= position <= received.last for position in positions), (received, self.history)
 
     def check_scores(self, asked: Asked, spans: list[list[int]], tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Check that tokens drawn by a version have its log-probs when it scores all tokens up to them on its own."""
+        """Check the log-probs of tokens that a version drew: the version gives the same log-probs when it alone scores
+        all tokens up to these tokens.
+        """
         for version, start, end in spans:
             whole = asked.prompt + tuple(tokens[:end].tolist())
             expected = self.references[self.weights[version]][whole, Distribution()].logprobs
@@ -960,7 +971,7 @@ def references(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> li
 
 @pytest.fixture
 def machine(tiny_llama: Path, references: list[Reference]) -> Iterator[type[ServedEngine]]:
-    """The machine, with little room for KV."""
+    """The state machine with little memory for KV."""
     threads = torch.get_num_threads()
     sizes = dict(block_size=4, num_blocks=24, max_model_len=64, max_num_seqs=6, max_num_batched_tokens=16)
     config = EngineConfig(model=str(tiny_llama), num_threads=1, **sizes)

@@ -1,4 +1,4 @@
-"""Streams of growing samples: the deltas of each reader, and the cost of a reader that does not read."""
+"""Streams of growing samples: the deltas that each reader gets, and the cost of a reader that does not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ ANN, BOB = (b"\0ann", "x"), (b"\0bob", None)
 
 
 class Sockets:
-    """Receives the messages of connections that read. `told`: the tokens of each sample, by reader."""
+    """Receives the messages of connections that read. `told`: the tokens of each sample that a reader has received, by
+    reader.
+    """
 
     def __init__(self) -> None:
         self.streams = Streams(self._send, lambda identity: identity not in self.blocked)
@@ -103,7 +105,7 @@ def test_ended_samples_get_no_deltas(sockets: Sockets) -> None:
 def test_a_gap_is_an_error(sockets: Sockets) -> None:
     sockets.streams.add("a", ANN)
     sockets.grow("a", 0, 0)
-    with pytest.raises(RuntimeError, match="from token 2 on does not continue its 1 known"):
+    with pytest.raises(RuntimeError, match="from token 2 on does not continue the 1 tokens"):
         sockets.grow("a", 0, 2)
 
 

@@ -1,4 +1,4 @@
-"""The worker through its socket, with the fake engine: replies, ids, limits, draining and failing."""
+"""The worker through its socket, with the fake engine: replies, ids, limits, drains and failures."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_request_ends_and_is_not_kept_when_the_last_caller_gives_it_up(raw: Ra
     raw.send("abort", id="y gives up", request_id="a", caller="y")
     raw.health()
     engine.gate.set()
-    assert raw.receive()["num_samples"] == 2  # and no samples came before it
+    assert raw.receive()["num_samples"] == 2  # and no samples arrived before this reply
     requests = raw.health()["requests"]
     assert (requests["open"], requests["kept"]) == (0, 0)
     raw.send("abort", id="again", request_id="a", caller="x")
@@ -218,7 +218,7 @@ def test_a_submission_after_an_abort_gets_whole_samples(worker: WorkerOnThread, 
         assert engine.at_gate.wait(timeout=20)
         first.send("abort", id="end", request_id="a")
         first.health()
-        second.generate("a", caller="y", max_tokens=9)  # before the engine has ended it
+        second.generate("a", caller="y", max_tokens=9)  # before the engine has ended the request
         second.generate("a", max_tokens=8)
         assert second.receive()["code"] == "id_conflict"
         engine.gate.set()
@@ -254,7 +254,7 @@ def test_an_abort_that_ended_nothing_does_not_prevent_joins(raw: RawClient, engi
     raw.send("health", id="health")
     ends = [
         reply for reply in raw.receive_until("health") if reply["type"] == "error"
-    ]  # the error of the abort, if it has come
+    ]  # the error of the abort, if it has arrived
     engine.gate.set()
     while len(ends) < 3:
         ends.append(raw.receive_until("done", "error")[-1])
@@ -424,7 +424,7 @@ def test_a_full_queue_refuses_and_the_rest_goes_on(engine: FakeEngine) -> None:
             raw.generate(id)
         refusal = raw.receive()
         assert (refusal["id"], refusal["code"]) == ("c", "queue_full")
-        raw.generate("a")  # joining needs no room in the queue
+        raw.generate("a")  # a request that joins another needs no room in the queue
         engine.gate.set()
         ends = [raw.receive_until("done", "error")[-1] for _ in range(3)]
     assert sorted((end["type"], end["id"]) for end in ends) == [("done", "a"), ("done", "a"), ("done", "b")]

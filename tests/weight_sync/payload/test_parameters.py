@@ -1,4 +1,4 @@
-"""A push must bring each parameter whole or in all its parts."""
+"""A push must include each parameter, either whole or as all of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksum and finiteness of bytes, computed together."""
+"""The checksum of bytes and the check for finite values, computed in one pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(values: torch.Tensor, prefix: int) -> bool:
-    """Return whether `values` are found finite, behind `prefix` other bytes. Assert the checksum of all bytes."""
+    """Return whether the check finds `values`, after `prefix` other bytes, to be finite. Assert that the checksum of
+    all bytes is correct.
+    """
     data = torch.cat([torch.full((prefix,), 255, dtype=torch.uint8), values.view(torch.uint8)])
     found, are_finite = checksum_and_finiteness(data, prefix, values.dtype)
     assert found == checksum(data.numpy())
@@ -41,7 +43,7 @@ def test_one_nonfinite_number_is_found_at_any_place(dtype: torch.dtype, place: i
         broken = values.clone()
         broken[place] = bad
         assert check(values, 16) and not check(broken, 16)
-        raw_bits(broken)[place] |= -(2 ** (8 * dtype.itemsize - 1))  # the same value with a sign
+        raw_bits(broken)[place] |= -(2 ** (8 * dtype.itemsize - 1))  # the same value with a minus sign
         assert not check(broken, 16)
 
 

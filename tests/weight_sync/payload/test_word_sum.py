@@ -1,4 +1,4 @@
-"""The checksum of buckets in the memory of GPUs: its definition, and the changes that it detects."""
+"""The checksum of buckets in GPU memory: the definition, and the changes that the checksum detects."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_every_flipped_bit_is_detected(size: int) -> None:
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8, 64])
 def test_swapped_values_are_detected(width: int) -> None:
-    """Even if the two differ in a single bit, such as equal weights with different signs."""
+    """A swap is detected even if the two values differ in a single bit, such as the sign."""
     data = random_bytes(256)
     data[width : 2 * width] = data[:width]
     data[2 * width - 1] ^= 0x80

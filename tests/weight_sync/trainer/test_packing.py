@@ -1,4 +1,6 @@
-"""The places of pieces: tables, and properties for any shapes: no row is lost, doubled or overlapping."""
+"""The places of pieces in buckets: tables of examples, and properties for any shapes. No row is lost, duplicated or
+overlapping.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ def cuts(packer: Packer, count: int, unit_bytes: int, multiple: int = 1) -> list
         ([(2, 10, 1)], [(0, 2, 0, 0)]),
         ([(2, 10, 1), (3, 10, 1)], [(0, 2, 0, 0), (0, 3, 0, 64)]),  # aligned to 64
         ([(4, 64, 1), (1, 1, 1)], [(0, 4, 0, 0), (0, 1, 1, 0)]),  # the bucket is exactly full
-        ([(5, 64, 1)], [(0, 4, 0, 0), (4, 1, 1, 0)]),  # larger than a bucket: it is cut
-        ([(1, 10, 1), (4, 64, 1)], [(0, 1, 0, 0), (0, 3, 0, 64), (3, 1, 1, 0)]),  # cut to fill the rest of the bucket
+        ([(5, 64, 1)], [(0, 4, 0, 0), (4, 1, 1, 0)]),  # larger than a bucket, so it is cut
+        ([(1, 10, 1), (4, 64, 1)], [(0, 1, 0, 0), (0, 3, 0, 64), (3, 1, 1, 0)]),  # cut to fill the bucket
         ([(40, 8, 16)], [(0, 32, 0, 0), (32, 8, 1, 0)]),  # cut only at a multiple
         ([(1, 200, 1), (16, 8, 16)], [(0, 1, 0, 0), (0, 16, 1, 0)]),  # a block that does not fit begins a bucket
         ([(40, 100, 16)], [(0, 16, 0, 0), (16, 16, 1, 0), (32, 8, 2, 0)]),  # a block larger than a bucket

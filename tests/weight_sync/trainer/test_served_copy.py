@@ -1,4 +1,4 @@
-"""Changed elements, compared bitwise, against a search element by element."""
+"""The search for changed elements, which compares bits, against a simple loop over all elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUES = st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")])
 
 
 def wanted(shape: tuple[int, ...], dtype: str, own: str | None = None) -> Parameters:
-    """Parameters with one tensor `w`. `own`: its dtype, if it is not that of the push."""
+    """Parameters with one tensor `w`. `own`: the dtype of `w`, if it is not the dtype of the push."""
     return Adapted(dtype, {} if own is None else {"w": own}, {"w": shape}, {}, {}, ())
 
 

@@ -1,4 +1,4 @@
-"""Both ends of a push through gloo, and the worker's processes for it."""
+"""Both ends of a push through gloo, and the worker's helper processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def warm_up() -> None:
 
 
 def receiving_process(worker: psutil.Process) -> psutil.Process:
-    """Return the receiving process of a worker during a push: the child of the watcher, a child of the fork server."""
+    """Return the receiving process of a worker during a push. This process is the child of the watcher, and the watcher
+    is a child of the fork server.
+    """
     *_, last = descendants(worker)
     return last
 

@@ -1,4 +1,4 @@
-"""Replacements for a GPU on a CPU: the driver's functions for shared memory, and torch's NCCL process group."""
+"""Fakes for tests without a GPU: the driver's functions for shared memory, and torch's NCCL process group."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 def gpu(number: int) -> str:
-    """Return the UUID of a GPU that does not exist."""
+    """Return the UUID of a fake GPU."""
     return f"{number:08x}-0000-0000-0000-000000000000"
 
 
 class CudaLibrary:
-    """libcuda with host memory, called as ctypes calls it. `failing`: functions that return an error.
-
-    `allocated`: memory by address. `opened`: number of mappings by address. `freed_while_open`: addresses. Freed memory
-    stays readable while it is mapped, as with the driver.
+    """A fake libcuda with host memory, which is called through the interface of ctypes. `failing`: functions that
+    return an error. `allocated`: memory by address. `opened`: number of mappings by address. `freed_while_open`:
+    addresses of memory that was freed while mapped. As with the real driver, freed memory stays readable while it is
+    mapped.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ def host_tensor_at(address: int, num_bytes: int, device: torch.device) -> torch.
 
 
 class NcclGroup:
-    """ProcessGroupNCCL with a gloo group inside. `made`: all groups so far."""
+    """A fake ProcessGroupNCCL that uses a gloo group. `made`: all groups created so far."""
 
     made: list[NcclGroup] = []
 
@@ -98,7 +98,7 @@ class NcclGroup:
         is_high_priority_stream = False
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-        assert os.environ[BLOCKING_WAIT] == "1"  # an NCCL group reads the variable here
+        assert os.environ[BLOCKING_WAIT] == "1"  # a real NCCL group reads the environment variable at this point
         self.rank, self.timeout, self.is_aborted = rank, options._timeout, False
         self.has_stream_of_its_own = options.is_high_priority_stream
         self.device: torch.device | None = None
@@ -120,7 +120,7 @@ class NcclGroup:
 
 
 class NcclWork:
-    """A running operation. As with NCCL, waiting without a timeout does not wait."""
+    """A running operation. As with NCCL, `wait` without a timeout returns at once."""
 
     def __init__(self, work: Any) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""GPU memory that two processes share, with host memory in its place."""
+"""GPU memory that two processes share. Host memory replaces GPU memory in these tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of pushes by disk: which folders a worker reads, and how it refuses wrong files."""
+"""Folders of pushes by disk: which folders a worker reads, and how the worker refuses invalid files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_reader_holds_its_files_until_it_is_closed(folder: Path) -> None:
 
 
 def test_the_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For any number of tensors. More reads would take quadratic time."""
+    """The header is read once for any number of tensors. One read per tensor would take quadratic time."""
     tensors = {f"layers.{number}.weight": torch.full((1,), float(number)) for number in range(9000)}
     folder = write_folder(tmp_path, tensors)
     parsed: list[int] = []
@@ -286,7 +286,7 @@ def test_a_missing_push_folder_contains_no_push(folder: Path, tmp_path: Path, ca
 def test_a_folder_that_is_replaced_by_a_link_is_not_followed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, depth: str
 ) -> None:
-    """The folder is replaced after its path was resolved and found inside the push folder."""
+    """The folder is replaced after its path was resolved and found to be inside the push folder."""
     root = tmp_path / "root"
     folder = write_folder(root / "job")
     outside = write_folder(tmp_path / "outside")
@@ -322,12 +322,12 @@ def test_a_worker_reads_pushes_inside_its_push_folder(folder: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", [MODEL_FILE, MANIFEST_FILE])
 def test_a_fifo_does_not_block_a_worker(tmp_path: Path, name: str) -> None:
-    """Opening a FIFO for reading would wait for a writer, and there is none."""
+    """Opening a FIFO for reading would block, because there is no writer."""
     folder = write_folder(tmp_path / "pushes", {name: torch.ones(shape) for name, shape in SHAPES.items()})
     replace(folder / name, os.mkfifo)
     with serving(FakeEngine()) as running, RawClient(running.address) as client:
         reply = begin_push(client, folder)
-        if reply["type"] != "error":  # the file is checked only when it is read
+        if reply["type"] != "error":  # the size of the file is checked only when the file is read
             reply = ask(client, "verify_push", push_id=PUSH_ID, num_buckets=0)
         assert (reply["type"], reply["code"]) == ("error", "push_failed")
         assert "cannot read a push from" in reply["message"]
@@ -349,7 +349,7 @@ def entry(start: int, end: int, **changes: Any) -> dict[str, Any]:
 
 
 def file_of(header: Any, num_bytes: int = 8) -> bytes:
-    """Return a safetensors file with `num_bytes` bytes behind the header. `header`: bytes, or a value to be encoded."""
+    """Return a safetensors file with `num_bytes` bytes after the header. `header`: bytes, or a value to be encoded."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
 
@@ -451,7 +451,9 @@ def test_a_tensor_larger_than_the_workers_own_is_refused_before_memory_is_taken(
 
 
 def test_a_file_that_is_cut_short_while_it_is_read_is_an_error(folder: Path) -> None:
-    """The bytes that were read stay valid. Memory mapped from the file would be gone, and an access would be fatal."""
+    """The bytes that were read stay valid. If the file were memory-mapped instead, the mapping would lose its pages and
+    an access would kill the process.
+    """
     with closing(open_reader(folder)) as reader:
         tensors = reader.read_unannounced()
         bucket, read = next(tensors)
@@ -488,7 +490,7 @@ def test_a_wrong_manifest_is_refused(folder: Path, content: bytes) -> None:
 
 
 def test_only_the_first_wrong_checksum_is_described(folder: Path) -> None:
-    """Describing each of very many wrong checksums would take seconds and gigabytes."""
+    """Describing every one of a very large number of wrong checksums would take seconds and gigabytes."""
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksums": {"a": 1, "b": True, "c": ""}}))
     for read in (open_reader, read_manifest):
@@ -516,7 +518,10 @@ def test_an_invalid_version_is_refused(folder: Path, version: Any) -> None:
 
 
 def pad(folder: Path, name: str, num_bytes: int) -> None:
-    """Pad the manifest, or the header of the tensors, with blanks to `num_bytes`. They change nothing."""
+    """Pad the manifest, or the header of the tensors, with spaces to `num_bytes`.
+
+    The spaces do not change the content.
+    """
     content = (folder / name).read_bytes()
     if name == MANIFEST_FILE:
         content = content.ljust(num_bytes)
@@ -528,7 +533,7 @@ def pad(folder: Path, name: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("name", [MODEL_FILE, MANIFEST_FILE])
 def test_the_limit_on_parsed_bytes_follows_the_workers_model(tmp_path: Path, name: str) -> None:
-    """The worker's other threads wait while a manifest or header is parsed."""
+    """Parsing is limited, because the worker's other threads wait while a manifest or header is parsed."""
     folder = write_folder(tmp_path / "pushes", {name: torch.ones(shape) for name, shape in SHAPES.items()})
     most = 2**16 + 2**10 * len(SHAPES)
     with serving(FakeEngine()) as running, RawClient(running.address) as client:

@@ -1,4 +1,4 @@
-"""Pushes through gloo: a fault of the trainer or of the receiving process ends the push, not the worker."""
+"""Pushes through gloo: a fault of the trainer or of the receiving process ends only the push, not the worker."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def send(slots: GroupSlots, index: int, num_bytes: int = SLOT_BYTES) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """Assert that a push leaves only the fork server behind. Remains of earlier tests may end meanwhile."""
+    """Assert that a push leaves only the fork server behind. Processes of earlier tests may end in the meantime."""
     warm_up()
     wait_until(lambda: len(descendants(ME)) == 1)
     before = held_by(ME)
@@ -81,7 +81,9 @@ def test_buckets_of_any_size_arrive() -> None:
 
 
 def test_the_trainer_may_join_later_than_the_timeout_of_its_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, if another worker drains before it begins. Here the worker's clock jumps, so that nobody waits."""
+    """The trainer joins late, for example, if another worker drains before it begins. The test moves the worker's clock
+    forward, so that the test need not wait.
+    """
     slots, jump, hear = new_slots(), 0.0, GlooReader._hear
 
     def hear_and_jump(reader: GlooReader, deadline: float) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The transport of a push, depending on the GPUs of the trainer and the workers."""
+"""Which transport a push uses, depending on the GPUs of the trainer and the workers."""
 
 from __future__ import annotations
 

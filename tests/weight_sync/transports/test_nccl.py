@@ -179,7 +179,9 @@ def test_a_late_connection_is_left_behind_and_then_aborted(
 
 
 def test_the_number_of_hanging_joins_is_limited() -> None:
-    """A store that stops answering keeps its clients waiting. Closing the push does not wait, nor do later pushes."""
+    """The clients of a store that stops answering hang. Closing the push does not wait for these clients, and later
+    pushes do not wait either.
+    """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = CollectiveSource(backend="nccl", host="127.0.0.1", port=silent.getsockname()[1], rank=1, world_size=2)
         for _ in range(MOST_JOINING):
@@ -189,7 +191,7 @@ def test_the_number_of_hanging_joins_is_limited() -> None:
         with pytest.raises(PushError, match=f"^collective: {MOST_JOINING} pushes through NCCL are stuck"):
             read_from(source)
         assert len(joining_threads()) == MOST_JOINING
-    wait_until(lambda: not joining_threads())  # closing the listener ended their connections
+    wait_until(lambda: not joining_threads())  # closing the listener ended the clients' connections
     slots, readers = joined(1)
     close(slots, readers)
 
@@ -216,13 +218,13 @@ def test_a_trainer_that_cannot_start_a_thread_is_an_error(monkeypatch: pytest.Mo
     slots = new_slots(1)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(PushError, match="^collective: cannot start a thread, since the system has none left"):
+        with pytest.raises(PushError, match="^collective: cannot start a thread, since the system's limit is reached"):
             slots.open()
     slots.close()
 
 
 def test_an_abandoned_group_is_aborted() -> None:
-    """For example, if a worker fails to begin after it has joined."""
+    """A group is abandoned, for example, if a worker fails to begin the push after it has joined the group."""
     slots = new_slots(1)
     slots.open()
     reader = join(slots, 0)

@@ -1,4 +1,6 @@
-"""The receiver alone, with plain tensors: correct pieces reach the staging; wrong ones are refused by name."""
+"""The receiver alone, with plain tensors: correct pieces reach the staging. A wrong piece is refused with an error that
+names the piece.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def random_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 class Feed:
-    """A receiver, the shared memory that it reads, and its events. The ids of its calls are `b`, `s` and `v`."""
+    """A receiver, the shared memory that the receiver reads, and the receiver's events. Calls have the ids `b`, `s` and
+    `v`.
+    """
 
     def __init__(self, weights: FakeWeights | None = None, **begin: Any) -> None:
         self.slots = SharedSlots(4096)
@@ -164,7 +168,7 @@ def test_sent_tensors_are_in_the_staging(feed: Feed) -> None:
     assert feed.receiver.progress.phase == "verified"
     staging = feed.receiver.staging
     assert isinstance(staging, FakeStaging)
-    feed.slots.slots[0].fill_(7)  # nothing may read the slots any more
+    feed.slots.slots[0].fill_(7)  # from now on, nothing may read the slots
     feed.slots.slots[1].fill_(7)
     assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in sent.items())
     assert all(not live.any() for live in feed.weights.live.values())
@@ -201,7 +205,7 @@ def test_in_place_a_missing_source_is_an_error_before_opened(tmp_path: Path) -> 
 
 
 def test_a_bucket_may_overtake_the_one_before_it(feed: Feed) -> None:
-    """This happens if the first call was lost with a connection and is sent again."""
+    """This happens if the call for the first bucket was lost with a connection and is sent again."""
     sent = random_tensors()
     buckets = []
     for name in ("embed.weight", "norm.weight"):
@@ -248,7 +252,7 @@ def test_a_corrupt_bucket_is_refused(feed: Feed) -> None:
 
 
 def summed(feed: Feed, *pieces: Rows | Elements) -> dict[str, Any]:
-    """Return the keyword arguments of `stage` for a next bucket of these pieces with a word sum."""
+    """Return the keyword arguments of `stage` for the next bucket, which has these pieces and a word sum."""
     end = max(piece.offset + piece.num_bytes for piece in pieces)
     plain = tuple(piece.model_copy(update=dict(checksum=None)) for piece in pieces)
     return dict(pieces=plain, word_sum=word_sum(feed._slot[:end]))
@@ -268,7 +272,7 @@ def test_buckets_with_and_without_a_word_sum_may_be_mixed(feed: Feed) -> None:
 
 @pytest.mark.parametrize("place", [0, 767, 800, 1071])
 def test_a_corrupt_bucket_with_a_word_sum_is_refused(feed: Feed, place: int) -> None:
-    """Even if only the gap between two pieces is corrupt."""
+    """The bucket is refused even if only the gap between two pieces is corrupt."""
     sent = random_tensors()
     pieces = feed.rows("embed.weight", sent["embed.weight"]), feed.rows("norm.weight", sent["norm.weight"], at=1024)
     changes = summed(feed, *pieces)
@@ -602,7 +606,7 @@ def test_the_next_push_removes_only_the_memory_of_a_killed_trainer() -> None:
 
 
 def test_a_receiver_closed_while_a_piece_is_copied_writes_nothing_more() -> None:
-    """`close` returns only when nothing is being written. Queued pieces are never written."""
+    """`close` returns only when no piece is being written. Queued pieces are never written."""
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow(FakeStaging):

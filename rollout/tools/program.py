@@ -1,0 +1,24 @@
+"""The program `trueroll`. An interrupt ends the program with a single line of output, even during the import of the
+commands.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from ..logs import INTERRUPTED, tell_interrupted
+
+
+def main() -> None:
+    """Run the program. Exit codes: 0 success, 1 an error or a failed check, 2 wrong usage, 130 interrupted."""
+    try:
+        from .cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        tell_interrupted()
+        sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:  # typer ends so after a KeyboardInterrupt
+            tell_interrupted()
+        raise
