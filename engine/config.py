@@ -61,6 +61,9 @@ class EngineConfig(BaseModel):
     checkpoints. `state_budget`: the maximum number of checkpoints held at a time; None: one for every `state_interval`
     tokens of KV cache.
 
+    `speculative`: how tokens are drafted; drafts change no bit. `ngram` drafts repeats of the prompt, of the sample and
+    of other samples of the prompt. `num_speculative_tokens`: the most tokens drafted for a sample in a step.
+
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses; None: torch's default.
     """
@@ -83,6 +86,8 @@ class EngineConfig(BaseModel):
     state_budget: int | None = Field(default=None, ge=0)
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
+    speculative: Literal["off", "ngram"] = "off"
+    num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
     def __init__(self, **values: Any) -> None:

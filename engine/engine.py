@@ -23,10 +23,15 @@ from collections.abc import Collection, Iterable
 
 import torch
 
+from trueroll.errors import ConfigError
+
 from .admission import Admission
 from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
 from .config import EngineConfig
+from .drafting.drafter import Drafter
+from .drafting.drafting import Drafting
+from .drafting.repeats import RepeatsDrafter
 from .outputs.open_requests import Commit, OpenScore
 from .pipeline import Ledger, Pipeline
 from .request import InFlight, Output, Request, SampleDelta, Tag
@@ -45,7 +50,7 @@ class Engine:
     Pass a loaded model to share weights among engines.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_model(config) if loaded is None else loaded
@@ -53,7 +58,8 @@ class Engine:
         self._scheduler = _new_scheduler(config, self.info)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
         self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
-        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger)
+        drafting = _new_drafting(config, self.info, drafter)
+        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, drafting)
 
     @property
     def info(self) -> EngineInfo:
@@ -220,12 +226,26 @@ class Engine:
             checkpoints_reserved=checkpoints.reserved,
             expert_tokens=self._pipeline.expert_tokens,
             pools=tables.stats(),
+            drafts=self._pipeline.draft_stats(),
             samples_finished=dict(ledger.finished),
         )
 
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
+
+
+def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | None) -> Drafting | None:
+    if info.live_states and (drafter is not None or config.speculative != "off"):
+        raise ConfigError(
+            f"speculative must be off for {info.model}: drafts do not work yet with recurrent layers",
+            field="speculative",
+            value=config.speculative,
+        )
+    most, adapts = config.num_speculative_tokens, drafter is None
+    if drafter is None and config.speculative == "ngram":
+        drafter = RepeatsDrafter()
+    return None if drafter is None else Drafting(drafter, most, info.vocab_size, adapts)
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

@@ -11,6 +11,7 @@ computation (`running.executor`) or the choice of the tokens to compute (`schedu
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import numpy as np
 
 from trueroll.errors import UnknownRequestError
 
+from .drafting.drafting import Drafting
 from .outputs.open_requests import Commit, Grown, OpenSample, OpenScore
 from .outputs.routes import RouteFormat
 from .outputs.stop_strings import TokenizerError
@@ -29,6 +31,7 @@ from .running.sampler import Drawn
 from .running.step import plan_step
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
+from .stats import DraftStats
 
 Entry: TypeAlias = OpenSample | OpenScore
 
@@ -139,6 +142,15 @@ class _QueuedStep:
     chunks: Chunks
     takers: Takers
     computation: Computation
+    started: float
+
+    def kept(self, counts: np.ndarray) -> Chunks:
+        """Return the chunks without rejected drafts. `counts`: int64, the number of draws that each decode takes."""
+        if not self.chunks.drafts:
+            return self.chunks
+        ends, num_decodes = self.chunks.ends.copy(), len(counts)
+        ends[self.takers.places[:num_decodes]] -= self.takers.counts[:num_decodes] - counts
+        return self.chunks.cut(ends)
 
 
 class Pipeline:
@@ -147,25 +159,41 @@ class Pipeline:
     `commit`: the weights in use. `steps`: the number of computed steps. `expert_tokens`: see `EngineStats`.
     """
 
-    def __init__(self, executor: Executor, scheduler: Scheduler, prompts: SharedPrompts, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        prompts: SharedPrompts,
+        ledger: Ledger,
+        drafting: Drafting | None = None,
+    ) -> None:
         info = executor.info
         self.commit = Commit(0)
         self.steps = 0
-        self.expert_tokens = bytes(8 * info.expert_layers * info.num_experts)
+        self._accepted_experts = np.zeros((info.expert_layers, info.num_experts), np.int64)
+        self.expert_tokens = self._accepted_experts.tobytes()
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
         self._queued: _QueuedStep | None = None
+        self._drafting = drafting
 
     def step(self) -> list[Output]:
         """See `Engine.step`."""
         self._executor.check_ready()
+        outputs = [] if self._drafting is None else self.settle()  # a drafter reads the tokens of the last step
         chunks = self._scheduler.schedule()
+        if self._drafting is not None:
+            chunks = self._scheduler.add_drafts(chunks, self._drafting.propose(chunks, self._scheduler.running.lanes))
         queued = self._launch(chunks) if len(chunks.lanes) else None
-        outputs = self.settle()
+        outputs += self.settle()
         self._queued = queued
         if queued is None or not self._ledger.open or not self._executor.runs_ahead:
             return outputs + self.settle()
         self._expect(queued)
         return outputs
+
+    def draft_stats(self) -> tuple[DraftStats, ...]:
+        """Return the statistics of the drafter, if there is one."""
+        return () if self._drafting is None else (self._drafting.stats(),)
 
     def settle(self) -> list[Output]:
         """Wait for the step in flight, if there is one, and return its outputs."""
@@ -173,18 +201,26 @@ class Pipeline:
         if queued is None:
             return []
         results = queued.computation.wait()
-        self.expert_tokens = results.expert_tokens
-        if results.drawn is not None:
-            self._accept(queued.takers, results.drawn)
+        kept = queued.chunks
+        drawn, ended = results.drawn, list[tuple[int, FinishReason]]()
+        if drawn is not None:
+            counts, ended = self._go_on(queued.takers, drawn)
+            kept = queued.kept(counts)
+            self._accept(queued.takers, counts, drawn)
         if results.routes is not None:
-            self._record_routes(queued.chunks, results.routes)
-        self._scheduler.publish(queued.chunks)
+            self._record_routes(queued.chunks, kept.ends, results.routes)
+        self.expert_tokens = results.expert_tokens
+        if self._accepted_experts.any():
+            counts = np.frombuffer(results.expert_tokens, np.int64).reshape(self._accepted_experts.shape)
+            self.expert_tokens = (counts + self._accepted_experts).tobytes()
+        self._scheduler.publish(kept)
         scores = zip(queued.takers.scores, results.scores, strict=True)
         outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
-        if results.drawn is not None:
-            outputs += self._go_on(queued, results.drawn)
-            outputs += self._begin(queued, results.drawn)
-        return outputs
+        if self._drafting is not None:
+            rows = int((queued.chunks.ends - queued.chunks.starts).sum())
+            self._drafting.costs.record(rows, time.monotonic() - queued.started)
+        outputs += [self._end(queued.takers, owner, reason) for owner, reason in ended]
+        return outputs if drawn is None else outputs + self._begin(queued, drawn)
 
     def abort(self, entry: Entry) -> Output:
         """End a sample or a score and return its output. The output of a sample has the tokens drawn so far."""
@@ -196,20 +232,20 @@ class Pipeline:
         sequence.purpose.samples.remove(entry)
         if not sequence.purpose.samples:
             self._prompts.close(sequence)
-            self._scheduler.finish(sequence)
+            self._leave(entry, sequence)
         return self._ledger.finish_sample(entry, "abort")
 
     def _launch(self, chunks: Chunks) -> _QueuedStep:
         """Queue a step on the device, behind the step in flight."""
-        lanes = self._scheduler.running.lanes
+        started, lanes = time.monotonic(), self._scheduler.running.lanes
         takers = takers_of(chunks, lanes)
         copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
         computation = self._executor.compute(plan_step(chunks, lanes, takers, copies, block_size))
-        self._scheduler.advance(chunks)
+        self._scheduler.advance(chunks.cut(chunks.ends - chunks.num_drafted) if chunks.drafts else chunks)
         self.steps += 1
         for place, _ in takers.prompts:
             self._prompts.close(chunks.sequences[place])
-        return _QueuedStep(chunks, takers, computation)
+        return _QueuedStep(chunks, takers, computation, started)
 
     def _expect(self, queued: _QueuedStep) -> None:
         """Count the tokens that the queued step draws, so that the next step can compute their KV.
@@ -222,13 +258,22 @@ class Pipeline:
             if len(samples) == 1 and chunks.ends[place] + 1 < takers.samples[samples.start].draw.end:
                 lanes.expect_first(chunks.sequences[place])
 
-    def _record_routes(self, chunks: Chunks, rows: memoryview) -> None:
-        """Record the routed experts of a step's tokens, for each sequence with `routes`."""
-        place, width = 0, self._executor.info.route_bytes
-        for sequence, start, end in zip(chunks.sequences, chunks.starts.tolist(), chunks.ends.tolist(), strict=True):
+    def _record_routes(self, chunks: Chunks, ends: np.ndarray, rows: memoryview) -> None:
+        """Add the experts that a step chose to the records of its sequences.
+
+        `ends`: int64 [N], the ends of the chunks without rejected drafts.
+        """
+        width = self._executor.info.route_bytes
+        sizes, kept = chunks.ends - chunks.starts, ends - chunks.starts
+        places = width * (sizes.cumsum() - sizes)
+        for i, sequence in enumerate(chunks.sequences):
             if sequence.routes is not None:
-                sequence.routes.put(start, rows[place : place + (end - start) * width])
-            place += (end - start) * width
+                sequence.routes.put(int(chunks.starts[i]), rows[places[i] : places[i] + kept[i] * width])
+        sure = sizes - chunks.num_drafted
+        for i in np.flatnonzero(kept > sure).tolist():
+            assert self._ledger.routes is not None
+            accepted = rows[places[i] + sure[i] * width : places[i] + kept[i] * width]
+            self._accepted_experts += self._ledger.routes.count(bytes(accepted))
 
     def _record(self, chunk: Chunk, score: OpenScore, columns: list[np.ndarray]) -> list[Output]:
         if not self._ledger.is_open(score):
@@ -240,22 +285,49 @@ class Pipeline:
         self._scheduler.finish(chunk.sequence)
         return [self._ledger.finish_score(score, "stop", self.commit)]
 
-    def _accept(self, takers: Takers, drawn: Drawn) -> None:
-        """Append the drawn tokens to each decoding sequence."""
-        decodes = takers.decodes
-        token_ids, counts = drawn.token_ids[: takers.num_decode_draws], takers.counts[: len(decodes)]
-        self._scheduler.running.lanes.accept(decodes, token_ids, counts)
+    def _go_on(self, takers: Takers, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
+        """Append draws to each sample that has its own sequence.
 
-    def _go_on(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
-        """Append the drawn tokens to each sample with a sequence of its own, up to the token that ends the sample."""
-        sequences, samples, ended = queued.takers.decodes.sequences, queued.takers.samples, list[Output]()
-        owners = np.arange(len(sequences)).repeat(queued.takers.counts[: len(sequences)])
-        for row, owner in enumerate(owners.tolist()):
-            sample = samples[owner]
-            if self._ledger.is_open(sample) and (reason := self._append(sample, drawn, row)):
-                self._scheduler.finish(sequences[owner])
-                ended.append(self._ledger.finish_sample(sample, reason))
-        return ended
+        Return how many draws each of the sequences takes, int64, and the samples that end, by the index of their
+        sequence, with their reasons.
+        """
+        decodes, counts, ended = takers.decodes, takers.counts[: len(takers.decodes)], list[tuple[int, FinishReason]]()
+        starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)
+        for i, (lane, start) in enumerate(zip(decodes.lanes.tolist(), starts.tolist(), strict=True)):
+            if not self._ledger.is_open(sample := takers.samples[i]):
+                continue
+            reason = self._append(sample, drawn, start)
+            for place, draft in enumerate(decodes.drafts.get(lane, ()), start):
+                if reason is not None or draft != drawn.token_ids[place]:
+                    break
+                taken[i] += 1
+                reason = self._append(sample, drawn, place + 1)
+            if reason is not None:
+                ended.append((i, reason))
+        return taken, ended
+
+    def _accept(self, takers: Takers, counts: np.ndarray, drawn: Drawn) -> None:
+        """Append the taken draws to each decoding sequence. `counts`: int64, how many draws each sequence takes."""
+        decodes, drawn_counts, token_ids = takers.decodes, takers.counts[: len(counts)], drawn.token_ids
+        if decodes.drafts:
+            owners = np.arange(len(counts)).repeat(counts)
+            skipped = (drawn_counts - counts).cumsum() - (drawn_counts - counts)
+            token_ids = [token_ids[place] for place in (np.arange(len(owners)) + skipped[owners]).tolist()]
+        self._scheduler.accept(decodes, token_ids[: int(counts.sum())], counts)
+        if self._drafting is not None:
+            self._drafting.record(decodes, counts)
+
+    def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:
+        """End the sample that draws for the sequence with this index among the decodes."""
+        sample = takers.samples[owner]
+        self._leave(sample, takers.decodes.sequences[owner])
+        return self._ledger.finish_sample(sample, reason)
+
+    def _leave(self, sample: OpenSample, sequence: Sequence) -> None:
+        """End the sequence of a single sample."""
+        if self._drafting is not None and sample.token_ids:
+            self._drafting.end(sequence, sample.seed)
+        self._scheduler.finish(sequence)
 
     def _begin(self, queued: _QueuedStep, drawn: Drawn) -> list[Output]:
         """Append the first token to each sample of the computed prompts."""

@@ -20,6 +20,20 @@ class PoolStats:
 
 
 @dataclass(frozen=True)
+class DraftStats:
+    """What one drafter did.
+
+    `drafter`: its name. `drafts`: steps of a sequence with drafted tokens. `drafted`, `accepted`: by position in the
+    draft, from 0, the number of drafted tokens, and of those that became tokens of a sample.
+    """
+
+    drafter: str
+    drafts: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters since the start of the engine, and current gauges.
 
@@ -41,6 +55,8 @@ class EngineStats:
     not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.
     `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
     restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete.
+
+    `drafts`: one entry per drafter; empty if nothing is drafted.
 
     `expert_tokens`: the number of tokens routed to each expert, without the step in flight. `expert_tokens` holds the
     little-endian bytes of an int64 array [layers with experts, experts per layer], and is empty for models without
@@ -67,6 +83,7 @@ class EngineStats:
     checkpoints_reserved: int
     expert_tokens: bytes
     pools: tuple[PoolStats, ...]
+    drafts: tuple[DraftStats, ...]
     samples_finished: dict[str, int]
 
     @property

@@ -30,7 +30,7 @@ from trueroll.engine.request import (
     WeightSpan,
     derive_seed,
 )
-from trueroll.engine.stats import PoolStats
+from trueroll.engine.stats import DraftStats, PoolStats
 from trueroll.errors import InvalidRequestError, UnknownRequestError
 from trueroll.weight_sync.payload.manifest import checksum
 from trueroll.weight_sync.payload.tensors import raw_bytes
@@ -83,6 +83,7 @@ class FakeStats:
     checkpoints_reserved: int = 0
     expert_tokens: bytes = b""
     pools: tuple[PoolStats, ...] = (PoolStats(None, 0, 0, 0),)
+    drafts: tuple[DraftStats, ...] = ()
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums of the live weights."""
 

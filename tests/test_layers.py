@@ -108,7 +108,12 @@ ENGINE = {
     "running.executor": {"config", "models", "outputs.routes", "request"}
     | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "sampler", "step", "warm_up")}
     | {"running.weights"},
+    "drafting.drafter": {"scheduling.sequence"},
+    "drafting.repeats": {"drafting.drafter", "scheduling.sequence"},
+    "drafting.rule": {"drafting.drafter"},
+    "drafting.drafting": {"drafting.drafter", "drafting.rule", "scheduling.sequence", "stats"},
     "pipeline": OUTPUTS
+    | {"drafting.drafting", "stats"}
     | {"running.executor", "running.sampler", "running.step"}
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "admission": OUTPUTS

@@ -35,6 +35,12 @@ class RouteFormat:
         """Return rows as a writable array [num_tokens, layers, top_k]."""
         return np.frombuffer(rows, self.dtype).reshape(-1, self.layers, self.top_k).copy()
 
+    def count(self, rows: bytes) -> np.ndarray:
+        """Return how many of the rows list each expert, int64 [layers, num_experts]."""
+        counts = np.zeros((self.layers, self.num_experts), np.int64)
+        np.add.at(counts, (np.arange(self.layers)[:, None], self.array(rows)), 1)
+        return counts
+
 
 class Routes:
     """The rows of tokens [0, num_rows) of one sequence, each of `row_bytes` bytes.

@@ -43,8 +43,8 @@ class StepResults(NamedTuple):
     `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score request in the step, a list
     of columns. The first column has the log-probs. With `top_logprobs`, three columns follow: the entropy, and the ids
     and log-probs of the most probable tokens. `routes`: the expert rows of the step's tokens, in the format
-    `RouteFormat`, or None if the step does not record them. `expert_tokens`: as in `EngineStats`; empty for a model
-    without experts.
+    `RouteFormat`, or None if the step does not record them. Steps with drafted tokens always record routes.
+    `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model without experts.
     """
 
     drawn: Drawn | None
@@ -190,7 +190,7 @@ class LocalExecutor:
         self._runner.copy_blocks(step)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
         hidden, found = (graphs or self._runner).run(step, self._lanes)
-        routes = self._experts.take(found[ROUTES], step.records_routes) if self._experts is not None else None
+        routes = None if self._experts is None else self._routes(self._experts, found[ROUTES], step)
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
         drawing = self._draw(step, hidden, graphs) if len(step.draws.rows) else None
         if drawing is not None and self._lanes is not None:
@@ -223,6 +223,13 @@ class LocalExecutor:
 
     def memory(self) -> dict[str, int]:
         return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
+
+    def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
+        """Take the chosen experts of a step. Drafted tokens are not counted; the host counts the accepted ones."""
+        if not len(step.drafted):
+            return experts.take(routes, None, step.records_routes)
+        counted = np.delete(np.arange(len(step.token_ids)), step.drafted)
+        return experts.take(routes, self._runner.to_device(counted), True)
 
     def _score(self, rows: ScoredRows, hidden: Tensor) -> HostCopies:
         targets = to_device(torch.from_numpy(rows.token_ids), hidden.device)

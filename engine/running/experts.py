@@ -39,13 +39,14 @@ class ExpertCounts:
         self._one = torch.ones(1, 1, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
-    def take(self, routes: Tensor, is_recorded: bool) -> StepRoutes:
+    def take(self, routes: Tensor, counted: Tensor | None, is_recorded: bool) -> StepRoutes:
         """Count the tokens that a step routes to each expert, and start to copy the results to the host.
 
-        `routes`: the chosen experts, int32 [layers, M, top_k]. `is_recorded`: whether to return the rows of the step's
+        `routes`: the chosen experts, int32 [layers, M, top_k]. `counted`: int64, the tokens to
+        count; None: all. `is_recorded`: whether to return the rows of the step's
         tokens.
         """
-        chosen = routes.flatten(1).long()
+        chosen = (routes if counted is None else routes[:, counted]).flatten(1).long()
         self._counts.scatter_add_(1, chosen, self._one.expand_as(chosen))
         rows = HostCopies([self._rows(routes)]) if is_recorded else None
         return StepRoutes(rows, HostCopies([self._counts]))

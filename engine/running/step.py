@@ -89,7 +89,8 @@ class Step:
     `token_ids`, `positions` [M]: the tokens and their positions. `unseen` [2, U]: the indices of the tokens that the
     previous step is still drawing, and the lane in which each of these tokens is stored. `query_starts` [N + 1],
     `context_lens` [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with
-    recurrent layers. `records_routes`: whether a sequence of the step records routed experts.
+    recurrent layers. `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether a
+    sequence of the step records routed experts.
 
     `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
     the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`
@@ -107,6 +108,7 @@ class Step:
     block_copies: Sequence[np.ndarray]
     draws: Draws
     scores: Sequence[ScoredRows]
+    drafted: np.ndarray
     records_routes: bool = False
 
 
@@ -138,6 +140,7 @@ def plan_step(
         block_copies=[_pairs(copies) for copies in block_copies],
         draws=_draws(chunks, lanes, takers, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in takers.scores],
+        drafted=_drafted(chunks, ends),
         records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
     )
 
@@ -147,16 +150,29 @@ def _pairs(copies: Mapping[int, int]) -> np.ndarray:
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of that token alone."""
+    """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of that token alone.
+
+    Drafted tokens follow the tokens of a sequence.
+    """
     is_last = (chunks.ends - chunks.starts == 1) & (chunks.ends == lanes.num_tokens[chunks.lanes])
     of_last = chunks.lanes[is_last]
     token_ids = np.empty(int(ends[-1]), np.int64)
     token_ids[ends[is_last] - 1] = lanes.last_token[of_last]
     for i in np.flatnonzero(~is_last).tolist():
         start, end = int(chunks.starts[i]), int(chunks.ends[i])
-        token_ids[ends[i] - (end - start) : ends[i]] = chunks.sequences[i].tokens[start:end]
+        drafts = chunks.drafts.get(int(chunks.lanes[i]), ())
+        place = int(ends[i]) - len(drafts)
+        token_ids[ends[i] - (end - start) : place] = chunks.sequences[i].tokens[start : end - len(drafts)]
+        token_ids[place : ends[i]] = drafts
     has_unseen = lanes.has_unseen[of_last]
     return token_ids, np.stack((ends[is_last] - 1, of_last))[:, has_unseen]
+
+
+def _drafted(chunks: Chunks, ends: np.ndarray) -> np.ndarray:
+    """Return the indices of drafted tokens. `ends`: int64 [N], the end of the rows of each chunk."""
+    counts = chunks.num_drafted
+    before = np.concatenate([np.arange(-count, 0) for count in counts[counts > 0].tolist()] or [np.empty(0, np.int64)])
+    return ends.repeat(counts) + before
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:

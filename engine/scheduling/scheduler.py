@@ -22,7 +22,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -414,8 +415,29 @@ class Scheduler:
             self._start_waiting(plan)
         return plan.chunks(lanes)
 
+    def add_drafts(self, chunks: Chunks, drafts: Mapping[int, AnySequence[int]]) -> Chunks:
+        """Return the chunks of a step with drafted tokens. `drafts`: drafted tokens by lane.
+
+        Drafted tokens take only tokens of the budget and blocks that are left. They never preempt a sequence.
+        """
+        budget = self.max_num_batched_tokens - int((chunks.ends - chunks.starts).sum())
+        fitting = dict[int, AnySequence[int]]()
+        for lane, tokens in drafts.items():
+            if count := self._reserve_drafts(self.running.lanes.sequences[lane], min(len(tokens), budget)):
+                fitting[lane] = tokens[:count]
+                budget -= count
+        return chunks.add_drafts(fitting) if fitting else chunks
+
+    def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
+        """See `Lanes.accept`. All accepted tokens but the last of each sequence are computed already."""
+        self.running.lanes.accept(decodes, token_ids, counts)
+        self.stats.computed_tokens += int((counts - 1).sum())
+
     def advance(self, chunks: Chunks) -> None:
-        """Record that a step computes the KV of `chunks`, so that the next step continues after these tokens."""
+        """Record that a step computes the KV of `chunks`, so that the next step continues after these tokens.
+
+        `chunks`: without drafted tokens, which are not known to be right.
+        """
         lanes = self.running.lanes
         lanes.num_computed[chunks.lanes] = chunks.ends
         if self.running.states is not None:
@@ -522,6 +544,14 @@ class Scheduler:
         if needed > 0:
             self.running.extend(sequence, needed)
         return min(size, len(sequence.table) * tables.block_size - start)
+
+    def _reserve_drafts(self, sequence: Sequence, count: int) -> int:
+        """Give a running sequence free blocks for up to `count` drafted tokens. Return for how many it has blocks."""
+        tables, end = self.cache.tables, sequence.num_tokens
+        needed = min(tables.blocks_for(end + count) - len(sequence.table), tables.num_available)
+        if needed > 0:
+            self.running.extend(sequence, needed)
+        return max(min(count, len(sequence.table) * tables.block_size - end), 0)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
         plan.remove(sequence.lane)

@@ -8,9 +8,9 @@ of `Counters`, so that a step reads the counters of all sequences with one array
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AnySequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -147,7 +147,8 @@ class Chunks:
     """The work of one step: tokens [starts[i], ends[i]) of `sequences[i]`. Each sequence has one chunk.
 
     `lanes`: the lanes of the sequences when the step was planned. `num_left`: how many sequences had left each lane
-    when the step was planned. `lanes`, `num_left`, `starts`, `ends`: int64 [N].
+    when the step was planned. `lanes`, `num_left`, `starts`, `ends`: int64 [N]. `drafts`: by lane, the drafted tokens
+    at the end of a chunk. They follow the tokens of the sequence and do not belong to it.
     """
 
     sequences: AnySequence[Sequence]
@@ -155,11 +156,28 @@ class Chunks:
     num_left: np.ndarray
     starts: np.ndarray
     ends: np.ndarray
+    drafts: Mapping[int, AnySequence[int]] = field(default_factory=dict)
 
     def take(self, places: np.ndarray) -> Chunks:
         """Return the chunks at the given indices."""
         arrays = (values[places] for values in (self.lanes, self.num_left, self.starts, self.ends))
-        return Chunks([self.sequences[i] for i in places], *arrays)
+        return Chunks([self.sequences[i] for i in places], *arrays, self.drafts)
+
+    @property
+    def num_drafted(self) -> np.ndarray:
+        """The number of drafted tokens at the end of each chunk, int64 [N]."""
+        if not self.drafts:
+            return np.zeros(len(self), np.int64)
+        return np.array([len(self.drafts.get(lane, ())) for lane in self.lanes.tolist()], np.int64)
+
+    def add_drafts(self, drafts: Mapping[int, AnySequence[int]]) -> Chunks:
+        """Return the chunks with drafted tokens at their ends. `drafts`: by lane. There are no drafts before."""
+        added = replace(self, drafts=drafts)
+        return replace(added, ends=self.ends + added.num_drafted)
+
+    def cut(self, ends: np.ndarray) -> Chunks:
+        """Return the chunks with earlier ends, int64 [N], and without drafts."""
+        return replace(self, ends=ends, drafts={})
 
     def __getitem__(self, place: int) -> Chunk:
         return Chunk(self.sequences[place], int(self.starts[place]), int(self.ends[place]))
@@ -251,7 +269,7 @@ class Lanes(Counters):
             self._see(sequence)
 
     def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
-        """Append the next tokens to decoding sequences.
+        """Append the next tokens to decoding sequences. The KV of all new tokens but the last is computed.
 
         `counts`: int64, the number of new tokens of each sequence, at least 1. `token_ids`: the new tokens of all
         sequences, concatenated. A sequence that has left its lane since the step was planned also receives its tokens.
@@ -269,6 +287,7 @@ class Lanes(Counters):
             lanes, last, counts = lanes[held], last[held], counts[held]
         self.last_token[lanes] = last
         self.num_tokens[lanes] += counts - self.has_unseen[lanes]
+        self.num_computed[lanes] += counts - 1
         self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:

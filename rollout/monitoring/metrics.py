@@ -247,6 +247,7 @@ class WorkerMetrics:
         if stats.engine:
             yield from _token_metrics(stats.engine)
             yield from _cache_metrics(stats.engine)
+            yield from _draft_metrics(stats.engine)
         if stats.engine and health.engine and health.engine["expert_layers"]:
             yield from _expert_metrics(expert_tokens(health.engine, stats.engine))
 
@@ -312,6 +313,19 @@ _ENGINE_COUNTERS = (
     ("checkpoints_evicted", "checkpoints_evicted", "Checkpoints of recurrent states that were evicted."),
     ("checkpoints_restored", "checkpoints_restored", "Sequences that continued from a checkpoint of their state."),
 )
+
+
+def _draft_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
+    labels = ["drafter", "position"]
+    drafts = CounterMetricFamily("trueroll_drafts", "Drafts of tokens for a sample.", labels=labels[:1])
+    drafted = CounterMetricFamily("trueroll_drafted_tokens", "Drafted tokens by position.", labels=labels)
+    accepted = CounterMetricFamily("trueroll_accepted_tokens", "Drafted tokens accepted by a sample.", labels=labels)
+    for drafter in engine["drafts"]:
+        drafts.add_metric([drafter["drafter"]], drafter["drafts"])
+        for family, counts in ((drafted, drafter["drafted"]), (accepted, drafter["accepted"])):
+            for position, count in enumerate(counts):
+                family.add_metric([drafter["drafter"], str(position)], count)
+    yield from (drafts, drafted, accepted)
 
 
 def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:

@@ -48,6 +48,10 @@ ENGINE: Table = {
         "max_num_batched_tokens": "Maximum tokens per step; longer prompts are split into chunks. "
         "Default: 8192 (GPU), 512 (CPU).",
     },
+    "Drafts": {
+        "speculative": "Drafted tokens, which change no bit: off, or ngram (repeats of a prompt and its samples).",
+        "num_speculative_tokens": "Maximum number of drafted tokens per sample and step.",
+    },
 }
 
 WORKER: Table = {

@@ -61,6 +61,7 @@ ENGINE = {
         {"window": None, "in_use": 11, "cached": 12, "empty": 13},
         {"window": 512, "in_use": 16, "cached": 17, "empty": 18},
     ],
+    "drafts": [{"drafter": "repeats", "drafts": 40, "drafted": [40, 39], "accepted": [38, 37]}],
     "shortened_hits": 31,
     "checkpoints_skipped": 32,
     "checkpoints_evicted": 33,
@@ -71,7 +72,7 @@ ENGINE = {
     "samples_finished": {"length": 8, "error": 1},
 }
 INFO = {"expert_layers": 2, "num_experts": 3}
-NUMBERED = ("window", "expert", "layer")
+NUMBERED = ("window", "expert", "layer", "position", "drafter")
 MEMORY = {"process": 4000, "weights": 1000, "kv_cache": 2000, "staging": 500, "routed_experts": 600}
 PUSH = protocol.PushProgress(
     push_id="0" * 32,
@@ -200,6 +201,10 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         'trueroll_blocks{state="in_use",window="512"}': 16,
         'trueroll_blocks{state="cached",window="512"}': 17,
         'trueroll_blocks{state="empty",window="512"}': 18,
+        'trueroll_drafts_total{drafter="repeats"}': 40,
+        'trueroll_drafted_tokens_total{drafter="repeats",position="1"}': 39,
+        'trueroll_accepted_tokens_total{drafter="repeats",position="0"}': 38,
+        'trueroll_accepted_tokens_total{drafter="repeats",position="1"}': 37,
         "trueroll_shortened_hit_tokens_total": 31,
         "trueroll_checkpoints_skipped_total": 32,
         "trueroll_checkpoints_evicted_total": 33,
@@ -277,7 +282,7 @@ def test_every_counter_of_engine_and_service_is_exported(source: FakeSource, por
     """
     assert ENGINE.keys() == {field.name for field in dataclasses.fields(EngineStats)}
     before = scrape(port)
-    gauges = {"num_running", "num_waiting", "pools"}
+    gauges = {"num_running", "num_waiting", "pools", "drafts"}
     for key in ENGINE.keys() - {"steps", "samples_finished", "expert_tokens"} - gauges:
         source.engine = {**ENGINE, key: ENGINE[key] + 1}
         assert scrape(port) != before, key

@@ -1,0 +1,72 @@
+"""The drafts of a step: which sequences get how many drafted tokens, which of them are accepted, and the statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AnySequence
+
+import numpy as np
+
+from ..scheduling.sequence import Chunks, Lanes, Sequence
+from ..stats import DraftStats
+from .drafter import Draft, Drafter
+from .rule import Pause, StepCosts, choose
+
+
+class Drafting:
+    """Drafts at most `most` tokens per sequence and step. `vocab_size`: drafts end before an id that is not below it.
+
+    `adapts`: whether the number of drafted tokens follows `rule`. Otherwise all tokens of the drafter are computed.
+    """
+
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int, adapts: bool = True) -> None:
+        self._drafts, self._drafted, self._accepted = 0, [0] * most, [0] * most
+        self.costs = StepCosts()
+        self._drafter, self._most, self._vocab_size, self._adapts = drafter, most, vocab_size, adapts
+        self._pauses: dict[Sequence, Pause] = {}
+
+    def stats(self) -> DraftStats:
+        """Return the statistics of the drafter."""
+        return DraftStats(self._drafter.name, self._drafts, tuple(self._drafted), tuple(self._accepted))
+
+    def end(self, sequence: Sequence, seed: int) -> None:
+        """Let the drafter learn from a sequence that a sample leaves for good."""
+        self._drafter.end(sequence, seed)
+        self._pauses.pop(sequence, None)
+
+    def propose(self, chunks: Chunks, lanes: Lanes) -> dict[int, AnySequence[int]]:
+        """Return drafts by lane for the decoding sequences of a step whose tokens are all seen."""
+        decodes = chunks.take(
+            np.flatnonzero(lanes.is_decoding[chunks.lanes] & (chunks.ends == lanes.num_tokens[chunks.lanes]))
+        )
+        most = np.minimum(lanes.draws["end"][decodes.lanes] - 1 - decodes.ends, self._most)
+        drafts = dict[int, Draft]()
+        asked = list[tuple[int, Pause]]()
+        for sequence, lane, limit in zip(decodes.sequences, decodes.lanes.tolist(), most.tolist(), strict=True):
+            pause = self._pauses.setdefault(sequence, Pause())
+            if limit > 0 and not pause.begin_step():
+                asked.append((lane, pause))
+                if (draft := self._draft(sequence, lanes.samples[lane].seed, limit)).tokens:
+                    drafts[lane] = draft
+        counts = self._choose(drafts, int((chunks.ends - chunks.starts).sum()), len(decodes))
+        for lane, pause in asked:
+            pause.record(counts.get(lane, 0) > 0)
+        return {lane: drafts[lane].tokens[:count] for lane, count in counts.items() if count}
+
+    def record(self, decodes: Chunks, counts: np.ndarray) -> None:
+        """Count the drafts of a step. `counts`: int64, the number of draws that each decode takes."""
+        for lane, count in zip(decodes.lanes.tolist(), counts.tolist(), strict=True):
+            if draft := decodes.drafts.get(lane):
+                self._drafts += 1
+                for i in range(len(draft)):
+                    self._drafted[i] += 1
+                    self._accepted[i] += i < count - 1
+
+    def _draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
+        draft = self._drafter.draft(sequence, seed, most)
+        valid = next((i for i, token in enumerate(draft.tokens) if not 0 <= token < self._vocab_size), most)
+        return Draft(list(draft.tokens[:valid]), draft.chances[:valid])
+
+    def _choose(self, drafts: dict[int, Draft], rows: int, tokens: int) -> dict[int, int]:
+        if not self._adapts or not self.costs.is_known:
+            return {lane: len(draft.tokens) for lane, draft in drafts.items()}
+        return choose(drafts, self.costs, rows, tokens)

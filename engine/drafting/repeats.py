@@ -1,0 +1,256 @@
+"""A drafter of repeats. It finds the last tokens of a sequence in its prompt, in its samples, or earlier in itself.
+
+`PromptIndex` holds the tokens of one prompt and of its samples, running and finished, also those of earlier weights.
+`RepeatsDrafter` owns the indexes within a budget of bytes, and drops the index that was used least recently. Prompts
+are told apart as in the prefix cache: by their tokens, their salt and their content spans. An index holds tokens only,
+so that a commit of weights or a sleep leaves it alone.
+
+A match is found through chains of equal pairs of tokens, as in the LZ77 compressors of zlib: each position links to the
+previous one that follows the same pair. A lookup compares a constant number of positions, so that drafting takes
+constant time per token, however repetitive the text.
+
+With equal weights, a sample with the prompt and the seed of an earlier sample has the tokens of the earlier sample,
+because both draw with the same noise. With slightly different weights it has most of them. Such a sample is looked at
+first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from ..scheduling.sequence import Sequence
+from .drafter import Draft
+
+LONGEST_MATCH = 10
+_DECAY = 0.95
+_MOST_COMPARED = 16
+_LEAST_EQUAL = 4
+"""The last tokens in which a sample must equal an earlier one of the same seed, to be drafted from it."""
+_BITS = 32
+_OVERHEAD_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 1024, 12, 110  # of an index, of a token in it, of a pair in its dict
+DEFAULT_BUDGET = 64 * 2**20
+
+
+class Odds:
+    """How often a match of each length predicted the next token. Length 0: an earlier sample of the same seed did.
+
+    Begins with the expectation of `prior`, or with 0.5.
+    """
+
+    def __init__(self, prior: Odds | None = None) -> None:
+        self._prior = prior
+        self._right, self._tried = [1.0] * (LONGEST_MATCH + 1), [2.0] * (LONGEST_MATCH + 1)
+
+    def chance(self, length: int) -> float:
+        """Return the chance that the next token is predicted."""
+        prior = 0.5 if self._prior is None else self._prior.chance(length)
+        return (self._right[length] + 2 * prior) / (self._tried[length] + 2)
+
+    def record(self, length: int, is_right: bool) -> None:
+        """Record a prediction. Earlier ones count less."""
+        self._right[length] = _DECAY * self._right[length] + is_right
+        self._tried[length] = _DECAY * self._tried[length] + 1
+        if self._prior is not None:
+            self._prior.record(length, is_right)
+
+
+class Guess(NamedTuple):
+    """Predicted tokens, and the length of the match from which they follow; 0: from a sample of the same seed."""
+
+    tokens: AnySequence[int]
+    length: int
+
+    def lengths(self) -> list[int]:
+        """Return for each token the length of the match before it."""
+        return [min(self.length + i, LONGEST_MATCH) if self.length else 0 for i in range(len(self.tokens))]
+
+
+@dataclass(eq=False, slots=True)
+class Text:
+    """Indexed tokens. `links`: for each token, the place of the previous token that follows the same pair, or -1.
+
+    `start`: the index of the first token that does not belong to the prompt. `odds`: the odds of its predictions.
+    `guess`: the last prediction.
+    """
+
+    number: int
+    odds: Odds
+    start: int = 0
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    links: array[int] = field(default_factory=lambda: array("q"))
+    guess: Guess = Guess((), 0)
+
+    def judge(self, tokens: AnySequence[int]) -> None:
+        """Compare the last prediction with the tokens that followed."""
+        for guessed, token, length in zip(self.guess.tokens, tokens, self.guess.lengths(), strict=False):
+            self.odds.record(length, guessed == token)
+            if guessed != token:
+                break
+
+
+class PromptIndex:
+    """The tokens of a prompt and of its samples. A place is `text number << 32 | index` of a token."""
+
+    def __init__(self, prompt: array[int], odds: Odds) -> None:
+        self._odds = odds
+        self._texts: list[Text] = []
+        self._latest: dict[int, int] = {}
+        self._running: dict[Sequence, Text] = {}
+        self._by_seed: dict[int, Text] = {}
+        self._num_tokens = 0
+        self._prompt = self._add_text()
+        self._extend(self._prompt, prompt)
+
+    @property
+    def num_bytes(self) -> int:
+        """The approximate memory of the index."""
+        return _OVERHEAD_BYTES + _TOKEN_BYTES * self._num_tokens + _PAIR_BYTES * len(self._latest)
+
+    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
+        """See `Drafter.draft`."""
+        text = self._read(sequence)
+        text.guess = self._from_seed(text, seed, most) or self._from_match(text, most) or Guess((), 0)
+        return Draft(text.guess.tokens, [text.odds.chance(length) for length in text.guess.lengths()])
+
+    def end(self, sequence: Sequence, seed: int) -> None:
+        """See `Drafter.end`."""
+        self._by_seed[seed] = self._read(sequence)
+        del self._running[sequence]
+
+    def _read(self, sequence: Sequence) -> Text:
+        """Return the text of a sequence, with its new tokens added."""
+        text = self._running.get(sequence)
+        known = sequence.num_prompt_tokens
+        if text is None:
+            text = self._running[sequence] = self._add_text()
+            tail = self._prompt.tokens[-LONGEST_MATCH:]
+            text.tokens.extend(tail)
+            text.links.extend([-1] * len(tail))
+            text.start = len(tail)
+        new = sequence.tokens[known + len(text.tokens) - text.start :]
+        text.judge(new)
+        self._extend(text, new)
+        return text
+
+    def _add_text(self) -> Text:
+        self._texts.append(Text(len(self._texts), Odds(self._odds)))
+        return self._texts[-1]
+
+    def _extend(self, text: Text, tokens: array[int]) -> None:
+        first = len(text.tokens)
+        text.tokens.extend(tokens)
+        self._num_tokens += len(tokens)
+        base, latest = text.number << _BITS, self._latest
+        for place, pair in enumerate(_pairs(text.tokens, first), max(first, 2)):
+            text.links.extend([-1] * (place - len(text.links)))
+            text.links.append(latest.get(pair, -1))
+            latest[pair] = base | place
+        text.links.extend([-1] * (len(text.tokens) - len(text.links)))
+
+    def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
+        """Guess the next tokens of the earlier sample with this seed, if the last tokens are equal."""
+        twin, end = self._by_seed.get(seed), len(text.tokens)
+        if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:
+            return None
+        return Guess(twin.tokens[end : end + most], 0)
+
+    def _from_match(self, text: Text, most: int) -> Guess | None:
+        """Guess the tokens after the longest match of the last tokens, the latest one among equal lengths."""
+        if len(text.tokens) < 2:
+            return None
+        tail = text.tokens[-LONGEST_MATCH:]
+        place, best, longest = self._latest.get(tail[-2] << _BITS | tail[-1], -1), -1, 0
+        for _ in range(_MOST_COMPARED):
+            if place < 0 or longest == len(tail):
+                break
+            found, index = self._texts[place >> _BITS], place & (1 << _BITS) - 1
+            if (length := _common(found.tokens, index, tail)) > longest:
+                best, longest = place, length
+            place = found.links[index]
+        if best < 0:
+            return None
+        return Guess(self._follow(self._texts[best >> _BITS], best & (1 << _BITS) - 1, text, most), longest)
+
+    def _follow(self, found: Text, index: int, text: Text, most: int) -> AnySequence[int]:
+        drafts = found.tokens[index : index + most]
+        if found is text:  # a text that repeats itself goes on behind its end
+            period = len(text.tokens) - index
+            for i in range(len(drafts), most):
+                drafts.append(drafts[i - period])
+        return drafts
+
+
+class RepeatsDrafter:
+    """Drafts repeated tokens. `budget`: the most bytes of all indexes, approximately."""
+
+    name = "repeats"
+
+    def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
+        self.num_bytes = 0
+        self._budget, self._odds = budget, Odds()
+        self._indexes: OrderedDict[bytes, PromptIndex] = OrderedDict()
+        self._keys: dict[Sequence, bytes] = {}
+
+    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
+        index = self._index_of(sequence)
+        before = index.num_bytes
+        drafts = index.draft(sequence, seed, most)
+        self._grow(index.num_bytes - before)
+        return drafts
+
+    def end(self, sequence: Sequence, seed: int) -> None:
+        index = self._index_of(sequence)
+        before = index.num_bytes
+        index.end(sequence, seed)
+        del self._keys[sequence]
+        self._grow(index.num_bytes - before)
+
+    def _index_of(self, sequence: Sequence) -> PromptIndex:
+        key = self._keys.get(sequence)
+        if key is None:
+            key = self._keys[sequence] = _key_of(sequence)
+        index = self._indexes.get(key)
+        if index is None:
+            index = self._indexes[key] = PromptIndex(sequence.tokens[: sequence.num_prompt_tokens], self._odds)
+            self.num_bytes += index.num_bytes
+        self._indexes.move_to_end(key)
+        return index
+
+    def _grow(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        while self.num_bytes > self._budget:
+            _, index = self._indexes.popitem(last=False)
+            self.num_bytes -= index.num_bytes
+
+
+def _key_of(sequence: Sequence) -> bytes:
+    """Return the identity of a sequence's prompt: its tokens, its salt and its content spans."""
+    spans, prompt = sequence.chain.spans, sequence.tokens[: sequence.num_prompt_tokens]
+    found = hashlib.blake2b(b"%d %d " % (len(spans), len(prompt)), digest_size=32)
+    for span in spans:
+        found.update(b"%d %d " % (span.start, span.end) + span.content_hash)
+    found.update(prompt)
+    found.update(sequence.chain.salt)
+    return found.digest()
+
+
+def _pairs(tokens: array[int], first: int) -> list[int]:
+    """Return the pairs before the tokens from `first` on, except for the first two tokens of a text."""
+    start = max(first - 2, 0)
+    values = np.array(tokens[start:], np.int64)
+    return (values[:-2] << _BITS | values[1:-1]).tolist()
+
+
+def _common(tokens: array[int], end: int, tail: array[int]) -> int:
+    """Return how many tokens before `end` equal the last tokens of `tail`."""
+    length, most = 0, min(end, len(tail))
+    while length < most and tokens[end - 1 - length] == tail[-1 - length]:
+        length += 1
+    return length

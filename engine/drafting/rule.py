@@ -1,0 +1,115 @@
+"""How many tokens to draft: as many as raise the expected number of tokens per second.
+
+A step of R rows takes t(R) seconds and yields E tokens. One more row, whose drafted token is accepted with chance p,
+pays if (E + p) / t(R + 1) > E / t(R). t is measured from the steps themselves (`StepCosts`), and p is the
+estimate of the drafter. Under load t grows with every row, so that nothing is drafted. No bit depends on these
+numbers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Mapping
+
+from .drafter import Draft
+
+_NEW = 0.1
+"""The weight of a new measurement in a running mean."""
+_STEPS_UNTIL_FORGOTTEN = 512
+_OPTIMISM = 0.25
+"""The cost of unmeasured rows, relative to rows that cost as much as the measured ones. Being tried corrects it."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
+_LEAST_CHANCE = 0.02
+
+
+def bucket_of(rows: int) -> int:
+    """Return the number of rows up to which steps count as equally large: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    size = 1
+    while size < rows:
+        size = size * 4 // 3 if size % 3 == 0 else size * 3 // 2 if size > 1 else 2
+    return size
+
+
+class StepCosts:
+    """The seconds of a step by its number of rows, as running means. Old measurements are forgotten."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._measured_at: dict[int, int] = {}
+        self._steps = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether a step has been recorded."""
+        return bool(self._seconds)
+
+    def record(self, rows: int, seconds: float) -> None:
+        """Record the duration of a step."""
+        self._steps += 1
+        bucket = bucket_of(rows)
+        known = self._seconds.get(bucket, seconds)
+        self._seconds[bucket] = known + _NEW * (seconds - known)
+        self._measured_at[bucket] = self._steps
+        for old in [old for old, at in self._measured_at.items() if at < self._steps - _STEPS_UNTIL_FORGOTTEN]:
+            del self._seconds[old], self._measured_at[old]
+
+    def seconds(self, rows: int) -> float:
+        """Return the estimated seconds of a step, larger for more rows. At least one step must be recorded."""
+        bucket = bucket_of(rows)
+        known = sorted(self._seconds)
+        place = bisect_left(known, bucket)
+        if place == 0:
+            return self._seconds[known[0]]
+        below = known[place - 1]
+        least = max(self._seconds[size] for size in known[:place])
+        if place == len(known):
+            return least * (1 + _OPTIMISM * (bucket / below - 1))
+        above = known[place]
+        most = max(self._seconds[above], least)
+        return least + (most - least) * (bucket - below) / (above - below)
+
+
+class Pause:
+    """The pauses of one sequence for which no draft pays. `LEAST` steps in vain begin a pause, each twice as long."""
+
+    LEAST = 64
+
+    def __init__(self) -> None:
+        self._in_vain, self._left, self._next = 0, 0, _FIRST_PAUSE
+
+    def begin_step(self) -> bool:
+        """Return whether the sequence pauses in this step."""
+        self._left = max(self._left - 1, -1)
+        return self._left >= 0
+
+    def record(self, paid: bool) -> None:
+        """Record whether a draft was worth its rows."""
+        self._in_vain = 0 if paid else self._in_vain + 1
+        if paid:
+            self._next = _FIRST_PAUSE
+        elif self._in_vain >= self.LEAST:
+            self._left, self._next, self._in_vain = self._next, min(2 * self._next, _LONGEST_PAUSE), 0
+
+
+def choose(drafts: Mapping[int, Draft], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:
+    """Return how many of the drafted tokens of each lane to compute, in a step with `rows` other rows.
+
+    `tokens`: the number of tokens that the step yields without drafts. The drafted rows are added in the order of their
+    chances, up to the number of rows with the most tokens per second.
+    """
+    heap = [(-draft.chances[0], lane, 0) for lane, draft in drafts.items()]
+    heapq.heapify(heap)
+    expected, best, taken, chosen = float(tokens), tokens / costs.seconds(rows), list[int](), 0
+    while heap and -heap[0][0] > _LEAST_CHANCE:
+        chance, lane, place = heapq.heappop(heap)
+        taken.append(lane)
+        expected -= chance
+        if place + 1 < len(drafts[lane].tokens):
+            heapq.heappush(heap, (chance * drafts[lane].chances[place + 1], lane, place + 1))
+        if (rate := expected / costs.seconds(rows + len(taken))) > best:
+            best, chosen = rate, len(taken)
+    counts = dict.fromkeys(drafts, 0)
+    for lane in taken[:chosen]:
+        counts[lane] += 1
+    return counts

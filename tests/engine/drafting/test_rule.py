@@ -1,0 +1,64 @@
+"""The number of drafted tokens follows the costs of rows and the chances of tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from trueroll.engine.drafting.drafter import Draft
+from trueroll.engine.drafting.rule import Pause, StepCosts, bucket_of, choose
+
+
+def costs_of(seconds: dict[int, float]) -> StepCosts:
+    costs = StepCosts()
+    for rows, each in seconds.items():
+        costs.record(rows, each)
+    return costs
+
+
+def draft(*chances: float) -> Draft:
+    return Draft([0] * len(chances), chances)
+
+
+def test_buckets() -> None:
+    assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 6, 7, 9, 13, 17, 100)] == [1, 2, 3, 4, 6, 6, 8, 12, 16, 24, 128]
+
+
+def test_rows_that_cost_nothing_are_all_taken_and_expensive_ones_are_not() -> None:
+    drafts = {0: draft(0.5, 0.5, 0.5), 3: draft(0.1)}
+    assert choose(drafts, costs_of({2: 1.0, 6: 1.0}), 2, 2) == {0: 3, 3: 1}
+    assert choose(drafts, costs_of({2: 1.0, 3: 1.5, 4: 2.0, 6: 3.0}), 2, 2) == {0: 0, 3: 0}
+
+
+def test_the_likeliest_rows_are_taken_first() -> None:
+    costs = costs_of({4: 1.0, 6: 1.1, 8: 2.0})
+    assert choose({0: draft(0.3), 1: draft(0.9, 0.9), 2: draft(0.2)}, costs, 4, 4) == {0: 0, 1: 2, 2: 0}
+
+
+def test_a_stair_is_climbed_if_the_rows_behind_it_pay_for_it() -> None:
+    stairs = costs_of({4: 1.0, 6: 1.4, 8: 1.4})
+    assert choose({0: draft(0.9, 0.9, 0.9, 0.9)}, stairs, 4, 4) == {0: 4}
+    assert choose({0: draft(0.9)}, stairs, 4, 4) == {0: 0}
+
+
+def test_unmeasured_rows_are_tried_and_old_measurements_forgotten() -> None:
+    costs = costs_of({2: 1.0})
+    assert costs.seconds(1) == 1.0 and 1.0 < costs.seconds(4) < 2.0
+    costs.record(4, 5.0)
+    assert costs.seconds(4) == 5.0
+    for _ in range(600):
+        costs.record(2, 1.0)
+    assert costs.seconds(4) < 2.0
+
+
+def test_a_sequence_without_gain_pauses_for_longer_each_time() -> None:
+    pause, drafting = Pause(), list[int]()
+    for step in range(2000):
+        if not pause.begin_step():
+            drafting.append(step)
+            pause.record(paid=False)
+    gaps = [b - a for a, b in zip(drafting, drafting[1:], strict=False) if b - a > 1]
+    assert gaps[:4] == pytest.approx([33, 65, 129, 257], abs=1) and max(gaps) <= 1025
+    pause.record(paid=True)
+    for _ in range(Pause.LEAST):
+        pause.record(paid=False)
+    assert sum(pause.begin_step() for _ in range(100)) in (31, 32)
