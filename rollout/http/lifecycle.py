@@ -204,10 +204,16 @@ def _next_version(served: int) -> int:
     return served + 1
 
 
+def prepare_for_pushes() -> None:
+    """Import torch and everything that pushes weights. An import during a request would delay other requests."""
+    from ...engine.models import loader  # noqa: F401
+    from ..publisher import publisher  # noqa: F401
+
+
 def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
     """Push the weights in a folder to the worker.
 
-    Call this function on a separate thread, because the publisher blocks and imports torch.
+    Call this function on a separate thread, because the publisher blocks.
     """
     from ..publisher.publisher import WeightPublisher, connect_to
 

@@ -32,7 +32,7 @@ from .clients import Clients, clients_of
 from .config import HttpConfig
 from .connections import Connections
 from .guard import Counters
-from .lifecycle import Lifecycle
+from .lifecycle import Lifecycle, prepare_for_pushes
 from .model import ServedModel
 from .texts import Texts
 from .watch import Watch
@@ -170,6 +170,7 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
         await asyncio.sleep(LOOK_SECONDS)
     engine = health.engine
     prepare_for_conversations()
+    prepare_for_pushes()
     return ServedModel(
         client=client,
         texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
