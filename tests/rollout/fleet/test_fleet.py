@@ -420,7 +420,7 @@ def test_without_a_cluster_ray_is_not_called(cluster: Path, monkeypatch: pytest.
         with pytest.raises(ConfigError):
             await there.reconnect()
         await actor.stop(5.0)
-        with pytest.raises(WorkerLostError, match="with its cluster"):
+        with pytest.raises(WorkerLostError, match="its Ray cluster was lost"):
             await actor.pids()
 
     monkeypatch.setattr(there, "_connect", fail_to_connect)
