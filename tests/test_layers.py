@@ -111,7 +111,7 @@ ENGINE = {
     "drafting.drafter": {"scheduling.sequence"},
     "drafting.repeats": {"drafting.drafter", "scheduling.sequence"},
     "drafting.rule": {"drafting.drafter"},
-    "drafting.drafting": {"drafting.drafter", "drafting.rule", "scheduling.sequence", "stats"},
+    "drafting.drafting": {"drafting.drafter", "drafting.rule", "outputs.open_requests", "scheduling.sequence", "stats"},
     "pipeline": OUTPUTS
     | {"drafting.drafting", "stats"}
     | {"running.executor", "running.sampler", "running.step"}

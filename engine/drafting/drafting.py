@@ -6,6 +6,7 @@ from collections.abc import Sequence as AnySequence
 
 import numpy as np
 
+from ..outputs.open_requests import OpenSample
 from ..scheduling.sequence import Chunks, Lanes, Sequence
 from ..stats import DraftStats
 from .drafter import Draft, Drafter
@@ -41,11 +42,13 @@ class Drafting:
         most = np.minimum(lanes.draws["end"][decodes.lanes] - 1 - decodes.ends, self._most)
         drafts = dict[int, Draft]()
         asked = list[tuple[int, Pause]]()
-        for sequence, lane, limit in zip(decodes.sequences, decodes.lanes.tolist(), most.tolist(), strict=True):
+        samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
+        places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
+        for sequence, sample, lane, limit in places:
             pause = self._pauses.setdefault(sequence, Pause())
             if limit > 0 and not pause.begin_step():
                 asked.append((lane, pause))
-                if (draft := self._draft(sequence, lanes.samples[lane].seed, limit)).tokens:
+                if (draft := self._draft(sequence, sample.seed, limit)).tokens:
                     drafts[lane] = draft
         counts = self._choose(drafts, int((chunks.ends - chunks.starts).sum()), len(decodes))
         for lane, pause in asked:

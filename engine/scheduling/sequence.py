@@ -160,8 +160,8 @@ class Chunks:
 
     def take(self, places: np.ndarray) -> Chunks:
         """Return the chunks at the given indices."""
-        arrays = (values[places] for values in (self.lanes, self.num_left, self.starts, self.ends))
-        return Chunks([self.sequences[i] for i in places], *arrays, self.drafts)
+        lanes, num_left, starts, ends = (a[places] for a in (self.lanes, self.num_left, self.starts, self.ends))
+        return Chunks([self.sequences[i] for i in places], lanes, num_left, starts, ends, self.drafts)
 
     @property
     def num_drafted(self) -> np.ndarray:

@@ -170,7 +170,7 @@ def test_stop_strings_end_a_sample_inside_a_draft(tmp_path: Path) -> None:
     config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
     loaded = load_model(EngineConfig(**config))
     free = run(make(loaded, config, None), [generate("a", tokens(9), max_tokens=30)])["a", 0]
-    vocabulary = load_vocabulary(Path(config["model"]))
+    vocabulary = load_vocabulary(tmp_path / "model")
     stop = vocabulary.decode(free.token_ids[17:19])
     asked = [generate("a", tokens(9), max_tokens=30, stop=(stop,))]
     expected = run(make(loaded, config, None), asked)
@@ -212,7 +212,9 @@ def test_repeats_are_drafted_and_change_no_bit(tmp_path: Path) -> None:
     asked = [generate("a", np.tile(tokens(8), 4), n=4, max_tokens=40)]
     expected = run(make(loaded, config, None), asked)
     engine = Engine(EngineConfig(**config, speculative="ngram"), loaded)
-    engine._pipeline._drafting._adapts = False  # no test depends on times
+    drafting = engine._pipeline._drafting
+    assert drafting is not None
+    drafting._adapts = False  # no test depends on times
     for _ in range(2):
         assert {k: parts(s) for k, s in run(engine, asked).items()} == {k: parts(s) for k, s in expected.items()}
     [stats] = engine.stats().drafts

@@ -116,7 +116,8 @@ def test_adapters_are_pushed_again_with_the_weights_if_a_worker_has_merged_ones(
             pair.assert_serves(merged(trained))
         made_again = [record for record in caplog.records if "with the base weights" in record.message]
         assert (
-            len(made_again) == 1 and f"{pair.addresses[1]} failed: adapters: the adapters were trained" in made_again[0].getMessage()
+            len(made_again) == 1
+            and f"{pair.addresses[1]} failed: adapters: the adapters were trained" in made_again[0].getMessage()
         )
         publisher.connect(pair.addresses)
         with pytest.raises(OtherBaseError, match="other weights than .*model.embed_tokens.weight"):
