@@ -19,14 +19,17 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from ..scheduling.sequence import Sequence
-from .drafter import Draft
+from .drafter import NO_DRAFT, Draft
+
+T = TypeVar("T")
 
 LONGEST_MATCH = 10
 _DECAY = 0.95
@@ -34,7 +37,8 @@ _MOST_COMPARED = 16
 _LEAST_EQUAL = 4
 """The last tokens in which a sample must equal an earlier one of the same seed, to be drafted from it."""
 _BITS = 32
-_OVERHEAD_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 1024, 12, 110  # of an index, of a token in it, of a pair in its dict
+# Of an index, of a text in it with its odds, of a token, and of a pair in the dict of pairs.
+_OVERHEAD_BYTES, _TEXT_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 1024, 2560, 16, 150
 DEFAULT_BUDGET = 64 * 2**20
 
 
@@ -111,7 +115,8 @@ class PromptIndex:
     @property
     def num_bytes(self) -> int:
         """The approximate memory of the index."""
-        return _OVERHEAD_BYTES + _TOKEN_BYTES * self._num_tokens + _PAIR_BYTES * len(self._latest)
+        of_texts = _TEXT_BYTES * len(self._texts) + _TOKEN_BYTES * self._num_tokens
+        return _OVERHEAD_BYTES + of_texts + _PAIR_BYTES * len(self._latest)
 
     def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
         """See `Drafter.draft`."""
@@ -188,7 +193,11 @@ class PromptIndex:
 
 
 class RepeatsDrafter:
-    """Drafts repeated tokens. `budget`: the most bytes of all indexes, approximately."""
+    """Drafts repeated tokens. `budget`: the most bytes of all indexes, approximately.
+
+    A running sequence whose index was dropped for lack of room gets no drafts any more. Otherwise prompts that do not
+    fit into the budget together would be indexed again in every step.
+    """
 
     name = "repeats"
 
@@ -196,38 +205,46 @@ class RepeatsDrafter:
         self.num_bytes = 0
         self._budget, self._odds = budget, Odds()
         self._indexes: OrderedDict[bytes, PromptIndex] = OrderedDict()
-        self._keys: dict[Sequence, bytes] = {}
+        self._keys: dict[Sequence, bytes] = {}  # of running sequences
 
     def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
         index = self._index_of(sequence)
-        before = index.num_bytes
-        drafts = index.draft(sequence, seed, most)
-        self._grow(index.num_bytes - before)
-        return drafts
+        return NO_DRAFT if index is None else self._counted(index, lambda: index.draft(sequence, seed, most))
 
     def end(self, sequence: Sequence, seed: int) -> None:
         index = self._index_of(sequence)
-        before = index.num_bytes
-        index.end(sequence, seed)
         del self._keys[sequence]
-        self._grow(index.num_bytes - before)
+        if index is not None:
+            self._counted(index, lambda: index.end(sequence, seed))
 
-    def _index_of(self, sequence: Sequence) -> PromptIndex:
+    def _index_of(self, sequence: Sequence) -> PromptIndex | None:
+        """Return the index of a sequence's prompt, at first a new one. None if it was dropped or would not fit."""
         key = self._keys.get(sequence)
         if key is None:
             key = self._keys[sequence] = _key_of(sequence)
+            prompt = sequence.tokens[: sequence.num_prompt_tokens]
+            if key not in self._indexes and least_bytes(len(prompt)) <= self._budget:
+                self._indexes[key] = index = PromptIndex(prompt, self._odds)
+                self.num_bytes += index.num_bytes
         index = self._indexes.get(key)
-        if index is None:
-            index = self._indexes[key] = PromptIndex(sequence.tokens[: sequence.num_prompt_tokens], self._odds)
-            self.num_bytes += index.num_bytes
-        self._indexes.move_to_end(key)
+        if index is not None:
+            self._indexes.move_to_end(key)
         return index
 
-    def _grow(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
+    def _counted(self, index: PromptIndex, call: Callable[[], T]) -> T:
+        """Call a method of an index, count its growth, and drop indexes until the budget is kept."""
+        before = index.num_bytes
+        result = call()
+        self.num_bytes += index.num_bytes - before
         while self.num_bytes > self._budget:
-            _, index = self._indexes.popitem(last=False)
-            self.num_bytes -= index.num_bytes
+            _, dropped = self._indexes.popitem(last=False)
+            self.num_bytes -= dropped.num_bytes
+        return result
+
+
+def least_bytes(num_tokens: int) -> int:
+    """Return the least memory of the index of a prompt."""
+    return _OVERHEAD_BYTES + _TEXT_BYTES + _TOKEN_BYTES * num_tokens
 
 
 def _key_of(sequence: Sequence) -> bytes:

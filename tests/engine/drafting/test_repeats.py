@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
+import pytest
+
 from trueroll.engine.cache.prefix_cache import Chain
+from trueroll.engine.drafting import repeats
 from trueroll.engine.drafting.repeats import RepeatsDrafter
 from trueroll.engine.request import HASH_BYTES, ContentSpan
 from trueroll.engine.scheduling.sequence import Generation, Sequence
@@ -83,12 +87,12 @@ def test_prompts_of_another_salt_or_content_are_never_looked_at() -> None:
 
 
 def test_the_indexes_stay_in_their_budget() -> None:
-    drafter = RepeatsDrafter(budget=200_000)
+    drafter = RepeatsDrafter(budget=400_000)
     for i in range(300):
         drafter.end(sequence([i, 2, 3], [*range(20)]), i)
-        assert drafter.num_bytes <= 200_000
+        assert drafter.num_bytes <= 400_000
     assert drafter.num_bytes == sum(index.num_bytes for index in drafter._indexes.values())
-    assert 20 < len(drafter._indexes) < 300
+    assert 10 < len(drafter._indexes) < 300
     assert drafter.draft(sequence([299, 2, 3], [0, 1, 2]), 1, 2).tokens, "the last prompt is there"
     assert not drafter.draft(sequence([0, 2, 3], [0, 1, 2]), 1, 2).tokens, "the first prompt is not"
 
@@ -96,6 +100,35 @@ def test_the_indexes_stay_in_their_budget() -> None:
 def test_a_prompt_larger_than_the_budget_is_dropped_and_the_next_one_served() -> None:
     drafter = RepeatsDrafter(budget=100_000)
     hostile = sequence([5] * 100_000, [5, 5])
-    assert list(drafter.draft(hostile, 1, 3).tokens) == [5, 5, 5]
-    assert drafter.num_bytes == 0
+    assert not drafter.draft(hostile, 1, 3).tokens and drafter.num_bytes == 0
+    drafter.end(hostile, 1)
     assert list(drafter.draft(sequence([1, 2, 3], [1, 2]), 1, 1).tokens) == [3]
+
+
+def test_prompts_that_do_not_fit_together_are_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    index = repeats.PromptIndex
+    monkeypatch.setattr(repeats, "PromptIndex", lambda prompt, odds: made.append(len(prompt)) or index(prompt, odds))
+    drafter = RepeatsDrafter(budget=300_000)
+    running = [sequence([*range(i, i + 1500)], [1, 2, 1, 2]) for i in range(4)]
+    for _ in range(5):
+        for seed, each in enumerate(running):
+            drafter.draft(each, seed, 2)
+    assert len(made) == 4 and len(drafter._indexes) == 1
+    for seed, each in enumerate(running):
+        drafter.end(each, seed)
+    assert not drafter._keys and drafter.num_bytes <= 300_000
+
+
+@pytest.mark.parametrize("num_prompts", [1, 500])
+def test_the_memory_of_many_short_samples_is_within_the_counted_bytes(num_prompts: int) -> None:
+    tracemalloc.start()
+    try:
+        drafter = RepeatsDrafter()
+        before = tracemalloc.get_traced_memory()[0]
+        for i in range(3000):
+            drafter.end(sequence([i % num_prompts, 2, 3], [*range(i % 7 + 1)]), i)
+        used = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0 < used <= drafter.num_bytes <= 64 * 2**20
