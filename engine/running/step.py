@@ -170,8 +170,10 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
 
 def _drafted(chunks: Chunks, ends: np.ndarray) -> np.ndarray:
     """Return the indices of drafted tokens. `ends`: int64 [N], the end of the rows of each chunk."""
+    if not chunks.drafts:
+        return np.empty(0, np.int64)
     counts = chunks.num_drafted
-    before = np.concatenate([np.arange(-count, 0) for count in counts[counts > 0].tolist()] or [np.empty(0, np.int64)])
+    before = np.concatenate([np.arange(-count, 0) for count in counts[counts > 0].tolist()])
     return ends.repeat(counts) + before
 
 
