@@ -96,18 +96,19 @@ PARTS: dict[str, tuple[Promise, ...]] = {
     "engine": (
         Promise(
             "decode, prefill and graphs give the same bits, for 1 to 520 sequences",
-            200,
+            180,
             ("test_decode.py", "test_engine.py::test_graphs_change_no_bit", "test_stand_ins.py"),
         ),
         Promise(
             "no bit differs in any cell of the exactness matrix",
-            240,
+            200,
             (
                 "test_engine.py::test_no_bit_differs_in_any_cell",
                 "test_engine.py::test_no_bit_differs_for_layers_of_real_size",
             ),
             parallel=True,
         ),
+        Promise("drafts change no bit", 60, ("test_drafts.py",)),
         Promise(
             "a step does not synchronize, compile or capture",
             90,
