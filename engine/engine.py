@@ -206,7 +206,7 @@ class Engine:
         tables, states = scheduler.cache.tables, scheduler.running.states
         checkpoints = StateStats() if states is None else states.slots.stats
         return EngineStats(
-            steps=self._pipeline.steps,
+            steps=scheduler.stats.steps,
             num_running=len(scheduler.running.sequences),
             num_waiting=len(scheduler.waiting),
             prefix_queries=scheduler.stats.prefix_queries + admission.joined_tokens,
@@ -224,7 +224,7 @@ class Engine:
             checkpoints_restored=checkpoints.restored,
             checkpoints_ready=checkpoints.ready,
             checkpoints_reserved=checkpoints.reserved,
-            expert_tokens=self._pipeline.expert_tokens,
+            expert_tokens=self._pipeline.experts.counts,
             pools=tables.stats(),
             drafts=self._pipeline.draft_stats(),
             samples_finished=dict(ledger.finished),

@@ -22,6 +22,7 @@ import numpy as np
 from trueroll.errors import UnknownRequestError
 
 from .drafting.drafting import Drafting
+from .experts import ExpertRecorder
 from .outputs.open_requests import Commit, Grown, OpenSample, OpenScore
 from .outputs.routes import RouteFormat
 from .outputs.stop_strings import TokenizerError
@@ -34,6 +35,7 @@ from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, ta
 from .stats import DraftStats
 
 Entry: TypeAlias = OpenSample | OpenScore
+_NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
 
 
 class Ledger:
@@ -97,6 +99,39 @@ class Ledger:
             raise UnknownRequestError(f"stream: there is no running request {request_id!r} with samples")
         return [*samples.values()]
 
+    def append(self, sample: OpenSample, drawn: Drawn, row: int, commit: Commit) -> FinishReason | None:
+        """Record a drawn token. Return the finish reason if the token ends the sample, otherwise None.
+
+        `row`: the row of the token in `drawn`. `commit`: the weights that drew the token.
+        """
+        token = drawn.token_ids[row]
+        if not drawn.is_finite[row]:
+            sample.error = _NOT_FINITE
+            return "error"
+        if not sample.commits or sample.commits[-1][0] is not commit:
+            sample.commits.append((commit, len(sample.token_ids)))
+        sample.token_ids.append(token)
+        if sample.logprobs is not None:
+            sample.logprobs.append(drawn.logprobs[row])
+        if sample.records is not None:
+            sample.records.append(drawn.records[row])
+        if sample.num_told is not None:
+            self.grown.note(sample)
+        matched = None
+        if sample.stop_strings is not None:
+            try:
+                matched = sample.stop_strings.feed(token)
+            except TokenizerError as error:
+                sample.error = (
+                    f"stop: the tokenizer failed to decode token {token}: {error}; use stop_token_ids instead"
+                )
+                return "error"
+        found = token if token in sample.ending_tokens else matched
+        if found is not None and len(sample.token_ids) > sample.request.params.min_tokens:
+            sample.stop_reason = found
+            return "stop"
+        return "length" if len(sample.token_ids) == sample.request.params.max_tokens else None
+
     def finish_sample(self, sample: OpenSample, reason: FinishReason) -> SampleOutput:
         """End a sample and return its output."""
         group, sequence = self.open[sample.request.id], self._sequences.pop(sample)
@@ -132,9 +167,6 @@ class Ledger:
         return self.routes.array(sequence.routes.rows(0, num_fed))
 
 
-_NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
-
-
 @dataclass(frozen=True)
 class _QueuedStep:
     """A step in flight, and the samples and scores that receive its results."""
@@ -156,7 +188,7 @@ class _QueuedStep:
 class Pipeline:
     """Computes the open requests of `ledger`, one step after the other.
 
-    `commit`: the weights in use. `steps`: the number of computed steps. `expert_tokens`: see `EngineStats`.
+    `commit`: the weights in use. `experts`: the experts that the steps chose.
     """
 
     def __init__(
@@ -167,11 +199,8 @@ class Pipeline:
         ledger: Ledger,
         drafting: Drafting | None = None,
     ) -> None:
-        info = executor.info
         self.commit = Commit(0)
-        self.steps = 0
-        self._accepted_experts = np.zeros((info.expert_layers, info.num_experts), np.int64)
-        self.expert_tokens = self._accepted_experts.tobytes()
+        self.experts = ExpertRecorder(executor.routes)
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
         self._queued: _QueuedStep | None = None
         self._drafting = drafting
@@ -182,7 +211,7 @@ class Pipeline:
         outputs = [] if self._drafting is None else self.settle()  # a drafter reads the tokens of the last step
         chunks = self._scheduler.schedule()
         if self._drafting is not None:
-            chunks = self._scheduler.add_drafts(chunks, self._drafting.propose(chunks, self._scheduler.running.lanes))
+            chunks = self._drafting.extend(chunks, self._scheduler)
         queued = self._launch(chunks) if len(chunks.lanes) else None
         outputs += self.settle()
         self._queued = queued
@@ -207,12 +236,8 @@ class Pipeline:
             counts, ended = self._go_on(queued.takers, drawn)
             kept = queued.kept(counts)
             self._accept(queued.takers, counts, drawn)
-        if results.routes is not None:
-            self._record_routes(queued.chunks, kept.ends, results.routes)
-        self.expert_tokens = results.expert_tokens
-        if self._accepted_experts.any():
-            counts = np.frombuffer(results.expert_tokens, np.int64).reshape(self._accepted_experts.shape)
-            self.expert_tokens = (counts + self._accepted_experts).tobytes()
+        if results.expert_tokens:
+            self.experts.record(queued.chunks, kept.ends, results.routes, results.expert_tokens)
         self._scheduler.publish(kept)
         scores = zip(queued.takers.scores, results.scores, strict=True)
         outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
@@ -242,7 +267,6 @@ class Pipeline:
         copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
         computation = self._executor.compute(plan_step(chunks, lanes, takers, copies, block_size))
         self._scheduler.advance(chunks.cut(chunks.ends - chunks.num_drafted) if chunks.drafts else chunks)
-        self.steps += 1
         for place, _ in takers.prompts:
             self._prompts.close(chunks.sequences[place])
         return _QueuedStep(chunks, takers, computation, started)
@@ -257,23 +281,6 @@ class Pipeline:
         for place, samples in takers.prompts:
             if len(samples) == 1 and chunks.ends[place] + 1 < takers.samples[samples.start].draw.end:
                 lanes.expect_first(chunks.sequences[place])
-
-    def _record_routes(self, chunks: Chunks, ends: np.ndarray, rows: memoryview) -> None:
-        """Add the experts that a step chose to the records of its sequences.
-
-        `ends`: int64 [N], the ends of the chunks without rejected drafts.
-        """
-        width = self._executor.info.route_bytes
-        sizes, kept = chunks.ends - chunks.starts, ends - chunks.starts
-        places = width * (sizes.cumsum() - sizes)
-        for i, sequence in enumerate(chunks.sequences):
-            if sequence.routes is not None:
-                sequence.routes.put(int(chunks.starts[i]), rows[places[i] : places[i] + kept[i] * width])
-        sure = sizes - chunks.num_drafted
-        for i in np.flatnonzero(kept > sure).tolist():
-            assert self._ledger.routes is not None
-            accepted = rows[places[i] + sure[i] * width : places[i] + kept[i] * width]
-            self._accepted_experts += self._ledger.routes.count(bytes(accepted))
 
     def _record(self, chunk: Chunk, score: OpenScore, columns: list[np.ndarray]) -> list[Output]:
         if not self._ledger.is_open(score):
@@ -296,12 +303,12 @@ class Pipeline:
         for i, (lane, start) in enumerate(zip(decodes.lanes.tolist(), starts.tolist(), strict=True)):
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
-            reason = self._append(sample, drawn, start)
+            reason = self._ledger.append(sample, drawn, start, self.commit)
             for place, draft in enumerate(decodes.drafts.get(lane, ()), start):
                 if reason is not None or draft != drawn.token_ids[place]:
                     break
                 taken[i] += 1
-                reason = self._append(sample, drawn, place + 1)
+                reason = self._ledger.append(sample, drawn, place + 1, self.commit)
             if reason is not None:
                 ended.append((i, reason))
         return taken, ended
@@ -313,9 +320,10 @@ class Pipeline:
             owners = np.arange(len(counts)).repeat(counts)
             skipped = (drawn_counts - counts).cumsum() - (drawn_counts - counts)
             token_ids = [token_ids[place] for place in (np.arange(len(owners)) + skipped[owners]).tolist()]
-        self._scheduler.accept(decodes, token_ids[: int(counts.sum())], counts)
+        self._scheduler.running.lanes.accept(decodes, token_ids[: int(counts.sum())], counts)
         if self._drafting is not None:
-            self._drafting.record(decodes, counts)
+            self._scheduler.stats.computed_tokens += int((counts - 1).sum())  # `advance` did not know them
+            self._drafting.counts.record(decodes, counts)
 
     def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:
         """End the sample that draws for the sequence with this index among the decodes."""
@@ -349,7 +357,7 @@ class Pipeline:
         ended: list[Output] = []
         going_on: list[OpenSample] = []
         for sample, row in samples:
-            if reason := self._append(sample, drawn, row):
+            if reason := self._ledger.append(sample, drawn, row, self.commit):
                 ended.append(self._ledger.finish_sample(sample, reason))
             else:
                 going_on.append(sample)
@@ -360,33 +368,3 @@ class Pipeline:
         elif ended:
             self._scheduler.finish(sequence)
         return ended
-
-    def _append(self, sample: OpenSample, drawn: Drawn, row: int) -> FinishReason | None:
-        """Record a drawn token. Return the finish reason if the token ends the sample, otherwise None."""
-        token = drawn.token_ids[row]
-        if not drawn.is_finite[row]:
-            sample.error = _NOT_FINITE
-            return "error"
-        if not sample.commits or sample.commits[-1][0] is not self.commit:
-            sample.commits.append((self.commit, len(sample.token_ids)))
-        sample.token_ids.append(token)
-        if sample.logprobs is not None:
-            sample.logprobs.append(drawn.logprobs[row])
-        if sample.records is not None:
-            sample.records.append(drawn.records[row])
-        if sample.num_told is not None:
-            self._ledger.grown.note(sample)
-        matched = None
-        if sample.stop_strings is not None:
-            try:
-                matched = sample.stop_strings.feed(token)
-            except TokenizerError as error:
-                sample.error = (
-                    f"stop: the tokenizer failed to decode token {token}: {error}; use stop_token_ids instead"
-                )
-                return "error"
-        found = token if token in sample.ending_tokens else matched
-        if found is not None and len(sample.token_ids) > sample.request.params.min_tokens:
-            sample.stop_reason = found
-            return "stop"
-        return "length" if len(sample.token_ids) == sample.request.params.max_tokens else None

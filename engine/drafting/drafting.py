@@ -7,35 +7,67 @@ from collections.abc import Sequence as AnySequence
 import numpy as np
 
 from ..outputs.open_requests import OpenSample
+from ..scheduling.scheduler import Scheduler
 from ..scheduling.sequence import Chunks, Lanes, Sequence
 from ..stats import DraftStats
 from .drafter import Draft, Drafter
 from .rule import Pause, StepCosts, choose
 
 
+class DraftCounts:
+    """How many drafts were computed, and how many tokens were drafted and accepted at each of `most` places."""
+
+    def __init__(self, most: int) -> None:
+        self.drafts, self.drafted, self.accepted = 0, [0] * most, [0] * most
+
+    def record(self, decodes: Chunks, counts: np.ndarray) -> None:
+        """Count the drafts of a step. `counts`: int64, the number of draws that each decode takes."""
+        for lane, count in zip(decodes.lanes.tolist(), counts.tolist(), strict=True):
+            if draft := decodes.drafts.get(lane):
+                self.drafts += 1
+                for i in range(len(draft)):
+                    self.drafted[i] += 1
+                    self.accepted[i] += i < count - 1
+
+
 class Drafting:
     """Drafts at most `most` tokens per sequence and step. `vocab_size`: drafts end before an id that is not below it.
 
     `adapts`: whether the number of drafted tokens follows `rule`. Otherwise all tokens of the drafter are computed.
+    `counts`: the statistics. `costs`: the durations of steps, which the caller records.
     """
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int, adapts: bool = True) -> None:
-        self._drafts, self._drafted, self._accepted = 0, [0] * most, [0] * most
-        self.costs = StepCosts()
+        self.counts, self.costs = DraftCounts(most), StepCosts()
         self._drafter, self._most, self._vocab_size, self._adapts = drafter, most, vocab_size, adapts
         self._pauses: dict[Sequence, Pause] = {}
 
     def stats(self) -> DraftStats:
         """Return the statistics of the drafter."""
-        return DraftStats(self._drafter.name, self._drafts, tuple(self._drafted), tuple(self._accepted))
+        counts = self.counts
+        return DraftStats(self._drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
 
     def end(self, sequence: Sequence, seed: int) -> None:
         """Let the drafter learn from a sequence that a sample leaves for good."""
         self._drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
 
-    def propose(self, chunks: Chunks, lanes: Lanes) -> dict[int, AnySequence[int]]:
-        """Return drafts by lane for the decoding sequences of a step whose tokens are all seen."""
+    def extend(self, chunks: Chunks, scheduler: Scheduler) -> Chunks:
+        """Return the chunks of a step with drafted tokens.
+
+        Drafted tokens take only what is left of the step's tokens and free blocks. They never preempt a sequence. The
+        host must have seen all tokens of the sequences.
+        """
+        running, fitting = scheduler.running, dict[int, AnySequence[int]]()
+        budget = scheduler.max_num_batched_tokens - int((chunks.ends - chunks.starts).sum())
+        for lane, tokens in self._propose(chunks, running.lanes).items():
+            if count := running.extend_if_free(running.lanes.sequences[lane], min(len(tokens), budget)):
+                fitting[lane] = tokens[:count]
+                budget -= count
+        return chunks.add_drafts(fitting) if fitting else chunks
+
+    def _propose(self, chunks: Chunks, lanes: Lanes) -> dict[int, AnySequence[int]]:
+        """Return drafts by lane for the decoding sequences of a step."""
         decodes = chunks.take(
             np.flatnonzero(lanes.is_decoding[chunks.lanes] & (chunks.ends == lanes.num_tokens[chunks.lanes]))
         )
@@ -54,15 +86,6 @@ class Drafting:
         for lane, pause in asked:
             pause.record(counts.get(lane, 0) > 0)
         return {lane: drafts[lane].tokens[:count] for lane, count in counts.items() if count}
-
-    def record(self, decodes: Chunks, counts: np.ndarray) -> None:
-        """Count the drafts of a step. `counts`: int64, the number of draws that each decode takes."""
-        for lane, count in zip(decodes.lanes.tolist(), counts.tolist(), strict=True):
-            if draft := decodes.drafts.get(lane):
-                self._drafts += 1
-                for i in range(len(draft)):
-                    self._drafted[i] += 1
-                    self._accepted[i] += i < count - 1
 
     def _draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
         draft = self._drafter.draft(sequence, seed, most)

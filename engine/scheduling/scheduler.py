@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as AnySequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -79,13 +78,15 @@ def _key_of(tokens: array[int], chain: Chain) -> _Key:
 class SchedulerStats:
     """Lifetime counters.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found when a sequence first starts. `shortened_hits`:
-    tokens that were found in the cache but computed again, because the checkpoint of their recurrent state or their
-    requested routed experts were missing. `preemptions`: how often an older sequence took the blocks of a running
-    sequence. `recomputed`: how often `recompute_running` took the blocks of a running sequence. `deferred_admissions`:
-    summed over all steps, the number of sequences that waited for a prefix.
+    `steps`: steps that computed something. `prefix_queries`, `prefix_hits`: prompt tokens looked up and found when
+    a sequence first starts. `shortened_hits`: tokens that were found in the cache but computed again, because the
+    checkpoint of their recurrent state or their requested routed experts were missing. `preemptions`: how often an
+    older sequence took the blocks of a running sequence. `recomputed`: how often `recompute_running` took the
+    blocks of a running sequence. `deferred_admissions`: summed over all steps, the number of sequences that waited
+    for a prefix.
     """
 
+    steps: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     shortened_hits: int = 0
@@ -210,6 +211,17 @@ class Running:
         """Give a sequence `num_blocks` more blocks of each group. Enough blocks must be free."""
         self._cache.tables.extend(sequence.table, num_blocks)
         self.lanes.add_blocks(sequence)
+
+    def extend_if_free(self, sequence: Sequence, count: int) -> int:
+        """Give a running sequence free blocks for up to `count` tokens after its last token, and preempt nothing.
+
+        Return for how many of the `count` tokens the sequence has blocks afterwards.
+        """
+        tables, end = self._cache.tables, sequence.num_tokens
+        needed = min(tables.blocks_for(end + count) - len(sequence.table), tables.num_available)
+        if needed > 0:
+            self.extend(sequence, needed)
+        return max(min(count, len(sequence.table) * tables.block_size - end), 0)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """Return a new sequence for `sample`, with the tokens and the KV of `parent` and the sample's first `token`.
@@ -415,30 +427,13 @@ class Scheduler:
             self._start_waiting(plan)
         return plan.chunks(lanes)
 
-    def add_drafts(self, chunks: Chunks, drafts: Mapping[int, AnySequence[int]]) -> Chunks:
-        """Return the chunks of a step with drafted tokens. `drafts`: drafted tokens by lane.
-
-        Drafted tokens take only tokens of the budget and blocks that are left. They never preempt a sequence.
-        """
-        budget = self.max_num_batched_tokens - int((chunks.ends - chunks.starts).sum())
-        fitting = dict[int, AnySequence[int]]()
-        for lane, tokens in drafts.items():
-            if count := self._reserve_drafts(self.running.lanes.sequences[lane], min(len(tokens), budget)):
-                fitting[lane] = tokens[:count]
-                budget -= count
-        return chunks.add_drafts(fitting) if fitting else chunks
-
-    def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
-        """See `Lanes.accept`. All accepted tokens but the last of each sequence are computed already."""
-        self.running.lanes.accept(decodes, token_ids, counts)
-        self.stats.computed_tokens += int((counts - 1).sum())
-
     def advance(self, chunks: Chunks) -> None:
         """Record that a step computes the KV of `chunks`, so that the next step continues after these tokens.
 
         `chunks`: without drafted tokens, which are not known to be right.
         """
         lanes = self.running.lanes
+        self.stats.steps += 1
         lanes.num_computed[chunks.lanes] = chunks.ends
         if self.running.states is not None:
             self.running.states.advance(chunks)
@@ -544,14 +539,6 @@ class Scheduler:
         if needed > 0:
             self.running.extend(sequence, needed)
         return min(size, len(sequence.table) * tables.block_size - start)
-
-    def _reserve_drafts(self, sequence: Sequence, count: int) -> int:
-        """Give a running sequence free blocks for up to `count` drafted tokens. Return for how many it has blocks."""
-        tables, end = self.cache.tables, sequence.num_tokens
-        needed = min(tables.blocks_for(end + count) - len(sequence.table), tables.num_available)
-        if needed > 0:
-            self.running.extend(sequence, needed)
-        return max(min(count, len(sequence.table) * tables.block_size - end), 0)
 
     def _preempt(self, sequence: Sequence, plan: _Plan) -> None:
         plan.remove(sequence.lane)

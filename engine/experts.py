@@ -1,0 +1,45 @@
+"""The experts that steps chose: the rows of each sequence that wants them, and how many tokens each expert got."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .outputs.routes import RouteFormat
+from .scheduling.sequence import Chunks
+
+
+class ExpertRecorder:
+    """Records the experts of each step. `format`: None for a model without experts, for which nothing is recorded.
+
+    `counts`: see `EngineStats.expert_tokens`.
+    """
+
+    def __init__(self, format: RouteFormat | None) -> None:
+        self._format = format
+        shape = (0, 0) if format is None else (format.layers, format.num_experts)
+        self._accepted = np.zeros(shape, np.int64)  # of accepted drafts, which the device does not count
+        self.counts = self._accepted.tobytes()
+
+    def record(self, chunks: Chunks, ends: np.ndarray, rows: memoryview | None, counts: bytes) -> None:
+        """Record what a step chose.
+
+        `ends`: int64 [N], the ends of the chunks without rejected drafts. `rows`: the rows of all tokens of `chunks`,
+        or None if no sequence wants them and there are no drafts. `counts`: the tokens of each expert since the first
+        step, without drafted tokens, int64 [layers, num_experts].
+        """
+        if rows is not None:
+            self._record_rows(chunks, ends, rows)
+        self.counts = (np.frombuffer(counts, np.int64).reshape(self._accepted.shape) + self._accepted).tobytes()
+
+    def _record_rows(self, chunks: Chunks, ends: np.ndarray, rows: memoryview) -> None:
+        assert self._format is not None
+        width = self._format.row_bytes
+        sizes, kept = chunks.ends - chunks.starts, ends - chunks.starts
+        places = width * (sizes.cumsum() - sizes)
+        for i, sequence in enumerate(chunks.sequences):
+            if sequence.routes is not None:
+                sequence.routes.put(int(chunks.starts[i]), rows[places[i] : places[i] + kept[i] * width])
+        sure = sizes - chunks.num_drafted
+        for i in np.flatnonzero(kept > sure).tolist():
+            accepted = rows[places[i] + sure[i] * width : places[i] + kept[i] * width]
+            self._accepted += self._format.count(bytes(accepted))
