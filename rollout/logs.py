@@ -1,4 +1,4 @@
-"""The lines of commands and workers on stderr: logs, and the last line of an interrupted process.
+"""What commands and workers write to stderr: log lines, and the last line of an interrupted process.
 
 Untrusted text cannot forge or color log lines.
 """
