@@ -88,7 +88,10 @@ def join_columns(first: Columns, rest: Columns) -> Columns:
 
 
 class GrowingColumns:
-    """Columns to which tokens are appended one by one. `k`: the number of elements that a listed column has per token."""
+    """Columns to which tokens are appended one by one.
+
+    `k`: the number of elements that a listed column has per token.
+    """
 
     def __init__(self, columns: Sequence[Column], k: int) -> None:
         self._columns, self._k = columns, k
