@@ -100,6 +100,11 @@ class EngineConfig(BaseModel):
         except ValidationError as error:
             raise from_validation(ConfigError, error) from None
 
+    @property
+    def num_drafts(self) -> int:
+        """The most tokens drafted for a sample in a step; 0 if `speculative` is `off`."""
+        return 0 if self.speculative == "off" else self.num_speculative_tokens
+
     @model_validator(mode="after")
     def _combinations_work(self) -> EngineConfig:
         sizes = ("num_blocks", "kv_memory", "kv_memory_fraction")

@@ -23,8 +23,6 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from trueroll.errors import ConfigError
-
 from .admission import Admission
 from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
@@ -47,7 +45,8 @@ class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
     `loaded`: the result of `load_model` for a configuration with the same model, dtype, device and backend as `config`.
-    Pass a loaded model to share weights among engines.
+    Pass a loaded model to share weights among engines. `drafter`: replaces the drafter that `config.speculative` names,
+    which must not be `off`.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
@@ -236,16 +235,10 @@ class Engine:
 
 
 def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | None) -> Drafting | None:
-    if info.live_states and (drafter is not None or config.speculative != "off"):
-        raise ConfigError(
-            f"speculative must be off for {info.model}: drafts do not work yet with recurrent layers",
-            field="speculative",
-            value=config.speculative,
-        )
-    most, adapts = config.num_speculative_tokens, drafter is None
-    if drafter is None and config.speculative == "ngram":
-        drafter = RepeatsDrafter()
-    return None if drafter is None else Drafting(drafter, most, info.vocab_size, adapts)
+    if not config.num_drafts:
+        return None
+    adapts = drafter is None
+    return Drafting(drafter or RepeatsDrafter(), config.num_drafts, info.vocab_size, adapts)
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

@@ -36,6 +36,7 @@ from typing import NamedTuple, Protocol, Self, TypeAlias
 import torch
 from torch import Tensor
 
+from .journal import Journal
 from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec
 
 KV_SPLIT = 128  # split length of the backends reference and cpu; triton uses another length
@@ -91,11 +92,17 @@ class StateBatch:
     reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may read
     the same slot. In one call, two sequences must not write the same slot, and a sequence must not read a slot that
     another sequence writes. Backends do not check these rules.
+
+    `drafted[i]`: how many of the last rows of sequence i are drafted. Drafted rows are computed like other rows,
+    but do not enter the state that is written. Empty if no row is drafted. `journal`: how a step's rows become the
+    rows of this batch, if a sequence has drafted rows or repeats them; otherwise None.
     """
 
     query_starts: Sequence[int]
     reads: Tensor
     writes: Tensor
+    drafted: Sequence[int] = ()
+    journal: Journal | None = None
 
     @cached_property
     def starts(self) -> Tensor:
@@ -103,6 +110,12 @@ class StateBatch:
         # `torch.tensor` is slower; `torch.frombuffer` refuses an empty buffer.
         starts = self.query_starts
         return torch.frombuffer(array("q", starts), dtype=torch.int64) if starts else torch.empty(0, dtype=torch.int64)
+
+    @property
+    def num_kept(self) -> Tensor:
+        """The number of rows of each sequence that enter the state, int64 [num_sequences], on the host."""
+        counts = self.starts.diff()
+        return counts - torch.tensor(self.drafted, dtype=torch.int64) if any(self.drafted) else counts
 
 
 class Pages(NamedTuple):
@@ -475,7 +488,7 @@ class Backend(Protocol):
         Before SiLU, row t of a sequence is the sum over j of weight[:, 0, j] times row t - (K - 1) + j. The sum is in
         float32, starts with the oldest row, and is rounded once, after SiLU. The K - 1 rows before a sequence's first
         row are the sequence's tail. `tails`: [slots, K - 1, C]. The new tail is the last K - 1 rows of the old tail
-        followed by the sequence's rows.
+        followed by the sequence's rows without drafted rows.
         """
         ...
 

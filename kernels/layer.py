@@ -325,7 +325,7 @@ def run_layers(
             record.copy_(experts)
         return experts, gates
 
-    for layer, memory, page in zip(layers, memories, pages, strict=True):
+    for i, (layer, memory, page) in enumerate(zip(layers, memories, pages, strict=True)):
 
         def attend(
             x: Tensor, spec: AttentionSpec, weights: AttentionWeights, memory: Memory = memory, page: Pages = page
@@ -335,12 +335,21 @@ def run_layers(
             return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, page.batch, *scoring, weights.sinks))
 
         def recur(
-            qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, memory: Memory = memory
+            qkv: Tensor,
+            b: Tensor,
+            a: Tensor,
+            spec: DeltaNetSpec,
+            weights: DeltaNetWeights,
+            memory: Memory = memory,
+            i: int = i,
         ) -> Tensor:
             assert states is not None, "a delta net needs states"
-            state, tails = memory
+            (state, tails), journal = memory, states.journal
+            if journal is not None:
+                qkv, b, a = journal.splice(i, qkv, b, a)
             qkv = ops.convolve(qkv, weights.convolution, tails, states)
-            return ops.delta_rule(qkv, b, a, spec, weights, state, states)
+            out = ops.delta_rule(qkv, b, a, spec, weights, state, states)
+            return out if journal is None else out[journal.own]
 
         x = run_layer(ops, layer, x, attend, recur, choose)
     return x

@@ -456,7 +456,7 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
     places = torch.arange(len(x), device=x.device) + kept * sequence.repeat_interleave(starts.diff())
     rows = x.new_empty(len(x) + first_tails.numel(), x.shape[1])
     rows[first_tails], rows[places + kept] = _read_slots(tails, batch.reads), x
-    tails[batch.writes] = rows[first_tails + starts.diff()[:, None]]
+    tails[batch.writes] = rows[first_tails + batch.num_kept.to(x.device)[:, None]]
     taps, wide, out = weight[:, 0].float(), rows.float(), torch.zeros_like(x, dtype=torch.float32)
     for j in range(kept + 1):
         out = out + taps[:, j] * wide[places + j]
@@ -482,8 +482,9 @@ def delta_rule(
     decays, rates = _gates(b, a, weights)
     order, lens = _longest_first(batch)
     order = torch.tensor(order, dtype=torch.int64, device=qkv.device)
+    num_kept = batch.num_kept.to(qkv.device)[order]
     state, out = _read_slots(states, batch.reads[order]), torch.empty_like(v)
-    firsts = batch.starts.to(qkv.device)[order]
+    kept, firsts = state.clone(), batch.starts.to(qkv.device)[order]
     for t in range(max(lens, default=0)):
         live = sum(length > t for length in lens)
         rows = firsts[:live] + t
@@ -491,7 +492,8 @@ def delta_rule(
         change = rates[rows] * (v[rows] - _sum(decayed * key))
         state[:live] = decayed + key * change[:, :, None]
         out[rows] = _sum(state[:live] * query)
-    states[batch.writes[order]] = state
+        kept[num_kept > t] = state[num_kept > t]
+    states[batch.writes[order]] = kept
     return out.to(qkv.dtype)
 
 

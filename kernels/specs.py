@@ -113,6 +113,11 @@ class DeltaNetSpec:
         """The shape of a sequence's tail, the last inputs of its convolution, in the model's dtype."""
         return self.kernel_size - 1, self.channels
 
+    @property
+    def row_size(self) -> int:
+        """The number of inputs of convolution and recurrence for one token: q, k and v, and two gates per head."""
+        return self.channels + 2 * self.num_value_heads
+
 
 @dataclass(frozen=True)
 class MlpSpec:

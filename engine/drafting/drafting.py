@@ -7,8 +7,8 @@ from collections.abc import Sequence as AnySequence
 import numpy as np
 
 from ..outputs.open_requests import OpenSample
-from ..scheduling.scheduler import Scheduler
-from ..scheduling.sequence import Chunks, Lanes, Sequence
+from ..scheduling.scheduler import Running, Scheduler
+from ..scheduling.sequence import Chunks, Sequence
 from ..stats import DraftStats
 from .drafter import Draft, Drafter
 from .rule import Pause, StepCosts, choose
@@ -60,18 +60,21 @@ class Drafting:
         """
         running, fitting = scheduler.running, dict[int, AnySequence[int]]()
         budget = scheduler.max_num_batched_tokens - int((chunks.ends - chunks.starts).sum())
-        for lane, tokens in self._propose(chunks, running.lanes).items():
+        for lane, tokens in self._propose(chunks, running).items():
             if count := running.extend_if_free(running.lanes.sequences[lane], min(len(tokens), budget)):
                 fitting[lane] = tokens[:count]
                 budget -= count
         return chunks.add_drafts(fitting) if fitting else chunks
 
-    def _propose(self, chunks: Chunks, lanes: Lanes) -> dict[int, AnySequence[int]]:
+    def _propose(self, chunks: Chunks, running: Running) -> dict[int, AnySequence[int]]:
         """Return drafts by lane for the decoding sequences of a step."""
+        lanes = running.lanes
         decodes = chunks.take(
             np.flatnonzero(lanes.is_decoding[chunks.lanes] & (chunks.ends == lanes.num_tokens[chunks.lanes]))
         )
         most = np.minimum(lanes.draws["end"][decodes.lanes] - 1 - decodes.ends, self._most)
+        if running.states is not None:
+            most = np.minimum(most, running.states.room(decodes.ends))
         drafts = dict[int, Draft]()
         asked = list[tuple[int, Pause]]()
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()

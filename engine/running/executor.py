@@ -154,7 +154,8 @@ class LocalExecutor:
             1 if uses_graphs(config, loaded) else 0
         )  # one block per window and one state slot, for the padding rows of graphs
         num_blocks = [count + spare for count in info.blocks_by_window]
-        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare)
+        journal = config.max_num_seqs, config.num_drafts
+        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare, journal)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):

@@ -5,11 +5,12 @@ The forward graph computes hidden states and the model's records, such as routed
 draws (without filters, bans and statistics) from the hidden states of the forward graph. A replay reads and writes the
 memory addresses that were captured.
 
-A step in which each sequence computes one token replays the forward graph. If the step makes one plain draw per
-sequence, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step with fewer rows than
-its graph is padded. By the contract of the ops, padding does not change a bit of the other rows. Padding rows read and
-write `spare_blocks`: for each window, a block of the KV cache that no sequence uses. Padding rows read no recurrent
-state, and write the slot `spare_state`, which no sequence uses.
+A step in which each sequence computes one token replays the forward graph. So does a step with drafts, unless the model
+has recurrent layers: each drafted token is a row with the blocks of its sequence and a context of its own. If the step
+makes one plain draw per row, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step
+with fewer rows than its graph is padded. By the contract of the ops, padding does not change a bit of the other rows.
+Padding rows read and write `spare_blocks`: for each window, a block of the KV cache that no sequence uses. Padding rows
+read no recurrent state, and write the slot `spare_state`, which no sequence uses.
 
 Owns the graphs and their inputs. Graphs are valid while weights and KV cache keep their addresses. If weights or KV
 cache move, call `forget`, then `capture` before the next step. A capture synchronizes the device; a replay does not.
@@ -94,8 +95,9 @@ class _Inputs:
 
     def fill_tokens(self, step: Step, runner: ModelRunner, lanes: LaneState | None) -> None:
         """Write the tokens of a step to the inputs. The remaining rows become padding."""
-        count = len(step.token_ids)
-        columns = np.vstack((step.token_ids, step.positions, step.context_lens, step.states, *step.slots))
+        count, owners = len(step.token_ids), step.owners if len(step.drafted) else slice(None)
+        states = step.states[:, owners]
+        columns = np.vstack((step.token_ids, step.positions, step.positions + 1, states, *step.slots))
         token_ids, positions, lens, reads, writes, *slots = runner.to_device(columns)
         self.token_ids[:count] = runner.seen(token_ids, step, lanes)
         self.positions[:count] = positions
@@ -103,7 +105,7 @@ class _Inputs:
         self.states[0, :count], self.states[1, :count] = reads, writes
         self.states[:, count:] = self._padding.states
         for i, spare in enumerate(self._padding.blocks):
-            tables = runner.to_device(step.block_tables[i])
+            tables = runner.to_device(step.block_tables[i][owners])
             self.slots[i][:count], self.slots[i][count:] = slots[i], spare * runner.block_size
             self.tables[i][:count, : tables.shape[1]] = tables
             self.tables[i][count:, 0] = spare
@@ -165,12 +167,14 @@ class DecodeGraphs:
         self._graphs = {}
 
     def serves(self, step: Step) -> bool:
-        """Return whether each sequence computes one token, so that `run` can compute the step."""
-        return len(step.token_ids) == len(step.context_lens)
+        """Return whether each sequence computes one token beside drafts, so that `run` can compute the step."""
+        count = len(step.token_ids)
+        each_computes_one = count - len(step.drafted) == len(step.context_lens)
+        return each_computes_one and step.journal is None and count <= self._sizes[-1]
 
     def draws(self, step: Step) -> bool:
-        """Return whether the step makes one plain draw per sequence, so that `draw` can compute the draws."""
-        count, rows = len(step.context_lens), step.draws.rows
+        """Return whether the step makes one plain draw per row, so that `draw` can compute the draws."""
+        count, rows = len(step.token_ids), step.draws.rows
         each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
         return self.serves(step) and each_draws_once and step.draws.are_plain
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import AttentionBatch, Memory, Pages, StateBatch
+from ...kernels.journal import Journal
 from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
-from .step import Draws, Step
+from .step import Draws, JournalRows, Step
 
 
 class LaneState:
@@ -40,11 +41,19 @@ class ModelRunner:
     """A loaded model with a paged KV cache and slots for recurrent states, all in `arena`.
 
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
-    `num_slots`: the number of slots for recurrent states. `memories`: the memory of each layer. `groups`: for each
+    `num_slots`: the number of slots for recurrent states. `journal`: the number of sequences with a journal, and of
+    drafted tokens per sequence. `memories`: the memory of each layer. `groups`: for each
     layer, the index of its window; 0 for layers without a KV cache.
     """
 
-    def __init__(self, model: Decoder, num_blocks: Sequence[int], block_size: int, num_slots: int = 0) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        num_blocks: Sequence[int],
+        block_size: int,
+        num_slots: int = 0,
+        journal: tuple[int, int] = (0, 0),
+    ) -> None:
         self.model, self.device = model, model.device
         self.block_size = block_size
         windows = model.spec.windows
@@ -52,16 +61,18 @@ class ModelRunner:
         self.groups = [windows.index(m.window) if isinstance(m, AttentionSpec) else 0 for m in mixers]
         blocks = [num_blocks[group] for group in self.groups]
 
-        def build(empty: Empty) -> list[Memory]:
+        def build(empty: Empty) -> tuple[list[Memory], list[Tensor | None]]:
             pairs = zip(mixers, blocks, strict=True)
-            return [_memory(empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
+            memories = [_memory(empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
+            rows = [mixer.row_size if isinstance(mixer, DeltaNetSpec) else 0 for mixer in mixers]
+            return memories, [empty(*journal, size) if size else None for size in rows]
 
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return self.arena.empty(dtype, *shape)
 
         # Use small pages, so that a block occupies memory only after it is first used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
-        self.memories = build(empty)
+        self.memories, self._journals = build(empty)
         self._caches: list[list[Tensor]] = [[] for _ in windows]  # for each group
         for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
@@ -79,7 +90,7 @@ class ModelRunner:
             Pages(slots, AttentionBatch(step.query_starts, step.context_lens, tables))
             for slots, tables in zip(paged[:count], paged[count:], strict=True)
         ]
-        return self.forward(self.seen(token_ids, step, lanes), positions, pages, states)
+        return self.forward(self.seen(token_ids, step, lanes), positions, pages, states, step.journal)
 
     def forward(
         self,
@@ -87,17 +98,24 @@ class ModelRunner:
         positions: Tensor,
         pages: Sequence[Pages],
         states: Tensor | None = None,
+        journal: JournalRows | None = None,
     ) -> ModelOutput:
         """Run the model's forward pass, which reads and writes the memories.
 
-        `pages`: for each window, where to read and write keys and values. `states`: as in `Step`, for a model with
-        recurrent layers.
+        `pages`: for each window, where to read and write keys and values. `states`, `journal`: as in `Step`, for a
+        model with recurrent layers.
         """
         tokens = token_ids, positions, self.memories, [pages[group] for group in self.groups]
         if self._has_states:
             assert states is not None
-            return self.model.forward(ModelInput(*tokens, StateBatch(pages[0].batch.query_starts, *states)))
+            return self.model.forward(ModelInput(*tokens, self._states(pages[0].batch.query_starts, states, journal)))
         return self.model.forward(ModelInput(*tokens))
+
+    def _states(self, query_starts: Sequence[int], states: Tensor, rows: JournalRows | None) -> StateBatch:
+        if rows is None:
+            return StateBatch(query_starts, *states)
+        places = map(self.to_device, (rows.own, rows.repeated, rows.drafted))
+        return StateBatch(rows.query_starts, *states, rows.num_drafted, Journal(self._journals, *places))
 
     def seen(self, token_ids: Tensor, step: Step, lanes: LaneState | None) -> Tensor:
         """Return `token_ids` with the step's unseen tokens filled in. The previous step draws the unseen tokens.

@@ -49,13 +49,15 @@ class Sizes:
 
     `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
     group. `windows`: for each further group, the window in tokens and the size of a block. `state`: the size of one
-    sequence's state in all recurrent layers; 0 for models without recurrent layers.
+    sequence's state in all recurrent layers; 0 for models without recurrent layers. `draft`: the size of the inputs
+    that recurrent layers keep of a drafted token.
     """
 
     block_size: int
     block: int
     state: int
     windows: tuple[tuple[int, int], ...] = ()
+    draft: int = 0
 
     @classmethod
     def of(cls, spec: DecoderSpec, storage: Storage, block_size: int) -> Sizes:
@@ -70,7 +72,8 @@ class Sizes:
         state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in spec.delta_nets)
         block, *others = (2 * block_size * token // storage.ranks for token in tokens.values())
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
-        return cls(block_size, block, state // storage.ranks, further)
+        draft = storage.tail * sum(m.row_size for m in spec.delta_nets)
+        return cls(block_size, block, state // storage.ranks, further, draft // storage.ranks)
 
     @property
     def interval(self) -> int:
@@ -96,6 +99,7 @@ class MemoryPlan:
     `num_blocks`: the number of blocks in the first group. `window_blocks`: the number of blocks in each further group.
     `live_states`: the number of states for running sequences and for forks. `checkpoints`: the maximum number of
     checkpoints held at a time. `state_interval`: the number of tokens between checkpoints; 0 without recurrent layers.
+    `num_drafts`: the most drafted tokens of all running sequences together.
     """
 
     sizes: Sizes
@@ -104,6 +108,7 @@ class MemoryPlan:
     live_states: int = 0
     checkpoints: int = 0
     state_interval: int = 0
+    num_drafts: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -122,7 +127,8 @@ class MemoryPlan:
 
     @property
     def state_bytes(self) -> int:
-        return self.num_slots * self.sizes.state
+        """The memory of states and of the inputs of drafted tokens."""
+        return self.num_slots * self.sizes.state + self.num_drafts * self.sizes.draft
 
 
 def _check_ranks(spec: DecoderSpec, ranks: int) -> None:
@@ -141,11 +147,13 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
     """
     live, interval = _live_states(config, sizes), (config.state_interval or sizes.interval) if sizes.state else 0
     budget = (config.state_budget or 0) if _has_checkpoints(config, interval) else 0
-    room = _budget(config, available) - (live + budget) * sizes.state
+    of_drafts = config.max_num_seqs * config.num_drafts * sizes.draft
+    room = _budget(config, available) - (live + budget) * sizes.state - of_drafts
     num_blocks = config.num_blocks or _blocks_in(room, config, sizes, interval, max_model_len)
     if num_blocks <= 0:
         states = f"{live} live states" + (f" and {budget} checkpoints" if budget else "")
         beside = f" beside {states} of {sizes.state} bytes" if live else ""
+        beside += f" and {of_drafts} bytes for drafts" if of_drafts else ""
         raise ConfigError(
             f"kv_memory: {_budget(config, available)} bytes are not enough for one block of {sizes.block} bytes{beside}"
             f"; raise kv_memory, or lower max_num_seqs{' or state_budget' if budget else ''}"
@@ -185,7 +193,8 @@ def _live_states(config: EngineConfig, sizes: Sizes) -> int:
 def _plan(config: EngineConfig, sizes: Sizes, max_model_len: int, num_blocks: int, interval: int) -> MemoryPlan:
     windows = tuple(_window_blocks(config, window, max_model_len, num_blocks) for window, _ in sizes.windows)
     checkpoints = _checkpoints(config, num_blocks, interval)
-    return MemoryPlan(sizes, num_blocks, windows, _live_states(config, sizes), checkpoints, interval)
+    num_drafts = config.max_num_seqs * config.num_drafts
+    return MemoryPlan(sizes, num_blocks, windows, _live_states(config, sizes), checkpoints, interval, num_drafts)
 
 
 def _window_blocks(config: EngineConfig, window: int, max_model_len: int, num_blocks: int) -> int:

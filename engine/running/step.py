@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ...kernels.contract import NO_SLOT
 from ..outputs.open_requests import DRAW, OpenScore
 from ..request import Distribution
 from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
@@ -83,13 +84,30 @@ class ScoredRows:
 
 
 @dataclass(frozen=True, eq=False)
+class JournalRows:
+    """The rows of a step for recurrent layers, if sequences have drafted rows or repeat accepted ones.
+
+    Each sequence has its repeated rows before its own rows. `query_starts` [N + 1]: as in `StateBatch`, with the
+    repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`, `drafted`: as in
+    `Journal`, int64.
+    """
+
+    query_starts: Sequence[int]
+    num_drafted: Sequence[int]
+    own: np.ndarray
+    repeated: np.ndarray
+    drafted: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
 class Step:
     """M tokens of N sequences. Arrays are int64.
 
     `token_ids`, `positions` [M]: the tokens and their positions. `unseen` [2, U]: the indices of the tokens that the
     previous step is still drawing, and the lane in which each of these tokens is stored. `query_starts` [N + 1],
     `context_lens` [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with
-    recurrent layers. `drafted` [D]: the indices of drafted tokens, which may be rejected. `records_routes`: whether a
+    recurrent layers. `drafted` [D]: the indices of drafted tokens, which may be rejected. `journal`: None for a model
+    without recurrent layers, and for a step without drafted and repeated rows. `records_routes`: whether a
     sequence of the step records routed experts.
 
     `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
@@ -109,7 +127,13 @@ class Step:
     draws: Draws
     scores: Sequence[ScoredRows]
     drafted: np.ndarray
+    journal: JournalRows | None = None
     records_routes: bool = False
+
+    @property
+    def owners(self) -> np.ndarray:
+        """The index of each token's sequence, int64 [M]."""
+        return np.arange(len(self.context_lens)).repeat(np.diff(self.query_starts))
 
 
 def plan_step(
@@ -128,6 +152,7 @@ def plan_step(
     tables = [table[chunks.lanes, :most] for table in lanes.tables]
     blocks, offsets = np.divmod(positions, block_size)
     token_ids, unseen = _tokens(chunks, lanes, ends)
+    drafted = _each(ends - chunks.num_drafted, chunks.num_drafted)
     return Step(
         token_ids=token_ids,
         positions=positions,
@@ -140,7 +165,8 @@ def plan_step(
         block_copies=[_pairs(copies) for copies in block_copies],
         draws=_draws(chunks, lanes, takers, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in takers.scores],
-        drafted=_drafted(chunks, ends),
+        drafted=drafted,
+        journal=_journal(chunks, lanes, owners, drafted),
         records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
     )
 
@@ -168,13 +194,32 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
     return token_ids, np.stack((ends[is_last] - 1, of_last))[:, has_unseen]
 
 
-def _drafted(chunks: Chunks, ends: np.ndarray) -> np.ndarray:
-    """Return the indices of drafted tokens. `ends`: int64 [N], the end of the rows of each chunk."""
-    if not chunks.drafts:
-        return np.empty(0, np.int64)
-    counts = chunks.num_drafted
-    before = np.concatenate([np.arange(-count, 0) for count in counts[counts > 0].tolist()])
-    return ends.repeat(counts) + before
+def _journal(chunks: Chunks, lanes: Lanes, owners: np.ndarray, drafted: np.ndarray) -> JournalRows | None:
+    """Return the rows for recurrent layers. `owners`: int64 [M], the chunk of each row."""
+    repeated, num_drafted = lanes.num_repeated[chunks.lanes], chunks.num_drafted
+    has_states = lanes.target[chunks.lanes[0]] != NO_SLOT
+    if not has_states or not (repeated.any() or len(drafted)):
+        return None
+    counts = chunks.ends - chunks.starts + repeated
+    starts, before = counts.cumsum() - counts, repeated.cumsum()
+    return JournalRows(
+        query_starts=[0, *counts.cumsum().tolist()],
+        num_drafted=num_drafted.tolist(),
+        own=np.arange(len(owners)) + before[owners],
+        repeated=np.stack((*_places(chunks.lanes, repeated), _each(starts, repeated))),
+        drafted=np.stack((*_places(chunks.lanes, num_drafted), drafted)),
+    )
+
+
+def _places(lanes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lane of each of `counts` rows of each chunk, and the index of the row among those of its lane."""
+    return lanes.repeat(counts), _each(np.zeros_like(lanes), counts)
+
+
+def _each(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return starts[i], starts[i] + 1, ... with counts[i] elements for each i, concatenated."""
+    firsts = counts.cumsum() - counts
+    return np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:

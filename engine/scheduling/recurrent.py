@@ -198,6 +198,7 @@ class Intervals:
 
 
 NO_CHECKPOINTS = Intervals(0, 0)
+_UNLIMITED = 2**62
 
 
 class Slots(NamedTuple):
@@ -309,6 +310,14 @@ class RecurrentStates:
         """Return whether a sequence in one of these lanes reaches a decode checkpoint with its next token."""
         interval = self._intervals.decodes if self.slots.budget else 0
         return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
+
+    def room(self, ends: np.ndarray) -> np.ndarray:
+        """Return how many tokens may be drafted after chunks that end at `ends`, int64 [N].
+
+        A checkpoint is taken after a row that is not drafted, so drafts end before the next decode checkpoint.
+        """
+        interval = self._intervals.decodes if self.slots.budget else 0
+        return (-ends % interval - 1).clip(0) if interval else np.full(len(ends), _UNLIMITED)
 
     def advance(self, chunks: Chunks) -> None:
         """Record that a step writes the states of `chunks` to their target slots, which the next step reads."""

@@ -41,13 +41,15 @@ class Counters:
     of tokens with KV that is in the sequence's blocks, or will be in these blocks when the steps in flight are done.
     `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
     An unseen token is a token that the step in flight draws and that the host does not know yet. `slot`, `source`,
-    `target`: the slots of the recurrent state (`recurrent`).
+    `target`: the slots of the recurrent state (`recurrent`). `num_repeated`: how many of the computed tokens are
+    accepted drafts that the recurrent state does not include yet; the next step repeats them.
     """
 
     def __init__(self, capacity: int) -> None:
         self.num_tokens, self.num_computed, self.num_prompt_tokens = (np.zeros(capacity, np.int64) for _ in range(3))
         self.last_token, self.has_unseen = np.zeros(capacity, np.int64), np.zeros(capacity, np.bool_)
         self.slot, self.source, self.target = (np.zeros(capacity, np.int64) for _ in range(3))
+        self.num_repeated = np.zeros(capacity, np.int64)
 
 
 @dataclass(eq=False, slots=True)
@@ -217,6 +219,7 @@ class Lanes(Counters):
         self.sequences[lane] = sequence
         self.num_computed[lane], self.num_prompt_tokens[lane] = num_computed, sequence.num_prompt_tokens
         self.slot[lane], self.source[lane], self.target[lane] = slot, source, slot
+        self.num_repeated[lane] = 0
         self.num_blocks[lane] = 0
         for table in self.tables:
             table[lane] = 0
@@ -288,6 +291,7 @@ class Lanes(Counters):
         self.last_token[lanes] = last
         self.num_tokens[lanes] += counts - self.has_unseen[lanes]
         self.num_computed[lanes] += counts - 1
+        self.num_repeated[lanes] = counts - 1
         self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:

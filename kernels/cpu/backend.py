@@ -468,7 +468,7 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
     sequences = _sequences(batch)
     _library.convolve(
         *(*_rows(x), weight.data_ptr(), weight.shape[2], tails.data_ptr()),
-        *(len(batch.reads), *(column.data_ptr() for column in sequences), out.data_ptr()),
+        *(len(batch.reads), *map(_pointer, sequences), out.data_ptr()),
     )
     return out
 
@@ -488,13 +488,14 @@ def delta_rule(
     _library.delta_rule(
         *(get_num_threads(), _is_bfloat16(qkv), *(tensor.data_ptr() for tensor in inputs)),
         *(spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, states.data_ptr()),
-        *(len(batch.reads), *(column.data_ptr() for column in sequences), out.data_ptr()),
+        *(len(batch.reads), *map(_pointer, sequences), out.data_ptr()),
     )
     return out
 
 
-def _sequences(batch: StateBatch) -> tuple[Tensor, Tensor, Tensor]:
-    return batch.starts, batch.reads.contiguous(), batch.writes.contiguous()
+def _sequences(batch: StateBatch) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    drafted = torch.tensor(batch.drafted, dtype=torch.int64) if any(batch.drafted) else None
+    return batch.starts, batch.reads.contiguous(), batch.writes.contiguous(), drafted
 
 
 def layers(
@@ -506,7 +507,7 @@ def layers(
     states: StateBatch | None = None,
     routes: Tensor | None = None,
 ) -> Tensor:
-    if not isinstance(layers, PackedLayers):
+    if not isinstance(layers, PackedLayers) or (states is not None and states.journal is not None):
         return run_layers(_SELF, x, layers, rotations, memories, pages, states, routes)
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(

@@ -46,12 +46,13 @@ class _Places(NamedTuple):
     `listed`.
 
     `pieces`: [n, 2], for each program of a convolution, the sequence and the first row that the program takes.
-    `starts`: `query_starts`.
+    `starts`: `query_starts`. `drafted`: [num_sequences], the number of drafted rows.
     """
 
     listed: bool
     pieces: Tensor
     starts: Tensor
+    drafted: Tensor
 
 
 def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
@@ -85,7 +86,7 @@ def delta_rule(
     places, heads, size = _places(batch), spec.num_value_heads, spec.value_head_dim
     out = qkv.new_empty(len(qkv), heads, size)
     inputs = map(aligned, (qkv, b, a, weights.decay, weights.bias))
-    args = *inputs, states, places.starts, aligned(batch.reads), aligned(batch.writes), out, spec.key_head_dim**-0.5
+    args = *inputs, states, *places[2:], aligned(batch.reads), aligned(batch.writes), out, spec.key_head_dim**-0.5
     columns = min(COLUMNS, triton.next_power_of_2(size))
     tiles = -(-size // columns)
     sizes = dict(KEY_HEADS=spec.num_key_heads, HEADS=heads, KEY_SIZE=spec.key_head_dim, SIZE=size)
@@ -97,12 +98,15 @@ def delta_rule(
 
 def _places(batch: StateBatch) -> _Places:
     device, unread = batch.reads.device, aligned(batch.reads)
-    listed = _list_places(tuple(batch.query_starts), device, current_stream(device))
-    return listed or _Places(False, unread, unread)
+    drafted = tuple(batch.drafted) or (0,) * len(batch.reads)
+    listed = _list_places(tuple(batch.query_starts), drafted, device, current_stream(device))
+    return listed or _Places(False, unread, unread, unread)
 
 
 @lru_cache(maxsize=1)
-def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None) -> _Places | None:
+def _list_places(
+    starts: tuple[int, ...], drafted: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None
+) -> _Places | None:
     """Return the `_Places` of a batch, made once for all layers; None if every sequence has one row.
 
     The copy of the result to the device is queued on `stream`, so no other stream may read the result. A sequence
@@ -112,7 +116,8 @@ def _list_places(starts: tuple[int, ...], device: torch.device, stream: torch.cu
         return None
     counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
     pieces = [(i, first) for i, count in enumerate(counts) for first in range(0, max(count, 1), SEVERAL[0])]
-    return _Places(True, *(to_device(torch.tensor(x, dtype=torch.int64), device) for x in (pieces, starts)))
+    columns = pieces, starts, drafted
+    return _Places(True, *(to_device(torch.tensor(x, dtype=torch.int64), device) for x in columns))
 
 
 @exact_jit
@@ -122,6 +127,7 @@ def _convolve_kernel(
     tails_ptr,
     pieces_ptr,
     starts_ptr,
+    drafted_ptr,
     reads_ptr,
     writes_ptr,
     out_ptr,
@@ -148,7 +154,8 @@ def _convolve_kernel(
     tl.store(out_ptr + (start + row) * CHANNELS + channel, out, mask=inside)
     if KERNEL > 1:
         if first == 0:
-            _move_tail(x, tl.load(writes_ptr + sequence), count, channel, CHANNELS, KERNEL)
+            kept = count - tl.load(drafted_ptr + sequence) if LISTED else count
+            _move_tail(x, tl.load(writes_ptr + sequence), kept, channel, CHANNELS, KERNEL)
 
 
 @device_function
@@ -178,7 +185,7 @@ def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.co
 
 @device_function
 def _move_tail(x, slot, count, channel, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """Store the last rows of a sequence in a slot, possibly the slot of its old tail."""
+    """Store the last of the first `count` rows of a sequence in a slot, possibly the slot of its old tail."""
     KEPT: tl.constexpr = KERNEL - 1
     place = tl.arange(0, triton.next_power_of_2(KEPT))[:, None]  # type: ignore[reportArgumentType]
     inside = (place < KEPT) & (channel < CHANNELS)
@@ -196,6 +203,7 @@ def _delta_rule_kernel(
     bias_ptr,
     states_ptr,
     starts_ptr,
+    drafted_ptr,
     reads_ptr,
     writes_ptr,
     out_ptr,
@@ -224,6 +232,10 @@ def _delta_rule_kernel(
     speed, bias = tl.exp(tl.load(decay_ptr + head).to(tl.float32)), tl.load(bias_ptr + head).to(tl.float32)
     q_ptr = qkv_ptr + start * CHANNELS + head // (HEADS // KEY_HEADS) * KEY_SIZE
     v_ptr = qkv_ptr + start * CHANNELS + 2 * KEY_HEADS * KEY_SIZE + head * SIZE
+    kept = count - tl.load(drafted_ptr + sequence) if LISTED else count
+    target_ptr = states_ptr + tl.load(writes_ptr + sequence) * (HEADS * KEY_SIZE * SIZE) + place
+    if kept == 0:
+        tl.store(target_ptr, state, mask=real)
     tokens = q_ptr, q_ptr + KEY_HEADS * KEY_SIZE, v_ptr, b_ptr + start * HEADS + head, a_ptr + start * HEADS + head
     q, k, v, b, a = _load_token(tokens, 0, count, key, column, CHANNELS, HEADS, KEY_SIZE, SIZE)
     for i in range(0, count):
@@ -234,8 +246,9 @@ def _delta_rule_kernel(
         state += k * change
         out = tl.sum(state * q, axis=1, keep_dims=True).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + ((start + i) * HEADS + head) * SIZE + column, out, mask=column < SIZE)
+        if i + 1 == kept:
+            tl.store(target_ptr, state, mask=real)
         q, k, v, b, a = later
-    tl.store(states_ptr + tl.load(writes_ptr + sequence) * (HEADS * KEY_SIZE * SIZE) + place, state, mask=real)
 
 
 @device_function

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from ...engine.engine import Engine
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model
 from .progress import tracked
+from .verify_drafts import MOST_DRAFTED, new_drafter
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 from .verify_subjects import (
     Sizes,
@@ -100,6 +102,7 @@ Each row is a cell: the same requests, served under the circumstances it names.
     chunks           steps in which the longest prompt was computed
     together         samples that shared a step
     preempted        samples that lost their memory and were recomputed
+    accepted, rejected  drafted tokens
     threads          CPU threads that computed
     ended by, held   requests of the baseline on which a stop token, a stop
     back, other ...  string, min_tokens or other log-probs had an effect
@@ -117,6 +120,14 @@ STATE_CELLS = (
     Cell(cache="warm", others=1, checkpoints=0),
     Cell(cache="warm", interval=16, states="lost in a sleep"),
     Cell(others=10, interval=16, budget=64, states="lost under way"),
+)
+# Additional cells with drafts.
+DRAFT_CELLS = (
+    Cell(drafts="adversarial", others=10, budget=64),
+    Cell(drafts="repeats"),
+    Cell(drafts="adversarial", cache="warm", others=10, block_size=8),
+    Cell(drafts="adversarial", others=10, is_starved=True),
+    Cell(drafts="adversarial", others=10, interval=16, states="lost under way"),
 )
 # Additional cells for models with experts.
 ROUTE_CELLS = (
@@ -180,11 +191,12 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: b
 
 
 def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
-    """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
+    """Return CELLS and DRAFT_CELLS, STATE_CELLS if the model has recurrent layers, and ROUTE_CELLS if it has experts.
+
     `quick`: return QUICK_CELLS instead of CELLS, plus only the first cell of each additional list.
     """
     spec = loaded.model.spec
-    more = (STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
+    more = (DRAFT_CELLS, STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
     if quick:
         return sum((cells[:1] for cells in more), QUICK_CELLS)
     return sum(more, CELLS)
@@ -203,7 +215,8 @@ class _Lab:
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
         """Run a cell. Return all runs of the cell and the checked premises."""
         with _thread_count(cell.threads):
-            engine = Engine(self._engine_config(cell), self.loaded)
+            drafter = new_drafter(cell.drafts, self._texts(baseline), self.vocab_size)
+            engine = Engine(self._engine_config(cell), self.loaded, drafter)
             runs = list(self._runs(engine, cell, baseline))
             return runs, check_premises(
                 cell, runs, torch.get_num_threads(), cuts=bool(self.loaded.model.spec.delta_nets)
@@ -231,6 +244,8 @@ class _Lab:
             state_interval=cell.interval,
             state_budget=CHECKPOINTS if cell.checkpoints is None else cell.checkpoints,
             decode_state_interval=cell.block_size if cell.num_reread and not cell.states else 0,
+            speculative="ngram" if cell.drafts else "off",
+            num_speculative_tokens=MOST_DRAFTED,
         )
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
@@ -278,6 +293,12 @@ class _Lab:
         prompt = np.concatenate([subject.prompt_token_ids, spoken.token_ids[:num_reread]])
         second = with_params(subject, n=1, max_tokens=self.sizes.max_tokens - num_reread)
         return run_together(engine, [dataclasses.replace(second, prompt_token_ids=prompt)])
+
+    def _texts(self, baseline: Baseline) -> Iterator[array[int]]:
+        """Yield prompt and sample of each sample of the baseline."""
+        prompts = {subject.id: subject.prompt_token_ids for subject in self.subjects}
+        for (request_id, _), sample in baseline.items():
+            yield array("i", [*prompts[request_id].tolist(), *sample.token_ids])
 
     def _scores(self, baseline: Baseline) -> list[ScoreRequest]:
         subjects = {subject.id: subject for subject in self.subjects}

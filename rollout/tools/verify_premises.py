@@ -17,6 +17,7 @@ from ...engine.request import GenerateRequest, Output, Request, SampleOutput, Sa
 from ...engine.stats import EngineStats
 
 UNLIMITED = 2**20
+DRAFTED = "drafted", "accepted"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Cell:
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
     - `routes`: for models with experts, whether a warm cache stores the experts that were chosen for each token:
       `unknown` (the cache does not store the experts) or `added` (a later request has added the experts to the cache)
+    - `drafts`: how tokens are drafted: `repeats`, or `adversarial` (see `verify_drafts`)
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -47,6 +49,7 @@ class Cell:
     checkpoints: int | None = None
     states: Literal["", "hit", "hit shortened", "skipped", "evicted", "lost in a sleep", "lost under way"] = ""
     routes: Literal["", "unknown", "added"] = ""
+    drafts: Literal["", "repeats", "adversarial"] = ""
 
     @property
     def name(self) -> str:
@@ -76,6 +79,8 @@ class Cell:
             yield f"routes {self.routes}"
         if self.checkpoints == 0:
             yield "no checkpoints"
+        if self.drafts:
+            yield f"drafts {self.drafts}"
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,7 @@ def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool
         _reuse_premise(cell, runs),
         _chunk_premise(cell, runs, cuts),
         *_state_premises(cell, runs),
+        *_draft_premises(cell, runs),
         _company_premise(cell, runs),
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
         Premise("threads", num_threads, cell.threads in (None, num_threads)),
@@ -287,6 +293,18 @@ def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
         return []
     seen = sum(run.growth(counter) for run in runs)
     return [Premise(f"checkpoint {cell.states}", seen, seen > 0)]
+
+
+def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
+    """Return the premises that drafted tokens were accepted and rejected; an empty list for a cell without drafts."""
+    if not cell.drafts:
+        return []
+    ends = [(run.history[0].drafts[0], run.history[-1].drafts[0]) for run in runs]
+    drafted, accepted = (sum(sum(getattr(b, name)) - sum(getattr(a, name)) for a, b in ends) for name in DRAFTED)
+    return [
+        Premise("accepted", accepted, accepted > 0),
+        Premise("rejected", drafted - accepted, drafted > accepted),
+    ]
 
 
 def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:

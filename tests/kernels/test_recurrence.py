@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trueroll.kernels.contract import NO_SLOT, DeltaNetWeights, StateBatch
+from trueroll.kernels.journal import Journal
 from trueroll.kernels.specs import DeltaNetSpec
 
 from .accuracy import check
@@ -196,6 +197,43 @@ def test_a_sequence_without_rows_is_copied(recurrent: Recurrent) -> None:
     assert len(nothing) == 0 and all(map(same_bits, memory.at(5), memory.at(3)))
     sequences.run(memory, [(0, 12, 12)], [NO_SLOT], [5])
     assert not memory.states[5].any() and not memory.tails[5].any()
+
+
+DRAFTS = ((0, 3), (2, 3), (3, 3), (0, 0), (1, 2), (0, 1))
+"""For some steps: how many drafted rows are right, and how many rows are drafted."""
+
+
+def test_drafted_rows_leave_no_trace(recurrent: Recurrent) -> None:
+    """One sequence drafts rows and repeats the right ones in its next step. The other computes one row per step."""
+    plan = [*DRAFTS, *DRAFTS, (0, 0)]
+    length = sum(1 + right for right, _ in plan)
+    sequences, memory = Sequences.new(recurrent, [length, len(plan), 3]), Memory.new(recurrent)
+    journal = torch.full((1, 3, recurrent.spec.row_size), torch.nan, dtype=recurrent.dtype)
+    done, repeated, slots = 0, 0, [NO_SLOT, NO_SLOT]
+    outs: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for i, (right, count) in enumerate(plan):
+        writes = slots if i % 3 == 1 else [i % 4, 4 + i % 4]
+        chunks = (0, done, done + 1 + right), (2, 0, count - right), (1, i, i + 1)
+        rows = [torch.cat([sequences.inputs[n][j][start:end] for n, start, end in chunks]) for j in range(3)]
+        batch = batch_of(journal, repeated, count, slots, writes)
+        assert batch.journal is not None
+        found = sequences.compute(memory, batch, *batch.journal.splice(0, *rows))[batch.journal.own]
+        outs[0].append(found[: 1 + right])
+        outs[1].append(found[-1:])
+        done, repeated, slots = done + 1 + right, right, writes
+    for i in range(2):
+        expected, left = sequences.whole(i)
+        assert same_bits(torch.cat(outs[i]), expected) and all(map(same_bits, memory.at(slots[i]), left))
+
+
+def batch_of(journal: Tensor, repeated: int, drafted: int, reads: Sequence[int], writes: Sequence[int]) -> StateBatch:
+    """Return the batch of two sequences, of which the first has one sure row beside repeated and drafted rows."""
+    end = repeated + 1 + drafted
+    own = torch.tensor([*range(repeated, end), end])
+    again, drafts = torch.arange(repeated), torch.arange(drafted)
+    places = torch.stack((again * 0, again, again)), torch.stack((drafts * 0, drafts, drafts + 1))
+    slots = torch.tensor(reads), torch.tensor(writes)
+    return StateBatch([0, end, end + 1], *slots, [drafted, 0], Journal([journal], own, *places))
 
 
 def test_no_sequences(recurrent: Recurrent) -> None:

@@ -566,7 +566,7 @@ void trueroll_layers(
     void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out
 ) {
     const Call call(threads);
-    const StateBatch states = {sequences, query_starts, reads, writes};
+    const StateBatch states = {sequences, query_starts, reads, writes, nullptr};
     const LayerRun run = {
         count, k, rotations, block_size, sequences, query_starts, context_lens, states, projected, convolved, gates,
         rates, mixed, middle, active, out
@@ -626,10 +626,11 @@ void trueroll_gate_mul(
 
 void trueroll_convolve(
     long threads, int bfloat16, const void* x, long, long k, const void* weight, long kernel, void* tails,
-    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted,
+    void* out
 ) {
     const Call call(threads);
-    const StateBatch batch = {sequences, starts, reads, writes};
+    const StateBatch batch = {sequences, starts, reads, writes, drafted};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         chosen->ops(type).convolve({as<const T>(x), as<const T>(weight), k, kernel, as<T>(tails), batch, as<T>(out)});
@@ -639,10 +640,10 @@ void trueroll_convolve(
 void trueroll_delta_rule(
     long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
     long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
-    const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+    const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted, void* out
 ) {
     const Call call(threads);
-    const StateBatch batch = {sequences, starts, reads, writes};
+    const StateBatch batch = {sequences, starts, reads, writes, drafted};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         chosen->ops(type).delta_rule(

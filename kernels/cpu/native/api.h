@@ -194,14 +194,15 @@ void trueroll_gate_mul(
 // SiLU of a causal convolution of each channel: x [count, k], weight [k, kernel], tails [slots, kernel - 1, k].
 void trueroll_convolve(
     long threads, int bfloat16, const void* x, long count, long k, const void* weight, long kernel, void* tails,
-    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted,
+    void* out
 );
 
 // The recurrence of a gated delta net. `DeltaRuleArgs` has the shapes.
 void trueroll_delta_rule(
     long threads, int bfloat16, const void* qkv, const void* b, const void* a, const void* decay, const void* bias,
     long key_heads, long value_heads, long key_dim, long value_dim, float* states, long sequences,
-    const int64_t* starts, const int64_t* reads, const int64_t* writes, void* out
+    const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted, void* out
 );
 
 // `RouteArgs` has the shapes.

@@ -167,10 +167,15 @@ constexpr long NO_WINDOW = 1l << 62;
 constexpr double L2_EPS = 1e-6;  // as in kernels/contract.py
 
 // As `StateBatch` in kernels/contract.py: each sequence's rows, the slot of its state before these rows (-1 for none),
-// and the slot of its state after these rows.
+// the slot of its state after these rows, and how many of its last rows do not enter this state (null for none).
 struct StateBatch {
     long sequences;
-    const int64_t *starts, *reads, *writes;
+    const int64_t *starts, *reads, *writes, *drafted;
+
+    // The end of the rows that enter the state.
+    long kept_end(long sequence) const {
+        return starts[sequence + 1] - (drafted == nullptr ? 0 : drafted[sequence]);
+    }
 };
 
 // `weight`: [channels, kernel]. `tails`: [slots, kernel - 1, channels].
@@ -357,7 +362,7 @@ class CallBeside {
 // same purpose again.
 enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
-    RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, ORDER, ENDS, PIECES, GATHERED,
+    RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, DRAFTED, ORDER, ENDS, PIECES, GATHERED,
     INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, SHARED_ROWS, MERGED, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);

@@ -34,7 +34,8 @@ void convolve_sequence(const ConvolveArgs<T>& args, long sequence, long first, l
             store(args.out + (start + row) * C + first + i, activate<T>(Activation::SILU, out, set1(1.0f)), n - i);
         }
     T* after = args.tails + args.batch.writes[sequence] * kept * C + first;
-    for (long i = 0; i < kept; ++i) memcpy(after + i * C, x.at(count - kept + i), bytes);
+    const long end = args.batch.kept_end(sequence) - start;
+    for (long i = 0; i < kept; ++i) memcpy(after + i * C, x.at(end - kept + i), bytes);
 }
 
 template <class T>
@@ -221,18 +222,12 @@ NextState next_state(const DeltaRuleArgs<T>& args, long task) {
     return {args.states + place * args.key_dim * args.value_dim};
 }
 
-// One head of one sequence.
+// Rows [row, end) of one head, from the state `before` (null for zeros) to the state `after`.
 template <class T>
-void recur(const DeltaRuleArgs<T>& args, const Gates& gates, long sequence, long head) {
-    const long size = args.key_dim * args.value_dim, end = args.batch.starts[sequence + 1];
-    const auto state = [&](long slot) { return args.states + (slot * args.value_heads + head) * size; };
-    const NextState ahead = next_state(args, sequence * args.value_heads + head + num_threads());
-    const long read = args.batch.reads[sequence];
-    const float* before = read < 0 ? nullptr : state(read);
-    float* after = state(args.batch.writes[sequence]);
-    long row = args.batch.starts[sequence];
-    if (row == end && before == nullptr) memset(after, 0, static_cast<size_t>(size) * sizeof(float));
-    if (row == end && before != nullptr) memmove(after, before, static_cast<size_t>(size) * sizeof(float));
+void recur_rows(
+    const DeltaRuleArgs<T>& args, const Gates& gates, long head, long row, long end, const float* before, float* after,
+    const NextState& ahead
+) {
     for (; row < end; row += TOKENS, before = after) {
         const HeadTokens tokens = head_tokens(args, head, row, smaller(TOKENS, end - row));
         long column = 0;
@@ -242,6 +237,22 @@ void recur(const DeltaRuleArgs<T>& args, const Gates& gates, long sequence, long
         for (; column < args.value_dim; column += COLUMNS * LANES)
             recur_columns(args, gates, tokens, column, before, after);
     }
+}
+
+// One head of one sequence. Drafted rows go on from the stored state in scratch memory.
+template <class T>
+void recur(const DeltaRuleArgs<T>& args, const Gates& gates, long sequence, long head) {
+    const long size = args.key_dim * args.value_dim, row = args.batch.starts[sequence];
+    const long kept_end = args.batch.kept_end(sequence), end = args.batch.starts[sequence + 1];
+    const auto state = [&](long slot) { return args.states + (slot * args.value_heads + head) * size; };
+    const NextState ahead = next_state(args, sequence * args.value_heads + head + num_threads());
+    const long read = args.batch.reads[sequence];
+    const float* before = read < 0 ? nullptr : state(read);
+    float* after = state(args.batch.writes[sequence]);
+    if (row == kept_end && before == nullptr) memset(after, 0, static_cast<size_t>(size) * sizeof(float));
+    if (row == kept_end && before != nullptr) memmove(after, before, static_cast<size_t>(size) * sizeof(float));
+    recur_rows(args, gates, head, row, kept_end, before, after, ahead);
+    if (kept_end < end) recur_rows(args, gates, head, kept_end, end, after, scratch<float>(DRAFTED, size), ahead);
 }
 
 template <class T>

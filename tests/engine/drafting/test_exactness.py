@@ -18,14 +18,13 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import GenerateRequest, SampleOutput
 from trueroll.engine.running.loading import LoadedModel, load_model
-from trueroll.errors import ConfigError
 
 from ..checkpoints import read_tensors, stage
 from ..drive import bits, drain, generate, run, samples_of, score, tokens, top_bits
 
 pytestmark = pytest.mark.usefixtures("steps_ahead")
 Samples = dict[tuple[str, int], SampleOutput]
-FAMILIES = ("llama", "gemma3", "qwen3_moe")
+FAMILIES = ("llama", "gemma3", "qwen3_moe", "qwen3_5")
 
 
 @dataclass
@@ -72,8 +71,9 @@ def parts(sample: SampleOutput) -> tuple[object, ...]:
 
 
 def make(loaded: LoadedModel, config: dict[str, Any], function: Callable[..., Any] | None, **more: Any) -> Engine:
-    drafter = None if function is None else FunctionDrafter(function)
-    return Engine(EngineConfig(**(config | more)), loaded, drafter)
+    if function is None:
+        return Engine(EngineConfig(**(config | more)), loaded)
+    return Engine(EngineConfig(**(config | more), speculative="ngram"), loaded, FunctionDrafter(function))
 
 
 def some_were_rejected(engine: Engine) -> bool:
@@ -220,10 +220,3 @@ def test_repeats_are_drafted_and_change_no_bit(tmp_path: Path) -> None:
         assert {k: parts(s) for k, s in run(engine, asked).items()} == {k: parts(s) for k, s in expected.items()}
     [stats] = engine.stats().drafts
     assert sum(stats.accepted) > 100 and stats.accepted[0] >= stats.accepted[3] > 0 and stats.drafter == "repeats"
-
-
-def test_models_with_recurrent_layers_are_refused(tmp_path: Path) -> None:
-    model = make_tiny_model("qwen3_5", tmp_path / "model")
-    with pytest.raises(ConfigError, match="speculative must be off") as caught:
-        Engine(EngineConfig(model=str(model), num_threads=1, speculative="ngram"))
-    assert caught.value.field == "speculative"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
+from trueroll.engine.drafting.drafter import Drafter, FunctionDrafter
 from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelInput, ModelOutput
 from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
@@ -94,14 +96,15 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
     monkeypatch.setattr(reference, "paged_attention", read_lens)
     monkeypatch.setattr(executor_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, log)))
 
-    def make(cuda_graphs: bool, folder: Path = model, load: Any = load_model, **changes: Any) -> Engine:
+    def make(
+        cuda_graphs: bool, folder: Path = model, load: Any = load_model, drafter: Drafter | None = None, **changes: Any
+    ) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
         settings |= dict(model=str(folder), backend="reference", cuda_graphs=cuda_graphs) | changes
         config = EngineConfig(**settings)
         loaded = load(config)
-        return Engine(
-            config, dataclasses.replace(loaded, backend=dataclasses.replace(loaded.backend, can_capture=True))
-        )
+        backend = dataclasses.replace(loaded.backend, can_capture=True)
+        return Engine(config, dataclasses.replace(loaded, backend=backend), drafter)
 
     return make
 
@@ -183,6 +186,27 @@ def test_graphs_have_tables_for_each_window(
     assert [int(tables[3, 0]) for tables in inputs.tables] == list(engine.info.blocks_by_window), (
         "padding has a block of its own"
     )
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
+def test_drafts_are_rows_of_graphs(make_engine: MakeEngine, log: list[str], tmp_path: Path, family: str) -> None:
+    """A step with drafts for one sequence beside others replays graphs, if it has no more rows than the largest graph."""
+    sizes: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1)
+    settings: dict[str, Any] = dict(folder=make_tiny_model(family, tmp_path / "m", **sizes), load=load_dummy)
+    requests = [generate("a", prompt(5), max_tokens=12), generate("b", prompt(5, seed=1), n=2, max_tokens=12)]
+    expected = serve(make_engine(False, **settings), requests)
+    known = [array("i", [*prompt(5).tolist(), *expected["a", 0][0]])]
+
+    def draft(so_far: array[int], most: int) -> list[int]:
+        following = [text[len(so_far) :][:most].tolist() for text in known if text[: len(so_far)] == so_far]
+        return [*following[0][:2], 1] if following else []
+
+    engine = make_engine(True, drafter=FunctionDrafter(draft), speculative="ngram", **settings)
+    del log[:]
+    assert serve(engine, requests) == expected
+    [stats] = engine.stats().drafts
+    assert 0 < sum(stats.accepted) < sum(stats.drafted) and log.count("replay") >= 2 * 4
 
 
 def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[str], tmp_path: Path) -> None:
