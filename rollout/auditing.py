@@ -58,8 +58,8 @@ class Audit:
     - `causes`: the differences that were found between trainer and worker
     - `tensors`: names of the tensors that differ between trainer and worker, or that only one of the two has
     - `is_aligned`: whether the trainer's model is aligned
-    - `differences`: trainer - worker for each token, one float32 array [tokens of the sample] per sample; infinity
-      replaces NaN, and all differences of a sample if the worker sent no log-probs
+    - `differences`: for each sample, a float32 array [tokens of the sample] of the trainer's log-probs minus the
+      worker's log-probs; infinity instead of NaN; all infinity if the worker sent no log-probs for the sample
     """
 
     num_tokens: int
@@ -103,7 +103,7 @@ def audit(
       an error.
     - `prompts`: token ids
     - `params`: sampling parameters; by default 4 samples of 32 tokens for each prompt
-    - `temperature`: the number by which the trainer divides the logits; by default the trainer temperature of `params`
+    - `temperature`: the number by which the trainer divides the logits; by default `params.trainer_temperature`
     - `version`: weight version of the trainer's last push; None if the trainer has not pushed
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
@@ -139,7 +139,9 @@ def audit(
 def _summarize(
     rows: list[Tensor], samples: list[_Sampled], causes: list[Cause], tensors: tuple[str, ...], is_aligned: bool
 ) -> Audit:
-    """Return the result of an audit. `rows`: for each sample, the difference trainer - worker of each token."""
+    """Return the result of an audit. `rows`: for each token of each sample, the trainer's log-prob minus the worker's
+    log-prob.
+    """
     together = torch.cat(rows).abs()
     num_different = int((together != 0).sum())
     if num_different and not causes:
@@ -269,8 +271,8 @@ def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
 
 
 def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
-    """Return trainer - worker for each token of a sample. NaN becomes infinity. If the worker sent no log-probs, all
-    differences are infinity.
+    """Return the trainer's log-prob minus the worker's log-prob, for each token of a sample. NaN becomes infinity. If
+    the worker sent no log-probs, all differences are infinity.
     """
     if sample.logprobs is None:
         return torch.full_like(found, torch.inf)

@@ -86,7 +86,7 @@ class Group:
 class AsyncRolloutClient:
     """A client of the worker at `address`. The client connects at the first call. Calls may run concurrently.
 
-    Make all calls in the process and the event loop of the first call.
+    Make all calls in the same process and event loop as the first call.
 
     - `timeout`: if the worker sends nothing for this many seconds, pending calls raise WorkerLostError. A worker
       answers health checks even while it computes or loads its model.
@@ -159,15 +159,15 @@ class AsyncRolloutClient:
           For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
           from the id and the prompt. Requests with equal ids and contents give the same samples from any worker with
-          the same weights, even after a crash of client or worker. The worker does not recompute a request that is
-          submitted again while in flight, or after its results were lost.
+          the same weights, even after a crash of client or worker. If a request is submitted again while it is in
+          flight, or because its results were lost, the worker does not compute the request again.
         - `errors`: with `return`, the result for a failed prompt is an error instead of a Group, and the other prompts
           finish.
         - `progress`: show a progress bar on a terminal.
         - `min_weight_version`: minimum weight version at which a request may begin. If the worker has older weights,
           for example after a restart, the call raises StaleWeightsError. After a request has begun, a push with
-          `allow_older` may still replace the weights by older weights. The version spans of a sample show which weights
-          generated which tokens.
+          `allow_older` may still replace the weights with older weights. The version spans of a sample show which
+          weights generated which tokens.
         - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings weights of at least
           `min_weight_version`.
         """
@@ -395,7 +395,7 @@ class AsyncRolloutClient:
         in_flight: InFlight = "recompute",
         timeout: float = 600.0,
     ) -> protocol.Status:
-        """Release the memory of `tags` until `wake_up`.
+        """Release the kinds of memory in `tags` until `wake_up` is called.
 
         - `level`: 1 keeps the weights in host memory; 2 drops the weights, so a push must bring new weights.
         - `in_flight`: what the worker does with running requests. `drain` finishes the requests first, for at most
@@ -406,8 +406,8 @@ class AsyncRolloutClient:
         return await self._ask_status(message_of(protocol.Sleep, id=protocol.new_id(), **fields))
 
     async def wake_up(self, tags: Sequence[Tag] = protocol.ALL_TAGS) -> protocol.Status:
-        """Allocate the memory of `tags` again. The worker is ready when all tags are awake and the weights are
-        complete.
+        """Allocate the kinds of memory in `tags` again. The worker is ready when all kinds of memory are allocated and
+        the weights are complete.
         """
         return await self._ask_status(message_of(protocol.WakeUp, id=protocol.new_id(), tags=tuple(tags)))
 
@@ -458,7 +458,7 @@ class AsyncRolloutClient:
         """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
         Each sample is yielded once. If deltas were requested, they are yielded before their sample. `what`: name of the
-        caller's argument, such as `prompts`, for error texts that name `prompts[3]`. `errors`: with `return`, errors
+        caller's argument, for error texts: with `prompts`, an error names `prompts[3]`. `errors`: with `return`, errors
         are yielded instead of raised. `in_groups`: the caller uses samples only after their group has ended. With
         `in_groups`, a client of several workers may restart a group and yield the group's samples again.
         """
@@ -544,8 +544,9 @@ class LoopThread:
     """An event loop on a daemon thread named `name`, for synchronous code.
 
     Guarantees: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
-    on the loop's own thread, because the garbage collector may run there. On the loop's own thread, `end` returns
-    without waiting. In a forked process, `submit` returns a failed future without waiting, and `end` raises.
+    on the loop's own thread, because garbage collection, which closes clients and streams, may run there. On the loop's
+    own thread, `end` returns without waiting. In a forked process, `submit` returns a failed future without waiting,
+    and `end` raises.
     """
 
     def __init__(self, name: str) -> None:
@@ -612,10 +613,10 @@ def _failed(coroutine: Coroutine[Any, Any, T], error: TruerollError) -> Future[T
 
 
 class RolloutClient:
-    """The calls of `AsyncRolloutClient` for code without an event loop. May be used from several threads.
+    """The methods of `AsyncRolloutClient`, for code without an event loop. May be used from several threads.
 
     The asynchronous client runs on a separate thread. Create the client in the process that uses it. In a process that
-    is forked later, calls of the client raise TruerollError. An interrupt (Ctrl-C) during a call abandons the requests
+    is forked later, calls to the client raise TruerollError. An interrupt (Ctrl-C) during a call abandons the requests
     of the call. An open client is closed when it is garbage-collected, or when the interpreter exits. The automatic
     close of an open client also abandons the unfinished requests of its streams.
     """
@@ -758,7 +759,9 @@ def _scored(reply: protocol.Scores) -> ScoreOutput:
 
 @contextmanager
 def _progress_bar(is_wanted: bool, total: int) -> Iterator[Any]:
-    """Yield a function that the caller must call for each finished sample."""
+    """Show a progress bar if `is_wanted`. Yield a function that the caller must call for each finished sample, to
+    advance the bar.
+    """
     if not is_wanted:
         yield lambda: None
         return

@@ -5,7 +5,7 @@ Owns:
 - the socket (`Line`)
 - the pending calls (`PendingCalls`)
 - the replies that callers have not read yet (`Inbox`), and partial samples (`Received`)
-- when calls are sent, and which worker process is connected (`Connection`)
+- the decision about when to send each call, and the record of the connected worker process (`Connection`)
 
 Does not own: what each call does (`client`).
 
@@ -76,7 +76,7 @@ class Received:
         self._is_announced = False
 
     def put(self, delta: Delta) -> bool:
-        """Add a delta. Return True if this is the first new delta since the last `take`.
+        """Add a delta. Return True if the delta is the first new delta since the last `take`.
 
         Raise ProtocolError if tokens before the delta are missing.
         """
@@ -169,7 +169,7 @@ class Listener(Protocol):
         ...
 
     def failed(self, error: TruerollError) -> None:
-        """Handle the failure of a task of the line. No more frames will arrive."""
+        """Handle the failure of one of the line's tasks. No more frames will arrive."""
         ...
 
 
@@ -218,7 +218,9 @@ class Line:
         self._context.destroy(linger=LINGER_MS)
 
     def not_at_home(self) -> TruerollError | None:
-        """Return an error if the current process or event loop is not that of the first call, else None."""
+        """Return an error if the current process or event loop differs from the process or event loop of the first
+        call, else None.
+        """
         if self._home is None:
             return None
         pid, loop = self._home
@@ -228,7 +230,7 @@ class Line:
             if asyncio.get_running_loop() is loop:
                 return None
         return TruerollError(
-            "client: this is not the event loop of its first call; make a client in each event loop, or use "
+            "client: this is not the event loop of the first call; make a client in each event loop, or use "
             "RolloutClient"
         )
 
@@ -360,7 +362,7 @@ class PendingCalls:
         return self._calls.get(id)
 
     def give_up(self, ids: Iterable[str]) -> set[str]:
-        """Drop calls. Return the ids of those dropped calls that were already sent to the worker."""
+        """Drop calls. Return the ids of the dropped calls that were already sent to the worker."""
         given_up = {id: self._calls.pop(id, None) for id in ids}
         return {id for id, call in given_up.items() if call is not None and call.was_sent}
 

@@ -33,7 +33,7 @@ def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
 def continuation(
     position: int, prompt: Sequence[int] | np.ndarray, sample: SampleOutput, params: SamplingParams
 ) -> dict[str, Any]:
-    """Return the fields of the request for the remaining tokens of `sample`.
+    """Return the fields of the request that generates the remaining tokens of `sample`.
 
     `position`: position of the sample in the call, for error texts. `params`: the parameters of the whole sample. Raise
     InvalidRequestError if the parameters do not match the sample.

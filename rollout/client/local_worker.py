@@ -36,8 +36,8 @@ class WorkerProcess:
     """A worker that runs as a child process. `address`: address to connect to. As a context manager, stops the worker
     on exit.
 
-    A process that is forked from this one inherits the worker's pipe. Then the worker runs until both this process and
-    the forked process have ended.
+    If this process is forked, the forked process inherits the worker's pipe, so the worker runs until both processes
+    have ended.
     """
 
     def __init__(

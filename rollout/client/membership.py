@@ -189,7 +189,7 @@ def write_members(path: Path, members: Sequence[Member], mode: int = 0o600) -> N
 class MembersFile:
     """The file of a fleet, written by the process that runs the fleet.
 
-    `is_stale`: True if the last write failed. After a failed write, the next call of `tell` writes again.
+    `is_stale`: True if the last write failed. After a failed write, the next call to `tell` writes again.
     """
 
     def __init__(self, path: Path, mode: int) -> None:

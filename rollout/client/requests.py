@@ -70,7 +70,7 @@ def continue_requests(
     ids: Sequence[str] | None,
     demand: dict[str, Any],
 ) -> dict[int, protocol.Generate]:
-    """Return a message for each sample that must be continued, by the sample's position. `demand`:
+    """Return a message for each sample that must be continued. The keys are the positions of the samples. `demand`:
     `min_weight_version`, `wait_for_weights`.
     """
     given = _listed(prompts, "prompts")
@@ -86,7 +86,9 @@ def continue_requests(
 
 
 def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, protocol.GetScores]:
-    """Return a message for each sequence, by the sequence's position. `fields`: the other fields of each message."""
+    """Return a message for each sequence. The keys are the positions of the sequences. `fields`: the other fields of
+    each message.
+    """
     arrays = [
         protocol.tokens_to_bytes(tokens, f"sequences[{i}]") for i, tokens in enumerate(_listed(sequences, "sequences"))
     ]

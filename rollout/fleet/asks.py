@@ -1,5 +1,5 @@
-"""An `Ask` consists of the messages to one worker on behalf of a client's request, either for the whole request or for
-its missing samples.
+"""An `Ask` is the set of messages that one worker gets for a client's request: either one message for the whole
+request, or one message for each missing sample.
 
 Pure functions and data. A sample depends on its seed and its prompt, but not on the worker. So a missing sample is
 requested as sample 0 of a separate request, with a seed that gives the same noise. A partial sample is continued: only
@@ -33,7 +33,7 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 
 @dataclass(eq=False)
 class Ask:
-    """The messages to one worker on behalf of a request.
+    """The messages that one worker gets for a client's request.
 
     - `messages`: a single message for the whole request, with the key None; or a message for each missing sample, by
       sample index
@@ -62,8 +62,8 @@ class Ask:
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """Return the arguments of the `abort` calls that end the samples `indices` of `n` at the worker: pairs (request
-        id, sample index). Index None aborts the whole request.
+        """Return the arguments of the `abort` calls that end the samples `indices` at the worker, as pairs (request id,
+        sample index). `n`: number of samples in the request. Index None aborts the whole request.
         """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]

@@ -57,8 +57,8 @@ class Fleet:
     - `startup_timeout`: maximum number of seconds from the start of a worker until it is ready
     - `hang_seconds`: a worker is replaced if its engine has work but makes no progress for this many seconds
     - `drain_timeout`: maximum number of seconds for a leaving worker to finish its requests
-    - `metrics_port`: port on 127.0.0.1 for `/healthz` and `/metrics`. The metrics cover all workers, without the
-      histograms of durations. Port 0 takes any free port; None disables the metrics.
+    - `metrics_port`: port on 127.0.0.1 for `/healthz` and `/metrics`. The metrics cover all workers, but do not include
+      the histograms of durations. Port 0 takes any free port; None disables the metrics.
 
     Raise ConfigError if a setting is unknown or invalid. Raise ConfigError or ModelError if a worker cannot run with
     the settings. Raise WorkerFailedError if a worker is not ready within `startup_timeout`. If weights are pushed while

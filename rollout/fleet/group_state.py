@@ -34,7 +34,8 @@ class GroupState:
     """The state of one request.
 
     `may_repeat`, `max_staleness`: see `Samples`. `n`: number of samples, 1 for a scoring request. `is_over`: whether
-    the request has ended. `setbacks`: the workers that were lost with the request or refused it.
+    the request has ended. `setbacks`: the workers that were lost while they ran the request, and the workers that
+    refused the request.
 
     The caller must deliver the replies that methods return, in order.
     """
@@ -90,7 +91,7 @@ class GroupState:
 
     def settle(self) -> list[Reply]:
         """If no `Ask` is pending, return the replies that need no worker: aborted samples, the terminal reply of a
-        complete group, or an error if the request was lost with too many workers.
+        complete group, or an error if too many workers were lost while they ran the request.
         """
         if self.is_over or self._asks:
             return []

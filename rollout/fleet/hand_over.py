@@ -159,7 +159,7 @@ async def _weights(client: AsyncRolloutClient) -> protocol.Weights:
 
 
 def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the weights in the folder of the recorded push to the joining worker. Return False if the push is missing,
+    """Push weights to the joining worker, from the folder of the recorded push. Return False if the push is missing,
     or if the push has only adapters and the base weights are missing.
     """
     path = None if push_id in folder.without_base else folder.find(push_id)
@@ -175,7 +175,7 @@ def _push_noted(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) 
 
 
 def _push_found(joining: _Only, push_id: str, folder: WeightFolder, keys: Keys) -> bool:
-    """Push the weights in the folder of an earlier push to the joining worker. On failure, log the error and return
+    """Push weights to the joining worker, from the folder of an earlier push. On failure, log the error and return
     False, so that a peer writes the weights instead.
     """
     path = None

@@ -2,7 +2,7 @@
 
 This module owns no state: each slot holds the state of its worker. Guarantees: a worker that ends, hangs or fails is
 replaced. The first replacement starts soon. If replacements keep failing, the pauses between replacements grow. A
-worker serves only once it has the weights that the other workers serve.
+worker begins to serve only after it has the weights that the other workers serve.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Keeper:
 
         The worker is first marked as serving, and then its weights are compared with the weights of the peer. A push
         that ends after the worker was marked as serving includes the worker. The comparison of weights detects a push
-        that ended earlier. If the slot is removed from the fleet meanwhile, the worker does not join.
+        that ended before the worker was marked as serving. If the slot is removed from the fleet meanwhile, the worker
+        does not join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

@@ -30,7 +30,7 @@ class Kinds:
         self._odd: set[Link] = set()
 
     def forget(self) -> None:
-        """Forget the kind of the fleet. The next call of `follow` adopts the kind of the first listed worker that has
+        """Forget the kind of the fleet. The next call to `follow` adopts the kind of the first listed worker that has
         answered.
         """
         self._kind = None

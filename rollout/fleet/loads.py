@@ -26,7 +26,8 @@ class Worker:
 
     - `position`: index in `Rows.workers`; -1 if the worker is new or was removed
     - `load`: total cost of the `count` groups in flight
-    - `done`, `busy`: cost of the finished groups, and seconds with groups in flight; older values count less in both
+    - `done`, `busy`: cost of the finished groups, and seconds with groups in flight; in both sums, older values count
+      less
     - `since`: the time up to which `busy` is counted
     - `speed`: speed relative to the average speed of the fleet
     - `pressure`: load divided by speed
@@ -63,7 +64,7 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """Return a hash of `key` for each worker, uint64 [num_workers]. The next call of this method overwrites the
+        """Return a hash of `key` for each worker, uint64 [num_workers]. The next call to this method overwrites the
         array.
         """
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
@@ -76,7 +77,7 @@ class Rows:
 
 
 class Loads:
-    """The loads of all workers. `workers`: the workers by name. `rows`: the array that the last call of `gather`
+    """The loads of all workers. `workers`: the workers by name. `rows`: the array that the last call to `gather`
     returned.
     """
 

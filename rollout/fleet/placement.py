@@ -72,8 +72,8 @@ _ENDS = _piece_ends()
 def beginnings(
     prompt_token_ids: np.ndarray, cache_salt: str | None = None, spans: Sequence[ContentSpan] = ()
 ) -> list[int]:
-    """Return a 64-bit hash of each prefix of a prompt, the shortest prefix first. Only prefixes of whole pieces are
-    hashed.
+    """Return a 64-bit hash of each prefix of a prompt, the shortest prefix first. Only prefixes that consist of whole
+    pieces are hashed.
 
     The first 16 pieces have `PIECE` tokens each. After every 16 pieces, the piece size doubles, so that even long
     prompts have few pieces. For a prompt shorter than one piece, the whole prompt is the only prefix.
@@ -171,7 +171,7 @@ class Placement:
         self._loads.end(placed._worker, placed.cost)
 
     def withdraw(self, placed: Placed) -> None:
-        """Subtract a group that was aborted, refused or lost from its worker's load."""
+        """Subtract an aborted, refused or lost group from its worker's load."""
         self._loads.end(placed._worker, placed.cost)
 
     def _holding(

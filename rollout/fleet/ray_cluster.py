@@ -1,4 +1,4 @@
-"""The use of Ray: a cluster, and one actor per worker that runs the worker's process.
+"""The use of Ray: a cluster with one actor for each worker; the actor runs the worker's process.
 
 Owns: the connection to the cluster, and the cluster itself if this process started it. Through Ray, only a worker's
 settings, address, process ids, error and exit code are transferred. A worker ends when its actor ends, even if the
@@ -41,7 +41,7 @@ def _outliving_its_raylet() -> Iterator[None]:
     On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
     the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
     unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. If a
-    service manager starts the fleet, Ray would treat the fleet as such an orphan. So the variable is set to the id of
+    service manager starts the fleet, Ray would treat the fleet as an orphan. So the variable is set to the id of
     this process.
     """
     if _RAYLET in os.environ:
@@ -177,7 +177,7 @@ class Cluster:
 
     @property
     def is_there(self) -> bool:
-        """Return whether Ray may be called. Without a connection to a cluster, any call of Ray would start a cluster.
+        """Return whether Ray may be called. Without a connection to a cluster, any call to Ray would start a cluster.
         The result changes only on the event loop that runs `reconnect`, or when other code in this process shuts Ray
         down.
         """
@@ -344,7 +344,7 @@ class WorkerActor:
 
 
 class _Runner:
-    """The class of the actor. Ray runs calls of the actor's methods on separate threads."""
+    """The class of the actor. Ray runs calls to the actor's methods on separate threads."""
 
     def __init__(self) -> None:
         self._process: WorkerProcess | None = None

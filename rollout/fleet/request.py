@@ -44,8 +44,8 @@ class _Attempt:
     is_last: bool = False
 
     async def abort(self, indices: set[int], n: int) -> None:
-        """Make the worker abort the samples `indices` of `n`. Errors are ignored, because `GroupState` ends the samples
-        of lost workers.
+        """Make the worker abort the samples `indices`. `n`: number of samples in the request. Errors are ignored,
+        because `GroupState` ends the samples of lost workers.
         """
         with suppress(TruerollError):
             for id, index in self.ask.targets(indices, n):
@@ -235,8 +235,8 @@ class FleetRequest:
 
 
 def _with_max_tokens(done: protocol.Done, pool: WorkerPool) -> protocol.Done:
-    """Return the terminal reply of a group. If `max_tokens` in the reply is None, replace it with the number of tokens
-    that workers use instead.
+    """Return the terminal reply of a group. If `max_tokens` in the reply is None, replace None with the limit that the
+    workers apply.
     """
     engines = [link.health.engine for link in pool.links if link.health and link.health.engine]
     if done.params.max_tokens is not None or not engines:

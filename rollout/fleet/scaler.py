@@ -91,7 +91,7 @@ class Scaler:
         await self._keeper.keep(slot)
 
     def _check_joining(self) -> None:
-        """If an error prevents a worker from serving and waiting cannot help, raise the error."""
+        """If a worker cannot serve because of an error that waiting does not fix, raise the error."""
         for slot in self._slots:
             if error := slot.first_error or slot.joining.error:
                 raise error

@@ -1,4 +1,5 @@
-"""The workers that were lost with a request or refused it, and the workers that must not get the request next.
+"""The workers that were lost while they ran a request, the workers that refused the request, and the workers that must
+not get the request next.
 
 Pure: no clock, no I/O. Methods get the number of health checks of each worker as an argument.
 """
@@ -70,7 +71,7 @@ class Setbacks:
         return None if is_waiting else errors[0]
 
     def too_many_losses(self, request_id: str) -> WorkerLostError | None:
-        """Return an error if the request was lost with too many workers, else None."""
+        """Return an error if too many workers were lost while they ran the request, else None."""
         if self.num_losses <= MOST_LOSSES:
             return None
         return WorkerLostError(

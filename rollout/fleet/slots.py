@@ -23,8 +23,9 @@ class Slot:
     """A slot for one worker of the fleet, with the current worker.
 
     `num_starts`: number of workers started so far. `first_error`: error with which the slot's first worker failed to
-    run; None once a worker runs. `waits_since`: number of `scale` calls before the last attempt to give the worker its
-    weights, if the worker waits for a push because no copy of the weights is left; None otherwise.
+    run; None once a worker runs. `waits_since`: for a worker that waits for a push, the number of `scale` calls before
+    the last attempt to give the worker its weights; None for other workers. A worker waits for a push if no copy of the
+    weights is left.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Slot:
 
 
 class Slots:
-    """All slots of a fleet. `file`: file to which the current members are written. `num_scales`: number of calls of
+    """All slots of a fleet. `file`: file to which the current members are written. `num_scales`: number of calls to
     `scale`.
     """
 
@@ -96,7 +97,8 @@ class Slots:
 
     def newest(self, but: RunningWorker) -> RunningWorker | None:
         """Return the serving worker from which the worker `but` should get its weights; None if no other worker serves.
-        Prefer the newest weights, and among equally new weights a worker that can write its weights now.
+        Prefer the worker with the newest weights; if several workers have the newest weights, prefer a worker that can
+        write its weights now.
         """
         peers = [worker for worker in self.serving if worker is not but and worker.health]
         return max(peers, key=_readiness_to_give, default=None)
@@ -141,7 +143,7 @@ class Slots:
 
     @property
     def is_stale(self) -> bool:
-        """Return whether the last write of the list of members to the file failed."""
+        """Return whether the last attempt to write the list of members failed."""
         return self._file is not None and self._file.is_stale
 
 

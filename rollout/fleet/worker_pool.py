@@ -1,12 +1,12 @@
 """The workers of a fleet from a client's view: the members, their health, and the members that are eligible for groups.
 
-Owns: the task that checks the list of members and their health, and the decision which workers may get groups. Does not
-own: requests, or the choice of a worker for a group (`Dispatch`).
+Owns: the task that checks the list of members and their health, and the decision about which workers may get groups.
+Does not own: requests, or the choice of a worker for a group (`Dispatch`).
 
 Guarantees:
 
-- Groups are placed only on workers that answer health checks and are of one kind. The weights of these workers are at
-  most `max_staleness` versions older than the newest weights.
+- Groups are placed only on workers that answer health checks and are of one kind. A worker gets groups only if its
+  weights are at most `max_staleness` versions older than the newest weights.
 - If a worker is lost or is no longer a member, its pending requests are notified at once.
 - Everything runs on the event loop of the first call.
 """
@@ -64,7 +64,7 @@ class WorkerPool:
         self._is_closed = False
 
     async def start(self) -> None:
-        """Prepare for a call. The first call of `start` waits until the health of all members has been checked. Raise
+        """Prepare for a call. The first call to `start` waits until the health of all members has been checked. Raise
         ConfigError if workers are of different kinds.
         """
         self._check_home()
@@ -102,7 +102,7 @@ class WorkerPool:
         self, prompt: Sequence[int], cost: float, avoid: Callable[[], Collection[str]], deadline: float, patience: float
     ) -> tuple[Link, Placed]:
         """Choose a worker with `Dispatch.place`. If no worker is eligible, wait for one. Raise WorkerLostError if no
-        worker is eligible until `deadline`, a time in monotonic seconds. `avoid`: function that returns the keys of
+        worker becomes eligible by `deadline`, a time in monotonic seconds. `avoid`: function that returns the keys of
         workers that must not be chosen now. `patience`: length of the whole wait in seconds, for the error text.
         """
         try:
@@ -192,6 +192,6 @@ class WorkerPool:
             raise error
         if asyncio.get_running_loop() is not loop:
             raise TruerollError(
-                "client: this is not the event loop of its first call; make a client in each event loop, or use "
+                "client: this is not the event loop of the first call; make a client in each event loop, or use "
                 "FleetClient"
             )

@@ -68,7 +68,7 @@ class Acceptor:
     def _make_room(self, error: OSError) -> None:
         """Close an old connection. If no old connection may be closed, close the pending connection.
 
-        If a connection is still pending afterwards, the event loop calls `_accept` again.
+        If a connection is still pending when this function returns, the event loop calls `_accept` again.
         """
         if self._connections.is_freeing:
             return
@@ -79,7 +79,7 @@ class Acceptor:
             self._refuse_one()
 
     def _refuse_one(self) -> None:
-        """Free the spare descriptor, use it to accept the pending connection, and close that connection."""
+        """Close the spare descriptor to free a slot, then accept and close the pending connection."""
         self._drop_spare()
         try:
             accepted, _ = self._listener.accept()

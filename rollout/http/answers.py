@@ -32,7 +32,7 @@ class TokenBytes:
     """Estimated JSON size of a token in an answer, in bytes. Most tokens need fewer bytes than estimated, and tokens
     with long texts need more.
 
-    `new`: bytes per generated token. `prompt`: bytes per prompt token; each choice counts the prompt tokens again.
+    `new`: bytes per generated token. `prompt`: bytes per prompt token; prompt tokens are counted once for each choice.
     """
 
     new: int
@@ -111,7 +111,7 @@ async def encoded_in_parts(content: Any, turns: Turns) -> AsyncGenerator[bytes, 
 
 
 def _steps(value: Any) -> Iterator[str]:
-    """Yield the JSON of a value in short texts, one text per step."""
+    """Yield the JSON of a value as short strings, one string per step."""
     if isinstance(value, dict):
         yield "{"
         for i, (name, member) in enumerate(value.items()):

@@ -45,7 +45,9 @@ log = logging.getLogger(__name__)
 
 
 class TokenizeTextFields(Fields):
-    """Fields of a `/tokenize` request that contains a text. `return_token_strs`: also return the text of each token."""
+    """Fields of a `/tokenize` request for a text instead of a conversation. `return_token_strs`: also return the text
+    of each token.
+    """
 
     model: str | None = None
     prompt: str
@@ -66,8 +68,8 @@ class DetokenizeFields(Fields):
 class ExactRoute(Route):
     """A route that matches only its exact path.
 
-    Starlette's route also matches the path followed by a newline. The guard does not recognize a path with a newline,
-    and would skip its checks of the role and of the number of open requests.
+    Starlette's `Route` class would also match the path with a newline at the end. The guard does not recognize a path
+    with a newline, and would skip its checks of the role and of the number of open requests.
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:

@@ -112,9 +112,9 @@ class Bodies:
 class _Body:
     """A body that was not parsed yet.
 
-    `content`: the bytes received so far. `num_bytes`: bytes of the budget that the body uses. `limit`: timeout for
-    reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes of the budget
-    that the body releases.
+    `content`: the bytes received so far. `num_bytes`: how many bytes of the budget the body uses. `limit`: timeout for
+    reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes that the body
+    returns to the budget.
     """
 
     limit: asyncio.Timeout

@@ -14,7 +14,7 @@ API_KEY_VARIABLE = "TRUEROLL_HTTP_API_KEY"
 
 
 class HttpConfig(BaseModel):
-    """Settings of the front end. Unknown keys and values out of range raise ConfigError.
+    """Settings of the front end. Unknown keys and out-of-range values raise ConfigError.
 
     `address`: address of the worker, or path of a fleet's file. `host`, `port`: IP and port to listen on; port 0 means
     any free port. `tokenizer`: the model that provides the tokenizer and the chat template; None means the served

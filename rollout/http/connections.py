@@ -148,7 +148,7 @@ class Connections:
         task.add_done_callback(self._tasks.discard)
 
     def make_room(self, is_extra: bool | None = None) -> bool:
-        """Close an old connection: the oldest connection in the first stage of `GIVES_WAY` that is not empty. Return
+        """Close the oldest connection in the first non-empty stage of `GIVES_WAY`. Return
         whether a connection was closed.
 
         `is_extra`: which connections to consider. If True, consider only connections in the reserve for `/health`; if
@@ -394,7 +394,7 @@ class Connection(asyncio.BufferedProtocol):
     # Reading
 
     def _note_received(self, data: bytes) -> None:
-        """Count received data towards the limits on the head or on the framing of the body.
+        """Count received data against the limits on the head, or against the limits on the framing of the body.
 
         Raise HttpError if a limit is exceeded.
         """

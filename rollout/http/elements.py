@@ -83,7 +83,7 @@ def _has_long_number(part: bytes | bytearray) -> bool:
 
 
 def _without_half_an_escape(step: bytearray) -> bytearray:
-    """Return the step without a final backslash that escapes the next byte.
+    """Return the step without its last byte if that byte is a backslash that escapes the byte after the step.
 
     A step of a single byte is returned unchanged.
     """

@@ -125,8 +125,9 @@ class GenerationFields(Fields):
 class TextFields(GenerationFields):
     """Fields of requests for text.
 
-    `return_token_ids`: also return the token ids of prompt and completion. `return_tokens_as_token_ids`: name tokens by
-    their ids in the log-probs, as in `token_id:7`. `skip_special_tokens`: leave special tokens out of the text.
+    `return_token_ids`: also return the token ids of prompt and completion. `return_tokens_as_token_ids`: in the
+    log-probs, name each token by its id, as in `token_id:7`. `skip_special_tokens`: leave special tokens out of the
+    text.
     """
 
     return_token_ids: bool = False

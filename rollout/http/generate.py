@@ -1,4 +1,4 @@
-"""`/inference/v1/generate`: generate token ids from token ids. The endpoint is compatible with vLLM, for trainers."""
+"""`/inference/v1/generate`: generate token ids from token ids. Compatible with vLLM's endpoint, which trainers use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pieces import Piece, Task, Usage, ending
 
 
 class GenerateFields(GenerationFields):
-    """Fields of a request for token ids.
+    """Fields of a `/inference/v1/generate` request.
 
     `token_ids`: the prompt. `sampling_params`: an object with the fields of `SAMPLING`, `seed`, and the fields of
     `SamplingFields`.
@@ -66,7 +66,7 @@ class GenerateForm:
 
 
 async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:
-    """Parse a request for token ids. Raise InvalidRequestError or HttpError if the request is not supported."""
+    """Parse a `/inference/v1/generate` request. Raise InvalidRequestError or HttpError if it is not supported."""
     own = checked(GenerateFields, given(body))
     served.check_name(own.model)
     fields = given(own.sampling_params)

@@ -205,7 +205,7 @@ def _next_version(served: int) -> int:
 
 
 def prepare_for_pushes() -> None:
-    """Import torch and everything that pushes weights. An import during a request would delay other requests."""
+    """Import torch and all modules that a weight push needs. An import during a request would delay other requests."""
     from ...engine.models import loader  # noqa: F401
     from ..publisher import publisher  # noqa: F401
 
@@ -262,7 +262,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def _one_text(folder: Path) -> Iterator[None]:
-    """Context manager that turns any error about reading a folder into a PushError.
+    """Context manager that converts any error from reading a folder to a PushError.
 
     The text of the PushError does not depend on the cause, so that clients cannot find out which files exist. The cause
     is logged.
@@ -272,8 +272,8 @@ def _one_text(folder: Path) -> Iterator[None]:
     except (TruerollError, OSError, ValueError, StopIteration) as error:
         log.warning("cannot read weights from %r: %s", str(folder), error)
         raise PushError(
-            f"weight_dir: {brief(str(folder))} has no weights that this server can read; give a folder that a push by "
-            "disk wrote, or a checkpoint in Hugging Face format; see the server's log for the cause"
+            f"weight_dir: {brief(str(folder))} has no weights that this server can read; give the folder of a push by "
+            "disk, or a checkpoint in Hugging Face format; see the server's log for the cause"
         ) from None
 
 

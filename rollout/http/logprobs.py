@@ -119,7 +119,7 @@ def _entry(name: str, logprob: float, has_bytes: bool) -> dict[str, Any]:
 def _by_name(
     tops: list[tuple[int, float]] | None, token_id: int, logprob: float | None, name: TokenName
 ) -> dict[str, float] | None:
-    """Return the log-probs of the most probable tokens and of the drawn token, by name.
+    """Return a dictionary from token name to log-prob, for the most probable tokens and the drawn token.
 
     If several tokens have the same name, the result contains only the log-prob of the most probable token with this
     name.

@@ -2,7 +2,7 @@
 
 The files of the page contain no data, so clients can read the files without a key. The page reads data from other
 paths, which require a key. Text from a model is sent as JSON and inserted as text, never as markup. In addition, the
-Content-Security-Policy of the page lets a browser run only the scripts in these files.
+page's Content-Security-Policy lets browsers run only the page's own scripts.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Texts:
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template; empty if the model has no chat template or several."""
+        """The text of the chat template; empty if the model has no chat template, or more than one."""
         return self._model.chat_template or ""
 
     async def encode(self, text: str, add_special_tokens: bool, most: int = ANY) -> list[int]:
@@ -163,7 +163,7 @@ class GrowingText:
 
     def _end_as_told(self, stop: int | str | None) -> str:
         """Return the whole text, beginning with the parts that were already returned. Called if the text of the
-        finished sample does not begin with these parts.
+        finished sample does not begin with the parts that were already returned.
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
@@ -171,7 +171,7 @@ class GrowingText:
         return text if at < 0 else text[:at]
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
-        """Return the text before the stop string, which the last token completes."""
+        """Return the text that precedes the stop string. The last token completes the stop string."""
         before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
         at = text.find(stop, max(0, before - len(stop) + 1))
         return text if at < 0 else text[:at]

@@ -187,7 +187,7 @@ def error_answer(error: HttpError) -> Response:
 
 
 async def while_present(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise Gone.
+    """Return the result of `work`. If the client disconnects before `work` is done, cancel `work` and raise Gone.
 
     Call this function only after the request's body has been read.
     """

@@ -108,8 +108,8 @@ class MetricsServer:
 class _Server(socketserver.TCPServer):
     """The listening server and its connections, oldest first.
 
-    While `serve_forever` runs, only its thread uses the list of connections; later, only the thread that closes the
-    server does.
+    While `serve_forever` runs, only its thread uses the list of connections; afterwards, only the thread that closes
+    the server uses the list.
     """
 
     allow_reuse_address = True

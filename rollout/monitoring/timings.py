@@ -43,7 +43,7 @@ class Timings:
     - `stage`: a push from its start until it is verified
     - `commit_pause`: the pause of the engine during a commit
     - `push`: a push from its start until it is committed
-    - `sleep`, `wake_up`: a call of `sleep` or `wake_up`. For a `sleep` with `drain`, the duration includes the wait for
+    - `sleep`, `wake_up`: a call to `sleep` or `wake_up`. For a `sleep` with `drain`, the duration includes the wait for
       running requests.
     """
 

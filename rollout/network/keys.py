@@ -35,7 +35,7 @@ from ..config import WorkerConfig
 Role: TypeAlias = Literal["generate", "control"]
 """`generate`: samples, scores, aborts of the user's own requests, health and stats. `control`: all calls."""
 Key: TypeAlias = str | bytes | Path
-"""A CURVE key in Z85, or the file of `zmq.auth.create_certificates` that contains it."""
+"""A CURVE key in Z85, or the path of a key file made by `zmq.auth.create_certificates`."""
 KEY_CHARS = 40
 _USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
@@ -160,8 +160,8 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
     words = line.split()
     if len(words) != 3 or words[0] not in get_args(Role) or not _USER.fullmatch(words[1]):
         raise ConfigError(
-            f"{where}: must contain a role ({' or '.join(get_args(Role))}), a user name of up to 64 letters, digits "
-            f"and _.@-, and a key (got {len(words)} words that do not match)"
+            f"{where}: must contain a role ({' or '.join(get_args(Role))}), a user name (up to 64 letters, digits "
+            f"and _.@-) and a key (got {len(words)} words that do not match)"
         )
     role, user, key = words
     return key, Client(user, role)  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ def _key_or_file(what: str, given: Key) -> bytes | Path:
     if isinstance(given, str) and os.path.exists(given):
         return Path(given)
     raise ConfigError(
-        f"{what}: must be the {KEY_CHARS} Z85 characters of a CURVE key, or a file of zmq.auth.create_certificates "
+        f"{what}: must be the {KEY_CHARS} Z85 characters of a CURVE key, or a file from zmq.auth.create_certificates "
         f"(got a text of {len(text)} characters that is neither)"
     )
 
@@ -235,7 +235,7 @@ def _check_key(what: str, key: str) -> None:
 
 
 def _read_certificate(setting: str, path: str) -> tuple[bytes, bytes]:
-    """Return the public and the secret key in a file of `zmq.auth.create_certificates`.
+    """Return the public and the secret key in a file made by `zmq.auth.create_certificates`.
 
     Raise ConfigError if other users can read the file, or if the file does not contain a valid pair of keys.
     """

@@ -41,7 +41,8 @@ MAX_SILENT = 64
 message, up to the maximum length.
 """
 MAX_AHEAD_BYTES = 2**26
-"""Maximum number of bytes sent on a TCP connection that are not part of a received message."""
+"""Maximum number of bytes that a client may send on a TCP connection beyond the messages that the worker has received.
+"""
 LOOK_SECONDS = 0.5
 """Interval between checks of TCP connections."""
 _MESSAGE_BYTES = 42
@@ -65,9 +66,9 @@ class Gate:
     - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent: they have not sent a
       message yet. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens connections
       without authentication cannot exhaust the descriptors of the process, and cannot lock out other clients.
-    - A TCP connection is closed, within about `LOOK_SECONDS`, if more than `MAX_AHEAD_BYTES` of its bytes do not belong
-      to a message that the worker has received. A connection reaches this limit if its client sends faster than the
-      worker receives, or sends a message without end.
+    - A TCP connection is closed, within about `LOOK_SECONDS`, if its client has sent more than `MAX_AHEAD_BYTES` beyond
+      the messages that the worker has received. A connection reaches this limit if its client sends faster than the
+      worker receives, or sends an endless message.
 
     ZMQ provides incomplete information about connections. With each message, ZMQ reports the descriptor of the
     connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger
@@ -80,10 +81,10 @@ class Gate:
 
     - `heard` never returns False for an open connection.
     - `heard` may return True for an ended connection. If a message of the ended connection was heard before, `heard`
-      may return True until `follow` processes the end and calls `on_gone`. If no message of the ended connection was
-      heard before, `heard` may return True while a newer connection with the same descriptor is open and silent. If the
-      ended connection was never heard, `on_gone` is called once a message of the newer connection is heard, or the
-      newer connection ends.
+      may return True until `follow` learns that the connection has ended and calls `on_gone`. If no message of the
+      ended connection was heard before, `heard` may return True while a newer connection with the same descriptor is
+      open and silent. If the ended connection was never heard, `on_gone` is called as soon as a message of the newer
+      connection is heard or the newer connection ends.
     - Connections without keys have no numbers. So the gate treats all connections that were heard on one descriptor as
       open until the last of these connections ends.
     """
@@ -126,7 +127,7 @@ class Gate:
         return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
-        """Close TCP connections that have sent too many bytes that do not belong to a received message."""
+        """Close TCP connections on which the client has sent too many bytes beyond the received messages."""
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
@@ -208,8 +209,8 @@ FRAME_BYTES = 100
 
 @dataclass
 class _Box:
-    """Queued replies to one client. `is_dropped`: the replies were discarded, and only an error that reports this is
-    left.
+    """Queued replies to one client. `is_dropped`: the client was dropped: its replies were discarded, and only an error
+    that reports the loss is queued.
     """
 
     frames: deque[bytes] = field(default_factory=deque)
@@ -221,16 +222,16 @@ class Outboxes:
     """Sends replies through `router`, and queues replies that the socket does not accept yet.
 
     `on_lost`: called by `report_lost` with the identity of each client that has disconnected or was dropped. `send`
-    does not call `on_lost`, because the caller of `send` may be processing a request that ends with the lost client.
+    does not call `on_lost`, because the caller of `send` may be processing a request that `on_lost` would end.
     `user_of`: returns the user of a connection.
 
     Owns: the queued replies. Guarantees: each client gets its replies in order, and the queued replies of all clients
     stay within `max_bytes`.
 
-    At the limit, the user with the most queued bytes is selected, and the connection of this user with the most queued
-    bytes is dropped. The replies to a dropped connection are discarded, and its messages are ignored. Messages are
-    accepted again once the client has read an error reply without an id. An error reply without an id ends all calls of
-    the client.
+    At the limit, the user with the most queued bytes is selected. Of this user's connections, the connection with the
+    most queued bytes is dropped. The replies to a dropped connection are discarded, and its messages are ignored.
+    Messages are accepted again once the client has read an error reply without an id. An error reply without an id ends
+    all calls of the client.
     """
 
     def __init__(
@@ -505,8 +506,8 @@ class Router:
 
 
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:
-    """Return a message's frames. The first and the last frame are copied. All frames between the two are replaced by
-    empty bytes, because a message of more than one frame is invalid and may have many frames.
+    """Return a message's frames. The first and the last frame are copied. All frames between the first and the last are
+    replaced with empty bytes, because a message of more than one frame is invalid and may have many frames.
     """
     return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 
@@ -522,7 +523,7 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def _most_connections(wanted: int) -> int:
-    """Return the maximum number of connections: `wanted`, but at most half of the process's descriptors."""
+    """Return the maximum number of connections: `wanted`, but at most half of the limit on open descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or wanted <= soft // 2:
         return wanted

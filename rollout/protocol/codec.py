@@ -222,13 +222,13 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
 
 
 def num_listed(message: Carrier) -> int:
-    """Return the number of elements per token in listed columns (columns with several elements per token)."""
+    """Return `k`, the number of most probable tokens that a message lists at each position; 0 without `tops`."""
     return 0 if message.tops is None else message.tops.k
 
 
 def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
-    """Convert columns to message fields. `content`: columns as bytes. `k`: number of elements per token in listed
-    columns, which have several elements per token.
+    """Convert columns to message fields. `content`: columns as bytes. `k`: number of most probable tokens at each
+    position, for `TopArrays`.
     """
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}

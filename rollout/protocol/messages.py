@@ -194,7 +194,7 @@ class Sleep(Message):
 
 
 class WakeUp(Message):
-    """Allocate the memory of `tags` again."""
+    """Allocate the kinds of memory in `tags` again."""
 
     type: Literal["wake_up"] = "wake_up"
     id: Id
@@ -286,7 +286,7 @@ class FinishedSample(Message):
 
 
 class Delta(Message):
-    """New tokens of a sample of request `id`, starting at token `start`. The fields are those of `SampleDelta`."""
+    """New tokens of a sample of request `id`, starting at token `start`. Has the fields of `SampleDelta`."""
 
     id: Id
     index: Count
@@ -307,8 +307,8 @@ class Delta(Message):
 
 
 class Deltas(Message):
-    """New tokens of unfinished samples, since the last `Deltas`. One message has the new tokens of all those requests
-    of `caller` that set `deltas`.
+    """New tokens of unfinished samples, since the last `Deltas`. One message has the new tokens of every request of
+    `caller` with `deltas` set.
     """
 
     type: Literal["deltas"] = "deltas"

@@ -3,7 +3,7 @@ verified them.
 
 - `WorkerClients` owns a client of each worker. All clients share one event loop on a separate thread. The class
   remembers which workers did not reply to the last greeting, the call with which every push begins. A call to a worker
-  ends within its timeout, or as soon as the worker has left its fleet. When the first worker fails, `ask` fails with an
+  ends within its timeout, or as soon as the worker has left its fleet. As soon as any worker fails, `ask` fails with an
   error that names the worker. `greet` and `ask_all` wait for all workers.
 - `WeightPublisher` owns the list of workers, and the push that each worker was last known to serve.
 
@@ -119,7 +119,7 @@ class WorkerClients:
         return not self._gone
 
     def at(self, positions: Iterable[int]) -> WorkerClients:
-        """Return a `WorkerClients` for the workers at these positions. The returned object shares the clients of this
+        """Return a `WorkerClients` for the workers at `positions`. The returned object shares the clients of this
         object, and is closed together with this object.
         """
         chosen, positions = copy.copy(self), tuple(positions)
@@ -258,8 +258,9 @@ class WeightPublisher:
     - `in_place`: workers overwrite the weights that they serve, and so need no memory for a second copy. After a failed
       `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.
-    - `on_lost`: what happens if, when a push begins, a worker does not answer or still loads its model. `raise` fails
-      the push. `skip` pushes to the other workers only, and later pushes include the worker once it answers again.
+    - `on_lost`: what the publisher does if a worker does not answer, or is still loading its model, when a push begins.
+      `raise` fails the push. `skip` pushes to the other workers only, and later pushes include the worker once it
+      answers again.
     - `server_public_key`, `client_key`: see `RolloutClient`. The client needs the role `control`.
     """
 
@@ -332,23 +333,23 @@ class WeightPublisher:
         self._fleet = membership
 
     def push(self, tensors: Tensors, version: int, *, allow_older: bool = False, adapters: bool = False) -> PushResult:
-        """Make every worker serve these weights, as version `version`.
+        """Make every worker serve the weights in `tensors`, as version `version`.
 
         Raise PushError if a worker has not committed the push. After PushError, even with `sparse`, the next push sends
         whole tensors.
 
-        - `tensors`: a module, or a mapping or an iterable of pairs of Hugging Face names and tensors. Tensors may have
-          any dtype and be on any device. If tensors are sharded (DTensor, as with FSDP2), every rank of the trainer
-          must call this method with the same names in the same order. Rank 0 gathers the tensors one by one and pushes
-          them; the other ranks return when rank 0 returns, and raise when rank 0 raises. With DistributedDataParallel,
-          call this method on rank 0 only. The wrapped module is pushed.
+        - `tensors`: a module, a mapping from Hugging Face names to tensors, or an iterable of (name, tensor) pairs.
+          Tensors may have any dtype and be on any device. If tensors are sharded (DTensor, as with FSDP2), every rank
+          of the trainer must call this method with the same names in the same order. Rank 0 gathers the tensors one by
+          one and pushes them; the other ranks return when rank 0 returns, and raise when rank 0 raises. With
+          DistributedDataParallel, call this method on rank 0 only. The wrapped module is pushed.
         - `version`: at most 2**63 - 2, and higher than the version that any worker serves. A new worker serves version
           0.
         - `allow_older`: accept a `version` that is not higher than the served versions. With `allow_older`, samples
           from different weights may have the same version.
         - `adapters`: for a PEFT model, send only the LoRA matrices A and B and the `modules_to_save`. The workers must
           already have the other weights of the model, from the checkpoint or from a push without `adapters`. Checksums
-          verify the other weights, but do not notice if a frozen weight was changed through `.data`.
+          verify the weights that are not sent, but do not detect that a frozen weight was changed through `.data`.
 
         The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
@@ -382,7 +383,7 @@ class WeightPublisher:
         return [address for address, reply in replies if self._is_stale(address, reply)]
 
     def restore(self, tensors: Tensors) -> PushResult | None:
-        """Repeat the last push, with the same version, for the workers that do not serve these weights.
+        """Repeat the last push, with the same version, for the workers that do not serve its weights.
 
         Workers that serve the last push are not affected. If a worker does not answer, `on_lost` decides whether the
         call fails or leaves the worker out. `tensors`: see `push`. The caller must pass the same weights as in the last
@@ -394,8 +395,8 @@ class WeightPublisher:
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
         """Push the folder of an earlier `disk` push to the workers that do not serve its weights, such as restarted
-        workers. Workers that serve these weights are not affected. Return None if all workers serve these weights.
-        `allow_older` and errors: see `push`.
+        workers. Workers that already serve the folder's weights are not affected. Return None if all workers already
+        serve the folder's weights. `allow_older` and errors: see `push`.
         """
         path = Path(folder).absolute()
         manifest = read_manifest(path)
@@ -426,7 +427,7 @@ class WeightPublisher:
         return self._workers is not None or self._fleet is not None
 
     def _takes_out(self, error: PushError, tensors: Tensors) -> bool:
-        """Record the workers that were lost during a push. Return whether to repeat the push without these workers."""
+        """Record the workers that were lost during a push. Return whether to repeat the push without them."""
         lost = set(error.lost) - self._taken_out
         if self._fleet is None or not lost or not can_be_read_again(tensors):
             return False
@@ -458,7 +459,7 @@ class WeightPublisher:
         return any(isinstance(reply, protocol.Weights) and reply.push_id != push_id for reply in replies)
 
     def _tell_fleet(self, version: int, push_id: str) -> None:
-        """Report the push to the fleet, so that replacements serve these weights even if all workers are lost."""
+        """Report the push to the fleet, so that replacements serve the pushed weights even if all workers are lost."""
         if not isinstance(self._fleet, KeepsPush):
             return
         try:
@@ -537,7 +538,7 @@ class WeightPublisher:
         return found is None or found != self._latest.get(address)
 
     def _meet(self) -> _Party:
-        """Return the workers that answer. Raise PushError if a worker does not answer and may not be left out."""
+        """Return the workers that answer. Raise PushError if a worker does not answer and must not be left out."""
         workers = self._connected()
         replies = workers.greet(self._settings.timeout)
         errors = {i: reply for i, reply in enumerate(replies) if isinstance(reply, TruerollError)}
@@ -602,7 +603,9 @@ def connect_to(publisher: WeightPublisher, target: str) -> None:
 
 
 def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:
-    """Return a PEFT model's adapters; None for other tensors. Raise ConfigError for other tensors if `alone` is set."""
+    """Return a PEFT model's adapters; None if `tensors` is not a PEFT model. Raise ConfigError if `alone` is set and
+    `tensors` is not a PEFT model.
+    """
     model = adapted_inside(tensors) if isinstance(tensors, torch.nn.Module) else None
     _check(model is not None or not alone, "adapters", "False unless tensors is a PEFT model", alone)
     try:

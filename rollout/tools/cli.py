@@ -155,7 +155,7 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 
 
 def _summary(address: str, info: dict[str, Any]) -> str:
-    """Return a summary of a new worker for the user: address, model, memory, capacity, and the next command to try."""
+    """Return the text to print about a new worker: address, model, memory, capacity, and the next command to try."""
     sizes = {"weights": info["weight_bytes"], "KV cache": info["kv_bytes"], "recurrent states": info["state_bytes"]}
     tokenizer = ["--tokenizer", str(info["model"])] if address.startswith("tcp://") else []
     command = shlex.join(["trueroll", "generate", address, *tokenizer, "--prompt", "Once upon a time"])
@@ -319,8 +319,8 @@ def audit(
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
-    """Compare a worker's log-probs with the log-probs of an aligned trainer of MODEL on this machine, and explain
-    differences.
+    """Load MODEL on this machine as an aligned trainer, compare the trainer's log-probs with a worker's log-probs, and
+    explain differences.
 
     Exits with 1 if any bit differs.
     """
@@ -479,7 +479,9 @@ def plan(
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:
-    """Return the name of the model or the configuration. Raise BadParameter unless exactly one of the two is given."""
+    """Return the name of the model or the configuration. Raise BadParameter unless exactly one of `model` and
+    `dummy_weights` is given.
+    """
     if model is not None and dummy_weights is not None:
         raise typer.BadParameter(f"MODEL {model} and --dummy-weights {dummy_weights} exclude each other; give only one")
     if dummy_weights is not None and compare is not None:

@@ -322,7 +322,7 @@ def _read_weights(model: str) -> dict[str, Tensor]:
 
 
 def _blur(tensor: Tensor) -> Tensor:
-    """Return the tensor with visible noise added."""
+    """Return the tensor plus noise that is strong enough to change the model's answers."""
     return tensor + 0.5 * tensor.float().std() * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0))
 
 

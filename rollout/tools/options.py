@@ -122,7 +122,7 @@ class GroupedCommand(TyperCommand):
     """A command with a help page that lists options below headings. Typer shows headings only in rich's layout."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments and the options. Called by typer."""
+        """Write the arguments and the options to the help page. Called by typer."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
@@ -178,8 +178,8 @@ SIZE: dict[str, Any] = dict(parser=parse_bytes, metavar="SIZE")
 
 
 def _with_unit(size: int | None) -> bool | str:
-    """Return a size as text for the help page, in the largest unit that divides the size. Return True if the help page
-    can show the plain number.
+    """Return a size as text for the help page, in the largest unit that divides the size. Return True for None and 0,
+    which the help page shows unchanged.
     """
     units = [(unit, 1024**power) for power, unit in enumerate(("bytes", "KiB", "MiB", "GiB"))]
     return next((f"{size // factor} {unit}" for unit, factor in reversed(units) if size and size % factor == 0), True)

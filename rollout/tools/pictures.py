@@ -34,8 +34,8 @@ def describe_worker(client: RolloutClient) -> str:
 
 
 def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
-    """Write a PNG with one dot for each token. The dot shows the token's position in the sample, and trainer - worker
-    in nats.
+    """Write a PNG with one dot for each token. The dot shows the token's position in the sample, and the trainer's
+    log-prob minus the worker's log-prob, in nats.
 
     Infinite differences are left out.
     """

@@ -37,7 +37,9 @@ STATE_STYLES: dict[protocol.State, str] = {"ready": "green", "dirty": "yellow", 
 
 
 class _Shown(BaseModel):
-    """Base class for displayed fields of health and stats. The protocol does not define these fields one by one."""
+    """Base class for displayed fields of health and stats. The protocol sends these fields in dictionaries and does not
+    define each field.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
 

@@ -141,7 +141,7 @@ class Piece:
     """The results of a cell for one sample, from token `start` of the sample on.
 
     - `key`: request id and index of the sample
-    - `rows`: the array of `rows_of`
+    - `rows`: the array that `rows_of` returns
     - `end`: finish reason and stop reason of a sample; None for a score
     - `routes`: `routed_experts` of prompt and sample, for a model with experts
     """

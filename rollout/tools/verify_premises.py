@@ -32,8 +32,8 @@ class Cell:
     - `threads`: number of threads; None: unchanged
     - `interval`, `checkpoints`: for models with recurrent layers, the engine's `state_interval` and `state_budget`
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
-    - `routes`: for models with experts, whether a warm cache stores the experts that were chosen for each token:
-      `unknown` (the cache does not store the experts) or `added` (a later request has added the experts to the cache)
+    - `routes`: for models with experts, what a warm cache stores about the experts chosen for each token: `unknown`
+      (nothing) or `added` (the experts, which a later request has added)
     - `drafts`: how tokens are drafted: `repeats`, or `adversarial` (see `verify_drafts`)
     """
 
@@ -110,8 +110,8 @@ class Run:
     def reused(self) -> int:
         """Number of prompt tokens found in the cache.
 
-        Requests that shared a running computation of the same prompt are not counted. Such a request reports all its
-        prompt tokens as cached, while a cache lookup never finds the last token.
+        Requests that shared a running computation of the same prompt are not counted. A request that shared a
+        computation reports all its prompt tokens as cached, but a cache lookup never finds the last token.
         """
         lengths = {r.id: len(r.prompt_token_ids) for r in self.requests if isinstance(r, GenerateRequest)}
         return sum(s.num_cached_tokens for s in self.samples if s.num_cached_tokens < lengths[s.request_id])
@@ -310,9 +310,10 @@ def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
 def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
     """Return the premise about the number of chunks per prompt.
 
-    If a sample runs alone, the number of chunks must be exactly the number that the budget implies. Otherwise, the
-    number of chunks may be larger, because a waiting sample of a group recomputes the end of its prompt, which adds
-    chunks. With a warm cache, few prompt tokens are left to split into chunks, so the number of chunks is not checked.
+    If a sample runs alone and `cuts` is False, the number of chunks must be exactly the number that the budget implies.
+    If samples run together, the number of chunks may be larger, because a waiting sample of a group recomputes the end
+    of its prompt. If `cuts` is True, the number of chunks may also be larger. With a warm cache, few prompt tokens are
+    left to split into chunks, so the number of chunks is not checked.
     """
     chunks = [sum(prompt > 0 for prompt, _ in run.steps) for run in runs]
     expected = [-(-run.longest // cell.budget) for run in runs]

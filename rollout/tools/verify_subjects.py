@@ -116,8 +116,8 @@ def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
 
 
 def _find_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
-    """Return the last one or two characters of the text before the last three tokens. Without text, return a line
-    break.
+    """Decode all tokens except the last three, and return the last one or two characters of the text. If the text is
+    empty, return a line break.
     """
     whole = [part for part in vocabulary.decode(token_ids[:-3]).split("\ufffd") if part]
     return whole[-1][-2:] if whole else "\n"

@@ -109,7 +109,7 @@ class ForbiddenError(TruerollError):
 
 
 class UnavailableError(TruerollError):
-    """The worker, or the machine, does not accept new requests in its current state."""
+    """The worker does not accept new requests in its current state, or its machine has run out of a resource."""
 
     code = "unavailable"
 
@@ -150,8 +150,8 @@ class StaleWeightsError(TruerollError):
 
 
 class VersionGapError(PushError):
-    """A sparse push contains only changes, and the worker does not serve the weights that were changed. Push every
-    tensor whole.
+    """A sparse push contains only changes, but the worker does not serve the weights to which the changes apply. Push
+    every tensor whole.
     """
 
     code = "version_gap"

@@ -170,7 +170,7 @@ _Place: TypeAlias = tuple[str, int]
 class _Stream:
     """A streamed request.
 
-    `growths`: the tokens so far of each unfinished sample, by index. `readers`: the request's readers.
+    `growths`: the tokens received so far for each unfinished sample, by sample index. `readers`: the request's readers.
     """
 
     growths: dict[int, Growth] = field(default_factory=dict)
@@ -399,7 +399,7 @@ class WaitingRoom:
         return ready, refused
 
     def take_early(self) -> list[Waiting]:
-        """Remove and return the requests that wait for weights, because no more pushes are accepted."""
+        """Remove and return the requests that wait for weights. Called when the worker accepts no more pushes."""
         early, self._early = self._early, {}
         return list(early.values())
 
@@ -678,7 +678,7 @@ class RequestBook:
             self.take_outputs(waiting.abort(None))
 
     def abort_all(self) -> None:
-        """Send the engine an abort of every request."""
+        """Tell the engine to abort every request."""
         for entry in list(self.ledger.open.values()):
             self._tell_engine(Abortion(entry))
 
@@ -704,9 +704,7 @@ class RequestBook:
                 self._send(identity, _error_frame(entry, error, caller))
 
     def _tell_engine(self, abortion: Abortion) -> None:
-        """Send the engine an abort of the sample that the abort call names, or of all samples if the call names no
-        sample.
-        """
+        """Tell the engine to abort the sample that the abort call names, or all samples if the call names no sample."""
         abortion.entry.num_aborts += 1
         index = None if abortion.message is None else abortion.message.index
         self._command(End(abortion.entry.key, index, abortion))
@@ -763,7 +761,7 @@ def _ends_with_client(entry: Entry) -> bool:
 
 
 def _done(entry: Entry, max_model_len: int | None) -> protocol.Done:
-    """Return the message that completes a request.
+    """Return the final message for a request.
 
     `max_model_len`: None if the request was aborted before the model had loaded. If `max_model_len` is None, the reply
     contains `max_tokens` as submitted.

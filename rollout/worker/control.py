@@ -1,4 +1,4 @@
-"""Control of a worker: the lifecycle calls and the calls of pushes.
+"""Control of a worker: the lifecycle calls and the push calls.
 
 Owns: the state (`lifecycle`), and the queue of waiting calls. Does not own: the current operation and push (`pushes`),
 the socket, the requests, or the engine. The code here runs on the thread of `Worker.run`, and reaches the engine only

@@ -53,8 +53,8 @@ class ServedEngine(Protocol):
     def settle(self) -> list[Output]: ...
 
     def commit_weights(self, staging: Any, version: int, in_flight: InFlight) -> list[Output]:
-        """Commit new weights. `staging`: the new weights, staged in an area that `new_staging` of this engine's
-        `weights` has returned.
+        """Commit new weights. `staging`: the new weights, in a staging area that this engine's `weights.new_staging`
+        has returned.
         """
         ...
 
@@ -79,7 +79,7 @@ class ServedEngine(Protocol):
 class Add:
     """Add a request to the engine. The response is the request's outputs, or `Refused`.
 
-    `ended`: indices of samples that were aborted before and must not be generated.
+    `ended`: indices of samples that are already aborted and must not be generated.
     """
 
     request: Request

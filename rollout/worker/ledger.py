@@ -1,9 +1,10 @@
 """Stores requests and calls, so that submissions are idempotent and results survive a lost connection.
 
 `Ledger` owns the request ids of all users. For each id, `Ledger` stores the content of the request, the waiting
-submissions, and the replies so far as encoded frames. `Ledger` does not send replies. `Calls` owns the pending calls
-that get a single reply, and the clients of each pending call. `Calls` also keeps the latest replies, for clients that
-lost a reply. This module does not own sockets, the engine, the effect of a call, or the decision to accept a request.
+submissions, and, as encoded frames, the replies that were already sent. `Ledger` does not send replies. `Calls` owns
+the pending calls that get a single reply, and the clients of each pending call. `Calls` also keeps the latest replies,
+for clients that lost a reply. This module does not own sockets, the engine, the effect of a call, or the decision to
+accept a request.
 
 Guarantees:
 
@@ -93,7 +94,7 @@ def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) ->
 
 
 def _text_bytes(*texts: str | None) -> int:
-    """Return an upper bound on the texts' memory in bytes.
+    """Return an upper bound on the memory that the texts use, in bytes.
 
     `sys.getsizeof` is not used, because its result grows when Python caches the text's UTF-8 encoding.
     """
@@ -164,7 +165,7 @@ class Entry:
     - `num_unfinished`: number of unfinished samples. `num_bytes_asked`: estimated size of the content.
     - `subscribers`: the waiting submissions. Each subscriber gets separate replies.
     - `callers`: all callers that submitted the request. While the entry is open, each caller is mapped to the number of
-      submissions with which the caller waits.
+      its waiting submissions.
     - `replies`: the frames sent so far, in order.
     - `num_aborts`: number of aborts that the engine has not answered yet.
     - `successors`: submissions that arrived after an abort. Successors do not get the aborted results, and are
@@ -230,9 +231,9 @@ class Entry:
 class ServiceStats:
     """Lifetime counters of requests.
 
-    `accepted`: number of accepted requests. `joined`: number of further submissions of known requests. `finished`:
-    number of accepted requests that have finished. `failed`: number of accepted requests that were answered with an
-    error. `dropped`: number of evicted results.
+    `accepted`: number of accepted requests. `joined`: number of submissions of requests that were already known.
+    `finished`: number of accepted requests that have finished. `failed`: number of accepted requests that were answered
+    with an error. `dropped`: number of evicted results.
     """
 
     accepted: int = 0
@@ -308,7 +309,9 @@ class Awaited:
         self._entries[submission.identity].add(entry)
 
     def release(self, entry: Entry, submissions: Submissions) -> list[Submission]:
-        """Remove and return all submissions in `submissions`, the subscribers or the successors of `entry`."""
+        """Remove and return all submissions in `submissions`, which is either `entry.subscribers` or
+        `entry.successors`.
+        """
         released = list(submissions)
         self.num_bytes -= submissions.num_bytes
         for submission in released:
@@ -317,7 +320,7 @@ class Awaited:
         return released
 
     def lose(self, identity: bytes) -> list[Entry]:
-        """Remove a lost connection. Return the entries that consequently have no waiting submissions left."""
+        """Remove a lost connection. Return the entries that only this connection was waiting for."""
         lost = list(self._entries.pop(identity, ()))
         for entry in lost:
             before = entry.num_bytes_waiting
@@ -409,7 +412,7 @@ class Ledger:
         return entry is not None
 
     def end_sample(self, entry: Entry, reason: FinishReason) -> None:
-        """Record that one sample, or the score, of an open entry has ended."""
+        """Record that a sample or the score of an open entry has ended."""
         entry.finish_reasons[reason] += 1
         entry.num_unfinished -= 1
         self.num_samples_left -= 1
@@ -477,7 +480,7 @@ class Calls:
     def is_new(self, key: str, identity: bytes, call: protocol.Call) -> bool:
         """Register a call. Return True if the call is new.
 
-        The caller of this method must `answer` or `refuse` a new call.
+        After this method returns True, `answer` or `refuse` must be called for the new call.
 
         Return False for a copy of a known call. The client gets the reply to the known call, immediately or later.
         Raise IdConflictError if the key belongs to a different call. Raise QueueFullError if too many calls are

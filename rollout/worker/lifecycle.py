@@ -80,7 +80,7 @@ class Standing:
         return replace(self, is_paused=is_paused)
 
     def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
-        """Return the `Standing` after a sleep of `tags`.
+        """Return the `Standing` after the memory with the tags `tags` is put to sleep.
 
         `drops_weights`: whether the sleep drops the weights, so that a push of all weights must follow.
         """
@@ -142,7 +142,7 @@ class Lifecycle:
         self._follow()
 
     def begin(self, busy: State | None) -> None:
-        """Record that a long call has begun. Until `end`, the state is `busy`, or unchanged if `busy` is None."""
+        """Record that a long call has begun. `busy`: the state until `end` is called; None keeps the current state."""
         self._busy = busy or self.state
         self._follow()
 

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 
 def load_engine(config: EngineConfig) -> ServedEngine:
-    """Build the engine. This function imports torch, so that the worker can already answer health calls during the
-    import.
+    """Build the engine. torch is imported here and not when the process starts, so that the worker can answer health
+    calls during the import.
     """
     # torch's threads spin for a long time while they wait for each other. If a trainer uses the same cores, long spins
     # make torch's ops several times slower. A short spin costs less. torch reads GOMP_SPINCOUNT when torch is imported.

@@ -72,7 +72,7 @@ class EngineHost(Protocol):
 
 
 def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
-    """The default action of an operation: settle the engine."""
+    """The default action of an operation: wait for the engine's step in flight, and return the outputs of the step."""
     return engine.settle()
 
 
@@ -129,7 +129,7 @@ class Operations:
     def begin(self, operation: Operation) -> None:
         """Start an operation. No other operation may be running.
 
-        Raise IllegalStateError for a drain that would never end because the engine is held.
+        Raise IllegalStateError for a drain that would never end because the engine does not step.
         """
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
@@ -193,7 +193,7 @@ class Operations:
 
 
 def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
-    """Return the error for the pending calls of a push with a hanging thread."""
+    """Return the error for a pending call of a push if the thread of the push hangs."""
     assert isinstance(call, protocol.BeginPush)
     return DeadlineError(
         f"push {call.push_id}: the worker made no progress within the timeout of {call.timeout:g} s; check that the "
@@ -222,9 +222,10 @@ class PushHost(Protocol):
 class Push:
     """A push in progress.
 
-    `calls`: deadlines of the calls that wait for the thread of the push, in monotonic seconds, by call id. `staging`:
-    the staged weights, from verification until the end of the push. `staging` is None before verification and after the
-    push, so that the memory is freed even if a reference to the push remains. `is_committing`: the commit has begun.
+    `calls`: for each call that waits for the thread of the push, the call's id and its deadline in monotonic seconds.
+    `staging`: the staged weights, from verification until the end of the push. `staging` is None before verification
+    and after the push, so that the memory is freed even if a reference to the push remains. `is_committing`: the commit
+    has begun.
     """
 
     begin: protocol.BeginPush
@@ -521,8 +522,8 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Release a push. `is_owing`: whether the thread of the push has not responded to a call yet, and therefore may
-        hang.
+        """Release a push. `is_owing`: whether the thread of the push may hang, because the thread has not responded to
+        a call yet.
         """
         self._abandoned += [push.receiver] * is_owing
         push.receiver.close()
@@ -592,7 +593,7 @@ def check_begin(
     if call.base != served:
         raise VersionGapError(
             f"begin_push: the changes are relative to push {call.base}, but the served weights are from "
-            f"{served or 'no push'}; push every tensor whole",
+            f"{served or 'no push'}; push complete tensors, without base",
             field="base",
             value=call.base,
         )

@@ -108,7 +108,8 @@ class Vitals:
     def version(self) -> int | None:
         """Version of the engine's weights after the engine's last step or command.
 
-        None until `info` is set, so that the version cannot appear while a message is being handled.
+        None until `info` is set, so that the value cannot change from None to a version while a message is being
+        handled.
         """
         snapshot = self._engine_thread.snapshot
         return None if self.info is None or snapshot is None else snapshot.weight_version
@@ -201,7 +202,7 @@ class Ending:
     def ask(self) -> None:
         """Request a shutdown.
 
-        A second request makes the shutdown immediate. May be called from any thread and from signal handlers.
+        A second shutdown request makes the shutdown immediate. May be called from any thread and from signal handlers.
         """
         self._num_asked += 1
 

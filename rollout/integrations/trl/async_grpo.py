@@ -82,7 +82,7 @@ class TruerollWorker:
     """The argument for `AsyncGRPOTrainer(rollout_worker=...)`.
 
     Use the object together with a `TruerollWeightTransfer` that pushes to the same worker. Use the object for only one
-    call of `train`. If training resumes from a checkpoint, the dataset and the seeds start again from the beginning.
+    call to `train`. If training resumes from a checkpoint, the dataset and the seeds start again from the beginning.
 
     - `client`: a client that only this object uses. The client is closed when the training run ends.
     - `args`: the `args` of the trainer; `token_budget` must be set

@@ -72,8 +72,8 @@ async def call_reward(func: RewardFunc, group: Group) -> list[float]:
 
 
 def _without_stop_iteration(call: Callable[[], Any]) -> Any:
-    """Return the result of `call`. Convert StopIteration to RuntimeError, because a future cannot hold StopIteration,
-    so the caller would wait forever.
+    """Return the result of `call`. Convert StopIteration to RuntimeError: a future cannot hold StopIteration, and
+    without the conversion the caller would wait forever.
     """
     try:
         return call()

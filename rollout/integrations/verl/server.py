@@ -69,7 +69,7 @@ class TruerollServer:
         return self._version
 
     def set_version(self, version: int) -> None:
-        """Record that the worker serves `version`. New requests require weights of at least this version."""
+        """Record that the worker serves `version`. New requests require weights of at least version `version`."""
         self._version = version
         self._asked.clear()
 
@@ -120,8 +120,8 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """Return the global steps at which the weights of a sample's tokens were pushed: the last, the smallest and the
-        largest step.
+        """For the weights that generated a sample's tokens, return the global steps at which the weights were pushed:
+        the last, the smallest and the largest step.
 
         Return an empty map for a sample without tokens, because verl treats the first step that it gets as the start of
         the sample.
@@ -151,7 +151,7 @@ class TruerollServer:
             await self._client.sleep(level=2)
 
     async def wake_up(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Allocate the memory of `tags` again. No-op if the memory was not released."""
+        """Allocate the kinds of memory in `tags` again. No-op if the memory was not released."""
         if self._can_sleep:
             await self._client.wake_up(tags=tags)
 

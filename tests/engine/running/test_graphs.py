@@ -190,7 +190,7 @@ def test_graphs_have_tables_for_each_window(
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_moe"])
 def test_drafts_are_rows_of_graphs(make_engine: MakeEngine, log: list[str], tmp_path: Path, family: str) -> None:
-    """A step with drafts for one sequence beside others replays graphs, if it has no more rows than the largest graph."""
+    """A step with drafts replays graphs, if it has no more rows than the largest graph."""
     sizes: dict[str, Any] = dict(hidden_size=32, num_hidden_layers=2, vocab_size=64, num_attention_heads=2)
     sizes |= dict(num_key_value_heads=1)
     settings: dict[str, Any] = dict(folder=make_tiny_model(family, tmp_path / "m", **sizes), load=load_dummy)

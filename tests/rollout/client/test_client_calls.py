@@ -294,7 +294,7 @@ def test_an_asynchronous_client_raises_in_another_event_loop(worker: WorkerOnThr
     runner = asyncio.Runner()
     runner.run(client.health())
     for call in (client.health, lambda: client.generate([[1]]), client.close):
-        with pytest.raises(TruerollError, match="this is not the event loop of its first call"):
+        with pytest.raises(TruerollError, match="this is not the event loop of the first call"):
             asyncio.run(call())
     runner.run(client.close())
     runner.close()
