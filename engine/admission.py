@@ -178,7 +178,7 @@ class Admission:
 def _load_vocabulary(folder: Path) -> Vocabulary | str:
     """Return the vocabulary of a model folder.
 
-    If the vocabulary cannot be loaded, return the text of the error that rejects requests with stop strings.
+    If the vocabulary cannot be loaded, return the error text for requests that use stop strings.
     """
     try:
         return load_vocabulary(folder)

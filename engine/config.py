@@ -26,7 +26,7 @@ class Defaults(NamedTuple):
 
 
 def defaults_of(device: str) -> Defaults:
-    """Return the defaults for a CUDA device or for any other device."""
+    """Return the defaults for `device`: one set for CUDA devices, another for all other devices."""
     return Defaults(256, 8192, 0.9) if device.startswith("cuda") else Defaults(64, 512, 0.25)
 
 
@@ -61,8 +61,9 @@ class EngineConfig(BaseModel):
     checkpoints. `state_budget`: the maximum number of checkpoints held at a time; None: one for every `state_interval`
     tokens of KV cache.
 
-    `speculative`: how tokens are drafted; drafts change no bit. `ngram` drafts repeats of the prompt, of the sample and
-    of other samples of the prompt. `num_speculative_tokens`: the most tokens drafted for a sample in a step.
+    `speculative`: how tokens are drafted for speculative decoding; drafting does not change the bits of samples.
+    `ngram` drafts tokens that repeat earlier text: the prompt, the sample itself or other samples of the prompt.
+    `num_speculative_tokens`: the maximum number of tokens drafted for a sample in one step.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses; None: torch's default.

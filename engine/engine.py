@@ -125,7 +125,7 @@ class Engine:
 
         `in_flight`: what happens to requests that have started. `recompute`: samples keep their tokens, but their KV is
         computed again; scores restart. `abort`: every started request is aborted. `drain`: the caller has already
-        drained the engine, so no request may be unfinished, running or waiting.
+        drained the engine, so no running or waiting request may be left.
 
         Raise RuntimeError if a request is unfinished under `drain`, or if the weights are asleep. Raise ValueError if
         the staging is incomplete. A call that raises RuntimeError or ValueError changes nothing.

@@ -1,4 +1,4 @@
-"""The experts that steps chose: the rows of each sequence that wants them, and how many tokens each expert got."""
+"""Records the experts that steps chose: rows for the sequences that requested them, and a token count per expert."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ExpertRecorder:
         self.counts = self._accepted.tobytes()
 
     def record(self, chunks: Chunks, ends: np.ndarray, rows: memoryview | None, counts: bytes) -> None:
-        """Record what a step chose.
+        """Record the experts that a step chose.
 
-        `ends`: int64 [N], the ends of the chunks without rejected drafts. `rows`: the rows of all tokens of `chunks`,
-        or None if no sequence wants them and there are no drafts. `counts`: the tokens of each expert since the first
-        step, without drafted tokens, int64 [layers, num_experts].
+        `ends`: int64 [N], the end of each chunk after rejected drafted tokens are removed. `rows`: the rows of all
+        tokens of `chunks`, or None if no sequence records experts and there are no drafts. `counts`: int64 [layers,
+        num_experts], the number of tokens routed to each expert since the first step, not counting drafted tokens.
         """
         if rows is not None:
             self._record_rows(chunks, ends, rows)

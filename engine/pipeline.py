@@ -177,7 +177,9 @@ class _QueuedStep:
     started: float
 
     def kept(self, counts: np.ndarray) -> Chunks:
-        """Return the chunks without rejected drafts. `counts`: int64, the number of draws that each decode takes."""
+        """Return the chunks without rejected drafted tokens. `counts`: int64, the number of draws that each decode
+        accepts.
+        """
         if not self.chunks.drafts:
             return self.chunks
         ends, num_decodes = self.chunks.ends.copy(), len(counts)
@@ -293,10 +295,10 @@ class Pipeline:
         return [self._ledger.finish_score(score, "stop", self.commit)]
 
     def _go_on(self, takers: Takers, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
-        """Append draws to each sample that has its own sequence.
+        """Append the accepted draws to each sample that has its own sequence.
 
-        Return how many draws each of the sequences takes, int64, and the samples that end, by the index of their
-        sequence, with their reasons.
+        Return the number of draws that each decode accepts, int64, and a list with the finish reason of each sample
+        that ends, as pairs of (index of the decode, reason).
         """
         decodes, counts, ended = takers.decodes, takers.counts[: len(takers.decodes)], list[tuple[int, FinishReason]]()
         starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)
@@ -314,7 +316,9 @@ class Pipeline:
         return taken, ended
 
     def _accept(self, takers: Takers, counts: np.ndarray, drawn: Drawn) -> None:
-        """Append the taken draws to each decoding sequence. `counts`: int64, how many draws each sequence takes."""
+        """Append the accepted draws to each decoding sequence. `counts`: int64, the number of draws that each sequence
+        accepts.
+        """
         decodes, drawn_counts, token_ids = takers.decodes, takers.counts[: len(counts)], drawn.token_ids
         if decodes.drafts:
             owners = np.arange(len(counts)).repeat(counts)
@@ -326,13 +330,13 @@ class Pipeline:
             self._drafting.counts.record(decodes, counts)
 
     def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:
-        """End the sample that draws for the sequence with this index among the decodes."""
+        """End the sample and the sequence of the decode with index `owner`, and return the sample's output."""
         sample = takers.samples[owner]
         self._leave(sample, takers.decodes.sequences[owner])
         return self._ledger.finish_sample(sample, reason)
 
     def _leave(self, sample: OpenSample, sequence: Sequence) -> None:
-        """End the sequence of a single sample."""
+        """End a sequence that computes only `sample`."""
         if self._drafting is not None and sample.token_ids:
             self._drafting.end(sequence, sample.seed)
         self._scheduler.finish(sequence)

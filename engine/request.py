@@ -41,11 +41,11 @@ class Column:
     is_listed: bool = False
 
     def shape(self, rows: int, k: int) -> tuple[int, ...]:
-        """Return the shape of the column for `rows` tokens. `k`: the elements per token of a listed column."""
+        """Return the shape of the column for `rows` tokens. `k`: the elements per token if `is_listed` is set."""
         return (rows, k) if self.is_listed else (rows,)
 
     def num_bytes(self, k: int) -> int:
-        """Return the bytes per token. `k`: the elements per token of a listed column."""
+        """Return the bytes per token. `k`: the elements per token if `is_listed` is set."""
         return np.dtype(self.dtype).itemsize * (k if self.is_listed else 1)
 
 
@@ -90,7 +90,7 @@ def join_columns(first: Columns, rest: Columns) -> Columns:
 class GrowingColumns:
     """Columns to which tokens are appended one by one.
 
-    `k`: the number of elements that a listed column has per token.
+    `k`: the number of elements per token in columns with `is_listed` set.
     """
 
     def __init__(self, columns: Sequence[Column], k: int) -> None:
@@ -395,7 +395,7 @@ def check_spans(spans: Sequence[ContentSpan], num_tokens: int) -> None:
         if not before <= span.start < span.end <= num_tokens:
             raise InvalidRequestError(
                 f"spans[{i}]: the range [{span.start}, {span.end}) is empty, overlaps the previous span, or exceeds "
-                f"the prompt's {num_tokens} tokens; give sorted spans that share no token",
+                f"the prompt's {num_tokens} tokens; give sorted spans that do not overlap",
                 field=f"spans[{i}]",
             )
         if len(span.content_hash) != HASH_BYTES:
@@ -581,7 +581,9 @@ def seed_before(sample_seed: int) -> int:
 
 
 def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError if prompt and new tokens exceed `max_model_len`. `field`: the field with the prompt."""
+    """Raise InvalidRequestError if prompt and new tokens exceed `max_model_len`. `field`: the name of the prompt's
+    field.
+    """
     if prompt_len + num_new > max_model_len:
         raise InvalidRequestError(
             f"length: prompt and max_tokens together exceed max_model_len = {max_model_len} tokens (got "

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PoolStats:
-    """The block pool that the layers with one attention window share.
+    """The block pool that all layers with the same attention window share.
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
     free blocks that hold a prefix in the cache's index. `empty`: free blocks that hold no prefix in the cache's index.
@@ -21,10 +21,11 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class DraftStats:
-    """What one drafter did.
+    """The statistics of one drafter.
 
-    `drafter`: its name. `drafts`: steps of a sequence with drafted tokens. `drafted`, `accepted`: by position in the
-    draft, from 0, the number of drafted tokens, and of those that became tokens of a sample.
+    `drafter`: the drafter's name. `drafts`: the number of drafts, at most one per sequence and step. `drafted`: for
+    each position in a draft, the number of drafted tokens. `accepted`: for each position, the number of drafted tokens
+    that became tokens of a sample.
     """
 
     drafter: str
@@ -88,5 +89,5 @@ class EngineStats:
 
     @property
     def blocks_in_use(self) -> int:
-        """The blocks in use in all pools."""
+        """The number of blocks in use, summed over all pools."""
         return sum(pool.in_use for pool in self.pools)

@@ -1,4 +1,4 @@
-"""In a PEFT model, find the weights with a LoRA adapter (Hu et al. 2022), and the modules that are trained whole.
+"""In a PEFT model, find the weights with a LoRA adapter (Hu et al. 2022), and the modules that are fully trained.
 
 A PEFT model changes weights in two ways. A weight with an adapter is replaced by `Backend.merge` of the weight and the
 adapter's matrices A and B, each in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by
@@ -76,7 +76,7 @@ class AdaptedTensors:
 
 
 def check_adapters(model: Any) -> None:
-    """Check that a PEFT model uses no other features than plain LoRA (W + scale * B A) and active copies of modules.
+    """Check that a PEFT model uses only plain LoRA (W + scale * B A) and active copies of modules.
     Raise AlignmentError otherwise.
     """
     active = list(_read(model, "active_adapters"))
@@ -116,7 +116,7 @@ def _read(of_peft: Any, name: str) -> Any:
 
 
 def check_modules(base: nn.Module) -> None:
-    """Check that each PEFT module in `base` is either plain LoRA (W + scale * B A) or has an active copy. Raise
+    """Check that each PEFT module in `base` either is plain LoRA (W + scale * B A) or has an active copy. Raise
     AlignmentError otherwise.
 
     `base`: the model without PEFT's outer wrapper, or a model that PEFT never wrapped.
@@ -235,8 +235,8 @@ def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
 
 
 def _active(module: Any, among: Any) -> str | None:
-    """Return the name in `among` that is the active adapter of a PEFT module; None if there is none, or adapters are
-    disabled. Raise AlignmentError if several are active.
+    """Return the name of a PEFT module's active adapter, if the name is in `among`; None if no such adapter is active,
+    or if adapters are disabled. Raise AlignmentError if several are active.
     """
     active = [name for name in _read(module, "active_adapters") if name in among]
     if _read(module, "disable_adapters") or not active:
@@ -253,8 +253,6 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _kind(module: Any) -> tuple[str, str]:
-    """Return the Python module and the name of the class of an nn.Module. For an aligned class, return the Python
-    module and the name of the original class.
-    """
+    """Return the class of an nn.Module as (Python module, class name); for an aligned class, the original class."""
     found = plain_class(type(module))
     return found.__module__, found.__name__

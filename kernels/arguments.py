@@ -43,7 +43,7 @@ def check_signature(original: type) -> None:
 
 
 def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of `forward`, an unbound method of transformers, by name.
+    """Return the arguments of a call to `forward`, an unbound method of transformers, as a map from name to value.
 
     Raise AlignmentError for a refused or unknown argument with a value other than None or the default. Also raise
     AlignmentError for arguments that give the boundaries of packed sequences, unless `position_ids` is given too.
@@ -61,7 +61,7 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     without = sorted(name for name in BOUNDARIES if given.get(name) is not None)
     if without and given.get("position_ids") is None:
         raise AlignmentError(
-            f"position_ids: missing with {', '.join(without)}; pass position_ids that are 0 where a sequence begins"
+            f"position_ids: required with {', '.join(without)}; pass position_ids that are 0 where a sequence begins"
         )
     return given
 

@@ -215,7 +215,9 @@ class _Route(Function):
 
 
 class _Experts(Function):
-    """`Backend.experts`, with matrices [E, rows, columns] and biases [E, rows] (or None) of gate_up and down."""
+    """`Backend.experts`. The weights gate_up and down are matrices [E, rows, columns], each with biases [E, rows] or
+    None.
+    """
 
     @staticmethod
     @_without_autocast
@@ -289,8 +291,8 @@ def _expert_gradients(
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """For each of the `count` experts that occurs in `experts` [M, k], yield the expert and the rows and columns in
-    which it occurs.
+    """For each expert id that occurs in `experts` [M, k], yield the id and the rows and columns in which the id occurs.
+    All ids are below `count`.
     """
     flat = experts.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=count).tolist()
@@ -341,8 +343,8 @@ class Packed:
         return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
     def groups(self) -> list[list[int]]:
-        """Group the sequences by length. If each sequence is padded to the longest sequence of its group, the number of
-        tokens less than doubles.
+        """Group the sequences by length. Within a group, each sequence is longer than half of the longest sequence, so
+        padding to the longest sequence does not double the number of tokens.
         """
         alike: dict[int, list[int]] = defaultdict(list)
         for i, length in enumerate(self.lens):
@@ -672,7 +674,7 @@ class GradientOps:
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply the experts that `route` returns for each row to x [M, H], and add `shared`: [M, H].
+        """Apply to each row of x [M, H] the experts that `route` returned for the row, and add `shared`: [M, H].
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """
@@ -710,8 +712,8 @@ class GradientOps:
         return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
 
     def log_probs(self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-        """Return the log-prob of one token (int64 [M]) after each row of hidden [M, H], with weight [V, H]: float32
-        [M].
+        """Return, for each row of hidden [M, H] with weight [V, H], the log-prob of the row's token in `token_ids`
+        (int64 [M]): float32 [M].
 
         The log-probs are at `temperature`. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as
         many bytes of probabilities.

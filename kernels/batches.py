@@ -123,7 +123,7 @@ def _check_ids(routes: Tensor, count: int) -> None:
     twice = (routes[..., 1:] == routes[..., :-1]).any(-1)
     if twice.any():
         raise AlignmentError(
-            f"routed_experts must have different experts in each row (got {routes[twice][0].tolist()}); pass a row for "
+            f"routed_experts must not repeat an expert within a row (got {routes[twice][0].tolist()}); pass a row for "
             "each token but the last of each sequence, and mark padding in attention_mask"
         )
 

@@ -14,8 +14,8 @@ Equality means equal bits.
 - A recurrence processes a sequence's tokens one by one and in order, both in prompts and in decodes. The state of a
   recurrence is float32 and never rounded, so the state does not depend on how a prompt is cut into chunks.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
-- The outputs of a row's experts are added by ascending id. The product with an expert's matrix accumulates in the same
-  order for any number of rows.
+- The outputs of a row's experts are added in ascending order of expert id. The product with an expert's matrix
+  accumulates in the same order for any number of rows.
 - Among equal logits, the lower vocabulary id or the lower expert id wins.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
@@ -70,8 +70,8 @@ class AttentionBatch:
     `block_tables[i, t // block_size]`, at offset t % block_size. `block_tables`: int64 [num_sequences, max_blocks],
     padded with any valid block id.
 
-    `lens`: context lengths on the device, int64 [num_sequences]. A CUDA graph with this call reads `lens` at each
-    replay. With `lens`, each sequence has one query, and `context_lens` are only upper bounds.
+    `lens`: context lengths on the device, int64 [num_sequences]. A CUDA graph that captures a call with `lens` reads
+    `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper bounds.
     """
 
     query_starts: Sequence[int]
@@ -123,7 +123,7 @@ class Pages(NamedTuple):
 
     `slots`: int64 [M], the cache slot of each token's key and value: block * block_size + offset. `batch`: the cached
     tokens that the M tokens attend to. Layers with the same window share blocks of the cache, and therefore share
-    `Pages`. A block table's entries before the windows of all queries of a sequence are never read.
+    `Pages`. A block table entry is never read if its block lies before the window of every query of the sequence.
     """
 
     slots: Tensor
@@ -182,9 +182,9 @@ class ExpertsWeights:
     """The weights of E experts of intermediate size I.
 
     `router`: [E, H]. `router_bias`: [E]. `gate_up`: [E * 2 * I, H], for each expert the rows of gate, then the rows of
-    up. `down`: [E * H, I], H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] have the same
-    order. All biases are None without `ExpertsSpec.bias`. `shared`: the weights of the shared expert, or None.
-    `shared_score`: [1, H] or None.
+    up. `down`: [E * H, I], H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are in the same
+    order as the rows of `gate_up` and `down`. All biases are None without `ExpertsSpec.bias`. `shared`: the weights of
+    the shared expert, or None. `shared_score`: [1, H] or None.
     """
 
     router: Weight
@@ -279,8 +279,8 @@ class Weight(Protocol):
         ...
 
     def put_(self, index: Tensor, source: Tensor, /) -> object:
-        """Overwrite the elements at flat indices (int64 [n]) into [rows, columns] with `source` [n] of the weight's
-        dtype.
+        """Overwrite some elements with `source` [n], which has the weight's dtype. `index` (int64 [n]) holds the flat
+        indices of these elements in the matrix [rows, columns].
         """
         ...
 
@@ -317,14 +317,14 @@ class Backend(Protocol):
         ...
 
     def new_weight(self, rows: int, columns: int, empty: Callable[..., Tensor]) -> Weight:
-        """Return an uninitialized matrix for the backend's products, in memory from `empty(*shape)`.
+        """Return an uninitialized matrix for the backend's products. The matrix's memory comes from `empty(*shape)`.
 
         `empty` returns uninitialized tensors of one dtype on one device. Each tensor begins at a multiple of 64 bytes.
         """
         ...
 
     def new_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
-        """Convert layers to the form that the op `layers` reads. Many calls of `layers` share one conversion.
+        """Convert layers to the form that the op `layers` reads. One conversion serves many calls to `layers`.
 
         The layers' tensors must be contiguous and must stay the same objects. The contents of these tensors may change,
         and their memory may move between calls. Raise ValueError for a tensor that is not contiguous, if the backend
@@ -415,12 +415,12 @@ class Backend(Protocol):
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply the experts that `route` returns for each row to x [M, H]: [M, H].
+        """Apply to each row of x [M, H] the experts that `route` returned for the row: [M, H].
 
         An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. The product of the inner
-        row with `down` stays in float32. The bias is added and the gate is multiplied in float32. A row's experts are
-        added by ascending id, then `shared` [M, H] is added, and the result is rounded once. Does not read the weights
-        of the router and of the shared expert.
+        row with `down` stays in float32. The bias is added and the gate is multiplied in float32. The outputs of a
+        row's experts are added in ascending order of expert id, then `shared` [M, H] is added, and the result is
+        rounded once. Does not read the weights of the router and of the shared expert.
         """
         ...
 
@@ -434,7 +434,7 @@ class Backend(Protocol):
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotate x [M, heads, D] in float32, in pairs (i, i + P) as in Hugging Face models: [M, heads, D].
 
-        With P < D / 2 pairs, the elements of each head from 2 P on stay unchanged.
+        With P < D / 2 pairs, the elements of a head at index 2 P and above stay unchanged.
         """
         ...
 
@@ -475,10 +475,10 @@ class Backend(Protocol):
     ) -> Tensor:
         """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
 
-        A query at position p sees the tokens (p - window, p], or all tokens up to p without a window. With a cap, a
-        score s = scale * (q . k) becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the score of an
-        additional key that every query sees. The additional key has a value of zero and is folded in after the last
-        split.
+        A query at position p sees the tokens (p - window, p]; without a window, the query sees all tokens up to p. With
+        a cap, a score s = scale * (q . k) becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the
+        score of an additional key that every query sees. The additional key has a value of zero and is folded in after
+        the last split.
         """
         ...
 
@@ -569,7 +569,7 @@ class Backend(Protocol):
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """Return float32 logits [M, V] in which each token that its row's filters drop has -inf.
+        """Return the float32 logits [M, V], with -inf for each token that the row's filters drop.
 
         `top_k`: int64 [M], -1 if off. `top_p` and `min_p`: float32 [M]. The filters apply in the order top_k, top_p,
         min_p. No filter drops the token with the highest logit. A row with NaN is returned unchanged.

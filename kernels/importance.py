@@ -46,12 +46,13 @@ class Diagnostics(NamedTuple):
     """Measures of how far trainer and rollout differ on given tokens. If trainer and rollout agree, `largest_ratio` is
     1.0 and all other values are 0.0.
 
-    `k1`, `k2`, `k3`: means over the tokens of Schulman's estimators of KL[rollout, trainer], in nats per token (2020,
-    "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be negative. `k2`
-    = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never negative, but a
-    single large ratio dominates the mean. `perplexity_gap`: the perplexity of the tokens under the trainer minus their
-    perplexity under the rollout. `clipped_share`: the share of tokens with a ratio outside the bounds. `largest_ratio`:
-    the largest ratio. If a ratio exceeds e^709, the limit of float64, `largest_ratio` and `k3` are inf.
+    `k1`, `k2`, `k3`: Schulman's estimators of KL[rollout, trainer], averaged over the tokens, in nats per token
+    (Schulman 2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be
+    negative. `k2` = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never
+    negative, but a single large ratio dominates the mean. `perplexity_gap`: the perplexity of the tokens under the
+    trainer minus their perplexity under the rollout. `clipped_share`: the share of tokens with a ratio outside the
+    bounds. `largest_ratio`: the largest ratio. If a ratio exceeds e^709, the limit of float64, `largest_ratio` and `k3`
+    are inf.
     """
 
     k1: float
@@ -86,8 +87,9 @@ def truncated_weights(
     """Return min(r, cap) of each token: float32 in the shape of `log_probs`, 0.0 outside of `mask`. `cap`: at least 1.
 
     The method is truncated importance sampling, which reduces variance at the cost of bias (Ionides 2008, "Truncated
-    Importance Sampling"). Truncation between the policies of rollout and trainer is known as TIS (Yao et al. 2025,
-    "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", fengyao.notion.site/off-policy-rl).
+    Importance Sampling"). Truncated importance sampling between the policies of rollout and trainer is known as TIS
+    (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+    fengyao.notion.site/off-policy-rl).
     """
     _check_bound("cap", cap, 1.0, _LARGEST)
     own, mask = _own_log_ratios(log_probs, sampled, mask)
@@ -108,8 +110,8 @@ def masked_weights(
     """Return r of each token if low <= r <= high, else 0.0: float32 in the shape of `log_probs`, 0.0 outside of `mask`.
 
     `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
-    of the two policies are dropped. They are not trained on with a smaller weight. The method is known as MIS (Liu, Li
-    et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
+    of the two policies are dropped. A dropped token gets the weight 0, not a reduced weight. The method is known as MIS
+    (Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
     richardli.xyz/rl-collapse). At level `token` with both bounds, the method is known as IcePop (Ling Team 2025, "Every
     Step Evolves", arXiv 2510.18855). With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A
     loss that divides by the number of tokens must decide whether to count dropped tokens.

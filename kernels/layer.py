@@ -92,7 +92,7 @@ EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.we
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """Return a layer with the weights that `get` returns. Each call of `make_layer` requests the weights from `get` in
+    """Return a layer with the weights that `get` returns. Every call to `make_layer` requests the weights from `get` in
     the same order.
     """
     spec, hidden = decoder.layers[index], decoder.hidden_size
@@ -289,7 +289,9 @@ def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWe
 def _project_delta_net(
     ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return q, k and v side by side [M, channels], z [M, value_size], and b and a [M, value_heads] of x [M, H]."""
+    """Return the projections of x [M, H]: q, k and v side by side [M, channels], z [M, value_size], b and a [M,
+    value_heads].
+    """
     products = [ops.linear(x, weight) for weight in weights.inputs]
     if not spec.joined:
         qkv, z, b, a = products
@@ -302,7 +304,7 @@ def _project_delta_net(
 
 
 def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-    """Return x [M, heads * D], normalized separately in each slice of the weight's length."""
+    """Cut the rows of x [M, heads * D] into slices as long as the weight, and normalize each slice separately."""
     return ops.rmsnorm(x.reshape(-1, len(weight)), weight, norm).view_as(x)
 
 

@@ -3,9 +3,9 @@
 Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
 of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums are cut
 into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
-every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). Only elementwise functions
-with equal bits in torch's vector code and scalar tail are used: exp, log, log1p, cos, sin and correctly rounded
-arithmetic, but not silu or sigmoid.
+every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). An elementwise function is
+used only if torch's vector code and torch's scalar tail give equal bits for the function: exp, log, log1p, cos, sin and
+correctly rounded arithmetic, but not silu or sigmoid.
 """
 
 from __future__ import annotations
@@ -298,7 +298,8 @@ def paged_attention(
 
 @dataclass(frozen=True, eq=False)
 class _EqualQueries:
-    """Attention for a group of sequences with the same number of queries, in descending order of context length.
+    """Attention for a group of sequences with the same number of queries. The sequences are in descending order of
+    context length.
 
     Products have two shapes: a query tile [TILE, D] by keys [D, KV_SPLIT], and weights [TILE, KV_SPLIT] by values
     [KV_SPLIT, D]. The rows of a tile are (query, head) pairs. All heads of a tile share one key-value head.
@@ -366,8 +367,8 @@ class _EqualQueries:
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
     def _first_tile(self, start: int, group: int, tile: int) -> int:
-        """Return the first tile with a query that sees key `start`. That tile belongs to the sequence with the longest
-        context.
+        """Return the first tile with a query that sees key `start`. The first such tile belongs to the sequence with
+        the longest context.
         """
         first_query = start - (self.contexts[0] - self.num_queries)
         return max(0, first_query) * group // tile
@@ -437,7 +438,7 @@ def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor
 
 
 def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
-    """Multiply rows [U, heads, tiles, TILE, A] by a matrix [A, B] for each (unit, head), in products of one shape."""
+    """Multiply rows [U, heads, tiles, TILE, A] by matrices [U, heads, A, B]. All products have the same shape."""
     units, heads, tiles, _, _ = rows.shape
     rows, matrices = rows.flatten(0, 1), matrices.flatten(0, 1)
     if tiles == 1:

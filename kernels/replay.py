@@ -27,7 +27,7 @@ from .specs import DecoderSpec, ExpertsSpec
 def replayed(
     model: Any, routed_experts: Tensor, attention_mask: Tensor | None = None, lengths: Sequence[int] | None = None
 ) -> Iterator[None]:
-    """Context in which `model(...)` sends each token of one batch to the given experts.
+    """Context manager in which `model(...)` sends each token of one batch to the given experts.
 
     The gates are computed from the routers' own logits and have gradients.
 

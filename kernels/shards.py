@@ -56,7 +56,9 @@ class Shard:
             self.own.copy_(source.narrow(self.part.dim, self.part.start, self.length))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Overwrite the elements at flat indices (int64) into `shape`; indices outside the part are ignored."""
+        """Overwrite the elements at these flat indices (int64) of the whole tensor. Indices outside the part are
+        ignored.
+        """
         inner = math.prod(self.shape[self.part.dim + 1 :])
         row = index // inner
         place = row % self.part.total - self.part.start

@@ -49,7 +49,7 @@ class AttentionSpec:
     sigmoid of a gate. In the product with q's weights, the query of each head is followed by the gate of the head.
     `rotated`: the number of leading elements of a head that are rotated; None for all elements. `sinks`: each head has
     an extra score, a learned weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the
-    product back to hidden states has a bias.
+    output projection has a bias.
     """
 
     num_heads: int
@@ -105,12 +105,12 @@ class DeltaNetSpec:
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """The shape of a sequence's recurrent state, in float32."""
+        """The shape of a sequence's recurrent state. The state is stored in float32."""
         return self.num_value_heads, self.key_head_dim, self.value_head_dim
 
     @property
     def tail_shape(self) -> tuple[int, int]:
-        """The shape of a sequence's tail, the last inputs of its convolution, in the model's dtype."""
+        """The shape of a sequence's tail, which holds the last inputs of its convolution in the model's dtype."""
         return self.kernel_size - 1, self.channels
 
     @property
@@ -241,13 +241,13 @@ PLAIN = WeightSpec()
 class DecoderSpec:
     """A decoder, including the names of the decoder's weights in a checkpoint.
 
-    `dtype`: the dtype of the checkpoint. `embed_scale`: the factor of the embeddings, which is first rounded to the
-    dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names by role, without
+    `dtype`: the dtype of the checkpoint. `embed_scale`: the factor of the embeddings. The factor is first rounded to
+    the dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names by role, without
     `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard prefix. `others`:
-    prefixes of names in a checkpoint that do not belong to the decoder. `pieces`: the number of pieces along K in each
-    `Backend.project_back`. `pieces` is a power of two, and the same for worker and trainer. `held`: for some roles of a
-    layer's weights, the dtype and part in which the weight is held; weights of other roles are whole and in the model's
-    dtype.
+    prefixes of names in a checkpoint that do not belong to the decoder. `pieces`: the number of pieces that
+    `Backend.project_back` cuts K into. `pieces` is a power of two, and the same for worker and trainer. `held`: maps
+    the role of a weight to the dtype and part in which a layer holds the weight. Weights with roles not listed in
+    `held` are whole and in the model's dtype.
     """
 
     architecture: str

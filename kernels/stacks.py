@@ -43,7 +43,7 @@ class StackLayout:
         return tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
 
     def places(self, index: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Map flat indices into the checkpoint's tensor to flat indices into matrices or biases of this shape."""
+        """Convert flat indices of the checkpoint's tensor to flat indices of matrices or biases of this shape."""
         _, rows, *others = shape
         columns = others[0] if others else 1
         matrix, place = index // (rows * columns), index % (rows * columns)
@@ -94,7 +94,7 @@ class Stack:
         self.matrix.copy_(source.matrix if isinstance(source, Stack) else self._flat(source))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Overwrite the elements at flat indices (int64) into `shape`."""
+        """Overwrite the elements at these flat indices (int64) of the checkpoint's tensor."""
         self.matrix.put_(self.layout.places(index, self.own_shape), source)
 
     def narrow(self, dim: int, start: int, length: int) -> Stack:

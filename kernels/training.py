@@ -124,8 +124,8 @@ def align(model: Any, backend: str = "auto") -> None:
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
     pass with an unknown argument. A later release of transformers may add an unknown argument. Raise ConfigError for a
-    backend that cannot serve the model. A call of the aligned model raises AlignmentError for an argument that it does
-    not support.
+    backend that cannot serve the model. When the aligned model is called with an unsupported argument, the call raises
+    AlignmentError.
     """
     spec, model = _check_model(model), unwrapped(model)
     weight = model.lm_head.weight
@@ -152,11 +152,12 @@ def unalign(model: Any) -> None:
 
 
 def aligned_with(model: Any) -> Arithmetic:
-    """Return the arithmetic that an aligned model uses under its wrapper and under the autocast around this call.
+    """Return the arithmetic that an aligned model uses under its wrapper and under any autocast that is active during
+    the call.
 
     The model's log-probs equal a worker's only if `aligned_with(model)._asdict().items() <=
     client.health().engine.items()`. `aligned_with` runs a forward pass of one token. If weights are sharded, every rank
-    must make this call. Raise AlignmentError for a model that is not aligned.
+    must call `aligned_with`. Raise AlignmentError for a model that is not aligned.
     """
     head = _check_aligned(model).lm_head
 
@@ -248,14 +249,15 @@ def token_statistics(
 ) -> TokenStatistics:
     """Return the statistics that a worker returns for `top_logprobs`, computed by the trainer.
 
-    The other arguments are documented at `token_log_probs`. `logprobs` has the bits of `token_log_probs`. With
-    `gradient`, `logprobs` also has a gradient, so a loss needs no second forward pass. Entropy, top ids and top
-    log-probs have no gradient. `entropy`: float32 in the shape of `input_ids`, the entropy in nats of the distribution
-    that each token comes from. `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape, top_logprobs]: the
-    most probable tokens, highest logit first, the lower id first among equal logits. All values of a token without a
-    log-prob are 0, as in `token_log_probs`.
+    The other arguments are documented at `token_log_probs`. `logprobs` is bit-identical to the result of
+    `token_log_probs`. With `gradient`, `logprobs` also has a gradient, so a loss needs no second forward pass. Entropy,
+    top ids and top log-probs have no gradient. `entropy`: float32 in the shape of `input_ids`, the entropy in nats of
+    the distribution that each token comes from. `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape,
+    top_logprobs]: the most probable tokens, highest logit first, the lower id first among equal logits. All values of a
+    token without a log-prob are 0, as in `token_log_probs`.
 
-    Raise AlignmentError in the cases of `token_log_probs`, and unless `top_logprobs` is from 0 to the vocabulary size.
+    Raise AlignmentError in the cases of `token_log_probs`, and if `top_logprobs` is negative or above the vocabulary
+    size.
     """
     vocab_size = len(_check_aligned(model).lm_head.weight)
     if not 0 <= top_logprobs <= vocab_size:
@@ -313,7 +315,7 @@ def _ask_of_tokens(
     position_ids: Tensor | None,
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
 ) -> tuple[Tensor, Any]:
-    """Return the indices of the tokens to score in flat `input_ids`, and the result of `what` for these tokens, sealed
+    """Return the tokens to score, as indices into flat `input_ids`, and the result of `what` for these tokens, sealed
     by `_sealed`.
 
     `what`: `GradientOps.log_probs`, or a function with the same arguments.
@@ -518,7 +520,9 @@ def _parameter(
 
 
 def _place(layer: nn.Module, index: int, name: str) -> tuple[nn.Module, str]:
-    """Return the module of a layer that has the parameter of this name, and the parameter's name in that module."""
+    """Find a layer's parameter by name. Return the module that holds the parameter, and the parameter's name in that
+    module.
+    """
     path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
     try:
         return layer.get_submodule(path), leaf
@@ -564,8 +568,8 @@ def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
 def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
     """Return a subclass for aligned modules, with `forward` as its forward pass.
 
-    The subclass keeps the name of the original class, since trainers find layers to wrap or checkpoint by class name.
-    The subclass also keeps the signature, since trainers read a model's arguments from the signature.
+    The subclass keeps the name of the original class, since trainers use class names to find the layers to wrap or to
+    checkpoint. The subclass also keeps the signature, since trainers read a model's arguments from the signature.
     """
 
     def either(self: Any, *args: Any, **kwargs: Any) -> Any:

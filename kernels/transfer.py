@@ -27,7 +27,7 @@ def wait_for_stream(device: torch.device) -> None:
 
 @contextmanager
 def stream_beside(device: torch.device) -> Iterator[None]:
-    """Context that queues this thread's work on a CUDA device in a separate stream.
+    """Context manager that queues this thread's work on a CUDA device in a separate stream.
 
     The work starts after all work queued on the default stream so far, and may overlap with work that other threads
     queue later.
@@ -63,8 +63,8 @@ def all_to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tenso
 
 
 class HostCopies:
-    """Copies `tensors`, all on one device, to the host. The copies have the contents that the tensors have at this
-    point of the stream.
+    """Copies `tensors`, all on one device, to the host. The copies hold the values that the tensors have when the
+    stream reaches the copies.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

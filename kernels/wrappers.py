@@ -1,4 +1,4 @@
-"""The wrappers that trainers put around a transformers model or its weights, and the wrappers that are supported.
+"""The wrappers that trainers put around a transformers model or its weights, and which of these wrappers are supported.
 
 A wrapper is supported if all of its work runs when the wrapped module is called. Some wrappers are modules around
 another module: DistributedDataParallel, torch's checkpoint_wrapper and a model of PEFT. `fully_shard` instead changes a

@@ -41,7 +41,7 @@ class LentMemory(NamedTuple):
 class LendableArena(HostArena):
     """Memory that this process fills and then lends. Raise MemoryError if there is not enough memory.
 
-    `is_huge`: whether all of the memory has huge pages, except for a remainder at the end.
+    `is_huge`: whether the memory consists of huge pages, except for a remainder at the end.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -113,13 +113,13 @@ def _check(file: int, lent: LentMemory) -> None:
 
 @cache
 def place_to_lend() -> str | None:
-    """Return an identifier of the processes that can lend memory to each other, or None if this process cannot lend.
+    """Return an identifier shared by processes that can lend memory to each other; None if this process cannot lend.
 
     Two processes get equal identifiers if they have the same machine, container, user, Linux capabilities and NUMA
     nodes. The identifier includes the capabilities because the system hides a process's open files from processes with
-    fewer capabilities. The identifier includes the NUMA nodes because reading from another node is slower. This process
-    also cannot lend if it would get only small pages, because sharing weights in small pages costs more than a copy in
-    huge pages.
+    fewer capabilities. The identifier includes the NUMA nodes because reading from another node is slower. A process
+    that would get only small pages cannot lend, because sharing weights in small pages costs more than a copy in huge
+    pages.
     """
     if sys.platform != "linux":
         return None

@@ -2,8 +2,8 @@
 
 An arena is one block of memory from which tensors are allocated one after the other. The arena owns the memory; the
 code that allocates a tensor owns the tensor's content. Guarantees: each tensor is aligned to 64 bytes. When `drop`
-returns, the system has the memory back. Tensors can be used again after `drop` and `restore`; host tensors keep their
-addresses.
+returns, the memory has been returned to the system. Tensors can be used again after `drop` and `restore`; host tensors
+keep their addresses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
-    """Return the size of an arena that holds the tensors that `build(empty)` allocates.
+    """Return the size, in bytes, of an arena for all tensors that `build(empty)` allocates.
 
     `build` allocates its tensors by calling `empty(*shape)`. `dtype`: the default dtype of `empty`.
     """
@@ -52,8 +52,8 @@ def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.
 def new_arena(num_bytes: int, device: torch.device, huge_pages: bool) -> Arena:
     """Return an arena on a device. Raise MemoryError or RuntimeError if there is not enough memory.
 
-    `huge_pages`: whether to use huge pages on the host. Use huge pages for an arena that will be used as a whole. A
-    small page occupies memory only after it is touched.
+    `huge_pages`: whether to use huge pages on the host. Set `huge_pages` only if the whole arena will be used: with
+    small pages, unused parts of an arena occupy no memory.
     """
     if device.type == "cpu" and sys.platform == "linux":
         return HostArena(num_bytes, huge_pages)
@@ -93,7 +93,7 @@ class Arena(ABC):
         Raise ValueError unless both arenas have tensors of the same sizes in the same order.
         """
         if other._layout != self._layout or other._memory.shape != self._memory.shape:
-            raise ValueError("arena and the other arena have tensors of different sizes")
+            raise ValueError("arena: the other arena has tensors of different sizes")
         if not self._move(other):
             self._memory.copy_(other._memory)
 
@@ -117,8 +117,8 @@ class Arena(ABC):
 class HostArena(Arena):
     """Pages of host memory. `drop(keep=True)` leaves the content in place.
 
-    The pages may be pages of a file. The file was mapped with `map_file`, either by this arena or by the arena from
-    which `take` moved the content.
+    The pages may come from a file that `map_file` mapped, in this arena or in the arena from which `take` moved the
+    content.
     """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:

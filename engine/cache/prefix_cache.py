@@ -175,7 +175,7 @@ class Entry:
 class Chain:
     """The identity of one sequence's full blocks under one epoch.
 
-    `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry with which block i was found or
+    `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry under which block i was found or
     published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover more.
     `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text content,
     sorted. `has_records`: whether the blocks are published with routed experts, so that sequences that need routed
@@ -359,8 +359,9 @@ class BlockTables:
         for needed, pool in zip(self.blocks_needed(num_tokens), self.pools, strict=True):
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
-                    f"request needs {needed} KV blocks of {self.block_size} tokens for {num_tokens} tokens, but the "
-                    f"worker has only {pool.num_blocks}; request fewer tokens or start the worker with more KV memory",
+                    f"request needs {needed} KV blocks for {num_tokens} tokens ({self.block_size} tokens per block), "
+                    f"but the worker has only {pool.num_blocks}; request fewer tokens or start the worker with more KV "
+                    "memory",
                     value=needed,
                     limit=pool.num_blocks,
                 )
@@ -401,7 +402,7 @@ class BlockTables:
         return child, [dict(zip(new[num_full:], old[num_full:], strict=True)) for new, old in pairs]
 
     def give_back(self, table: Table, num_computed: int) -> None:
-        """Release the blocks of a table that tokens from position `num_computed` on no longer need.
+        """Release the blocks of a table to which no token at or after position `num_computed` attends.
 
         To make a released block available to later sequences, publish it before this call.
         """
@@ -412,7 +413,7 @@ class BlockTables:
                 table.starts[group] = first
 
     def leaves_block(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return which of N sequences have a block to release after advancing from `starts` to `ends`, bool [N]."""
+        """Return whether each of N sequences can release a block after advancing from `starts` to `ends`, bool [N]."""
         leaves = np.zeros(len(ends), np.bool_)
         for _, window in self.windowed:
             before, after = ((tokens - window + 1).clip(0) // self.block_size for tokens in (starts, ends))
@@ -433,7 +434,7 @@ class BlockTables:
 
 
 class PrefixCache:
-    """Finds published prefixes of blocks of `block_size` tokens.
+    """Finds published prefixes; each block holds `block_size` tokens.
 
     `num_blocks`: for each window, the number of blocks in its group. Window None, if any, comes first. `enabled`: if
     False, nothing is published, so that no lookup has hits. `forget`: called with the entries that are removed from the
@@ -526,7 +527,7 @@ class PrefixCache:
         self.claims.clear()
 
     def check_integrity(self, tables: Iterable[Table]) -> None:
-        """Raise RuntimeError unless `tables` account for every block, and the index for every published block.
+        """Raise RuntimeError unless `tables` account for every block, and the index accounts for every published block.
 
         `tables`: the tables of all sequences.
         """

@@ -13,7 +13,8 @@ from ..scheduling.sequence import Sequence
 class Draft(NamedTuple):
     """Guesses of the next tokens of a sequence.
 
-    `chances`: for each token the estimated chance that it is right if the tokens before it are.
+    `chances`: for each token, the estimated probability that the token is right if all earlier tokens of the draft are
+    right.
     """
 
     tokens: AnySequence[int]
@@ -29,21 +30,21 @@ class Drafter(Protocol):
     name: str
 
     def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
-        """Guess at most `most` tokens that follow the tokens of a running sequence.
+        """Guess up to `most` next tokens of a running sequence.
 
         `seed`: the seed of the sequence's only sample.
         """
         ...
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Learn from a sequence that a sample with this seed leaves for good."""
+        """Learn from a sequence after its only sample, which has this seed, has ended."""
         ...
 
 
 class FunctionDrafter:
-    """Drafts what `function(tokens, most)` returns, for tests and research.
+    """Drafts the tokens that `function(tokens, most)` returns. Used in tests and research.
 
-    `tokens`: prompt and sample so far. The function must not change them.
+    `tokens`: the tokens of the prompt and of the sample so far. The function must not change `tokens`.
     """
 
     name = "function"
@@ -56,4 +57,4 @@ class FunctionDrafter:
         return Draft(tokens, [1.0] * len(tokens))
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Do nothing: the function has its own memory, if any."""
+        """Do nothing, because the function itself must remember anything that it learns."""

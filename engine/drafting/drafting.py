@@ -1,4 +1,4 @@
-"""The drafts of a step: which sequences get how many drafted tokens, which of them are accepted, and the statistics."""
+"""The drafts of a step: chooses how many tokens to draft for each sequence, and counts drafted and accepted tokens."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .rule import Pause, StepCosts, choose
 
 
 class DraftCounts:
-    """How many drafts were computed, and how many tokens were drafted and accepted at each of `most` places."""
+    """Counts drafts and, for each of the `most` positions in a draft, the drafted tokens and the accepted tokens."""
 
     def __init__(self, most: int) -> None:
         self.drafts, self.drafted, self.accepted = 0, [0] * most, [0] * most
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
-        """Count the drafts of a step. `counts`: int64, the number of draws that each decode takes."""
+        """Count the drafts of a step. `counts`: int64, the number of draws that each decode accepts."""
         for lane, count in zip(decodes.lanes.tolist(), counts.tolist(), strict=True):
             if draft := decodes.drafts.get(lane):
                 self.drafts += 1
@@ -31,10 +31,11 @@ class DraftCounts:
 
 
 class Drafting:
-    """Drafts at most `most` tokens per sequence and step. `vocab_size`: drafts end before an id that is not below it.
+    """Drafts at most `most` tokens per sequence and step. `vocab_size`: a draft ends before the first token id outside
+    [0, vocab_size).
 
-    `adapts`: whether the number of drafted tokens follows `rule`. Otherwise all tokens of the drafter are computed.
-    `counts`: the statistics. `costs`: the durations of steps, which the caller records.
+    `adapts`: whether `rule` chooses the number of drafted tokens. If `adapts` is False, all tokens that the drafter
+    guesses are computed. `counts`: the statistics. `costs`: the durations of steps, which the caller records.
     """
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int, adapts: bool = True) -> None:
@@ -48,15 +49,15 @@ class Drafting:
         return DraftStats(self._drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Let the drafter learn from a sequence that a sample leaves for good."""
+        """Let the drafter learn from a sequence after its only sample, which has this seed, has ended."""
         self._drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
 
     def extend(self, chunks: Chunks, scheduler: Scheduler) -> Chunks:
-        """Return the chunks of a step with drafted tokens.
+        """Return the chunks of a step, extended with drafted tokens.
 
-        Drafted tokens take only what is left of the step's tokens and free blocks. They never preempt a sequence. The
-        host must have seen all tokens of the sequences.
+        Drafted tokens use only free blocks and the unused part of the step's token budget. Drafting never preempts a
+        sequence. The host must have seen all tokens of the sequences.
         """
         running, fitting = scheduler.running, dict[int, AnySequence[int]]()
         budget = scheduler.max_num_batched_tokens - int((chunks.ends - chunks.starts).sum())
@@ -67,7 +68,7 @@ class Drafting:
         return chunks.add_drafts(fitting) if fitting else chunks
 
     def _propose(self, chunks: Chunks, running: Running) -> dict[int, AnySequence[int]]:
-        """Return drafts by lane for the decoding sequences of a step."""
+        """Return the drafted tokens for the decoding sequences of a step, by lane."""
         lanes = running.lanes
         decodes = chunks.take(
             np.flatnonzero(lanes.is_decoding[chunks.lanes] & (chunks.ends == lanes.num_tokens[chunks.lanes]))

@@ -1,17 +1,18 @@
-"""A drafter of repeats. It finds the last tokens of a sequence in its prompt, in its samples, or earlier in itself.
+"""A drafter of repeats: finds a sequence's last tokens in earlier text, and guesses the tokens that follow there.
 
-`PromptIndex` holds the tokens of one prompt and of its samples, running and finished, also those of earlier weights.
-`RepeatsDrafter` owns the indexes within a budget of bytes, and drops the index that was used least recently. Prompts
-are told apart as in the prefix cache: by their tokens, their salt and their content spans. An index holds tokens only,
-so that a commit of weights or a sleep leaves it alone.
+Earlier text is the prompt, the samples of the prompt, and the sequence itself. `PromptIndex` holds the tokens of one
+prompt and of its samples: running and finished samples, including samples drawn with earlier weights. `RepeatsDrafter`
+owns the indexes, and drops the least recently used ones to stay within a budget in bytes. As in the prefix cache, a
+prompt is identified by its tokens, its cache salt and its content spans. An index holds only tokens, so that it stays
+valid after a weight commit or a sleep.
 
-A match is found through chains of equal pairs of tokens, as in the LZ77 compressors of zlib: each position links to the
-previous one that follows the same pair. A lookup compares a constant number of positions, so that drafting takes
-constant time per token, however repetitive the text.
+A match is found by following links, as in zlib's LZ77 compressor: each position links to the previous position that
+follows the same pair of tokens. A lookup compares at most a fixed number of positions, so that drafting takes constant
+time per token even in repetitive text.
 
-With equal weights, a sample with the prompt and the seed of an earlier sample has the tokens of the earlier sample,
-because both draw with the same noise. With slightly different weights it has most of them. Such a sample is looked at
-first.
+Two samples with the same prompt, sampling parameters, seed and weights have the same tokens, because both draw with the
+same noise. With slightly different weights, most of the tokens are still the same. The drafter therefore looks first
+for an earlier sample with the same prompt and seed.
 """
 
 from __future__ import annotations
@@ -43,9 +44,10 @@ DEFAULT_BUDGET = 64 * 2**20
 
 
 class Odds:
-    """How often a match of each length predicted the next token. Length 0: an earlier sample of the same seed did.
+    """How often a match of each length predicted the next token. Length 0 stands for an earlier sample with the same
+    seed.
 
-    Begins with the expectation of `prior`, or with 0.5.
+    The first estimate is taken from `prior`, or is 0.5 if there is no `prior`.
     """
 
     def __init__(self, prior: Odds | None = None) -> None:
@@ -53,12 +55,12 @@ class Odds:
         self._right, self._tried = [1.0] * (LONGEST_MATCH + 1), [2.0] * (LONGEST_MATCH + 1)
 
     def chance(self, length: int) -> float:
-        """Return the chance that the next token is predicted."""
+        """Return the estimated probability that a match of this length predicts the next token."""
         prior = 0.5 if self._prior is None else self._prior.chance(length)
         return (self._right[length] + 2 * prior) / (self._tried[length] + 2)
 
     def record(self, length: int, is_right: bool) -> None:
-        """Record a prediction. Earlier ones count less."""
+        """Record whether a prediction was right. Earlier predictions count less."""
         self._right[length] = _DECAY * self._right[length] + is_right
         self._tried[length] = _DECAY * self._tried[length] + 1
         if self._prior is not None:
@@ -66,7 +68,7 @@ class Odds:
 
 
 class Guess(NamedTuple):
-    """Predicted tokens, and the length of the match from which they follow; 0: from a sample of the same seed."""
+    """Predicted tokens, and the length of the match before them. Length 0 stands for a sample with the same seed."""
 
     tokens: AnySequence[int]
     length: int
@@ -78,10 +80,11 @@ class Guess(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Text:
-    """Indexed tokens. `links`: for each token, the place of the previous token that follows the same pair, or -1.
+    """Indexed tokens. `links`: for each token, the place of the previous token that follows the same pair of tokens, or
+    -1.
 
-    `start`: the index of the first token that does not belong to the prompt. `odds`: the odds of its predictions.
-    `guess`: the last prediction.
+    `start`: the index of the first token that does not belong to the prompt. `odds`: how often the predictions for this
+    text were right. `guess`: the last prediction.
     """
 
     number: int
@@ -100,7 +103,7 @@ class Text:
 
 
 class PromptIndex:
-    """The tokens of a prompt and of its samples. A place is `text number << 32 | index` of a token."""
+    """The tokens of a prompt and of its samples. A token's place is `text number << 32 | index in the text`."""
 
     def __init__(self, prompt: array[int], odds: Odds) -> None:
         self._odds = odds
@@ -114,7 +117,7 @@ class PromptIndex:
 
     @property
     def num_bytes(self) -> int:
-        """The approximate memory of the index."""
+        """The approximate size of the index, in bytes."""
         of_texts = _TEXT_BYTES * len(self._texts) + _TOKEN_BYTES * self._num_tokens
         return _OVERHEAD_BYTES + of_texts + _PAIR_BYTES * len(self._latest)
 
@@ -130,7 +133,7 @@ class PromptIndex:
         del self._running[sequence]
 
     def _read(self, sequence: Sequence) -> Text:
-        """Return the text of a sequence, with its new tokens added."""
+        """Add the new tokens of a sequence to its text, and return the text."""
         text = self._running.get(sequence)
         known = sequence.num_prompt_tokens
         if text is None:
@@ -160,14 +163,14 @@ class PromptIndex:
         text.links.extend([-1] * (len(text.tokens) - len(text.links)))
 
     def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
-        """Guess the next tokens of the earlier sample with this seed, if the last tokens are equal."""
+        """Guess the next tokens of the earlier sample with this seed, if both samples have the same last tokens."""
         twin, end = self._by_seed.get(seed), len(text.tokens)
         if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:
             return None
         return Guess(twin.tokens[end : end + most], 0)
 
     def _from_match(self, text: Text, most: int) -> Guess | None:
-        """Guess the tokens after the longest match of the last tokens, the latest one among equal lengths."""
+        """Guess the tokens after the longest match of the last tokens; of equally long matches, use the latest."""
         if len(text.tokens) < 2:
             return None
         tail = text.tokens[-LONGEST_MATCH:]
@@ -193,10 +196,10 @@ class PromptIndex:
 
 
 class RepeatsDrafter:
-    """Drafts repeated tokens. `budget`: the most bytes of all indexes, approximately.
+    """Drafts repeated tokens. `budget`: the approximate maximum size of all indexes together, in bytes.
 
-    A running sequence whose index was dropped for lack of room gets no drafts any more. Otherwise prompts that do not
-    fit into the budget together would be indexed again in every step.
+    After an index is dropped for lack of room, the running sequences that used it get no more drafts. If such indexes
+    were built again, prompts that do not fit into the budget together would be indexed in every step.
     """
 
     name = "repeats"
@@ -218,7 +221,9 @@ class RepeatsDrafter:
             self._counted(index, lambda: index.end(sequence, seed))
 
     def _index_of(self, sequence: Sequence) -> PromptIndex | None:
-        """Return the index of a sequence's prompt, at first a new one. None if it was dropped or would not fit."""
+        """Return the index of a sequence's prompt; the first call for a sequence creates a missing index. Return None
+        if the index was dropped or does not fit into the budget.
+        """
         key = self._keys.get(sequence)
         if key is None:
             key = self._keys[sequence] = _key_of(sequence)
@@ -232,7 +237,7 @@ class RepeatsDrafter:
         return index
 
     def _counted(self, index: PromptIndex, call: Callable[[], T]) -> T:
-        """Call a method of an index, count its growth, and drop indexes until the budget is kept."""
+        """Run a call that may grow `index`, and drop the least recently used indexes that exceed the budget."""
         before = index.num_bytes
         result = call()
         self.num_bytes += index.num_bytes - before
@@ -243,12 +248,12 @@ class RepeatsDrafter:
 
 
 def least_bytes(num_tokens: int) -> int:
-    """Return the least memory of the index of a prompt."""
+    """Return the minimum size, in bytes, of an index for a prompt of `num_tokens` tokens."""
     return _OVERHEAD_BYTES + _TEXT_BYTES + _TOKEN_BYTES * num_tokens
 
 
 def _key_of(sequence: Sequence) -> bytes:
-    """Return the identity of a sequence's prompt: its tokens, its salt and its content spans."""
+    """Return a hash that identifies a sequence's prompt by its tokens, cache salt and content spans."""
     spans, prompt = sequence.chain.spans, sequence.tokens[: sequence.num_prompt_tokens]
     found = hashlib.blake2b(b"%d %d " % (len(spans), len(prompt)), digest_size=32)
     for span in spans:
@@ -259,14 +264,14 @@ def _key_of(sequence: Sequence) -> bytes:
 
 
 def _pairs(tokens: array[int], first: int) -> list[int]:
-    """Return the pairs before the tokens from `first` on, except for the first two tokens of a text."""
+    """Return the pair of tokens before each token from `first` on. The first two tokens of a text have no pair."""
     start = max(first - 2, 0)
     values = np.array(tokens[start:], np.int64)
     return (values[:-2] << _BITS | values[1:-1]).tolist()
 
 
 def _common(tokens: array[int], end: int, tail: array[int]) -> int:
-    """Return how many tokens before `end` equal the last tokens of `tail`."""
+    """Return the length of the longest common suffix of `tokens[:end]` and `tail`."""
     length, most = 0, min(end, len(tail))
     while length < most and tokens[end - 1 - length] == tail[-1 - length]:
         length += 1

@@ -1,9 +1,9 @@
-"""How many tokens to draft: as many as raise the expected number of tokens per second.
+"""The number of tokens to draft: chosen to maximize the expected number of tokens per second.
 
-A step of R rows takes t(R) seconds and yields E tokens. One more row, whose drafted token is accepted with chance p,
-pays if (E + p) / t(R + 1) > E / t(R). t is measured from the steps themselves (`StepCosts`), and p is the
-estimate of the drafter. Under load t grows with every row, so that nothing is drafted. No bit depends on these
-numbers.
+A step of R rows takes t(R) seconds and is expected to yield E tokens. Adding the row of a drafted token that is
+accepted with probability p pays off if (E + p) / t(R + 1) > E / t(R). `StepCosts` measures t in earlier steps, and the
+drafter estimates p. Under load, every further row makes a step slower, so that nothing is drafted. The bits of samples
+do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LEAST_CHANCE = 0.02
 
 
 def bucket_of(rows: int) -> int:
-    """Return the number of rows up to which steps count as equally large: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    """Return the size class of a step: the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `rows`."""
     size = 1
     while size < rows:
         size = size * 4 // 3 if size % 3 == 0 else size * 3 // 2 if size > 1 else 2
@@ -32,7 +32,7 @@ def bucket_of(rows: int) -> int:
 
 
 class StepCosts:
-    """The seconds of a step by its number of rows, as running means. Old measurements are forgotten."""
+    """Running means of the durations of steps, in seconds, by the number of rows. Old measurements are forgotten."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -55,7 +55,9 @@ class StepCosts:
             del self._seconds[old], self._measured_at[old]
 
     def seconds(self, rows: int) -> float:
-        """Return the estimated seconds of a step, larger for more rows. At least one step must be recorded."""
+        """Return the estimated duration of a step in seconds, which never decreases with the number of rows. At least
+        one step must be recorded.
+        """
         bucket = bucket_of(rows)
         known = sorted(self._seconds)
         place = bisect_left(known, bucket)
@@ -71,7 +73,9 @@ class StepCosts:
 
 
 class Pause:
-    """The pauses of one sequence for which no draft pays. `LEAST` steps in vain begin a pause, each twice as long."""
+    """The pauses in drafting for one sequence. A pause begins after `LEAST` consecutive steps without a useful draft;
+    each pause is twice as long as the previous one, up to a limit.
+    """
 
     LEAST = 64
 
@@ -84,7 +88,7 @@ class Pause:
         return self._left >= 0
 
     def record(self, paid: bool) -> None:
-        """Record whether a draft was worth its rows."""
+        """Record whether drafting was useful in this step."""
         self._in_vain = 0 if paid else self._in_vain + 1
         if paid:
             self._next = _FIRST_PAUSE
@@ -93,10 +97,10 @@ class Pause:
 
 
 def choose(drafts: Mapping[int, Draft], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:
-    """Return how many of the drafted tokens of each lane to compute, in a step with `rows` other rows.
+    """Return how many drafted tokens of each lane to compute in a step that has `rows` other rows.
 
-    `tokens`: the number of tokens that the step yields without drafts. The drafted rows are added in the order of their
-    chances, up to the number of rows with the most tokens per second.
+    `tokens`: the number of tokens that the step yields without drafts. Rows of drafted tokens are added in descending
+    order of their probability of acceptance, up to the number of rows that yields the most tokens per second.
     """
     heap = [(-draft.chances[0], lane, 0) for lane, draft in drafts.items()]
     heapq.heapify(heap)

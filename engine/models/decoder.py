@@ -44,9 +44,9 @@ class ModelInput:
 
     `token_ids`: int64 [M]. `positions`: int64 [M], or [axes, M] (`RotationSpec.axes`). `memories`: the memory of each
     layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of
-    the M tokens, and where attention reads keys and values. `states`: for each sequence, the recurrent states to read
-    and where to write them; None if no layer has recurrent states. `embedded`: embeddings that replace the embeddings
-    of some tokens, or None. The replacements are not scaled.
+    the M tokens, and where attention reads keys and values. `states`: for each sequence, where to read the recurrent
+    states and where to write the new ones; None if no layer has recurrent states. `embedded`: embeddings that replace
+    the embeddings of some tokens, or None. The replacements are not scaled.
     """
 
     token_ids: Tensor
@@ -72,7 +72,7 @@ class Decoder:
     """The decoder's weights and forward pass. The weights are uninitialized until a checkpoint is copied into them.
 
     `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
-    same dtype unless `dtype` is passed. The calls of `empty` and their order depend only on the spec and the backend.
+    same dtype unless `dtype` is passed. The calls to `empty` and their order depend only on the spec and the backend.
     """
 
     def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:

@@ -61,7 +61,7 @@ class Detokenizer:
     def _advance(self, text: str, window: list[int], num_uncertain: int) -> str:
         """Return the new part of `text`, without the uncertain characters at its end.
 
-        `window`: the tokens of the next window.
+        `window`: the tokens that replace the current window.
         """
         new = self._new_in(text, num_uncertain)
         self._window = window

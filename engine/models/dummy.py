@@ -20,7 +20,7 @@ def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torc
 
     Norm weights are set so that norms multiply by 1. The other weights are normally distributed with mean 0 and
     standard deviation 1 / sqrt(fan-in), so that inputs of unit variance give products of unit variance. Random numbers
-    are generated on `device`, for one tensor, or one expert of a stack, at a time.
+    are generated on `device`, for one tensor at a time, or for one expert at a time in a stack.
     """
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in weights.items():

@@ -134,8 +134,8 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
 
     `destinations`: the weights by their names in the decoder.
 
-    Dtype and device are converted. The log says every few seconds how much is left. Raise ModelError if a file can no
-    longer be read.
+    Dtype and device are converted. Every few seconds, the log reports how much is left to copy. Raise ModelError if a
+    file can no longer be read.
     """
     told = time.monotonic()
     for number, (file, names) in enumerate(checkpoint.files.items(), 1):

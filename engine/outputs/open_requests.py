@@ -122,11 +122,12 @@ class OpenSample:
     """An unfinished sample.
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
-    that end the sample. `banned`: the array of `ending_tokens`, which are not drawn before the sample has `min_tokens`
-    tokens. `logprobs`: None if not requested. `records`: the columns requested by `top_logprobs`, or None. `commits`:
-    the commits with which tokens were drawn, each with the index of the first token drawn with it. `error`: a
-    description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence of
-    an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not requested.
+    that end the sample. `banned`: an array of the `ending_tokens`, which cannot be drawn before the sample has
+    `min_tokens` tokens. `logprobs`: None if not requested. `records`: the columns requested by `top_logprobs`, or None.
+    `commits`: the commits with which tokens were drawn, each with the index of the first token drawn with it. `error`:
+    a description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence
+    of an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not
+    requested.
     """
 
     request: GenerateRequest

@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class RouteFormat:
-    """The format of a row: for each of `layers` layers, the ids of the `top_k` chosen among `num_experts` experts."""
+    """The format of a row: for each of `layers` layers, the ids of the `top_k` experts chosen from `num_experts`."""
 
     layers: int
     top_k: int

@@ -26,7 +26,7 @@ class TokenizerError(Exception):
 class Vocabulary:
     """A tokenizer for decoding only.
 
-    Errors of the tokenizer are propagated, including a `BaseException` that is not an `Exception`.
+    Errors that the tokenizer raises are propagated, even a `BaseException` that is not an `Exception`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -226,7 +226,9 @@ class LocalExecutor:
         return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
 
     def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
-        """Take the chosen experts of a step. Drafted tokens are not counted; the host counts the accepted ones."""
+        """Count the experts that a step chose, and start to copy them to the host. Drafted tokens are not counted here,
+        because the host counts the accepted drafted tokens.
+        """
         if not len(step.drafted):
             return experts.take(routes, None, step.records_routes)
         counted = np.delete(np.arange(len(step.token_ids)), step.drafted)

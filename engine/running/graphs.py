@@ -8,7 +8,7 @@ memory addresses that were captured.
 A step in which each sequence computes one token replays the forward graph. So does a step with drafts, unless the model
 has recurrent layers: each drafted token is a row with the blocks of its sequence and a context of its own. If the step
 makes one plain draw per row, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step
-with fewer rows than its graph is padded. By the contract of the ops, padding does not change a bit of the other rows.
+with fewer rows than its graph is padded. By the contract of the ops, padding does not change any bit of the other rows.
 Padding rows read and write `spare_blocks`: for each window, a block of the KV cache that no sequence uses. Padding rows
 read no recurrent state, and write the slot `spare_state`, which no sequence uses.
 
@@ -36,7 +36,7 @@ Outputs = Sequence[Tensor]
 
 
 class Capture(Protocol):
-    """Runs a computation. Returns its outputs, and a function that repeats the computation with the current inputs."""
+    """Runs a computation. Returns the outputs, and a function that repeats the computation with the current inputs."""
 
     def __call__(self, compute: Callable[[], Outputs]) -> tuple[Outputs, Callable[[], object]]: ...
 

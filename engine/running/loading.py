@@ -71,8 +71,8 @@ class EngineInfo:
     `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the bytes of one
     token's recorded experts. The four fields about experts are 0 for models without experts.
 
-    `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the time that the warm-up
-    took after the weights were loaded, to compile kernels, plan memory and capture CUDA graphs.
+    `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
+    warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
     """
 
     model: str

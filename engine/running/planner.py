@@ -216,7 +216,7 @@ def _blocks(num_tokens: int, block_size: int) -> int:
 
 
 def _blocks_in(room: int, config: EngineConfig, sizes: Sizes, interval: int, max_model_len: int) -> int:
-    """Return how many blocks of the first group fit into `room` bytes, along with the blocks of the other groups.
+    """Return how many blocks of the first group fit into `room` bytes together with the blocks of the other groups.
 
     Unless `state_budget` sets the number of checkpoints, `room` also includes the memory of checkpoints.
     """

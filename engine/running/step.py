@@ -1,9 +1,9 @@
 """A step as plain arrays on the host: tokens to compute, locations of their KV, draws and scores.
 
 The model runner, CUDA graphs and sampler read only the `Step`, not the sequences. A process that has the `Step` and the
-tokens of the previous step can therefore compute the step. A sample draws one token from each of the last rows of its
-chunk, usually only from the last row. `Draws` has one element per row, with the rows of a sample in succession. The
-draw from a row does not depend on other rows.
+tokens of the previous step can therefore compute the step. A sample usually draws one token, from the last row of its
+chunk. If the chunk ends with k drafted tokens, the sample draws one token from each of the last k + 1 rows. `Draws` has
+one element per draw, and the draws of a sample are adjacent. The draw from a row does not depend on other rows.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class _Computation:
 
     @torch.inference_mode()
     def __call__(self, rows: int) -> None:
-        """Run the computations of steps with `rows` rows, but the head only for up to `LOGITS_ROWS` rows."""
+        """Run the computations of steps with `rows` rows. The head runs only if `rows` is at most `LOGITS_ROWS`."""
         hidden = self.hidden(rows)
         if rows <= self._max_num_seqs:
             self._decode(rows)
@@ -73,7 +73,7 @@ class _Computation:
     def hidden(self, rows: int) -> Tensor:
         """Return the hidden states of a batch with a decode and a chunk of a prompt.
 
-        A batch of up to 2 rows is only a chunk.
+        A batch of 1 or 2 rows has a chunk but no decode.
         """
         lens, zeros = ([1, rows - 1] if rows > 2 else [rows]), self._zeros(rows)
         batch = AttentionBatch([0, *accumulate(lens)], lens, self._tables(len(lens), rows))

@@ -3,7 +3,7 @@
 Owns the memory of the live weights and of stagings. While adapters are merged into the live weights, also owns the
 unmerged base weights (`AdapterBase`). Does not know the source or the version of new weights, or what happens to
 requests and the KV cache. Workers with the same `WeightStore.kin` may share the memory of a staging. Each worker that
-shares a staging makes a commit of its own.
+shares a staging commits the staging separately.
 
 Guarantees: in host memory, the addresses of live weights never change. Only an in-place staging writes to the live
 weights before the commit. A commit that raises changes nothing. A second thread may call `new_staging` and fill a
@@ -55,9 +55,9 @@ class Factors(NamedTuple):
 class WeightStore:
     """The live weights of the model that `build(empty)` creates, and the requirements for new weights.
 
-    `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: the names of parameters and of
-    `parts`. `is_whole`: whether the live weights are complete and of one version. `sleep` at level 2 and the first
-    write to an in-place staging make `is_whole` False, until every parameter is committed.
+    `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: the names under which parameters and
+    `parts` may be pushed. `is_whole`: whether the live weights are complete and of one version. `sleep` at level 2 and
+    the first write to an in-place staging make `is_whole` False, until every parameter is committed.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:

@@ -12,10 +12,10 @@ A sequence holds a reference to each of its slots, and a step in flight holds a 
 writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint,
 taking a checkpoint and forking copy no state: they change only `slot`, `source` and `target`.
 
-`StateSlots` owns the reference counts, the free slots, and the checkpoints (entry of the prefix index -> slot) up to a
-budget. `Branches` owns the positions at which prompts branch and a checkpoint is pending. `RecurrentStates` connects
-`StateSlots` and `Branches` to the lanes. This module does not own the tensors of the slots (`model_runner`) or the
-published prefixes (`prefix_cache`).
+`StateSlots` owns the reference counts, the free slots, and up to `budget` checkpoints, as a map from entries of the
+prefix index to slots. `Branches` owns the positions at which prompts branch and a checkpoint is pending.
+`RecurrentStates` connects `StateSlots` and `Branches` to the lanes. This module does not own the tensors of the slots
+(`model_runner`) or the published prefixes (`prefix_cache`).
 
 A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundaries, at the following positions of a
 sequence:

@@ -78,12 +78,12 @@ def _key_of(tokens: array[int], chain: Chain) -> _Key:
 class SchedulerStats:
     """Lifetime counters.
 
-    `steps`: steps that computed something. `prefix_queries`, `prefix_hits`: prompt tokens looked up and found when
-    a sequence first starts. `shortened_hits`: tokens that were found in the cache but computed again, because the
-    checkpoint of their recurrent state or their requested routed experts were missing. `preemptions`: how often an
-    older sequence took the blocks of a running sequence. `recomputed`: how often `recompute_running` took the
-    blocks of a running sequence. `deferred_admissions`: summed over all steps, the number of sequences that waited
-    for a prefix.
+    `steps`: steps that computed something. `prefix_queries`: prompt tokens looked up in the cache when a sequence first
+    starts. `prefix_hits`: prompt tokens found by these lookups. `shortened_hits`: tokens that were found in the cache
+    but computed again, because the checkpoint of their recurrent state or their requested routed experts were missing.
+    `preemptions`: how often an older sequence took the blocks of a running sequence. `recomputed`: how often
+    `recompute_running` took the blocks of a running sequence. `deferred_admissions`: summed over all steps, the number
+    of sequences that waited for a prefix.
     """
 
     steps: int = 0
@@ -213,7 +213,7 @@ class Running:
         self.lanes.add_blocks(sequence)
 
     def extend_if_free(self, sequence: Sequence, count: int) -> int:
-        """Give a running sequence free blocks for up to `count` tokens after its last token, and preempt nothing.
+        """Give a running sequence free blocks for up to `count` tokens after its last token, without preempting others.
 
         Return for how many of the `count` tokens the sequence has blocks afterwards.
         """
@@ -293,7 +293,7 @@ class Starter:
         self._waiting, self._running, self._states = waiting, running, running.states
 
     def start(self, sequence: Sequence) -> Outcome:
-        """Start a waiting sequence, if there is room for all its tokens, after the longest prefix that it can reuse.
+        """Start a waiting sequence at the end of its longest reusable prefix, if there is room for all its tokens.
 
         A sequence that must wait for a prefix is set aside.
         """
@@ -430,7 +430,7 @@ class Scheduler:
     def advance(self, chunks: Chunks) -> None:
         """Record that a step computes the KV of `chunks`, so that the next step continues after these tokens.
 
-        `chunks`: without drafted tokens, which are not known to be right.
+        `chunks`: the chunks without their drafted tokens, because drafted tokens may be rejected.
         """
         lanes = self.running.lanes
         self.stats.steps += 1

@@ -149,8 +149,8 @@ class Chunks:
     """The work of one step: tokens [starts[i], ends[i]) of `sequences[i]`. Each sequence has one chunk.
 
     `lanes`: the lanes of the sequences when the step was planned. `num_left`: how many sequences had left each lane
-    when the step was planned. `lanes`, `num_left`, `starts`, `ends`: int64 [N]. `drafts`: by lane, the drafted tokens
-    at the end of a chunk. They follow the tokens of the sequence and do not belong to it.
+    when the step was planned. `lanes`, `num_left`, `starts`, `ends`: int64 [N]. `drafts`: maps a lane to the drafted
+    tokens at the end of its chunk. Drafted tokens follow the sequence's tokens, but do not belong to the sequence.
     """
 
     sequences: AnySequence[Sequence]
@@ -173,12 +173,12 @@ class Chunks:
         return np.array([len(self.drafts.get(lane, ())) for lane in self.lanes.tolist()], np.int64)
 
     def add_drafts(self, drafts: Mapping[int, AnySequence[int]]) -> Chunks:
-        """Return the chunks with drafted tokens at their ends. `drafts`: by lane. There are no drafts before."""
+        """Return the chunks with drafted tokens appended. `drafts`: by lane. The chunks must not have drafts yet."""
         added = replace(self, drafts=drafts)
         return replace(added, ends=self.ends + added.num_drafted)
 
     def cut(self, ends: np.ndarray) -> Chunks:
-        """Return the chunks with earlier ends, int64 [N], and without drafts."""
+        """Return the chunks cut off at `ends`, int64 [N], and without drafts."""
         return replace(self, ends=ends, drafts={})
 
     def __getitem__(self, place: int) -> Chunk:
@@ -272,7 +272,8 @@ class Lanes(Counters):
             self._see(sequence)
 
     def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
-        """Append the next tokens to decoding sequences. The KV of all new tokens but the last is computed.
+        """Append the next tokens to decoding sequences. Of each sequence's new tokens, only the last has no computed
+        KV.
 
         `counts`: int64, the number of new tokens of each sequence, at least 1. `token_ids`: the new tokens of all
         sequences, concatenated. A sequence that has left its lane since the step was planned also receives its tokens.
@@ -355,7 +356,7 @@ class Takers:
 
 
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
-    """Return the samples and scores that receive the results of `chunks`, before the step is computed."""
+    """Return the samples and scores that will receive the results of `chunks`, which are not computed yet."""
     is_decoding = lanes.is_decoding[chunks.lanes]
     num_known = lanes.num_tokens[chunks.lanes]
     places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))

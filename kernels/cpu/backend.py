@@ -3,9 +3,9 @@
 native/kernels.h describes how the kernels keep the contract. Kernels run on `torch.get_num_threads()` threads.
 
 Matrices are stored in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side
-by side: one float32 per row, or two bfloat16 values of neighbouring columns per row. Rows are padded with zeros to
-whole panels. Columns of bfloat16 are padded with zeros to a multiple of 32. The same layout serves every instruction
-set. `copy_` packs a tensor directly into the weight's memory.
+by side: one float32 per row, or two bfloat16 values of neighbouring columns per row. A matrix is padded with rows of
+zeros to whole panels. A bfloat16 matrix is also padded with columns of zeros to a multiple of 32 columns. The same
+layout serves every instruction set. `copy_` packs a tensor directly into the weight's memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PackedWeight:
 
     @classmethod
     def new(cls, rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedWeight:
-        """Return an uninitialized weight in memory from `empty(*shape)`."""
+        """Return an uninitialized weight. The weight's memory comes from `empty(*shape)`."""
         multiple = COLUMN_MULTIPLE[empty(0).dtype]
         return cls(rows, columns, empty(_whole_panels(rows), -(-columns // multiple) * multiple))
 
@@ -86,8 +86,8 @@ class PackedWeight:
         load_library().pack(*self._arguments(rows.data_ptr(), self.pointer))
 
     def put_(self, index: Tensor, source: Tensor) -> None:
-        """Overwrite elements at flat indices (int64) into [rows, columns]. Raise IndexError if an index is out of
-        range.
+        """Overwrite the elements at these flat indices (int64) of the matrix [rows, columns]. Raise IndexError if an
+        index is out of range.
         """
         rows, columns = self.shape
         pair, row = _PAIR[self.dtype], torch.arange(rows)
@@ -151,8 +151,8 @@ class PackedLayers(tuple[Layer, ...]):
 
 
 def is_packed(spec: LayerSpec) -> bool:
-    """Return whether `PackedLayers` supports a layer with this spec. A sequence of layers that contains any other layer
-    is computed op by op.
+    """Return whether `PackedLayers` supports a layer with this spec. If `PackedLayers` does not support every layer of
+    a sequence, the whole sequence is computed op by op.
     """
     mixer = spec.mixer
     if isinstance(mixer, DeltaNetSpec):
@@ -204,8 +204,8 @@ def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
 
 
 def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
-    """Return the stacked matrices of all experts: each stack, followed by the stack of biases or None. Raise ValueError
-    unless each expert's rows fill whole panels.
+    """Return four tensors: the stacked gate_up matrices of all experts, their biases or None, the stacked down
+    matrices, and their biases or None. Raise ValueError unless each expert's rows fill whole panels.
     """
     hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
     if hidden % PANEL_ROWS or inner % PANEL_ROWS:

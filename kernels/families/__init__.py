@@ -24,7 +24,7 @@ requires something that is not supported.
 
 @cache
 def families() -> dict[str, Describe]:
-    """Return the `Describe` function of each family, by the architecture name that config.json gives."""
+    """Return a map from architecture name, as in config.json, to the `Describe` function of the family."""
     modules = (import_module(f".{module.name}", __name__) for module in iter_modules(__path__))
     return {name: describe for module in modules for name, describe in getattr(module, "FAMILIES", {}).items()}
 

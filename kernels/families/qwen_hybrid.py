@@ -44,7 +44,7 @@ def _describe(
     rotated = 2 * len(rotation.inv_freq)
     if not 0 < rotated <= settings.head_dim:
         raise ModelError(
-            f"partial_rotary_factor in config.json must rotate from 2 to all {settings.head_dim} elements of a head "
+            f"partial_rotary_factor in config.json must rotate from 2 to {settings.head_dim} elements of a head "
             f"(got {brief(part)}); correct the file"
         )
     whole = rotated == settings.head_dim

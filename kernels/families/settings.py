@@ -136,7 +136,9 @@ class Settings(PreTrainedConfig):
         super().__post_init__(**others)
 
     def types(self: Any, other: str) -> list[str]:
-        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer with neither type."""
+        """Return FULL or `other` for each layer, from `layer_types`. Raise ModelError for a layer of a type other than
+        FULL and `other`.
+        """
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
@@ -162,7 +164,9 @@ class Settings(PreTrainedConfig):
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
 
     def mlps(self: Any, **others: Any) -> list[MlpSpec | ExpertsSpec]:
-        """Return the experts of each layer, or the MLP of a layer without experts. `others`: as in `experts`."""
+        """Return one spec per layer: the spec of the layer's experts, or of its MLP if the layer has no experts.
+        `others`: as in `experts`.
+        """
         dense, step = {*(self.mlp_only_layers or [])}, self.decoder_sparse_step
         numbers = range(self.num_hidden_layers)
         is_sparse = [self.num_experts != 0 and i not in dense and (i + 1) % step == 0 for i in numbers]
@@ -171,7 +175,7 @@ class Settings(PreTrainedConfig):
         return [experts if sparse else mlp for sparse in is_sparse]
 
     def experts(self: Any, **others: Any) -> ExpertsSpec:
-        """Return the experts of these settings. `others`: further fields of the spec.
+        """Return the spec of the experts that these settings describe. `others`: further fields of the spec.
 
         Raise ModelError if num_experts is below num_experts_per_tok or above 65,536.
         """
@@ -295,7 +299,7 @@ def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other
 
 
 def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str, Any]:
-    """Return `raw` with `rope_parameters` for each type of layer, as newer files have.
+    """Return `raw` with `rope_parameters` for each type of layer, as in newer files.
 
     `theta`: the default `rope_theta` of each type. `rope_scaling` applies to full attention.
     """

@@ -73,8 +73,8 @@ class _Inputs(NamedTuple):
 class _Plan(NamedTuple):
     """The assignment of a batch's sequences to the kernels. The tensors are int64.
 
-    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], for the sequences with more than one query, the
-    sequence and the number of each tile of rows. `starts` and `lens`: `query_starts` and `context_lens` of all
+    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], for each tile of rows of a sequence with several
+    queries, the sequence and the tile's number. `starts` and `lens`: `query_starts` and `context_lens` of all
     sequences. `longest`: the longest context of `decodes`.
     """
 
@@ -99,8 +99,8 @@ def paged_attention(
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
     are float32. Softmax weights are rounded to the dtype before they multiply values. With `batch.lens`, the
-    computation depends only on tensors on the device. Block table entries for tokens before the windows of all of a
-    sequence's queries may be any block.
+    computation depends only on tensors on the device. A block table entry may be any block if the entry's tokens lie
+    before the window of every query of the sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
@@ -374,7 +374,7 @@ def _partition(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition in the rows' windows.
+    """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition that lie in the rows' windows.
 
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
     before the first visible key or after the last token may belong to another sequence. Instead of a key that may

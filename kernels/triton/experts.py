@@ -7,9 +7,9 @@ the grid has the largest possible size, and programs beyond the last tile end im
 
 A product follows the rules of `products`. The rows of x are on the N side of the matrix instruction. The shape of one
 expert's weight determines the pieces that K is cut into. One program sums all pieces in ascending order. Each element
-of a product is therefore bit-identical to `linear` with that expert alone, whatever other rows are in the list. The
-products with `down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products of
-a row by ascending expert id. No kernel adds floats atomically.
+of a product is therefore bit-identical to `linear` with one expert's weight alone, whatever other rows are in the list.
+The products with `down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products
+of a row in ascending order of expert id. No kernel adds floats atomically.
 
 Owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's experts.
 Does not own the router's product, the shared expert, or the summation over K (products.py).
@@ -144,8 +144,8 @@ def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
 
 
 def most_tiles(pairs: int, num_experts: int, width: int) -> int:
-    """Return the largest number of tiles of this width that pairs can need. In the worst case, each expert's last tile
-    has a single pair.
+    """Return the largest number of tiles of this width that this many pairs can need. In the worst case, each expert's
+    last tile has a single pair.
     """
     begun = min(pairs, num_experts)
     return begun + (pairs - begun) // width
@@ -267,8 +267,8 @@ def _list_kernel(
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program i: the list of expert i, placed after the lists of lower experts, and the tiles of expert i. The last
-    program counts all tiles.
+    """Program i: the list of expert i, placed after the lists of experts with lower ids, and the tiles of expert i. The
+    last program counts all tiles.
     """
     expert, other, place = tl.program_id(0), tl.arange(0, SPAN), tl.arange(0, TILE)
     counts = tl.load(counts_ptr + other, mask=other < E, other=0)
@@ -320,7 +320,7 @@ def _gate_up_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (i, tile): the i-th block of features of the inner rows of a tile, stored in the order of the lists.
+    """Program (i, tile): block i of the features of a tile's inner rows. The rows are stored in the order of the lists.
 
     The upper half of a tile's features belongs to gate, the lower half to up. `features`, `columns` and `piece` are
     counted in units (`products.unit`).

@@ -2,7 +2,7 @@
 
 The layout of a tile determines the order in which the tile's sums are added. The compiler chooses layouts by the known
 properties of a kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16
-bytes; each launch checks this. Of an argument that is a number, the compiler knows the type but not the value. Any
+bytes; each launch checks this. For an argument that is a number, the compiler knows the type but not the value. Any
 value that may influence a layout is a constant of the kernel. `describe_settings` reports the compiler settings that
 the environment can still change.
 
@@ -147,7 +147,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Context that records the launches of this thread, whatever their device, instead of running them."""
+    """Context manager that records this thread's launches for any device instead of running them."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:
@@ -178,7 +178,7 @@ def compile_all(launches: Collection[Launch], device: torch.device) -> None:
 
 
 def describe_fault(error: OSError) -> str:
-    """Return the text for an error that occurred during compilation, either in Triton's cache or in a program that
+    """Return the text for an OSError during compilation. The error comes from Triton's cache or from a program that
     compiles kernels.
     """
     folder, file = Path(knobs.cache.dir).absolute(), error.filename

@@ -16,8 +16,8 @@ part of +0.0 therefore changes no bit. If a weight has fewer pieces than the wei
 Owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias, residual,
 activation. Does not own norms, or the epilogue of the products of q, k and v. Activations are copied if `launch` cannot
 use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds
-some rows of a whole weight. A shard gives the bits of the whole weight if `full_rows` is the whole weight's number of
-rows.
+some rows of a whole weight. A product with a shard has the same bits as with the whole weight if `full_rows` is the
+whole weight's number of rows.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
@@ -182,9 +182,8 @@ def qkv_parts(
 ) -> Tensor:
     """Return the products of hidden [M, H] with weights [Nq, H], [Nk, H] and [Nv, H], side by side, in parts.
 
-    The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. If the parts are
-    summed, a bias is added and the result is rounded once, the bits are equal to those of `linear` with each weight
-    alone.
+    The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. Summing the parts,
+    adding a bias and rounding once gives the same bits as `linear` with each weight alone.
     """
     factor = factor_of(weights, full_rows)
     return _parts(aligned(hidden), factor, *way_of(len(hidden), factor))
@@ -218,7 +217,7 @@ def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) ->
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """Return the way to compute a product with this many tokens that is the fastest by the cost model."""
+    """Return the fastest way, by the cost model, to compute a product with this many tokens."""
     return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
@@ -242,11 +241,10 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> li
 
 
 def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> tuple[float, int, int]:
-    """Return the key by which ways to compute a product are ordered: modelled seconds, then token tiles if there are
+    """Return the sort key of one way to compute a product: modelled seconds, then token tiles if there are
     few tokens, then the tile's size.
 
-    The modelled seconds are for an H100 and the product in this many parts: the time of the slowest resource, plus the
-    time to fold the parts.
+    The modelled seconds on an H100 are the time of the slowest resource, plus the time to fold the parts.
     """
     programs, length = math.prod(_grid(tile, tokens, rows)) * parts, columns / parts
     loaded = 2 * (tile.features + tile.width) * length
@@ -302,7 +300,7 @@ def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: Factor, *others: T
 
 
 def _launch_fold(kernel: Any, parts: Tensor, *tensors: Tensor, **constants: Any) -> None:
-    """Launch a kernel on (parts, ..., out), which folds parts and finishes the sums into out."""
+    """Launch a kernel that folds `parts`, finishes the sums and stores them in the last of `tensors`."""
     tokens, features = tensors[-1].shape
     grid = (divide_up(features, FOLD_COLUMNS), tokens)
     constants |= dict(PIECES=len(parts), COLUMNS=FOLD_COLUMNS)

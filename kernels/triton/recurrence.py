@@ -12,9 +12,9 @@ in the same order for prompts and decodes, so results do not depend on how a pro
   separately, starting with the oldest token. The program of a sequence's first rows reads the old tail and writes the
   new tail. No other program reads the old tail.
 
-Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. In
-the first form, the kernel computes where each row is, without a tensor of locations, so a CUDA graph can capture this
-form.
+Each kernel has two forms: a form for batches in which every sequence has one row, and a form for all other batches. If
+every sequence has one row, the kernel computes where each row is, without a tensor of locations, so a CUDA graph can
+capture the kernel.
 """
 
 from __future__ import annotations

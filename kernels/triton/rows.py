@@ -53,8 +53,8 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [M, heads, D] by (cosines, sines), both float32 [M, P]: [M, heads, D]. Elements from 2 P on stay
-    unchanged.
+    """Rotate x [M, heads, D] by (cosines, sines), both float32 [M, P]: [M, heads, D]. Elements of a head at index 2 P
+    and above stay unchanged.
     """
     turned = 2 * rotation[0].shape[1]
     if turned < x.shape[2]:

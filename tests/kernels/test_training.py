@@ -784,7 +784,7 @@ def test_invalid_calls_are_refused(tiny_llama: Path, name: str) -> None:
 )
 def test_unsupported_arguments_are_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
     name = next(iter(call))
-    with pytest.raises(AlignmentError, match=f"^position_ids: missing with {name}|^{name}\\b"):
+    with pytest.raises(AlignmentError, match=f"^position_ids: required with {name}|^{name}\\b"):
         load(tiny_llama, backend="cpu")(IDS, **call)
 
 

@@ -267,8 +267,9 @@ _MOST_WORDS = 32
 class Parameters(Protocol):
     """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: for each parameter with a dtype other than `dtype`, that dtype. `parts`: the
-    parts that may be sent instead of a whole parameter. `tied`, `ignored`: names that a push may omit. See `Weights`.
+    `dtype`: dtype of the push. `dtypes`: the dtypes of the parameters that are not pushed in `dtype`, by name. `parts`:
+    the parts that may be sent instead of a whole parameter. `tied`, `ignored`: names that a push may omit. See
+    `Weights`.
     """
 
     @property

@@ -32,7 +32,7 @@ class Message(BaseModel):
 
 
 class BeginPush(Message):
-    """Call that begins a push of weights. This call aborts any other push that is still in progress.
+    """Call that begins a push of weights. A `begin_push` call aborts any other push that is still in progress.
 
     - `base`: id of the push that the changed elements are relative to; None for a push of whole tensors.
     - `adapters`: the adapters that the worker adds to the weights of this push. In an adapters-only push, the adapters
@@ -42,7 +42,7 @@ class BeginPush(Message):
       worker opens the push's source until the commit, the worker generates no tokens.
     - `in_flight`: how running requests are treated if `in_place` is set. `drain` may take `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
-    - `timeout`: limit in seconds on each wait in this push that is not a drain of running requests.
+    - `timeout`: limit in seconds on each wait in this push, except drains of running requests.
     """
 
     type: Literal["begin_push"] = "begin_push"
@@ -118,11 +118,11 @@ class GetWeights(Message):
 class Weights(Message):
     """The parameters that a push must contain, and the version of the weights that the worker serves.
 
-    - `dtype`: dtype of pushes. `dtypes`: for each parameter that is pushed in a dtype other than `dtype`, that dtype.
+    - `dtype`: dtype of pushes. `dtypes`: the dtypes of the parameters that are not pushed in `dtype`, by name.
     - `shapes`: shape of every parameter, by its Hugging Face name.
     - `parts`: for each stack of experts' matrices that may be sent in parts, the names of one matrix's parts, in the
       order of the matrix's rows. All parts have the same number of rows. `{}` stands for the number of the expert.
-    - `tied`: maps names that are copies of a parameter to the name of that parameter. `ignored`: other names that a
+    - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a
       push may omit.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.

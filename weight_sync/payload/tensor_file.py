@@ -53,7 +53,7 @@ class TensorFile:
     `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: by name, the dtypes of the tensors that must have a
     dtype other than `dtype`. `entries`: the tensors, in the order of their bytes in the file.
 
-    Raise PushError with `path` in its text if the file is not a whole safetensors file with tensors of these dtypes.
+    Raise PushError, which names `path`, if the file is not a complete safetensors file with tensors of these dtypes.
     Also raise PushError if the header has more than `max_header_bytes`.
     """
 

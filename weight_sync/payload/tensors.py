@@ -52,7 +52,9 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def raw_bits(tensor: torch.Tensor) -> np.ndarray:
-    """Return a flat view of a contiguous tensor in host memory, with its elements as integers with the same bits."""
+    """Return a flat view of a contiguous tensor in host memory. Each element is an integer with the bits of the
+    tensor's element.
+    """
     return tensor.view(-1).view(_BITS[tensor.dtype.itemsize]).numpy()
 
 
@@ -88,7 +90,9 @@ def tensor_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, rows as contiguous `dtype` in host memory), with about a million elements at a time."""
+    """Yield (first row, rows), about a million elements at a time. The rows are contiguous, in `dtype` and in host
+    memory.
+    """
     length = max(1, _CHUNK_ELEMENTS // max(1, tensor[0].numel())) if len(tensor) else 1
     for start in range(0, len(tensor), length):
         yield start, tensor[start : start + length].to("cpu", dtype).contiguous()

@@ -132,8 +132,8 @@ class Packer:
 
 
 def row_layout(shape: Shape, itemsize: int) -> tuple[int, int, int]:
-    """Return the layout of a tensor: the number of rows, the bytes of a row, and the number of rows at multiples of
-    which the tensor may be cut.
+    """Return the layout of a tensor: (number of rows, bytes per row, cut length). The tensor may be cut only at
+    multiples of the cut length, which is a number of rows.
 
     In a stack of matrices, each matrix counts as one row.
     """

@@ -72,7 +72,7 @@ def _kind(wanted: Parameters) -> tuple[object, ...]:
 
 
 def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the ascending indices of unequal elements. The first comparison is of eight bytes at a time, since few
+    """Return the ascending indices of unequal elements. The first pass compares eight bytes at a time, since few
     elements differ.
     """
     per_word = 8 // a.itemsize

@@ -5,9 +5,9 @@ push with all ranks.
   owns the order of the gathers, which is the same on every rank of the trainer. `TrainerTensors` keeps no reference to
   a returned tensor, and uses the trainer's default process group only for sharded tensors.
 - `Checklist` checks names, shapes and tied values. `Checklist` keeps names and checksums, but no tensors.
-- `push_on_all_ranks` runs on every rank of the trainer. Rank 0 sends the push. Rank 0 then takes part in the remaining
-  gathers, and sends the result of the push to the other ranks in one message. The other ranks take part in the gathers,
-  and return or raise the result of rank 0.
+- `push_on_all_ranks` runs on every rank of the trainer. Rank 0 sends the push. After the push, rank 0 takes part in the
+  remaining gathers, and sends the result of the push to the other ranks in one message. The other ranks take part in
+  the gathers, and return or raise the result of rank 0.
 
 Does not own: the choice of the tensors to send.
 """

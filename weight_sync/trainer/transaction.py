@@ -49,14 +49,14 @@ class PushSettings:
 
     @property
     def begin_timeout(self) -> float:
-        """Limit in seconds for a worker to begin. The limit is longer if a push in place may first drain running
-        requests.
+        """Time limit in seconds for a worker to begin the push. The limit is longer if a push in place may first drain
+        running requests.
         """
         return self.commit_timeout if self.in_place else self.timeout
 
     @property
     def commit_timeout(self) -> float:
-        """Limit in seconds for a worker to commit."""
+        """Time limit in seconds for a worker to commit the push."""
         return self.timeout + (self.drain_timeout if self.in_flight == "drain" else 0.0)
 
 

@@ -9,10 +9,10 @@ Guarantees: each wait for a bucket ends within the timeout. If a member dies, it
 and within the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
-broadcast times out. A worker that uses NCCL may keep a thread and connections too. A worker that uses NCCL may also
-wait for a bucket until the timeout, and a thread may still be joining the group. A joining thread has no time limit. It
-ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining threads
-exist, pushes through NCCL are refused.
+broadcast times out. A worker that uses NCCL may keep a thread and connections. A worker that uses NCCL may also wait
+for a bucket until the timeout, and a thread may still be joining the group. A joining thread has no time limit. The
+thread ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining
+threads exist, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _places_to_join = threading.BoundedSemaphore(MOST_JOINING)
 class GroupSlots:
     """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
 
-    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: the limit in
-    seconds until all workers have joined. Raise ConfigError if `host` is not an address of this machine.
+    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: the time
+    limit in seconds for all workers to join. Raise ConfigError if `host` is not an address of this machine.
     """
 
     def __init__(

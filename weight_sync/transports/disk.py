@@ -73,7 +73,7 @@ class FolderWriter:
     """The trainer's side: writes a new folder in `parent`.
 
     `shapes`: shapes of the tensors. Tensors may be written in any order and in pieces, and some tensors may be missing.
-    `dtypes`: for each tensor with a dtype other than `dtype`, that dtype. Raise PushError if the folder cannot be
+    `dtypes`: the dtypes of the tensors that are not in `dtype`, by name. Raise PushError if the folder cannot be
     written.
     """
 
@@ -170,9 +170,9 @@ class FolderWriter:
 class FolderReader:
     """The worker's side.
 
-    `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: for each
-    tensor with a dtype other than `dtype`, that dtype. Raise PushError if `policy` forbids reading the folder, or if
-    the folder holds another push. Also raise PushError if the manifest or the header is invalid or too long.
+    `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: the dtypes of
+    the tensors that are not in `dtype`, by name. Raise PushError if `policy` forbids reading the folder, or if the
+    folder holds another push. Also raise PushError if the manifest or the header is invalid or too long.
     """
 
     def __init__(
@@ -273,8 +273,7 @@ def _manifest_fields(text: bytes) -> dict[str, Any]:
 
 
 def remove_others(kept: Path, base: Path | None = None) -> None:
-    """Remove the folders of all pushes, finished or not, from the parent of the folder `kept`, except `kept` and
-    `base`.
+    """Remove all push folders, finished or not, that lie beside the folder `kept`, but keep the folder `base`.
 
     `base`: the folder with the weights that the adapters in `kept` are added to.
     """

@@ -81,7 +81,9 @@ def _fork(run: Callable[[], None]) -> int:
 
 
 def _watch(push: dict[str, Any], channel: socket.socket, sides: list[int]) -> None:
-    """Fork a process that receives, kill it when the worker closes the channel, and report how the process ended."""
+    """Fork the receiving process, kill the process when the worker closes the channel, and report how the process
+    ended.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise the system discards the exit status
     watcher = os.getpid()
     alive, held = os.pipe()

@@ -237,7 +237,7 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _describe(word: dict[str, Any] | None, silence: str) -> str:
-    """Return, for an error's text, the reason that the expected message did not come, and advice."""
+    """Return a part of an error text: why the expected message did not come, and a hint for some causes."""
     if word is None:
         return f"{silence}; "
     if "failed" in word:

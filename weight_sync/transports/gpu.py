@@ -55,8 +55,8 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
 
 @contextmanager
 def made_current(device: torch.device) -> Iterator[None]:
-    """Context in which a CUDA device is the current device of this thread, both in torch and in the CUDA driver.
-    Synchronizes the device's stream first.
+    """Context manager in which a CUDA device is the current device of this thread, both in torch and in the CUDA
+    driver. Synchronizes the device's stream first.
     """
     if device.type != "cuda":
         yield

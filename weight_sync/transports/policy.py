@@ -28,15 +28,15 @@ class PushPolicy:
     `folder`: the folder of a push by disk must be inside this folder; any user may own the files. If `folder` is None,
     the worker reads only folders and files that belong to the worker's user and that no other user can write.
 
-    `hosts`: hosts other than loopback on which the store of a collective push may be: IPs, networks such as 10.0.0.0/8,
-    or names. Names are compared as text, without a DNS lookup.
+    `hosts`: the hosts, in addition to loopback, that may run the store of a collective push: IPs, networks such as
+    10.0.0.0/8, or names. Names are compared as text, without a DNS lookup.
     """
 
     folder: str | None = None
     hosts: tuple[str, ...] = ()
 
     def open_files(self, folder: str, names: Sequence[str]) -> list[FileIO]:
-        """Open for reading the regular files `names` in the folder of a push. The caller closes them.
+        """Open regular files for reading: the files `names` in the folder of a push. The caller closes the files.
 
         Opening a named pipe does not block. Raise PushError if the worker may not read the files. The error has the
         same text for every cause, so that a client cannot find out which files exist. The log has the cause.

@@ -1,7 +1,6 @@
-"""The worker's side of adapters: check that adapters fit the weights, merge adapters, and compute checksums of
-weights.
+"""The worker's side of adapters: check that adapters fit the weights, merge adapters, and compute checksums of weights.
 
-Owns nothing. Each weight of a push is processed in its own `guarded` context. This context raises `Closed` if the push
+Owns nothing. Each weight of a push is processed in its own `guarded` context. The context raises `Closed` if the push
 is closed.
 """
 

@@ -1,4 +1,4 @@
-"""Assembles the pieces of a push into a complete set of weights. If this fails, the error names the tensor.
+"""Assembles the pieces of a push into a complete set of weights. If the assembly fails, the error names the tensor.
 
 Owns the count of the rows and elements that have arrived. Does not own the staging area or the memory of buckets, and
 keeps no reference to a bucket's memory. Guarantees: every length, offset and index is checked before use. `finish`

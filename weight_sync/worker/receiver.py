@@ -64,7 +64,7 @@ _ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskS
 
 
 def begin_seconds(begin: BeginPush) -> float:
-    """Return the limit in seconds on the time that other workers take to begin the push. The limit is longer if a push
+    """Return the time limit in seconds for the other workers to begin the push. The limit is longer if a push
     in place may first drain running requests.
     """
     return begin.timeout + (begin.drain_timeout if begin.in_place and begin.in_flight == "drain" else 0.0)
@@ -261,8 +261,8 @@ class Receiver(threading.Thread):
         self._calls.put(call)
 
     def proceed(self) -> None:
-        """Allow writes into the live weights. After this call, no code may read the live weights. Call `proceed` only
-        for a push in place, after `Opened`.
+        """Allow writes into the live weights. After a call to `proceed`, no code may read the live weights. Call
+        `proceed` only for a push in place, after `Opened`.
         """
         self._writing.allow_overwriting()
 
@@ -384,7 +384,9 @@ class Receiver(threading.Thread):
         self._answer(begin.id, "begun")
         if not self._writing.is_closed and (call := self._calls.next()) is not None:
             if not isinstance(call, VerifyPush) or call.num_buckets:
-                raise PushError(f"{call.type}: lent weights need a verify_push with num_buckets 0 next; push again")
+                raise PushError(
+                    f"{call.type}: for lent weights, the next call must be verify_push with num_buckets 0; push again"
+                )
             self._advance("verified", 0)
             self._answer(call.id, "verified")
             self._repeat(call)

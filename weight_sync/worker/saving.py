@@ -11,8 +11,8 @@ from .assembly import Destination
 
 
 def save_weights(parent: Path, push_id: str, version: int, weights: Destination) -> Path:
-    """Write the folder of this push into `parent`, and return the folder's path. Raise PushError if the folder cannot
-    be written.
+    """Write the folder of the push `push_id` into `parent`, and return the folder's path. Raise PushError if the folder
+    cannot be written.
     """
     dtype_of = dtypes_of(weights)
     with closing(FolderWriter(parent, push_id, version, weights.dtype, weights.shapes, weights.dtypes)) as writer:

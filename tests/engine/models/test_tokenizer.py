@@ -50,12 +50,12 @@ def test_decoders_in_wide_use_are_accepted(decoder: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("decoder", "found"),
     [
-        (DOUBLING, "more than 16 times as long, by Replace"),
-        (sequence(sequence(DOUBLING)), "more than 16 times as long, by Replace"),
+        (DOUBLING, "more than 16 times as long, in step Replace"),
+        (sequence(sequence(DOUBLING)), "more than 16 times as long, in step Replace"),
         (replace("", "a" * 16), "more than 16 times as long"),
         (replace(".", "a" * 16, "Regex"), "more than 16 times as long"),
         (replace("a", "a" * 17), "more than 16 times as long"),
-        (sequence(*[{"type": "BPEDecoder", "suffix": ""}] * 5), "more than 16 times as long, by BPEDecoder"),
+        (sequence(*[{"type": "BPEDecoder", "suffix": ""}] * 5), "more than 16 times as long, in step BPEDecoder"),
         (sequence(*[{"type": "WordPiece", "prefix": "#", "cleanup": False}] * 5), "by WordPiece"),
         (sequence(*[dict(type="CTC", pad_token="p", word_delimiter_token="", cleanup=False)] * 5), "by CTC"),
         (replace("(a+)+$", "a", "Regex"), "a regular expression that may be slow"),
