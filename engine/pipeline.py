@@ -297,8 +297,8 @@ class Pipeline:
     def _go_on(self, takers: Takers, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
         """Append the accepted draws to each sample that has its own sequence.
 
-        Return the number of draws that each decode accepts, int64, and a list with the finish reason of each sample
-        that ends, as pairs of (index of the decode, reason).
+        Return an int64 array with the number of draws that each decode accepts, and a list of (index of the decode,
+        finish reason) for the samples that end.
         """
         decodes, counts, ended = takers.decodes, takers.counts[: len(takers.decodes)], list[tuple[int, FinishReason]]()
         starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)

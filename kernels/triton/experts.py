@@ -56,8 +56,8 @@ _NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
 class _Lists(NamedTuple):
     """The pairs, expert by expert. All tensors are int32.
 
-    `pairs`: [pairs]. `tiles`: [most, 3], for each tile its expert, and the tile's start and end in `pairs`. `counts`:
-    [experts + 1], the number of pairs of each expert, then the number of tiles.
+    `pairs`: [pairs]. `tiles`: [most, 3]. Each row describes one tile: its expert, and its start and end in `pairs`.
+    `counts`: [experts + 1], the number of pairs of each expert, then the number of tiles.
     """
 
     pairs: Tensor

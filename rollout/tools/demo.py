@@ -228,8 +228,8 @@ def _audit(client: RolloutClient, model: str, prompts: list[list[int]], sizes: S
 def compare_trainers(console: Console, aligned: Audit, plain: Audit) -> bool:
     """Print by how much the log-probs of both trainers differ from the log-probs of the worker.
 
-    Return True if the aligned trainer has the same bits as the worker and the other trainer does not. If both trainers
-    had the same bits, the comparison would prove nothing.
+    Return True if the aligned trainer's results match the worker's bit for bit, but the other trainer's do not. If both
+    trainers had the same bits, the comparison would prove nothing.
     """
     names = "aligned trainer", "ordinary forward pass"
     table = Table("trainer", "other bits", "at most", "importance ratios", title=TRAINERS)

@@ -285,8 +285,8 @@ def _reuse_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
 
 
 def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
-    """Return the premise about checkpoints of recurrent states; an empty list if the cell makes no claim about
-    checkpoints.
+    """Return a list with the premise about checkpoints of recurrent states, or an empty list if the cell makes no claim
+    about checkpoints.
     """
     counter = _STATE_COUNTERS.get(cell.states)
     if counter is None:

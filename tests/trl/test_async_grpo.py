@@ -165,7 +165,7 @@ def fail(**_: Any) -> list[float]:
         (lambda **_: [1.0, float("inf")], ROWS, ConfigError, "must return finite rewards"),
         (lambda **_: next(iter([])), ROWS, RuntimeError, "raised StopIteration"),
         (num_vowels, [], ConfigError, "train_dataset: the dataset has no rows, or can be iterated only once"),
-        (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: the column prompt is missing"),
+        (num_vowels, [{"text": "ab"}], ConfigError, "train_dataset: the column 'prompt' is missing"),
     ],
 )
 def test_a_failure_in_the_worker_is_logged_and_raised_in_the_trainer(

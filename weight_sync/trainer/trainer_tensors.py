@@ -133,7 +133,7 @@ class TrainerTensors:
         distributed.broadcast(torch.frombuffer(padded, dtype=torch.uint8).to(self._gathered_on), src=0)
 
     def hear(self) -> bytes:
-        """Return the result of the push, on a rank other than 0. Waits for rank 0."""
+        """On a rank other than 0, return the result of the push. Waits for rank 0."""
         word = torch.empty(WORD_BYTES, dtype=torch.uint8, device=self._gathered_on)
         distributed.broadcast(word, src=0)
         return word.cpu().numpy().tobytes().rstrip(b"\0")

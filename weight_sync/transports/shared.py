@@ -142,8 +142,10 @@ def _attach(source: SharedSource) -> mmap.mmap:
     try:
         status = os.fstat(file)
         if status.st_size != size or status.st_uid != os.geteuid():
-            found = f"{status.st_size} bytes of user {status.st_uid}"
-            raise PushError(f"shared: {source.name} has {found}, not {size} bytes of user {os.geteuid()}")
+            raise PushError(
+                f"shared: {source.name} must be {size} bytes long and owned by user {os.geteuid()} (it is "
+                f"{status.st_size} bytes long and owned by user {status.st_uid})"
+            )
         return mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(file)

@@ -276,7 +276,7 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
         row = None
         for row in dataset:
             if "prompt" not in row:
-                raise ConfigError(f"train_dataset: the column prompt is missing (found {', '.join(row)}); add it")
+                raise ConfigError(f"train_dataset: the column 'prompt' is missing (found {', '.join(row)}); add it")
             yield row
         if row is None:
             raise ConfigError("train_dataset: the dataset has no rows, or can be iterated only once; give a list")
