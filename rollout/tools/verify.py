@@ -76,6 +76,11 @@ CELLS = (
     Cell(cache="off", others=31, budget=64, is_starved=True, threads=1),
     Cell(is_score=True, budget=64),
     Cell(is_score=True, others=31, block_size=8),
+    Cell(drafts="repeats"),
+    Cell(drafts="adversarial", budget=64),
+    Cell(drafts="adversarial", cache="warm", others=10, block_size=8),
+    Cell(drafts="adversarial", others=10, is_starved=True),
+    Cell(drafts="adversarial", others=10, interval=16, states="lost under way"),
 )
 # The cells of `--quick`, one for each kind of circumstances that can be combined.
 QUICK_CELLS = (
@@ -84,6 +89,7 @@ QUICK_CELLS = (
     Cell(others=10, is_starved=True),
     Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
     Cell(is_score=True, budget=64),
+    Cell(drafts="adversarial", budget=64),
 )
 QUICK_SIZES = Sizes(prompt_lengths=(150, 64, 5))
 LEFT_OUT = (
@@ -120,14 +126,6 @@ STATE_CELLS = (
     Cell(cache="warm", others=1, checkpoints=0),
     Cell(cache="warm", interval=16, states="lost in a sleep"),
     Cell(others=10, interval=16, budget=64, states="lost under way"),
-)
-# Additional cells with drafts.
-DRAFT_CELLS = (
-    Cell(drafts="adversarial", others=10, budget=64),
-    Cell(drafts="repeats"),
-    Cell(drafts="adversarial", cache="warm", others=10, block_size=8),
-    Cell(drafts="adversarial", others=10, is_starved=True),
-    Cell(drafts="adversarial", others=10, interval=16, states="lost under way"),
 )
 # Additional cells for models with experts.
 ROUTE_CELLS = (
@@ -191,12 +189,12 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: b
 
 
 def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
-    """Return CELLS and DRAFT_CELLS, STATE_CELLS if the model has recurrent layers, and ROUTE_CELLS if it has experts.
+    """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
 
     `quick`: return QUICK_CELLS instead of CELLS, plus only the first cell of each additional list.
     """
     spec = loaded.model.spec
-    more = (DRAFT_CELLS, STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
+    more = (STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
     if quick:
         return sum((cells[:1] for cells in more), QUICK_CELLS)
     return sum(more, CELLS)

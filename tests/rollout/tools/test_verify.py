@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tiny import MIXTURES, make_tiny_model
 from trueroll.engine.config import EngineConfig
+from trueroll.engine.drafting.drafter import Drafter
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SampleOutput
 from trueroll.engine.running import executor
@@ -292,9 +293,9 @@ def test_no_engine_plans_for_more_tokens_than_a_step_can_have(
 ) -> None:
     budgets: list[int] = []
 
-    def note(config: EngineConfig, loaded: LoadedModel) -> Engine:
+    def note(config: EngineConfig, loaded: LoadedModel, drafter: Drafter | None = None) -> Engine:
         budgets.append(config.max_num_batched_tokens)
-        return Engine(config, loaded)
+        return Engine(config, loaded, drafter)
 
     monkeypatch.setattr(verify, "Engine", note)
     monkeypatch.setattr(verify, "CELLS", (Cell(budget=UNLIMITED),))
@@ -491,7 +492,7 @@ def test_a_quick_run_says_what_it_leaves_out(tiny_llama: Path) -> None:
     assert f"quick: {len(verify.QUICK_CELLS) + 1} of {len(verify.CELLS) + 1} cells, prompts of up to 150 tokens" in text
     assert all(cell.name in text for cell in verify.QUICK_CELLS) and "token by token" in text
     assert f"passed: {len(verify.QUICK_CELLS) + 1} cells" in text
-    covered = {(cell.cache, bool(cell.others), cell.is_starved, cell.is_score) for cell in verify.QUICK_CELLS}
+    covered = {(c.cache, bool(c.others), c.is_starved, c.is_score, c.drafts) for c in verify.QUICK_CELLS}
     assert len(covered) == len(verify.QUICK_CELLS), "each cell covers another kind"
 
 
