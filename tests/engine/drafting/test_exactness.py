@@ -18,6 +18,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import GenerateRequest, SampleOutput
 from trueroll.engine.running.loading import LoadedModel, load_model
+from trueroll.engine.running.step import Step
 
 from ..checkpoints import read_tensors, stage
 from ..drive import bits, drain, generate, run, samples_of, score, tokens, top_bits
@@ -185,15 +186,22 @@ def test_stop_strings_end_a_sample_inside_a_draft(tmp_path: Path) -> None:
         assert engine.stats().generated_tokens == len(expected["a", 0].token_ids)
 
 
-def test_a_step_has_blocks_and_budget_for_drafts_or_does_without(tmp_path: Path) -> None:
+def test_a_step_has_blocks_and_budget_for_drafts_or_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step exceeds its budget of tokens, or computes a row from which no token of the sample can be drawn."""
     config, loaded = small("llama", tmp_path)
     asked = [generate("a", tokens(16), max_tokens=85)]  # the last block that there is
     expected = run(make(loaded, config, None), asked)
     engine = make(
         loaded, config, Prophet(known_texts(asked, expected), np.random.default_rng(0)), num_speculative_tokens=64
     )
+    steps, compute = list[Step](), engine._executor.compute
+    monkeypatch.setattr(engine._executor, "compute", lambda step: (steps.append(step), compute(step))[1])
     assert parts(run(engine, asked)["a", 0]) == parts(expected["a", 0])
     assert sum(engine.stats().drafts[0].accepted) > 0
+    assert max(len(step.token_ids) for step in steps) == config["max_num_batched_tokens"]
+    assert max(int(step.positions.max()) for step in steps) == 16 + 85 - 2
 
 
 def test_ids_outside_the_vocabulary_end_a_draft(tmp_path: Path) -> None:
