@@ -2,17 +2,20 @@
 
 Owns the workloads. Each figure is the median of RUNS runs after a warm-up run. The systems take turns, so that a change
 in the machine's speed affects all systems. The table also shows the slowest and the fastest run. Guarantees that all
-systems do the same work: the same model, dtype, threads, prompts, samples, number of new tokens and temperature.
+systems do the same work: the same model, dtype, threads, prompts, samples, number of new tokens and temperature. All
+systems of trueroll must give the same bits; the benchmark compares them after each run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
 import json
 import os
 import platform
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +88,12 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """The measurement of one system (`cache on`, `cache off` or `hf`) on one workload.
+    """The measurement of one system (`cache on`, `cache off`, `drafts` or `hf`) on one workload.
 
     - `seconds`, `tokens_per_second`, `requests_per_second`, `first_token_seconds`: the medians of all runs
     - `all_seconds`, `all_tokens_per_second`: the values of each run, in order
     - `hit_rate`: None if the system has no cache
+    - `drafted`, `accepted`: numbers of drafted and accepted tokens in a run
     """
 
     workload: str
@@ -101,15 +105,24 @@ class Measurement:
     first_token_seconds: float
     all_seconds: tuple[float, ...]
     all_tokens_per_second: tuple[float, ...]
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One run: its duration, and the time of each request's first finished sample."""
+    """One run: its duration, and the time of each request's first finished sample.
+
+    `bits`: a digest of all tokens and log-probs; empty if the system does not guarantee bits. `drafted`, `accepted`:
+    the numbers of drafted and accepted tokens.
+    """
 
     seconds: float
     arrivals: list[float]
     hit_rate: float | None = None
+    bits: bytes = b""
+    drafted: int = 0
+    accepted: int = 0
 
 
 System: TypeAlias = Callable[[Workload], Timing]
@@ -121,7 +134,8 @@ def measure(
     """Measure all systems on a workload; the systems take turns. `say` is called with the name of each run before the
     run.
 
-    The first run of each system is not measured, because the first run is slower: it allocates memory.
+    The first run of each system is not measured, because the first run is slower: it allocates memory. Raise
+    RuntimeError if two runs have different bits.
     """
     for name, run in systems.items():
         say(f"{workload.name}: {name}, warm-up")
@@ -131,6 +145,9 @@ def measure(
         for name, run in systems.items():
             say(f"{workload.name}: {name}, run {number} of {RUNS}")
             timings[name].append((run(workload), run(dataclasses.replace(workload, max_tokens=1))))
+    seen = {timing.bits: name for name, runs in timings.items() for timing, _ in runs if timing.bits}
+    if len(seen) > 1:
+        raise RuntimeError(f"{workload.name}: runs of {' and '.join(sorted(seen.values()))} have different bits")
     return [_summarize(workload, name, runs) for name, runs in timings.items()]
 
 
@@ -150,34 +167,60 @@ def _summarize(workload: Workload, system: str, runs: Sequence[tuple[Timing, Tim
         first_token_seconds=median(sum(first.arrivals) / len(first.arrivals) for _, first in runs),
         all_seconds=all_seconds,
         all_tokens_per_second=tuple(num_tokens / each for each in all_seconds),
+        drafted=runs[-1][0].drafted,
+        accepted=runs[-1][0].accepted,
     )
 
 
 class EngineSystem:
-    """The engine with its prefix cache on or off. The cache is empty at the start of each run."""
+    """The engine with its prefix cache on or off, and with or without drafts.
+
+    The cache is empty at the start of each run. Each run has another cache salt, so that no token is drafted from the
+    samples of an earlier run.
+    """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self.engine = Engine(config, loaded)
+        self._runs = 0
 
     def __call__(self, workload: Workload) -> Timing:
         engine = self.engine
         engine.invalidate_prefix_cache()
+        self._runs += 1
         before, start = engine.stats(), time.perf_counter()
-        for request in _requests(workload, engine.info.vocab_size):
+        for request in _requests(workload, engine.info.vocab_size, self._runs):
             engine.add(request)
-        arrivals: dict[str, float] = {}
+        arrivals, samples = dict[str, float](), list[SampleOutput]()
         while engine.has_unfinished:
             for output in engine.step():
                 assert isinstance(output, SampleOutput)
+                samples.append(output)
                 arrivals.setdefault(output.request_id, time.perf_counter() - start)
         seconds, after = time.perf_counter() - start, engine.stats()
         hits, queries = after.prefix_hits - before.prefix_hits, after.prefix_queries - before.prefix_queries
-        return Timing(seconds, list(arrivals.values()), hits / queries)
+        drafted, accepted = (
+            sum(sum(getattr(each, name)) for each in after.drafts) - sum(sum(getattr(e, name)) for e in before.drafts)
+            for name in ("drafted", "accepted")
+        )
+        return Timing(seconds, list(arrivals.values()), hits / queries, _digest(samples), drafted, accepted)
 
 
-def _requests(workload: Workload, vocab_size: int) -> list[GenerateRequest]:
+def _digest(samples: Sequence[SampleOutput]) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for sample in sorted(samples, key=lambda sample: (sample.request_id, sample.index)):
+        assert sample.logprobs is not None
+        found.update(array("i", sample.token_ids).tobytes() + sample.logprobs.tobytes())
+    return found.digest()
+
+
+def _requests(workload: Workload, vocab_size: int, run: int) -> list[GenerateRequest]:
     params = SamplingParams(
-        n=workload.n, max_tokens=workload.max_tokens, temperature=workload.temperature, seed=0, ignore_eos=True
+        n=workload.n,
+        max_tokens=workload.max_tokens,
+        temperature=workload.temperature,
+        seed=0,
+        ignore_eos=True,
+        cache_salt=str(run),
     )
     return [GenerateRequest(str(i), prompt, params) for i, prompt in enumerate(workload.prompts(vocab_size))]
 
@@ -221,7 +264,8 @@ def _generation_config(workload: Workload) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to make, and the output files.
+    """The measurements to make, and the output files. With drafts in the configuration, also measure an engine with
+    drafts; all other engines run without.
 
     - `workloads`: workloads to run
     - `caches`: for each entry, measure an engine with its prefix cache on (True) or off (False)
@@ -266,8 +310,10 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
 def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, System]:
     systems: dict[str, System] = {}
     for is_on in plan.caches:
-        cached = config.model_copy(update={"enable_prefix_caching": is_on})
+        cached = config.model_copy(update={"enable_prefix_caching": is_on, "speculative": "off"})
         systems[f"cache {'on' if is_on else 'off'}"] = EngineSystem(cached, loaded)
+    if config.num_drafts:
+        systems["drafts"] = EngineSystem(config, loaded)
     if plan.with_hf:
         systems["hf"] = TransformersSystem(loaded)
     return systems
@@ -296,13 +342,20 @@ def _machine(device: torch.device) -> str:
 
 
 def make_table(measurements: Sequence[Measurement], title: str) -> Table:
-    """Return a table with a row for each measurement. If `hf` was measured, the table also has ratios to `hf`."""
+    """Return a table with a row for each measurement.
+
+    If `hf` was measured, the table also has ratios to `hf`. If drafts were measured, the table also has the numbers of
+    accepted and drafted tokens.
+    """
     hf = {m.workload: m for m in measurements if m.system == "hf"}
+    has_drafts = any(m.system == "drafts" for m in measurements)
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
     for header in ("workload", "system"):
         table.add_column(header, no_wrap=True)
     for header in ("seconds", "tokens\n/s", "slowest to\nfastest", "reqs\n/s", "hit\nrate", "first\ntoken s"):
         table.add_column(header, justify="right")
+    if has_drafts:
+        table.add_column("accepted of\ndrafted", justify="right")
     for header in ("speed\nvs hf", "first\nvs hf") if hf else ():
         table.add_column(header, justify="right")
     for m in measurements:
@@ -310,8 +363,9 @@ def make_table(measurements: Sequence[Measurement], title: str) -> Table:
         speeds = [f"{m.seconds:.2f}", f"{m.tokens_per_second:,.0f}", f"{lowest:,.0f} to {highest:,.0f}"]
         speeds.append(f"{m.requests_per_second:.2f}")
         hit_rate = "-" if m.hit_rate is None else f"{m.hit_rate:.0%}"
+        drafts = [f"{m.accepted:,} of {m.drafted:,}" if m.system == "drafts" else "-"] if has_drafts else []
         ratios = _ratios(m, hf[m.workload]) if hf else []
-        table.add_row(m.workload, m.system, *speeds, hit_rate, f"{m.first_token_seconds:.2f}", *ratios)
+        table.add_row(m.workload, m.system, *speeds, hit_rate, f"{m.first_token_seconds:.2f}", *drafts, *ratios)
     return table
 
 

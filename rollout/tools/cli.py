@@ -405,6 +405,9 @@ def bench(
     compare: Annotated[
         Literal["hf"] | None, typer.Option(help="hf: also measure transformers' generate on the same work.")
     ] = None,
+    speculative: Annotated[
+        Literal["off", "ngram"], typer.Option(help="ngram: also measure an engine with drafts.")
+    ] = ENGINE["speculative"],
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
@@ -419,7 +422,9 @@ def bench(
 ) -> None:
     """Measure tokens/s, requests/s, hit rate and time to first token."""
     named = _check_one_model(model, dummy_weights, compare)
-    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, num_threads=num_threads)
+    config = EngineConfig(
+        model=named, dtype=dtype, device=device, backend=backend, num_threads=num_threads, speculative=speculative
+    )
     tell(f"loading {named} ...")
     from rich.console import Console
 

@@ -65,6 +65,13 @@ class _Pool(_Shown):
     empty: int
 
 
+class _Drafts(_Shown):
+    drafter: str
+    drafts: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+
 class _Engine(_Shown):
     computed_tokens: int
     computed_prompt_tokens: int
@@ -72,6 +79,7 @@ class _Engine(_Shown):
     prefix_hits: int
     preemptions: int
     pools: tuple[_Pool, ...]
+    drafts: tuple[_Drafts, ...]
     shortened_hits: int
     checkpoints_ready: int
     checkpoints_restored: int
@@ -203,6 +211,8 @@ def _engine_rows(engine: _Engine, rates: _Rates) -> Iterator[Row]:
     for pool in engine.pools:
         yield f"blocks, window {pool.window:,}" if pool.window else "blocks", _blocks(pool)
     yield "preempted", f"{engine.preemptions:,}"
+    for before, now in zip(rates.before.drafts, engine.drafts, strict=False):
+        yield f"drafts, {now.drafter}", _drafts(before, now)
 
 
 @dataclass(frozen=True)
@@ -221,6 +231,15 @@ class _Rates:
 
     def share(self, part: str, whole: str) -> str:
         return _percent(self.growth(part), self.growth(whole))
+
+
+def _drafts(before: _Drafts, now: _Drafts) -> str:
+    """Return the line about a drafter: the shares of drafted tokens that were accepted, in all and by position."""
+    recent = sum(now.accepted) - sum(before.accepted), sum(now.drafted) - sum(before.drafted)
+    accepted = f"accepted now {_percent(*recent)}  ever {_percent(sum(now.accepted), sum(now.drafted))}"
+    length = f"{1 + sum(now.accepted) / now.drafts:.2f}" if now.drafts else "-"
+    positions = " ".join(_percent(*pair) for pair in zip(now.accepted, now.drafted, strict=True) if pair[1])
+    return f"{accepted}  tokens per draft {length}" + (f"  by position {positions}" if positions else "")
 
 
 def _checkpoints(model: _Model, engine: _Engine) -> str:

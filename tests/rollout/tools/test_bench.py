@@ -104,6 +104,18 @@ def test_every_system_and_workload_is_reported(tiny_llama: Path, tmp_path: Path)
     assert "tiny shared" in text and text.count("vs hf") == 2 and "first token:" in text
 
 
+def test_drafts_are_measured_and_change_no_bit(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repetitive = Workload("tiny", 1, 0, 16, 2, 40, 0.0)
+    config = config_of(tiny_llama).model_copy(update={"speculative": "ngram"})
+    console = Console(record=True, width=160)
+    plain, drafts = bench.bench(config, Plan((repetitive,), (True,)), console)
+    assert (plain.system, drafts.system) == ("cache on", "drafts") and drafts.drafted > 0 == plain.drafted
+    assert f"{drafts.accepted:,} of {drafts.drafted:,}" in console.export_text()
+    monkeypatch.setattr(bench, "_digest", lambda samples: os.urandom(8))
+    with pytest.raises(RuntimeError, match="tiny: runs of cache on and .*drafts have different bits"):
+        bench.bench(config, Plan((repetitive,), (True,)), console)
+
+
 def test_random_weights_can_be_measured(tiny_llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     config = config_of(Path(shutil.copy(tiny_llama / "config.json", tmp_path)))

@@ -31,6 +31,7 @@ ENGINE = {
     "prefix_hits": 10,
     "preemptions": 3,
     "pools": ({"window": None, "in_use": 30, "cached": 20, "empty": 10},),
+    "drafts": (),
     "shortened_hits": 1100,
     "checkpoints_ready": 5,
     "checkpoints_restored": 6,
@@ -130,6 +131,17 @@ def test_each_window_has_a_bar() -> None:
     windowed = {"window": 4096, "in_use": 3, "cached": 2, "empty": 1}
     now = look(1.0, {**ENGINE, "pools": (*ENGINE["pools"], windowed)})
     assert rows(look(0.0), now)["blocks, window 4,096"].endswith("in use 3  cached 2  empty 1")
+
+
+def test_drafts_show_how_many_were_accepted() -> None:
+    def drafts(count: int, drafted: tuple[int, ...], accepted: tuple[int, ...]) -> dict[str, Any]:
+        return {"drafter": "repeats", "drafts": count, "drafted": drafted, "accepted": accepted}
+
+    before = look(0.0, {**ENGINE, "drafts": (drafts(10, (10, 10), (8, 2)),)})
+    now = look(1.0, {**ENGINE, "drafts": (drafts(20, (20, 12), (17, 3)),)})
+    shown = rows(before, now)["drafts, repeats"]
+    assert shown == "accepted now 83.3%  ever 62.5%  tokens per draft 2.00  by position 85.0% 25.0%"
+    assert "drafts, repeats" not in rows(look(0.0), look(1.0))
 
 
 def test_checkpoints_show_for_a_model_that_has_states() -> None:
