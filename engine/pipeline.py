@@ -305,12 +305,15 @@ class Pipeline:
         for i, (lane, start) in enumerate(zip(decodes.lanes.tolist(), starts.tolist(), strict=True)):
             if not self._ledger.is_open(sample := takers.samples[i]):
                 continue
-            reason = self._ledger.append(sample, drawn, start, self.commit)
-            for place, draft in enumerate(decodes.drafts.get(lane, ()), start):
+            reason, drafts = self._ledger.append(sample, drawn, start, self.commit), decodes.drafts.get(lane, ())
+            for place, draft in enumerate(drafts, start):
                 if reason is not None or draft != drawn.token_ids[place]:
                     break
                 taken[i] += 1
                 reason = self._ledger.append(sample, drawn, place + 1, self.commit)
+            if drafts:
+                sample.num_drafted += len(drafts)
+                sample.num_accepted += int(taken[i]) - 1
             if reason is not None:
                 ended.append((i, reason))
         return taken, ended

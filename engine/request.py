@@ -462,6 +462,8 @@ class SampleOutput:
     end-of-sequence token) or the stop string that ended the sample. `seed`: the derived seed of this sample.
     `num_cached_tokens`: the number of prompt tokens with KV that was found in the cache, or that is shared with another
     request's computation of the same prompt. `error`: if the finish reason is `error`, a description of the error.
+    `num_drafted_tokens`, `num_accepted_tokens`: the numbers of tokens that were drafted for this sample, and of drafted
+    tokens that became tokens of this sample.
 
     `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. The entropy and the
     top tokens belong to the distribution under which `logprobs` is computed. `entropy`: float32 [num_tokens], in nats.
@@ -487,6 +489,8 @@ class SampleOutput:
     weight_versions: tuple[WeightSpan, ...]
     error: str | None = None
     stop_reason: int | str | None = None
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None

@@ -127,7 +127,7 @@ class OpenSample:
     `commits`: the commits with which tokens were drawn, each with the index of the first token drawn with it. `error`:
     a description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence
     of an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not
-    requested.
+    requested. `num_drafted`, `num_accepted`: as in `SampleOutput`.
     """
 
     request: GenerateRequest
@@ -146,6 +146,8 @@ class OpenSample:
     records: GrowingColumns | None = None
     joined: bool = False
     num_told: int | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @property
     def num_fed(self) -> int:
@@ -168,6 +170,8 @@ class OpenSample:
             weight_versions=self._spans(),
             error=self.error,
             stop_reason=self.stop_reason,
+            num_drafted_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
             routed_experts=routed_experts,
             **as_fields(self._columns()),
         )

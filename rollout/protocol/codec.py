@@ -297,6 +297,8 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
         weight_versions=_spans(output.weight_versions),
         error=output.error,
         stop_reason=output.stop_reason,
+        num_drafted_tokens=output.num_drafted_tokens,
+        num_accepted_tokens=output.num_accepted_tokens,
         routed_experts=_routed(output),
         **fields_for(columns_of(output)),
     )
@@ -341,6 +343,8 @@ def sample_output(message: FinishedSample) -> SampleOutput:
         weight_versions=tuple(WeightSpan(*span) for span in message.weight_versions),
         error=message.error,
         stop_reason=message.stop_reason,
+        num_drafted_tokens=message.num_drafted_tokens,
+        num_accepted_tokens=message.num_accepted_tokens,
         routed_experts=_routed_array(message.routed_experts),
         **as_fields(columns_within(message)),
     )

@@ -280,6 +280,8 @@ class FinishedSample(Message):
     weight_versions: tuple[Span, ...]
     error: str | None = None
     stop_reason: int | str | None = None
+    num_drafted_tokens: Count = 0
+    num_accepted_tokens: Count = 0
     tops: TopArrays | None = None
     routed_experts: RoutedExperts | None = None
     caller: Id | None = None

@@ -96,6 +96,9 @@ def test_drafts_change_no_bit(family: str, steps_ahead: int, tmp_path: Path) -> 
         found = run(engine, asked)
         assert some_were_rejected(engine)
         assert {key: parts(sample) for key, sample in found.items()} == {k: parts(s) for k, s in expected.items()}
+        counts = [(sample.num_drafted_tokens, sample.num_accepted_tokens) for sample in found.values()]
+        [stats] = engine.stats().drafts
+        assert tuple(map(sum, zip(*counts, strict=True))) == (sum(stats.drafted), sum(stats.accepted))
         if not steps_ahead:  # steps ahead compute a token more after a stop
             assert engine.stats().expert_tokens == plain.stats().expert_tokens
             assert engine.stats().computed_tokens == plain.stats().computed_tokens
