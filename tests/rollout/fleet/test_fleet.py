@@ -70,8 +70,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def fleet(cluster: Path, tiny_llama: Path) -> Iterator[Fleet]:
+    """A fleet whose workers draft tokens, so that failovers meet drafts, too."""
     file = cluster.parent / "members.json"
-    with Fleet(str(tiny_llama), 2, metrics_port=0, file=file, **SETTINGS) as fleet:
+    with Fleet(str(tiny_llama), 2, metrics_port=0, file=file, speculative="ngram", **SETTINGS) as fleet:
         yield fleet
 
 
@@ -113,6 +114,8 @@ def test_all_workers_serve_and_are_children_of_their_actors(fleet: Fleet, client
 @pytest.mark.parametrize("victim", ["actor", "worker"])
 def test_a_worker_that_is_killed_is_replaced(fleet: Fleet, client: FleetClient, victim: str) -> None:
     expected, before = tokens(client), fleet.members()
+    drafts = [each for stats in client.all_stats().values() for each in stats.engine["drafts"]]
+    assert sum(sum(each["accepted"]) for each in drafts) > 0, "premise: the workers drafted"
     actor, worker = fleet.pids()["worker-0"]
     os.kill(actor if victim == "actor" else worker, signal.SIGKILL)
     assert tokens(client) == expected
