@@ -210,10 +210,11 @@ class Pipeline:
     def step(self) -> list[Output]:
         """See `Engine.step`."""
         self._executor.check_ready()
-        outputs = [] if self._drafting is None else self.settle()  # a drafter reads the tokens of the last step
+        drafting = self._drafting if self._drafting and self._drafting.begin_step(self._scheduler.running) else None
+        outputs = [] if drafting is None else self.settle()  # a drafter reads the tokens of the last step
         chunks = self._scheduler.schedule()
-        if self._drafting is not None:
-            chunks = self._drafting.extend(chunks, self._scheduler)
+        if drafting is not None:
+            chunks = drafting.extend(chunks, self._scheduler)
         queued = self._launch(chunks) if len(chunks.lanes) else None
         outputs += self.settle()
         self._queued = queued
@@ -245,7 +246,7 @@ class Pipeline:
         outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
         if self._drafting is not None:
             rows = int((queued.chunks.ends - queued.chunks.starts).sum())
-            self._drafting.costs.record(rows, time.monotonic() - queued.started)
+            self._drafting.costs.record(rows, queued.started, time.monotonic())
         outputs += [self._end(queued.takers, owner, reason) for owner, reason in ended]
         return outputs if drawn is None else outputs + self._begin(queued, drawn)
 

@@ -42,6 +42,7 @@ class Drafting:
         self.counts, self.costs = DraftCounts(most), StepCosts()
         self._drafter, self._most, self._vocab_size, self._adapts = drafter, most, vocab_size, adapts
         self._pauses: dict[Sequence, Pause] = {}
+        self._awake: set[Sequence] = set()
 
     def stats(self) -> DraftStats:
         """Return the statistics of the drafter."""
@@ -52,6 +53,13 @@ class Drafting:
         """Let the drafter learn from a sequence after its only sample, which has this seed, has ended."""
         self._drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
+
+    def begin_step(self, running: Running) -> bool:
+        """Return whether to draft in the next step: False if drafting pauses for all decoding sequences."""
+        lanes, order = running.lanes, running.in_order()
+        decoding: list[Sequence] = lanes.sequences[order[lanes.is_decoding[order]]].tolist()
+        self._awake = {each for each in decoding if not self._pauses.setdefault(each, Pause()).begin_step()}
+        return bool(self._awake)
 
     def extend(self, chunks: Chunks, scheduler: Scheduler) -> Chunks:
         """Return the chunks of a step, extended with drafted tokens.
@@ -81,9 +89,8 @@ class Drafting:
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
         places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
         for sequence, sample, lane, limit in places:
-            pause = self._pauses.setdefault(sequence, Pause())
-            if limit > 0 and not pause.begin_step():
-                asked.append((lane, pause))
+            if limit > 0 and sequence in self._awake:
+                asked.append((lane, self._pauses[sequence]))
                 if (draft := self._draft(sequence, sample.seed, limit)).tokens:
                     drafts[lane] = draft
         counts = self._choose(drafts, int((chunks.ends - chunks.starts).sum()), len(decodes))

@@ -37,15 +37,16 @@ class StepCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
-        self._steps = 0
+        self._steps, self._ended = 0, 0.0
 
     @property
     def is_known(self) -> bool:
         """Return whether a step has been recorded."""
         return bool(self._seconds)
 
-    def record(self, rows: int, seconds: float) -> None:
-        """Record the duration of a step."""
+    def record(self, rows: int, started: float, ended: float) -> None:
+        """Record when a step was queued and when it was done. A step starts after the step before it is done."""
+        seconds, self._ended = ended - max(started, self._ended), ended
         self._steps += 1
         bucket = bucket_of(rows)
         known = self._seconds.get(bucket, seconds)

@@ -233,3 +233,22 @@ def test_repeats_are_drafted_and_change_no_bit(tmp_path: Path) -> None:
         assert {k: parts(s) for k, s in run(engine, asked).items()} == {k: parts(s) for k, s in expected.items()}
     [stats] = engine.stats().drafts
     assert sum(stats.accepted) > 100 and stats.accepted[0] >= stats.accepted[3] > 0 and stats.drafter == "repeats"
+
+
+def test_while_drafting_pauses_no_drafter_is_asked_and_steps_run_ahead(steps_ahead: int, tmp_path: Path) -> None:
+    config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
+    loaded, asked = load_model(EngineConfig(**config)), [generate("a", tokens(9), max_tokens=120)]
+    expected = run(make(loaded, config, None), asked)
+    calls: list[int] = []
+    engine = make(loaded, config, lambda so_far, most: calls.append(len(so_far)) or [])
+    engine.add(asked[0])
+    in_flight: dict[int, bool] = {}
+    outputs: list[SampleOutput] = []
+    while engine.has_unfinished:
+        before = len(calls)
+        outputs += [output for output in engine.step() if isinstance(output, SampleOutput)]
+        if len(calls) == before:
+            in_flight[engine.stats().steps] = engine._pipeline._queued is not None
+    assert parts(outputs[0]) == parts(expected["a", 0])
+    assert 64 <= len(calls) <= 90, "all steps but those of the first pause"
+    assert len(in_flight) >= 30 and any(in_flight.values()) == bool(steps_ahead)

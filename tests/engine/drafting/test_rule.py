@@ -11,8 +11,14 @@ from trueroll.engine.drafting.rule import Pause, StepCosts, bucket_of, choose
 def costs_of(seconds: dict[int, float]) -> StepCosts:
     costs = StepCosts()
     for rows, each in seconds.items():
-        costs.record(rows, each)
+        record(costs, rows, each)
     return costs
+
+
+def record(costs: StepCosts, rows: int, seconds: float) -> None:
+    """Record a step that follows the recorded steps after a pause."""
+    started = costs._ended + 7.0
+    costs.record(rows, started, started + seconds)
 
 
 def draft(*chances: float) -> Draft:
@@ -43,11 +49,18 @@ def test_a_stair_is_climbed_if_the_rows_behind_it_pay_for_it() -> None:
 def test_unmeasured_rows_are_tried_and_old_measurements_forgotten() -> None:
     costs = costs_of({2: 1.0})
     assert costs.seconds(1) == 1.0 and 1.0 < costs.seconds(4) < 2.0
-    costs.record(4, 5.0)
-    assert costs.seconds(4) == 5.0
+    record(costs, 4, 5.0)
+    assert costs.seconds(4) == pytest.approx(5.0)
     for _ in range(600):
-        costs.record(2, 1.0)
+        record(costs, 2, 1.0)
     assert costs.seconds(4) < 2.0
+
+
+def test_a_step_that_was_queued_ahead_starts_when_the_step_before_it_is_done() -> None:
+    costs = StepCosts()
+    costs.record(2, 10.0, 11.0)
+    costs.record(4, 10.5, 13.0)
+    assert costs.seconds(2) == 1.0 and costs.seconds(4) == 2.0
 
 
 def test_a_sequence_without_gain_pauses_for_longer_each_time() -> None:
