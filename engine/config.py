@@ -42,7 +42,8 @@ class EngineConfig(BaseModel):
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
     float32 if config.json has no dtype. Weights stored in another dtype are converted. `backend`: `auto` selects
-    `triton` on a GPU and `cpu` elsewhere, or `reference` if that backend cannot serve the model.
+    `triton` on a GPU and `cpu` elsewhere, but falls back to `reference` for a model that the selected backend cannot
+    serve.
 
     `block_size`: tokens per KV block; must be even, because native kernels store tokens in pairs. At most one of
     `num_blocks`, `kv_memory` and `kv_memory_fraction` sets the size of the KV cache. `num_blocks`: the number of
@@ -103,7 +104,7 @@ class EngineConfig(BaseModel):
 
     @property
     def num_drafts(self) -> int:
-        """The most tokens drafted for a sample in a step; 0 if `speculative` is `off`."""
+        """The maximum number of tokens drafted for a sample in a step; 0 if `speculative` is `off`."""
         return 0 if self.speculative == "off" else self.num_speculative_tokens
 
     @model_validator(mode="after")

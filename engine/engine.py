@@ -10,8 +10,8 @@ Guarantees:
   returned by `step`, `settle`, `abort`, `commit_weights`, `sleep` and `interrupt`.
 - The concatenated deltas of a sample are a bitwise-identical prefix of the sample's output.
 - The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set and dtype.
-- The output records the version of the weights that produced each token. A token is never computed with one version of
-  the weights from KV of another version.
+- The output records the version of the weights that produced each token. Each token is computed from KV that was
+  computed with the same version of the weights.
 - The engine computes a prompt once for all samples and requests that share the prompt.
 
 After `step` has raised an exception, the state of the engine is undefined. Discard the engine.
@@ -45,8 +45,8 @@ class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
     `loaded`: the result of `load_model` for a configuration with the same model, dtype, device and backend as `config`.
-    Pass a loaded model to share weights among engines. `drafter`: replaces the drafter that `config.speculative` names,
-    which must not be `off`.
+    Pass a loaded model to share weights among engines. `drafter`: used in place of the drafter that
+    `config.speculative` names. If `drafter` is given, `config.speculative` must not be `off`.
     """
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
@@ -119,7 +119,7 @@ class Engine:
         return self._pipeline.settle()
 
     def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:
-        """Use the staged weights from the next step on.
+        """Switch to the staged weights, beginning with the next step.
 
         Return the outputs of the step in flight and of aborted requests.
 
@@ -185,7 +185,8 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep.
 
-        For a model with experts, `routed_experts` is the host memory, in bytes, of all recorded expert ids.
+        For a model with experts, also return `routed_experts`, the bytes of host memory that all recorded expert ids
+        hold.
         """
         held, routes = self._executor.memory(), self._scheduler.routes
         return held if routes is None else held | {"routed_experts": routes.num_bytes + self._ledger.route_bytes}

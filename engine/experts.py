@@ -1,4 +1,6 @@
-"""Records the experts that steps chose: rows for the sequences that requested them, and a token count per expert."""
+"""Records the experts that steps chose. Sequences that requested routed experts get a row per token; tokens are counted
+per expert.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ class ExpertRecorder:
     def record(self, chunks: Chunks, ends: np.ndarray, rows: memoryview | None, counts: bytes) -> None:
         """Record the experts that a step chose.
 
-        `ends`: int64 [N], the end of each chunk after rejected drafted tokens are removed. `rows`: the rows of all
-        tokens of `chunks`, or None if no sequence records experts and there are no drafts. `counts`: int64 [layers,
-        num_experts], the number of tokens routed to each expert since the first step, not counting drafted tokens.
+        `ends` (int64 [N]): where the chunks end after rejected drafted tokens are removed. `rows`: the rows of all
+        tokens of `chunks`, or None if no sequence records experts and there are no drafts. `counts` (int64 [layers,
+        num_experts]): how many tokens were routed to each expert since the first step. Drafted tokens are not counted.
         """
         if rows is not None:
             self._record_rows(chunks, ends, rows)

@@ -5,8 +5,8 @@ not reached `max_tokens`, although the host has not seen the sequence's last tok
 sample, the sequence's row in the next step is discarded. On a CPU, a step is done before `step` returns.
 
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the step in flight, decides
-whether a token ends a sample, and records the version of the weights with each token. `Pipeline` does not own the
-computation (`running.executor`) or the choice of the tokens to compute (`scheduling.scheduler`).
+whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not
+own the computation (`running.executor`) or the choice of the tokens to compute (`scheduling.scheduler`).
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class _QueuedStep:
     started: float
 
     def kept(self, counts: np.ndarray) -> Chunks:
-        """Return the chunks without rejected drafted tokens. `counts`: int64, the number of draws that each decode
-        accepts.
+        """Return the chunks, with rejected drafted tokens removed. `counts` (int64): the number of draws that each
+        decode accepts.
         """
         if not self.chunks.drafts:
             return self.chunks
@@ -320,7 +320,7 @@ class Pipeline:
         return taken, ended
 
     def _accept(self, takers: Takers, counts: np.ndarray, drawn: Drawn) -> None:
-        """Append the accepted draws to each decoding sequence. `counts`: int64, the number of draws that each sequence
+        """Append the accepted draws to each decoding sequence. `counts` (int64): the number of draws that each sequence
         accepts.
         """
         decodes, drawn_counts, token_ids = takers.decodes, takers.counts[: len(counts)], drawn.token_ids

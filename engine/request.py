@@ -41,11 +41,11 @@ class Column:
     is_listed: bool = False
 
     def shape(self, rows: int, k: int) -> tuple[int, ...]:
-        """Return the shape of the column for `rows` tokens. `k`: the elements per token if `is_listed` is set."""
+        """Return the shape of the column for `rows` tokens. If `is_listed` is set, each token has `k` elements."""
         return (rows, k) if self.is_listed else (rows,)
 
     def num_bytes(self, k: int) -> int:
-        """Return the bytes per token. `k`: the elements per token if `is_listed` is set."""
+        """Return the number of bytes per token. If `is_listed` is set, each token has `k` elements."""
         return np.dtype(self.dtype).itemsize * (k if self.is_listed else 1)
 
 
@@ -90,7 +90,7 @@ def join_columns(first: Columns, rest: Columns) -> Columns:
 class GrowingColumns:
     """Columns to which tokens are appended one by one.
 
-    `k`: the number of elements per token in columns with `is_listed` set.
+    In columns with `is_listed` set, each token has `k` elements.
     """
 
     def __init__(self, columns: Sequence[Column], k: int) -> None:
@@ -99,7 +99,7 @@ class GrowingColumns:
         self._content = [bytearray() for _ in columns]
 
     def append(self, values: Sequence[bytes]) -> None:
-        """Append a token. `values`: for each column, the bytes of the token's value."""
+        """Append a token. `values`: the bytes of the token's value in each column."""
         self._num_tokens += 1
         for content, value in zip(self._content, values, strict=True):
             content += value
@@ -140,7 +140,7 @@ def plain(value: Any) -> Any:
 
 
 class Distribution(BaseModel):
-    """The distribution from which a token is drawn: the model's logits, a temperature, then filters.
+    """The distribution from which a token is drawn. A temperature and then filters are applied to the model's logits.
 
     `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is chosen. Among
     equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. `top_k` (-1:
@@ -193,22 +193,23 @@ class Distribution(BaseModel):
 class SamplingParams(Distribution):
     """How the samples of one prompt are drawn, when they end, and what is recorded. Numbers may be numpy scalars.
 
-    `seed`: the seed of the request; with None, the worker derives a seed with `seed_of`. Sample i uses
+    `seed`: the seed of the request. If the seed is None, the worker derives a seed with `seed_of`. Sample i uses
     `derive_seed(seed, i)`.
 
     A sample ends at an end-of-sequence token of the model, at a token in `stop_token_ids` or at a string in `stop` (one
-    string or several). Before a sample has `min_tokens` tokens, no end-of-sequence token, stop token or stop string
-    ends it. The output includes the tokens that ended the sample. The end-of-sequence tokens are listed in
-    generation_config.json, config.json or the tokenizer; `health` returns them as `engine["eos_token_ids"]`. With
+    string or several). Until a sample has `min_tokens` tokens, it does not end at an end-of-sequence token, a stop
+    token or a stop string. The output includes the tokens that ended the sample. The end-of-sequence tokens are listed
+    in generation_config.json, config.json or the tokenizer; `health` returns them as `engine["eos_token_ids"]`. With
     `ignore_eos`, end-of-sequence tokens do not end a sample. `max_tokens` limits the tokens of a sample; with None, a
     sample may fill the model's context.
 
     `logprobs`: the distribution under which the log-probs of tokens are computed. `processed`: the distribution from
     which tokens are drawn, after temperature and filters. `temperature`: after temperature, without filters. `raw`: the
-    model's own distribution. None: no log-probs. `top_logprobs`: how many of the most probable tokens to record for
-    each token of the sample, together with the entropy of the distribution; 0 records only the entropy, None records
-    neither. `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a
-    mixture of experts. `cache_salt`: a request reuses cached prefixes only of requests with the same salt.
+    model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens that are recorded
+    for each token of the sample. The entropy of the distribution is recorded as well. 0 records only the entropy. None
+    records neither the tokens nor the entropy. `return_routed_experts`: record the experts chosen for each token of
+    prompt and sample, if the model is a mixture of experts. `cache_salt`: only requests with the same salt share cached
+    prefixes.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -265,7 +266,7 @@ class SamplingParams(Distribution):
 
     @property
     def trainer_temperature(self) -> float:
-        """The temperature with which a trainer must compute log-probs to get the same distribution.
+        """The temperature at which a trainer must compute log-probs to match the worker's log-probs.
 
         Pass this temperature to `token_log_probs`. For a plain log-softmax, divide the logits by this temperature; at
         temperature 0 (greedy), leave the logits unchanged.
@@ -313,7 +314,7 @@ def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) 
 def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
     """Return `field`, `value` and `limit` for the first fault of a pydantic error.
 
-    `first_part`, `num_parts`: which parts of pydantic's location of the fault form the field name.
+    The field name consists of at most `num_parts` parts of pydantic's location of the fault, from part `first_part` on.
     """
     fault = error.errors()[0]
     found, limit = _found_and_limit(fault)
@@ -413,8 +414,9 @@ class GenerateRequest:
     """A request for `params.n` samples of one prompt. The prompt is prefilled once for all samples.
 
     `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
-    disjoint. `params.seed` must be set. `num_prior_tokens`: if the request continues a sample, the number of tokens at
-    the end of the prompt that belong to that sample. A stop string may begin in these `num_prior_tokens` tokens.
+    disjoint. `params.seed` must be set. If the request continues a sample, the prompt ends with the sample's earlier
+    tokens. `num_prior_tokens` is the number of these tokens. A stop string may begin in these `num_prior_tokens`
+    tokens.
     """
 
     id: str
@@ -458,23 +460,25 @@ class SampleOutput:
     """A finished sample.
 
     `token_ids`: all tokens, including those that ended the sample. `logprobs`: float32 [num_tokens], log-probs under
-    the requested distribution, or None. `stop_reason`: if the finish reason is `stop`, the token id (possibly an
-    end-of-sequence token) or the stop string that ended the sample. `seed`: the derived seed of this sample.
-    `num_cached_tokens`: the number of prompt tokens with KV that was found in the cache, or that is shared with another
-    request's computation of the same prompt. `error`: if the finish reason is `error`, a description of the error.
-    `num_drafted_tokens`, `num_accepted_tokens`: the numbers of tokens that were drafted for this sample, and of drafted
-    tokens that became tokens of this sample.
+    the requested distribution, or None. `stop_reason`: the token id or the stop string that ended the sample; None
+    unless the finish reason is `stop`. The token may be an end-of-sequence token. `seed`: the derived seed of this
+    sample. `num_cached_tokens`: the number of prompt tokens that this request did not compute itself. Their KV was
+    found in the cache, or is shared with another request that computes the same prompt. `error`: a description of the
+    error; None unless the finish reason is `error`. `num_drafted_tokens`, `num_accepted_tokens`: the numbers of tokens
+    that were drafted for this sample, and of drafted tokens that became tokens of this sample.
 
     `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. The entropy and the
     top tokens belong to the distribution under which `logprobs` is computed. `entropy`: float32 [num_tokens], in nats.
-    `top_token_ids`: int32 [num_tokens, k], the most probable tokens in descending order of logit; equal logits are
-    sorted by ascending id. `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the filters
-    kept fewer than k tokens, the lists are filled with dropped tokens, lowest ids first, with log-prob -inf.
+    `top_token_ids`: int32 [num_tokens, k], the most probable tokens in descending order of logit; tokens with equal
+    logits are sorted by ascending id. `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the
+    filters kept fewer than k tokens, the lists are filled up with dropped tokens, in ascending order of id. The
+    log-prob of a dropped token is -inf.
 
-    `routed_experts`: uint8, or uint16 with more than 256 experts, [num_prompt_tokens + num_tokens - 1, layers with
-    experts, experts per token]. `routed_experts` is None unless `return_routed_experts` was requested and the sample
-    has a token. Row t of `routed_experts` lists, in ascending order of id, the experts chosen for token t of prompt and
-    sample. The last token of a sample has no row, because it was never fed to the model. If token t + 1 was drawn, row
+    `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. Its
+    dtype is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None unless
+    `return_routed_experts` was requested and the sample has a token. Row t of `routed_experts` lists the experts that
+    were chosen for token t, in ascending order of id. The tokens of the sample are numbered after the tokens of the
+    prompt. The last token of a sample has no row, because it was never fed to the model. If token t + 1 was drawn, row
     t was computed with the weights that drew token t + 1. The rows before the last prompt token were computed with the
     weights that drew the first token.
     """
@@ -563,7 +567,7 @@ def new_id() -> str:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of sample `index` of a request with `seed`. Every index gets a different seed.
+    """Return the 64-bit seed of sample `index` if the request has the seed `seed`. Every index gets a different seed.
 
     The algorithm is SplitMix64 (Steele, Lea, Flood 2014). Two indices never get the same seed, because the finalizer is
     a bijection and the increment is odd.
@@ -575,7 +579,7 @@ def derive_seed(seed: int, index: int) -> int:
 
 
 def seed_before(sample_seed: int) -> int:
-    """Return the request seed with which sample 0 gets `sample_seed`: the inverse of `derive_seed(..., 0)`."""
+    """Return the request seed from which `derive_seed(..., 0)` derives `sample_seed`."""
     z = sample_seed ^ (sample_seed >> 31) ^ (sample_seed >> 62)
     z = (z * pow(_FACTORS[1], -1, 2**64)) & _MASK
     z = z ^ (z >> 27) ^ (z >> 54)
@@ -585,8 +589,8 @@ def seed_before(sample_seed: int) -> int:
 
 
 def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError if prompt and new tokens exceed `max_model_len`. `field`: the name of the prompt's
-    field.
+    """Raise InvalidRequestError if prompt and new tokens together exceed `max_model_len`. `field`: the name of the
+    prompt's field.
     """
     if prompt_len + num_new > max_model_len:
         raise InvalidRequestError(

@@ -45,12 +45,11 @@ class EngineStats:
     KV, counted again after a preemption or a recompute. `computed_tokens`: computed prompt tokens and decoded tokens.
     `generated_tokens`: tokens of finished samples. `preemptions`: how often an older sequence took the blocks of a
     running sequence. `recomputed`: how often a weight commit or a sleep took the blocks of a running sequence.
-    `deferred_admissions`: summed over all steps, the requests that waited for a prefix that another request was
-    computing. `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the
-    model's layers.
+    `deferred_admissions`: how many requests waited for another request to compute a prefix, added up over all steps.
+    `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
 
-    `shortened_hits`: tokens that were found in the cache but computed again, because the checkpoint of their recurrent
-    state or their requested routed experts were missing.
+    `shortened_hits`: tokens that were found in the cache but computed again. Either the checkpoint of their recurrent
+    state was missing, or the request asked for routed experts that were missing.
 
     The `checkpoints_*` fields are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were
     not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.
@@ -59,8 +58,8 @@ class EngineStats:
 
     `drafts`: one entry per drafter; empty if nothing is drafted.
 
-    `expert_tokens`: the number of tokens routed to each expert, without the step in flight. `expert_tokens` holds the
-    little-endian bytes of an int64 array [layers with experts, experts per layer], and is empty for models without
+    `expert_tokens`: the number of tokens routed to each expert, not counting the step in flight. `expert_tokens` holds
+    the little-endian bytes of an int64 array [layers with experts, experts per layer], and is empty for models without
     experts.
     """
 

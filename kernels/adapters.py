@@ -40,7 +40,7 @@ _UNDERSTOOD = {
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter of a weight [N, K]. The adapter adds scale * (b times a) to the weight; `a` is [R, K], `b` is [N,
+    """A LoRA adapter of a weight [N, K]. The adapter adds scale * (b @ a) to the weight; `a` is [R, K] and `b` is [N,
     R].
     """
 

@@ -43,7 +43,8 @@ def check_signature(original: type) -> None:
 
 
 def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call to `forward`, an unbound method of transformers, as a map from name to value.
+    """Return the arguments of a call as a map from name to value. `forward`: the unbound method of transformers that is
+    called.
 
     Raise AlignmentError for a refused or unknown argument with a value other than None or the default. Also raise
     AlignmentError for arguments that give the boundaries of packed sequences, unless `position_ids` is given too.

@@ -69,7 +69,9 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Product(Function):
-    """`product(x, weight, *bias)`, an op of the backend, for x [M, K], weight [N, K] and an optional bias [N]."""
+    """`product` is an op of the backend. It is called as `product(x, weight, *bias)`: x is [M, K], `weight` is [N, K],
+    and the optional `bias` is [N].
+    """
 
     @staticmethod
     @_without_autocast
@@ -163,7 +165,7 @@ class _GateMul(Function):
 
 
 def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, given the gradient of `gate_mul(gate, up)`. All tensors have the same
+    """Return the gradients of `gate` and `up`, given the gradient of `gate_mul(gate, up)`. All tensors have the same
     shape.
     """
     if activation == "sigmoid":
@@ -178,7 +180,7 @@ def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activati
 
 
 def _clamped_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up for `clamped_silu`, computed in float32.
+    """Return the gradients of `gate` and `up` for `clamped_silu`, computed in float32.
 
     g * sigmoid(slope * g) is SiLU(slope * g) / slope. A clamped element has gradient 0.
     """
@@ -215,8 +217,8 @@ class _Route(Function):
 
 
 class _Experts(Function):
-    """`Backend.experts`. The weights gate_up and down are matrices [E, rows, columns], each with biases [E, rows] or
-    None.
+    """`Backend.experts`. The weights `gate_up` and `down` are matrices [E, rows, columns]. Their biases are [E, rows]
+    or None.
     """
 
     @staticmethod
@@ -275,8 +277,8 @@ def _expert_gradients(
     down: Tensor,
     down_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """Return, for the M rows that go to one expert, the gradients of x [M, H], of the gates [M] and of the expert's
-    four parameters.
+    """Compute gradients for one expert and the M rows that go to it. Return the gradients of x [M, H], of the gates [M]
+    and of the expert's four parameters.
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
@@ -520,8 +522,8 @@ def _recur(
 def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> Tensor:
     """Return the outputs of a delta rule that starts from zero states: [B, heads, T, V].
 
-    q and k are [B, heads, T, K], v is [B, heads, T, V]. `logs`, the logarithms of the decays, and `rates`, the update
-    rates, are [B, heads, T]. Sequences are padded with zeros on the right.
+    q and k are [B, heads, T, K], v is [B, heads, T, V]. The logarithms of the decays (`logs`) and the update rates
+    (`rates`) are [B, heads, T]. Sequences are padded with zeros on the right.
     """
     state, outs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
     for chunk in zip(*(x.split(_CHUNK, 2) for x in (q, k, v, logs, rates)), strict=True):
@@ -625,7 +627,9 @@ class GradientOps:
         return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [M, K] by weight [N, K] transposed and add bias [N]: [M, N]."""
+        """Return the matrix product of x [M, K] and the transposed weight [N, K], plus bias [N]. The result is [M,
+        N].
+        """
         return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
 
     def project_back(
@@ -642,15 +646,17 @@ class GradientOps:
         return out if residual is None else out + residual
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-        """Divide x [M, H] by its root mean square and multiply by weight [H], or by 1 + weight: [M, H]."""
+        """Divide each row of x [M, H] by its root mean square. Then multiply the row by weight [H], or by 1 +
+        weight.
+        """
         return _Rmsnorm.apply(self.backend, x, weight, norm)  # type: ignore[return-value]
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate x [M, heads, D] by constant (cosines, sines), each float32 [M, D / 2]: [M, heads, D]."""
+        """Rotate x [M, heads, D] by the cosines and sines in `rotation`, which are constants of float32 [M, D / 2]."""
         return _Rope.apply(self.backend, x, *rotation)  # type: ignore[return-value]
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(linear(x, gate)) * linear(x, up) for weights gate and up [I, H]: [M, I]."""
+        """Return activation(linear(x, gate)) * linear(x, up), [M, I]. The weights `gate` and `up` are [I, H]."""
         return self.gate_mul(self.linear(x, gate), self.linear(x, up), activation)
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -660,8 +666,8 @@ class GradientOps:
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
 
-        `chosen`: int32 [M, top_k], ascending in each row: the experts to use instead of the experts with the highest
-        logits. The gates have gradients; the choice of experts has no gradient.
+        `chosen` (int32 [M, top_k]) lists the experts to use instead of the experts with the highest logits. The ids in
+        each row of `chosen` are ascending. The gates have gradients; the choice of experts has no gradient.
         """
         return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
 
@@ -674,7 +680,7 @@ class GradientOps:
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply to each row of x [M, H] the experts that `route` returned for the row, and add `shared`: [M, H].
+        """Pass each row of x [M, H] through the experts that `route` returned for the row, and add `shared`: [M, H].
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """
@@ -682,7 +688,7 @@ class GradientOps:
         return _Experts.apply(self.backend, spec, weights, experts, x, gates, shared, *parameters)  # type: ignore[return-value]
 
     def convolve(self, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
-        """Apply SiLU to a causal convolution of each channel of x [M, C] within each sequence: [M, C].
+        """Convolve each channel of x [M, C] causally within each sequence, and apply SiLU: [M, C].
 
         `weight` is [C, 1, K].
         """
@@ -708,12 +714,12 @@ class GradientOps:
         return _Attention.apply(self.backend, q, k, v, sinks, packed, spec)  # type: ignore[return-value]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits of hidden [M, H] with weight [V, H]: float32 [M, V]."""
+        """Return the logits for `hidden` [M, H] and `weight` [V, H]. The logits are float32 [M, V]."""
         return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
 
     def log_probs(self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
-        """Return, for each row of hidden [M, H] with weight [V, H], the log-prob of the row's token in `token_ids`
-        (int64 [M]): float32 [M].
+        """Return the log-probs of `token_ids` (int64 [M]), which has one token for each row of `hidden` [M, H]. The
+        log-probs are float32 [M]; `weight` is [V, H].
 
         The log-probs are at `temperature`. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as
         many bytes of probabilities.
@@ -723,8 +729,8 @@ class GradientOps:
     def statistics(
         self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
     ) -> TokenStatistics:
-        """Return `log_probs` with gradients. Also return, without gradients, the entropy and the k most probable tokens
-        of each row.
+        """Return `log_probs` with gradients. The entropy and the k most probable tokens of each row are returned
+        without gradients.
         """
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)

@@ -70,7 +70,7 @@ def spread(found: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
 
 
 def check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
-    """Raise AlignmentError unless `found` has the shape `expected`, the shape of input_ids."""
+    """Raise AlignmentError unless the shape of `found` is `expected`, which is the shape of input_ids."""
     if found.shape != expected:
         raise AlignmentError(
             f"{name} must have shape {list(expected)} like input_ids (got {list(found.shape)}); pass one entry per "
@@ -81,8 +81,8 @@ def check_shape(name: str, found: Tensor, expected: torch.Size) -> None:
 def read_routes(
     routed_experts: Tensor, spec: DecoderSpec, shape: torch.Size, indices: Tensor, packed: Packed
 ) -> Tensor:
-    """Return the experts of the tokens at flat `indices` of a batch: int32 [layers with experts, M, top_k], ascending
-    in each row.
+    """Return the experts of the tokens at flat `indices` of a batch. The result is an int32 tensor [layers with
+    experts, M, top_k], and each row is in ascending order.
 
     `shape`: the shape of input_ids. A worker never runs the last token of a sequence, so the token's entries in
     `routed_experts` are ignored, and the token's row of the result is OWN_CHOICE. Raise AlignmentError for a model
@@ -113,7 +113,7 @@ def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_ids(routes: Tensor, count: int) -> None:
-    """Raise AlignmentError unless all ids are below `count` and differ within a row. `routes` ascends in each row."""
+    """Raise AlignmentError unless all ids are below `count` and no row repeats an id. `routes` ascends in each row."""
     wrong = routes[(routes < 0) | (routes >= count)]
     if len(wrong):
         raise AlignmentError(
@@ -124,7 +124,7 @@ def _check_ids(routes: Tensor, count: int) -> None:
     if twice.any():
         raise AlignmentError(
             f"routed_experts must not repeat an expert within a row (got {routes[twice][0].tolist()}); pass a row for "
-            "each token but the last of each sequence, and mark padding in attention_mask"
+            "each token except the last token of each sequence, and mark padding in attention_mask"
         )
 
 

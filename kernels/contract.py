@@ -3,14 +3,14 @@ ops.
 
 The contract: **a row's result depends on that row's inputs and on absolute positions only**, with one fixed order of
 accumulation. The result does not depend on the number of rows in the call, the index of the row, or the contents of
-other rows. Nor does the result depend on the chunks of a prompt, the block size of the cache or the number of threads.
-Equality means equal bits.
+other rows. The division of a prompt into chunks, the block size of the cache and the number of threads do not change
+the result either. Equality means equal bits.
 
-- Matrix products accumulate over K in one order for every number of rows.
+- Matrix products accumulate over K in the same order for any number of rows.
 - Attention reads keys and values back from the paged cache, as stored. Prefill and decode both split the key axis at
-  absolute multiples of a length that each backend fixes. Each split is reduced in one order, and splits are folded from
-  left to right. A split that ends before a query's window cannot change the query's result, so a backend may skip the
-  split.
+  absolute multiples of a length that each backend fixes. Each split is reduced in a fixed order, and splits are folded
+  from left to right. A split that ends before a query's window cannot change the query's result, so a backend may skip
+  the split.
 - A recurrence processes a sequence's tokens one by one and in order, both in prompts and in decodes. The state of a
   recurrence is float32 and never rounded, so the state does not depend on how a prompt is cut into chunks.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
@@ -70,8 +70,9 @@ class AttentionBatch:
     `block_tables[i, t // block_size]`, at offset t % block_size. `block_tables`: int64 [num_sequences, max_blocks],
     padded with any valid block id.
 
-    `lens`: context lengths on the device, int64 [num_sequences]. A CUDA graph that captures a call with `lens` reads
-    `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper bounds.
+    `lens` (int64 [num_sequences]): the context lengths, on the device. A CUDA graph that captures a call with `lens`
+    reads `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper
+    bounds.
     """
 
     query_starts: Sequence[int]
@@ -84,18 +85,18 @@ class AttentionBatch:
 class StateBatch:
     """The recurrent states that the sequences of a step read and write. The batch is mixed, as in `AttentionBatch`.
 
-    Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads[i]`: the slot of the state
-    before the rows of sequence i, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
+    Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads[i]`: the slot with the state
+    from which sequence i starts, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
     the rows of sequence i. `reads` and `writes` are int64 [num_sequences], on the device of the memory.
 
-    A sequence that continues in place reads and writes the same slot. A sequence that restores a checkpoint or forks
-    reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may read
-    the same slot. In one call, two sequences must not write the same slot, and a sequence must not read a slot that
-    another sequence writes. Backends do not check these rules.
+    A sequence that continues in place reads and writes the same slot. When a sequence forks or restores a checkpoint,
+    it reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may
+    read the same slot. In one call, two sequences must not write the same slot, and a sequence must not read a slot
+    that another sequence writes. Backends do not check these rules.
 
-    `drafted[i]`: how many of the last rows of sequence i are drafted. Drafted rows are computed like other rows,
-    but do not enter the state that is written. Empty if no row is drafted. `journal`: how a step's rows become the
-    rows of this batch, if a sequence has drafted rows or repeats them; otherwise None.
+    `drafted[i]`: the number of drafted rows at the end of sequence i. Drafted rows are computed like other rows, but do
+    not enter the state that is written. Empty if no row is drafted. `journal`: describes how a step's rows become the
+    rows of this batch. It is None unless a sequence has drafted rows or repeats drafted rows.
     """
 
     query_starts: Sequence[int]
@@ -113,7 +114,9 @@ class StateBatch:
 
     @property
     def num_kept(self) -> Tensor:
-        """The number of rows of each sequence that enter the state, int64 [num_sequences], on the host."""
+        """For each sequence, the number of rows that enter the state. The tensor is int64 [num_sequences] on the
+        host.
+        """
         counts = self.starts.diff()
         return counts - torch.tensor(self.drafted, dtype=torch.int64) if any(self.drafted) else counts
 
@@ -121,9 +124,10 @@ class StateBatch:
 class Pages(NamedTuple):
     """Where a step of M tokens stores and reads keys and values in the cache.
 
-    `slots`: int64 [M], the cache slot of each token's key and value: block * block_size + offset. `batch`: the cached
-    tokens that the M tokens attend to. Layers with the same window share blocks of the cache, and therefore share
-    `Pages`. A block table entry is never read if its block lies before the window of every query of the sequence.
+    `slots` (int64 [M]): the cache slot for each token's key and value. A slot is block * block_size + offset. `batch`:
+    the cached tokens that the M tokens attend to. Layers with the same window share blocks of the cache, and therefore
+    share `Pages`. An entry of a block table is never read if the entry's block lies before the windows of all queries
+    of the sequence.
     """
 
     slots: Tensor
@@ -135,8 +139,9 @@ class AttentionWeights:
     """The weights of an attention.
 
     `q`: [heads * D, H], or [heads * 2 * D, H] with an output gate. `k` and `v`: [kv_heads * D, H]. `biases`: the biases
-    of q, k and v, or None. `qk_norms`: the norms of q and k, or None. The norms are [D], or [heads * D] and [kv_heads *
-    D] if one norm covers all heads. `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
+    of q, k and v, or None. `qk_norms`: the norms of q and k, or None. Each norm is [D]. If one norm covers all heads,
+    the norm of q is [heads * D] and the norm of k is [kv_heads * D]. `o`: [H, heads * D]. `o_bias`: [H] or None.
+    `sinks`: [heads] or None.
     """
 
     q: Weight
@@ -153,11 +158,11 @@ class AttentionWeights:
 class DeltaNetWeights:
     """The weights of a delta net.
 
-    `inputs`: the matrices of (q, k, v), z, b and a. The four matrices have `channels`, `value_size`, value_heads and
-    value_heads rows, in this order, each row of length H. If `DeltaNetSpec.joined` is set, `inputs` holds two matrices:
-    one of (q, k, v, z) and one of (b, a). `convolution`: [channels, 1, kernel_size], the weight of the oldest token
-    first. `decay` (the logarithm of the decay rate) and `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H,
-    value_size].
+    `inputs`: the matrices of (q, k, v), z, b and a. The matrix of (q, k, v) has `channels` rows, the matrix of z has
+    `value_size` rows, and the matrices of b and a have value_heads rows each. Each row has length H. If
+    `DeltaNetSpec.joined` is set, `inputs` holds two matrices: one of (q, k, v, z) and one of (b, a). `convolution`
+    [channels, 1, kernel_size] begins with the weight of the oldest token. `decay` (the logarithm of the decay rate) and
+    `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
     """
 
     inputs: tuple[Weight, ...]
@@ -181,10 +186,10 @@ class MlpWeights:
 class ExpertsWeights:
     """The weights of E experts of intermediate size I.
 
-    `router`: [E, H]. `router_bias`: [E]. `gate_up`: [E * 2 * I, H], for each expert the rows of gate, then the rows of
-    up. `down`: [E * H, I], H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are in the same
-    order as the rows of `gate_up` and `down`. All biases are None without `ExpertsSpec.bias`. `shared`: the weights of
-    the shared expert, or None. `shared_score`: [1, H] or None.
+    `router`: [E, H]. `router_bias`: [E]. `gate_up` [E * 2 * I, H] holds, for each expert, the rows of gate followed by
+    the rows of up. `down` [E * H, I] holds H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are
+    in the same order as the rows of `gate_up` and `down`. If `ExpertsSpec.bias` is False, all biases are None.
+    `shared`: the weights of the shared expert, or None. `shared_score`: [1, H] or None.
     """
 
     router: Weight
@@ -228,11 +233,11 @@ The distribution stays the same.
 class Wanted:
     """M requests to `next_tokens`.
 
-    `rows`: int64, the index of the hidden state that each request reads; several requests may read the same hidden
-    state. `targets`: int64, SAMPLE, GREEDY, or the id of the token to score. `temperatures`: float32, the divisors of
-    the logits; 1 for greedy rows. `raw`: bool, whether to compute the log-prob from the logits before they are divided
-    by the temperature. `seeds` (the bits of an unsigned 64-bit number) and `positions`: int64, read for SAMPLE rows
-    only.
+    `rows` (int64): for each request, the index of the hidden state that it reads. Several requests may read the same
+    hidden state. `targets` (int64): SAMPLE, GREEDY, or the id of the token to score. `temperatures` (float32): the
+    divisors of the logits; 1 for greedy rows. `raw` (bool): whether to compute the log-prob from the logits before they
+    are divided by the temperature. `seeds` and `positions` (int64) are read for SAMPLE rows only. Each seed holds the
+    bits of an unsigned 64-bit number.
     """
 
     rows: Tensor
@@ -246,10 +251,10 @@ class Wanted:
 class TokenStatistics(NamedTuple):
     """Statistics of M tokens and of the distributions that the tokens come from.
 
-    `logprobs`: float32 [M], of the tokens. `entropy`: float32 [M], the entropies of the distributions in nats.
-    `top_token_ids` int64 [M, k] and `top_logprobs` float32 [M, k]: the most probable tokens, highest logit first, the
-    lower id first among equal logits. If fewer than k tokens have a nonzero probability, tokens with log-prob -inf fill
-    up the list, lowest ids first.
+    `logprobs` (float32 [M]): the log-probs of the tokens. `entropy` (float32 [M]): the entropies of the distributions,
+    in nats. `top_token_ids` (int64 [M, k]) and `top_logprobs` (float32 [M, k]): the most probable tokens and their
+    log-probs, sorted from the highest logit to the lowest. Tokens with equal logits are sorted by id, lowest first. If
+    fewer than k tokens have a nonzero probability, tokens with log-prob -inf fill up the list, lowest ids first.
     """
 
     logprobs: Tensor
@@ -273,8 +278,8 @@ class Weight(Protocol):
     def nbytes(self) -> int: ...
 
     def copy_(self, source: Tensor | Self, /) -> object:
-        """Store a tensor or a weight of the same shape. If the source is a tensor, it is converted to the weight's
-        dtype; if it is a weight, it must have the same layout.
+        """Store a tensor or a weight of the same shape. A tensor is converted to this weight's dtype. A weight must
+        have the same layout as this weight.
         """
         ...
 
@@ -292,7 +297,7 @@ class Weight(Protocol):
         ...
 
     def to_dense(self) -> Tensor:
-        """Return a tensor [rows, columns] with the same values, possibly the weight itself."""
+        """Return a tensor [rows, columns] with the same values. The tensor may be the weight itself."""
         ...
 
 
@@ -333,12 +338,13 @@ class Backend(Protocol):
         ...
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """Return weight [N, K] + scale * (b [N, R] times a [R, K]), as [N, K] in weight's dtype. All are plain tensors.
+        """Return weight + scale * (b @ a) in weight's dtype, for weight [N, K], b [N, R] and a [R, K]. All are plain
+        tensors.
 
-        The computation is in float32. For each element, the products are rounded and added to 0 one by one, ascending
-        along R. The sum of the products is multiplied by `scale`, rounded to float32, and added to the weight. The
-        result is rounded once. Each step is correctly rounded, so the bits are the same on every backend, instruction
-        set and device. May run concurrently with other ops.
+        The computation is in float32. For each element, the products are rounded and added to 0 one by one, in
+        ascending order of their index along R. The sum of the products is multiplied by `scale`, rounded to float32,
+        and added to the weight. The result is rounded once. Each step is correctly rounded, so the bits are the same on
+        every backend, instruction set and device. May run concurrently with other ops.
         """
         ...
 
@@ -351,7 +357,7 @@ class Backend(Protocol):
         ...
 
     def embedding(self, token_ids: Tensor, weight: Weight) -> Tensor:
-        """Return rows `token_ids` (int64 [M]) of weight [V, H]: [M, H]."""
+        """Return the rows of weight [V, H] at the indices `token_ids` (int64 [M]). The result is [M, H]."""
         ...
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
@@ -364,22 +370,23 @@ class Backend(Protocol):
         ...
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        """Multiply x [M, K] by weight [N, K] transposed and add bias [N]: [M, N] in x's dtype."""
+        """Multiply x [M, K] by the transpose of weight [N, K] and add bias [N]. The result is [M, N] in x's dtype."""
         ...
 
     def project_back(
         self, x: Tensor, weight: Weight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
     ) -> Tensor:
-        """Return linear(x, weight, bias), plus residual [M, N] added after rounding: [M, N].
+        """Return linear(x, weight, bias) [M, N]. If residual [M, N] is given, it is added after linear's result is
+        rounded.
 
         The weight is `o` of an attention or a delta net, or `down` of an MLP. Tensor parallelism splits this product
         along K.
 
         `pieces` is a power of two. With several pieces, L is K / pieces rounded up, and piece i is the float32 product
-        over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree: four pieces as (0 + 1)
-        + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is rounded once. A process can
-        therefore compute any subtree of the sum without changing the bits. Raise ConfigError for a number of pieces
-        that the backend does not support.
+        over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree. For example, four
+        pieces are added as (0 + 1) + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is
+        rounded once. A process can therefore compute any subtree of the sum without changing the bits. Raise
+        ConfigError for a number of pieces that the backend does not support.
         """
         ...
 
@@ -391,18 +398,20 @@ class Backend(Protocol):
         """Return activation(gate) * up for tensors of one shape, computed in float32 and rounded once.
 
         `sigmoid` is the gate of attention's output. `silu` is the gate of MLPs and of a delta net's output.
-        `clamped_silu`, for experts, clamps both inputs and adds 1 to up (`CLAMP`).
+        `clamped_silu` is the gate of some experts: it clamps both inputs and adds 1 to up, as documented at `CLAMP`.
         """
         ...
 
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (experts, gates) for a router's logits [M, E]: int32 and float32 [M, top_k].
+        """Return (experts, gates) for a router's logits [M, E]. `experts` is int32 [M, top_k], and `gates` is float32
+        [M, top_k].
 
-        A row's experts are the `top_k` with the highest logits, the lower id first among equal logits. If `chosen`
-        (int32 [M, top_k], ascending) is given, a row's experts are the experts in its row of `chosen`. Returned experts
-        are in ascending order in each row. A gate is e^(logit - highest logit), divided by a sum of these exponentials,
-        in float32. If `spec.normed`, the denominator is the sum over the row's experts, added by ascending id;
-        otherwise it is the sum over all experts. A row with NaN gets NaN gates and arbitrary distinct ids below E.
+        A row's experts are the `top_k` experts with the highest logits. Among equal logits, lower ids are chosen first.
+        If `chosen` (int32 [M, top_k], ascending) is given, a row's experts are the experts in its row of `chosen`.
+        Returned experts are in ascending order in each row. A gate is e^(logit - highest logit), divided by a sum of
+        these exponentials, in float32. If `spec.normed`, the denominator is the sum over the row's experts, added by
+        ascending id; otherwise it is the sum over all experts. A row with NaN gets NaN gates and arbitrary distinct ids
+        below E.
         """
         ...
 
@@ -418,23 +427,26 @@ class Backend(Protocol):
         """Apply to each row of x [M, H] the experts that `route` returned for the row: [M, H].
 
         An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. The product of the inner
-        row with `down` stays in float32. The bias is added and the gate is multiplied in float32. The outputs of a
-        row's experts are added in ascending order of expert id, then `shared` [M, H] is added, and the result is
-        rounded once. Does not read the weights of the router and of the shared expert.
+        row with `down` stays in float32. The addition of the bias and the multiplication by the gate are also in
+        float32. The outputs of a row's experts are added in ascending order of expert id, then `shared` [M, H] is
+        added, and the result is rounded once. The op reads neither the router's weights nor the shared expert's
+        weights.
         """
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
-        """Return (cosines, sines) of the angles, each multiplied by `scale`: float32 [M, P].
+        """Return (cosines, sines) of the angles. Both are float32 [M, P], and both are multiplied by `scale`.
 
-        The float32 angles are positions (int64 [M]) times inv_freq (float32 [P]).
+        Each angle is the float32 product of a position in `positions` (int64 [M]) and a frequency in `inv_freq`
+        (float32 [P]).
         """
         ...
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate x [M, heads, D] in float32, in pairs (i, i + P) as in Hugging Face models: [M, heads, D].
+        """Rotate the elements of each head of x [M, heads, D] in float32. As in Hugging Face models, elements i and i +
+        P form a pair.
 
-        With P < D / 2 pairs, the elements of a head at index 2 P and above stay unchanged.
+        If there are P < D / 2 pairs, the elements of a head from index 2 P on stay unchanged.
         """
         ...
 
@@ -473,22 +485,25 @@ class Backend(Protocol):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
+        """Return the causal attention [M, heads, D] of q [M, heads, D] over the caches [blocks, block_size, kv_heads,
+        D].
 
         A query at position p sees the tokens (p - window, p]; without a window, the query sees all tokens up to p. With
         a cap, a score s = scale * (q . k) becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the
-        score of an additional key that every query sees. The additional key has a value of zero and is folded in after
-        the last split.
+        score of an additional key that every query sees. The value vector of the additional key is zero. The key is
+        folded in after the last split.
         """
         ...
 
     def convolve(self, x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
-        """Return SiLU of a causal convolution of each channel: [M, C] for x [M, C] and weight [C, 1, K].
+        """Apply a causal convolution to each channel, then SiLU. The result is [M, C] for x [M, C] and weight [C, 1,
+        K].
 
-        Before SiLU, row t of a sequence is the sum over j of weight[:, 0, j] times row t - (K - 1) + j. The sum is in
-        float32, starts with the oldest row, and is rounded once, after SiLU. The K - 1 rows before a sequence's first
-        row are the sequence's tail. `tails`: [slots, K - 1, C]. The new tail is the last K - 1 rows of the old tail
-        followed by the sequence's rows without drafted rows.
+        Before SiLU, row t of a sequence's result is the sum over j of weight[:, 0, j] * x[t - (K - 1) + j], where x[t]
+        is row t of the sequence's input. The sum is in float32, starts with the oldest row, and is rounded once, after
+        SiLU. The K - 1 rows before a sequence's first row are the sequence's tail. `tails`: [slots, K - 1, C]. For the
+        new tail, the sequence's rows, except drafted rows, are appended to the old tail, and the last K - 1 rows are
+        kept.
         """
         ...
 
@@ -504,9 +519,10 @@ class Backend(Protocol):
     ) -> Tensor:
         """Run the recurrence of a gated delta net over each sequence's tokens, one by one: [M, value_heads, V].
 
-        `qkv`: [M, channels], q and k [key_heads, K] and v [value_heads, V] side by side. `b` and `a`: [M, value_heads],
-        the inputs of the gates. `states`: float32 [slots, value_heads, K, V]. Value head h reads key head h * key_heads
-        // value_heads. For each token and value head, the following is computed in float32:
+        `qkv` [M, channels]: each row holds q [key_heads, K], k [key_heads, K] and v [value_heads, V] side by side. `b`
+        and `a`: [M, value_heads], the inputs of the gates. `states`: float32 [slots, value_heads, K, V]. Value head h
+        reads key head h * key_heads // value_heads. For each token and value head, the following is computed in
+        float32:
 
             q = q / (sqrt(q . q + L2_EPS) * sqrt(K)),  k = k / sqrt(k . k + L2_EPS)
             S = S * e^(-e^decay * softplus(a + bias))
@@ -528,15 +544,15 @@ class Backend(Protocol):
         """Run layers on x [M, H] and return the hidden states [M, H]. x stays unchanged.
 
         `layers`: from `new_layers`. `layer.run_layers` defines the computation. Each layer has its own memory and
-        pages. Without layers, the result is x itself. `states` and the batches of all pages describe the same
-        sequences. `states` is None if no layer is a delta net. `routes`: int32 [layers with experts, M, top_k],
-        receives the experts of each row; None if not wanted. Raise ValueError unless `memories` and `pages` have one
-        entry for each layer.
+        pages. If `layers` is empty, the result is x itself. `states` and the batches of all pages describe the same
+        sequences. `states` is None if no layer is a delta net. `routes` (int32 [layers with experts, M, top_k])
+        receives the experts of each row; pass None if they are not needed. Raise ValueError unless `memories` and
+        `pages` have one entry for each layer.
         """
         ...
 
     def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (token ids int64, log-probs float32, validity bool), each [M].
+        """Return (token ids, log-probs, validity), each [M]. Their dtypes are int64, float32 and bool.
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
         `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
@@ -552,35 +568,41 @@ class Backend(Protocol):
         ...
 
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
-        """Return the logits of hidden [M, H] with weight [V, H]: float32 [M, V], accumulated and kept in float32."""
+        """Return the logits of hidden [M, H] for the head's weight [V, H]. They are float32 [M, V], accumulated in
+        float32.
+        """
         ...
 
     def log_probs(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the log-softmax of float32 logits [M, V] at one token (int64 [M]) of each row: float32 [M]."""
+        """Return the log-softmax of each row of float32 logits [M, V] at the row's token (int64 [M]). It is float32
+        [M].
+        """
         ...
 
     def token_statistics(self, logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
-        """Return `log_probs` of float32 logits [M, V] at `token_ids` (int64 [M]), entropy, and the k best tokens of
-        each row.
+        """For each row of float32 logits [M, V], return `log_probs` of the row's token in `token_ids` (int64 [M]), the
+        row's entropy, and the row's k best tokens.
 
-        `k`: from 0 to V. A listed log-prob has the same bits as `log_probs` of that token. A row with NaN, or with no
-        finite maximum, gets NaN as log-probs and entropy, and arbitrary ids.
+        `k`: from 0 to V. A listed log-prob has the same bits as `log_probs` of that token. If a row has NaN or no
+        finite maximum, its log-probs and entropy are NaN and its ids are arbitrary.
         """
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         """Return the float32 logits [M, V], with -inf for each token that the row's filters drop.
 
-        `top_k`: int64 [M], -1 if off. `top_p` and `min_p`: float32 [M]. The filters apply in the order top_k, top_p,
-        min_p. No filter drops the token with the highest logit. A row with NaN is returned unchanged.
+        `top_k` (int64 [M]) is -1 for rows without this filter. `top_p` and `min_p` are float32 [M]. The filters apply
+        in the order top_k, top_p, min_p. No filter drops the token with the highest logit. A row with NaN is returned
+        unchanged.
         """
         ...
 
     def sample(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Draw one token id (int64 [M]) for each row of float32 logits [M, V] from their softmax.
+        """Draw one token id from the softmax of each row of float32 logits [M, V]. The result is int64 [M].
 
-        Gumbel-max: the token with the highest logit + noise. The noise is a function of the row's seed (int64 [M], the
-        bits of an unsigned 64-bit number), its position (int64 [M]) and the vocabulary id. Raises no error. A token
-        with logit -inf is drawn only if the whole row is -inf. A row with NaN gives an arbitrary id.
+        By the Gumbel-max method, the drawn token is the token with the highest sum of logit and noise. The noise is a
+        function of the row's seed (int64 [M], the bits of an unsigned 64-bit number), its position (int64 [M]) and the
+        vocabulary id. Raises no error. A token with logit -inf is drawn only if the whole row is -inf. A row with NaN
+        gives an arbitrary id.
         """
         ...

@@ -148,7 +148,7 @@ def diagnose(
 
 
 def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return log r of each of the N tokens in the mask, float64 [N], and the mask as bool."""
+    """Return two tensors: log r of each of the N tokens in the mask (float64 [N]), and the mask as bool."""
     mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask.bool()
     _check_shapes(log_probs, sampled, mask)
     own = log_probs.detach().double()[mask] - sampled.detach().double()[mask]
@@ -178,7 +178,7 @@ def _counts(mask: Tensor, lengths: Sequence[int] | None) -> list[int]:
     if mask.dim() != 1 or lengths is None or min(lengths, default=0) < 0 or sum(lengths) != len(mask):
         found = "none" if lengths is None else f"{list(lengths)[:8]} with sum {sum(lengths)}"
         raise AlignmentError(
-            f"lengths must be None for [B, T], and for [M] must sum to M (got {found} for {list(mask.shape)}); pass "
+            f"lengths must be None for [B, T], or sum to M for [M] (got {found} for {list(mask.shape)}); pass "
             "the length of each packed sequence"
         )
     return [int(part.sum()) for part in mask.cpu().split(list(lengths))]

@@ -1,9 +1,10 @@
 """The journal of a delta net: the inputs of drafted rows, so that a later step can repeat the accepted ones.
 
 A recurrent state cannot forget a row. The state in a slot therefore never includes drafted rows, and a step stores the
-inputs of its drafted rows in the journal. The next step of the sequence repeats the accepted rows before its own: only
-their convolution and recurrence, on the same inputs, so that the state gets the bits that it would have without drafts.
-Storing a state for each drafted row instead would take many times the memory and memory traffic.
+inputs of its drafted rows in the journal. The next step of the sequence repeats the accepted rows before it computes
+new rows. It repeats only their convolution and recurrence, on the same inputs, so that the state gets the bits that it
+would have without drafts. Storing a state for each drafted row instead would take many times the memory and memory
+traffic.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Journal:
-    """How the M rows of a step become the rows of its `StateBatch`: each sequence's repeated rows before its own rows.
-
-    `memories`: for each layer, the journal [sequences, drafts, width], or None for a layer without recurrence. `own`:
-    int64 [M], the index of each of the step's rows in the batch. `repeated`: int64 [3, R], the place of each repeated
-    row in the journal (sequence and draft), and the index of the row in the batch. `drafted`: int64 [3, D], the place
-    of each drafted row in the journal, and the index of the row in the step. All on the device of the journal.
+    """How the M rows of a step become the rows of its `StateBatch`: the repeated rows of a sequence come before its own
+    rows. `memories`: for each layer, the journal [sequences, drafts, width], or None for a layer without recurrence.
+    `own`: int64 [M], the index of each of the step's rows in the batch. `repeated`: int64 [3, R], the place of each
+    repeated row in the journal (sequence and draft), and the index of the row in the batch. `drafted`: int64 [3, D],
+    the place of each drafted row in the journal, and the index of the row in the step. All tensors are on the device of
+    the journal.
     """
 
     memories: Sequence[Tensor | None]
@@ -33,8 +34,8 @@ class Journal:
     def splice(self, layer: int, *inputs: Tensor) -> list[Tensor]:
         """Return the inputs of the batch's rows, and store the inputs of drafted rows in the journal.
 
-        `inputs`: the inputs of the step's rows, each [M, columns], in the dtype of the journal. The columns of all
-        inputs together are as many as the columns of the journal.
+        `inputs`: the inputs of the step's rows, each [M, columns], in the dtype of the journal. Together, the inputs
+        have as many columns as the journal.
         """
         memory = self.memories[layer]
         assert memory is not None, "a recurrent layer has a journal"

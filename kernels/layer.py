@@ -58,8 +58,8 @@ Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
 
 
 class LayerOps(Protocol):
-    """The ops of a layer: either the ops of `Backend`, on `Weight` matrices, or ops with gradients, on plain
-    tensors.
+    """The ops of a layer. These are either the ops of `Backend`, which take `Weight` matrices, or ops with gradients,
+    which take plain tensors.
     """
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
@@ -175,12 +175,12 @@ def check_pieces(pieces: int) -> None:
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
-    """Multiply x [M, H] by `scale`, after rounding `scale` to x's dtype: [M, H]."""
+    """Return x [M, H] multiplied by `scale`. `scale` is first rounded to x's dtype."""
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
 
 
 def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) -> Rotation:
-    """Return the rotation of M tokens at `positions`, int64 [M] or [axes, M]. `inv_freq`: the tensor form of
+    """Return the rotation of M tokens. `positions`: an int64 tensor [M] or [axes, M]. `inv_freq`: the tensor form of
     `spec.inv_freq`.
 
     If the positions are equal on all axes, the result has the same bits as for positions of shape [M].
@@ -195,7 +195,7 @@ def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) 
 
 
 def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur, choose: Choose) -> Tensor:
-    """Return the hidden states [M, H] after a layer, from x [M, H]."""
+    """Return the hidden states [M, H] that a layer computes from x [M, H]."""
     spec, mlp = layer.spec, layer.mlp
     hidden = _normed(ops, x, layer.mixer_norms.before, spec.norm)
     if isinstance(spec.mixer, AttentionSpec):
@@ -214,7 +214,7 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
 
 
 def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:
-    """Return the sum of the outputs of each row's experts and the shared expert, for x [M, H]: [M, H]."""
+    """For each row of x [M, H], add the outputs of the row's experts and of the shared expert. Return [M, H]."""
     weights = cast(ExpertsWeights, layer.mlp)
     experts, gates = choose(ops.linear(x, weights.router, weights.router_bias), spec)
     shared = None
@@ -239,7 +239,7 @@ def _added(
     after: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return x plus the product of `inner` with `weight`. If the norm `after` is given, the product is normalized
+    """Return x plus the matrix product of `inner` and `weight`. If the norm `after` is given, the product is normalized
     before the sum.
     """
     if after is None:
@@ -250,7 +250,8 @@ def _added(
 def project(
     ops: LayerOps, x: Tensor, spec: AttentionSpec, weights: AttentionWeights, rotation: Rotation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries [M, heads, D], keys and values [M, kv_heads, D] of hidden states x [M, H].
+    """Compute queries, keys and values from hidden states x [M, H]. Queries are [M, heads, D], and keys and values are
+    [M, kv_heads, D].
 
     With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D].
     """
@@ -268,7 +269,8 @@ def project(
 
 
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return the heads' attention outputs, multiplied by the output gate, if any: [M, heads * D].
+    """Return the attention outputs of the heads as [M, heads * D]. If there is an output gate, the outputs are
+    multiplied by it.
 
     `q`: queries from `project`. `attend`: returns the attention of queries [M, heads, D], in the same shape.
     """

@@ -4,8 +4,8 @@ Torch chooses its matrix kernels by shape. To keep the contract, no product here
 of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums are cut
 into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
 every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). An elementwise function is
-used only if torch's vector code and torch's scalar tail give equal bits for the function: exp, log, log1p, cos, sin and
-correctly rounded arithmetic, but not silu or sigmoid.
+used only if torch's vector code and torch's scalar tail give equal bits for the function. Such functions are exp, log,
+log1p, cos, sin and correctly rounded arithmetic, but not silu or sigmoid.
 """
 
 from __future__ import annotations
@@ -320,7 +320,9 @@ class _EqualQueries:
         return torch.tensor(self.contexts, device=self.tables.device)
 
     def __call__(self, q: Tensor) -> Tensor:
-        """Compute attention for scaled queries q, float32 [U, num_queries, heads, D]; the result has the same shape."""
+        """Compute attention for scaled queries `q`, which are float32 [U, num_queries, heads, D]. The result has the
+        same shape.
+        """
         units, queries, heads, size = q.shape
         kv_heads = self.k_cache.shape[2]
         group = heads // kv_heads
@@ -408,7 +410,9 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
-    """Gather the given `rows` of a cache, numbered by block, offset and key-value head: float32 [*rows.shape, D]."""
+    """Gather rows of a cache: float32 [*rows.shape, D]. `rows` holds indices into the cache after its dimensions for
+    block, offset and key-value head are flattened into one.
+    """
     return cache.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
 
 
@@ -465,7 +469,9 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
 
 
 def _read_slots(memory: Tensor, slots: Tensor) -> Tensor:
-    """Return the contents of the N slots `slots` of a memory [slots, ...]: [N, ...], with zeros for NO_SLOT."""
+    """Return the contents of the slots that `slots` [N] lists in `memory` [number of slots, ...]. The result is [N,
+    ...], with zeros for NO_SLOT.
+    """
     is_fresh = (slots == NO_SLOT).view(-1, *[1] * (memory.dim() - 1))
     return memory[slots.clamp(min=0)].masked_fill(is_fresh, 0.0)
 
@@ -510,8 +516,8 @@ def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tensor]:
-    """Return the decay of the states at each token, [M, value_heads, 1, 1], and the update rate of each token, [M,
-    value_heads, 1].
+    """Return two tensors. The first is the decay of the states at each token: [M, value_heads, 1, 1]. The second is the
+    update rate of each token: [M, value_heads, 1].
     """
     wide = a.float() + weights.bias.float()
     softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))

@@ -1,6 +1,6 @@
 """Replay a rollout's expert choices in the plain forward pass of transformers, for trainers without an aligned model.
 
-Without an aligned model, a single router choice that differs changes a log-prob more than all rounding differences
+Without an aligned model, a single different choice by a router affects a log-prob more than all rounding differences
 together. Replaying the rollout's choices (Ma et al. 2025) leaves only the rounding differences. For an aligned model,
 pass the choices to `training.token_log_probs` instead.
 """
@@ -33,14 +33,14 @@ def replayed(
 
     `model`: a transformers model of a supported family, without its wrapper. In the context, call the model or its
     wrapper. `routed_experts`: integers. For padded tokens [B, T], `routed_experts` has shape [B, T, layers with
-    experts, experts per token], and `attention_mask` must be the mask of the forward pass; None without padding. For
-    packed tokens [1, M], `routed_experts` has shape [M, layers with experts, experts per token], and `lengths` must
-    give the lengths of the sequences. Entries for padding and for the last token of each sequence are not read: the
-    model chooses the experts of these tokens. With checkpointed layers, which are recomputed in the backward pass, keep
-    the context open until the backward pass is done.
+    experts, experts per token], and `attention_mask` must be the mask of the forward pass (None if there is no
+    padding). For packed tokens [1, M], `routed_experts` has shape [M, layers with experts, experts per token], and
+    `lengths` must give the lengths of the sequences. Entries for padding and for the last token of each sequence are
+    not read: the model chooses the experts of these tokens. With checkpointed layers, which are recomputed in the
+    backward pass, keep the context open until the backward pass is done.
 
-    Raise AlignmentError for a model that is aligned or of no supported family, for `routed_experts` that do not fit the
-    model, and for a forward pass with a different number of tokens.
+    Raise AlignmentError for a model that is aligned or does not belong to a supported family, for `routed_experts` that
+    do not fit the model, and for a forward pass with a different number of tokens.
     """
     spec = describe_plain(model)
     routes = _spread_routes(routed_experts, spec, attention_mask, lengths)
@@ -75,11 +75,11 @@ def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
 
 
 def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a router's output, (logits [N, E], gates [N, top_k], experts [N, top_k]), with the replayed experts."""
+    """Return a router's output with the replayed experts: (logits [N, E], gates [N, top_k], experts [N, top_k])."""
     logits, gates, own = _check_output(output, router)
     if len(logits) != len(route):
         raise AlignmentError(
-            f"routed_experts has {len(route)} tokens, but the forward pass has {len(logits)}; open replayed around "
+            f"routed_experts has {len(route)} tokens, but the forward pass has {len(logits)}; open `replayed` around "
             "each batch, with that batch's experts"
         )
     route = route.to(own.device)

@@ -29,8 +29,8 @@ class RotationSpec:
     """A rotary embedding (Su et al. 2021).
 
     `inv_freq`: the float32 frequencies of the rotated pairs of elements in a head. `scale`: multiplies cosines and
-    sines. `axes`: for positions with several axes, such as time, row and column (Wang et al. 2024, Qwen2-VL), the axis
-    of each pair. () if all pairs use the first axis.
+    sines. `axes`: the axis of each pair; () if all pairs use the first axis. Positions may have several axes, such as
+    time, row and column (Wang et al. 2024, Qwen2-VL).
     """
 
     inv_freq: tuple[float, ...]
@@ -45,11 +45,11 @@ class AttentionSpec:
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation for q and k. `window`: the number of
     tokens that a query sees, including the query's own token; None for all tokens up to the query. `soft_cap`: a score
     s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
-    separately, or all heads at once with `qk_norm_over_heads`. `output_gate`: a head's output is multiplied by the
-    sigmoid of a gate. In the product with q's weights, the query of each head is followed by the gate of the head.
-    `rotated`: the number of leading elements of a head that are rotated; None for all elements. `sinks`: each head has
-    an extra score, a learned weight, in the softmax. The score has no value vector (Xiao et al. 2023). `o_bias`: the
-    output projection has a bias.
+    separately. If `qk_norm_over_heads` is set, the norm covers all heads at once. `output_gate`: a head's output is
+    multiplied by the sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate.
+    `rotated`: the number of leading elements of a head that are rotated; None for all elements. `sinks`: the softmax of
+    each head includes an extra score, which is a learned weight. The score has no value vector (Xiao et al. 2023).
+    `o_bias`: the output projection has a bias.
     """
 
     num_heads: int
@@ -115,7 +115,7 @@ class DeltaNetSpec:
 
     @property
     def row_size(self) -> int:
-        """The number of inputs of convolution and recurrence for one token: q, k and v, and two gates per head."""
+        """The number of values that convolution and recurrence read for one token: q, k, v and two gates per head."""
         return self.channels + 2 * self.num_value_heads
 
 
@@ -132,7 +132,7 @@ class ExpertsSpec:
     """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts` experts. The experts'
     outputs are multiplied by gates and added.
 
-    `normed`: the gates are the softmax over the scores of only the chosen experts, instead of the scores of all
+    `normed`: the softmax that computes the gates covers only the scores of the chosen experts, not the scores of all
     experts. `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the
     shared expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router
     and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], with rows of
@@ -154,7 +154,8 @@ class LayerSpec:
     """A layer: a token mixer (attention or a delta net) followed by an MLP or experts. Mixer and MLP each add their
     output to their input.
 
-    `norm` applies before the mixer and the MLP, after the mixer and the MLP, or both before and after.
+    If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
+    after the mixer and after the MLP.
     """
 
     mixer: AttentionSpec | DeltaNetSpec
@@ -241,13 +242,13 @@ PLAIN = WeightSpec()
 class DecoderSpec:
     """A decoder, including the names of the decoder's weights in a checkpoint.
 
-    `dtype`: the dtype of the checkpoint. `embed_scale`: the factor of the embeddings. The factor is first rounded to
-    the dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names by role, without
-    `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard prefix. `others`:
-    prefixes of names in a checkpoint that do not belong to the decoder. `pieces`: the number of pieces that
-    `Backend.project_back` cuts K into. `pieces` is a power of two, and the same for worker and trainer. `held`: maps
-    the role of a weight to the dtype and part in which a layer holds the weight. Weights with roles not listed in
-    `held` are whole and in the model's dtype.
+    `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
+    first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names
+    by role, without `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard
+    prefix. `others`: name prefixes of those tensors in a checkpoint that do not belong to the decoder. `pieces`: the
+    number of pieces that `Backend.project_back` cuts K into. `pieces` is a power of two, and the same for worker and
+    trainer. `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight. Weights with
+    roles not listed in `held` are whole and in the model's dtype.
     """
 
     architecture: str
@@ -290,7 +291,7 @@ class DecoderSpec:
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return, by role, the dtypes of the weights that are held in a dtype other than `dtype`, the model's dtype."""
+        """Return the dtypes, by role, of the weights that are not held in the model's dtype `dtype`."""
         own = {role: held.dtype for role, held in self.held.items() if held.dtype is not None}
         return {role: found for role, found in own.items() if found != dtype}
 

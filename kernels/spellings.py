@@ -1,4 +1,4 @@
-"""The names of experts' matrices in checkpoints and pushes: stacked in one tensor, or split into parts.
+"""The names of experts' matrices in checkpoints and pushes. The matrices are stacked in one tensor or split into parts.
 
 A model holds experts' matrices as stacks [E, R, C]. A checkpoint or push may have parts instead of a stack. The parts
 of an expert are tensors [rows, C] that concatenate along rows to the expert's matrix. Imports no torch.

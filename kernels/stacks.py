@@ -38,7 +38,7 @@ class StackLayout:
         return tensor.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.in_turn else tensor
 
     def as_stored(self, tensor: Tensor) -> Tensor:
-        """Convert matrices or biases to the checkpoint's layout, the inverse of `rows_first`."""
+        """Convert matrices or biases to the checkpoint's layout. `rows_first` does the reverse."""
         tensor = tensor.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if self.in_turn else tensor
         return tensor.transpose(1, 2) if self.transposed and tensor.dim() == 3 else tensor
 
@@ -56,7 +56,7 @@ class StackLayout:
 class Stack:
     """A `Weight` of matrices [E, R, C] or biases [E, R], with the shape and element order of the checkpoint's tensor.
 
-    `matrix`: the memory of the stack, a backend's weight [E * R, C] or a tensor [E, R].
+    `matrix`: the memory of the stack. Matrices are in a backend's weight [E * R, C], biases are in a tensor [E, R].
     """
 
     def __init__(self, matrix: Any, shape: tuple[int, ...], layout: StackLayout) -> None:

@@ -89,7 +89,7 @@ class _Aligned(NamedTuple):
 
 
 class _Rows:
-    """The inputs of a layer in addition to the hidden states [M, H].
+    """The inputs that a layer gets in addition to the hidden states [M, H].
 
     `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple, because a wrapper
     would cast float tensors inside a dataclass or tuple, such as rotations, to the dtype of its mixed-precision policy.
@@ -117,10 +117,10 @@ def align(model: Any, backend: str = "auto") -> None:
     """Make a transformers model of one of the families compute with the ops of `backend`.
 
     `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a
-    LoRA adapter uses the weights of `merged_weights`, and gradients reach A and B. After alignment `model(...)` returns
-    float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache. `fully_shard` or
-    DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap the model only after
-    `align`.
+    LoRA adapter uses the weights of `merged_weights`, and gradients reach the adapter's matrices A and B. After
+    alignment, `model(...)` returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache.
+    `fully_shard` or DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap the model
+    only after `align`.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
     pass with an unknown argument. A later release of transformers may add an unknown argument. Raise ConfigError for a
@@ -171,7 +171,7 @@ def aligned_with(model: Any) -> Arithmetic:
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that a worker of `dtype` serves after a push of a PEFT model's adapters.
+    """Yield the weights that a worker with this `dtype` serves after a PEFT model's adapters were pushed.
 
     Each tensor has the name that it would have without PEFT. Tensors are in `dtype`, except tensors for which the
     family fixes another dtype. Adapters are merged into the weights by `Backend.merge`, with the same bits on any
@@ -187,7 +187,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return, by name, the dtypes of the weights that a worker of `dtype` holds in a different dtype.
+    """Return the dtypes of the weights that a worker with this `dtype` holds in another dtype, keyed by weight name.
 
     Return {} for a model that no worker serves.
     """
@@ -209,22 +209,22 @@ def token_log_probs(
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-prob of each token given the earlier tokens of its sequence: float32 in the shape of
-    `input_ids`.
+    """Return the log-prob of each token given the earlier tokens of its sequence: float32 in the shape of `input_ids`.
 
     `model`: the model as it is trained: unwrapped, sharded by `fully_shard`, in DistributedDataParallel or prepared by
     accelerate. The model's forward pass is called, so weights are gathered and gradients are prepared for reduction as
     in any forward pass. `input_ids`: integers in one of three forms. Padded [B, T], with `attention_mask` [B, T] (bool
-    or integers) if there is padding, on either side. Packed [M], with the `lengths` of the sequences. Packed [B, T],
-    with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature of the log-probs; 0
-    for greedy samples, which have log-probs at temperature 1. `completion_mask` (bool, in the shape of `input_ids`):
-    the tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of each sequence.
-    The model's wrapper and any autocast that is active during the call determine the dtypes of mixed precision.
+    or integers) if there is padding on the left or on the right. Packed [M], with the `lengths` of the sequences.
+    Packed [B, T], with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature at
+    which log-probs are computed. Pass 0 for greedy samples; their log-probs are computed at temperature 1.
+    `completion_mask` (bool, in the shape of `input_ids`): the tokens that get a log-prob. Tokens outside the mask get
+    0.0, as do padding and the first token of each sequence. The model's wrapper and any autocast that is active during
+    the call determine the dtypes of mixed precision.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
-    in any order. Gradients flow through the gates. With the arithmetic of the worker, `routed_experts` can be left out,
-    since the model chooses the worker's experts itself. Entries for padding and for the last token of each sequence are
-    not read. A rollout's record of experts has no row for the last token of a sample.
+    in any order. Gradients flow through the gates. If the model has the same arithmetic as the worker, `routed_experts`
+    can be left out, since the model itself then chooses the same experts as the worker. Entries for padding and for the
+    last token of each sequence are not read. A rollout's record of experts has no row for the last token of a sample.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` that do not fit the model, and for a
     model that is not aligned.
@@ -247,17 +247,18 @@ def token_statistics(
     top_logprobs: int,
     gradient: bool = False,
 ) -> TokenStatistics:
-    """Return the statistics that a worker returns for `top_logprobs`, computed by the trainer.
+    """Compute, in the trainer, the statistics that a worker returns for `top_logprobs`.
 
     The other arguments are documented at `token_log_probs`. `logprobs` is bit-identical to the result of
-    `token_log_probs`. With `gradient`, `logprobs` also has a gradient, so a loss needs no second forward pass. Entropy,
-    top ids and top log-probs have no gradient. `entropy`: float32 in the shape of `input_ids`, the entropy in nats of
-    the distribution that each token comes from. `top_token_ids` int64 and `top_logprobs` float32, [*input_ids.shape,
-    top_logprobs]: the most probable tokens, highest logit first, the lower id first among equal logits. All values of a
-    token without a log-prob are 0, as in `token_log_probs`.
+    `token_log_probs`. If `gradient` is True, `logprobs` has a gradient, so a loss needs no second forward pass.
+    Entropy, top ids and top log-probs have no gradient. `entropy` (float32, in the shape of `input_ids`): for each
+    token, the entropy in nats of the distribution that the token comes from. `top_token_ids` (int64) and `top_logprobs`
+    (float32), both [*input_ids.shape, top_logprobs]: the most probable tokens and their log-probs, sorted from the
+    highest logit to the lowest. Tokens with equal logits are sorted by id, lowest first. All values of a token without
+    a log-prob are 0, as in `token_log_probs`.
 
-    Raise AlignmentError in the cases of `token_log_probs`, and if `top_logprobs` is negative or above the vocabulary
-    size.
+    Raise AlignmentError in the same cases as `token_log_probs`, and if `top_logprobs` is negative or above the
+    vocabulary size.
     """
     vocab_size = len(_check_aligned(model).lm_head.weight)
     if not 0 <= top_logprobs <= vocab_size:
@@ -277,12 +278,12 @@ def token_experts(
     lengths: Sequence[int] | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the experts that an aligned model sends each token to.
+    """Return, for each token, the experts that an aligned model chooses.
 
-    The result is int32, [*input_ids.shape, layers with experts, experts per token], ascending for each token; 0 for
-    padding. A worker with the same arithmetic chooses the same experts, and `token_log_probs` accepts these experts.
-    The other arguments are documented at `token_log_probs`. Raise AlignmentError in the cases of `token_log_probs`, and
-    for a model without experts.
+    The result is int32 [*input_ids.shape, layers with experts, experts per token]. The experts of each token are in
+    ascending order. Padding has 0. A worker with the same arithmetic chooses the same experts, and `token_log_probs`
+    accepts these experts. The other arguments are documented at `token_log_probs`. Raise AlignmentError in the same
+    cases as `token_log_probs`, and for a model without experts.
     """
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
@@ -315,8 +316,8 @@ def _ask_of_tokens(
     position_ids: Tensor | None,
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
 ) -> tuple[Tensor, Any]:
-    """Return the tokens to score, as indices into flat `input_ids`, and the result of `what` for these tokens, sealed
-    by `_sealed`.
+    """Return two values: the indices of the tokens to score in the flattened `input_ids`, and what `what` computes for
+    these tokens, after `_sealed`.
 
     `what`: `GradientOps.log_probs`, or a function with the same arguments.
     """
@@ -403,10 +404,10 @@ def _decode(
 ) -> MoeModelOutputWithPast:
     """Compute the last hidden states of a batch.
 
-    `routes`: int32 [layers with experts, M, top_k], the experts of the M tokens that are not padding, from
-    `read_routes`. `record`: a tensor of the same shape as `routes`, which receives the experts of the tokens. The
-    output type is transformers' type for decoders with experts, which has all fields that decoders without experts
-    return.
+    `routes` (int32 [layers with experts, M, top_k]): the result of `read_routes`, which holds the experts of the M
+    tokens that are not padding. `record`: a tensor of the same shape as `routes`, which receives the experts of the
+    tokens. The output type is transformers' type for decoders with experts, which has all fields that decoders without
+    experts return.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
@@ -429,7 +430,7 @@ def _decode(
 
 
 def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
-    """Return the routes [M, top_k] of each layer, None for a layer without experts."""
+    """Return a list with the routes [M, top_k] of each layer. A layer without experts has None."""
     each = iter(()) if routes is None else iter(routes)
     return [next(each, None) if isinstance(layer.mlp, ExpertsSpec) else None for layer in spec.layers]
 
@@ -473,7 +474,7 @@ def _as_computed(
 ) -> Tensor:
     """Return the tensor that a module uses as its parameter `leaf`, with the parameter's adapter merged.
 
-    The tensor is in the dtype `own` if given, else in the dtype of hidden states x.
+    If `own` is given, the tensor has the dtype `own`; otherwise it has the dtype of the hidden states x.
     """
     weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
     for tensor in (weight, *(adapter or ())[:2]):
@@ -497,7 +498,7 @@ def _parameter(
     """Return a layer's parameter of this name. Raise AlignmentError unless the parameter matches the model's config.
 
     With `layout`, `shape` is the shape of matrices [E, R, C] or biases [E, R]. A matrix must be in a module of
-    transformers or in an nn.Linear. The parameter must have the dtype that `held` names, if any.
+    transformers or in an nn.Linear. If `held` names a dtype, the parameter must have this dtype.
     """
     module, leaf = _place(layer, index, name)
     module = trained(module)
@@ -508,8 +509,8 @@ def _parameter(
     if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
         raise AlignmentError(
-            f"{name} must have shape {list(stored)} by the model's config (got {size}); correct the config or the "
-            "parameter"
+            f"{name} must have shape {list(stored)} to match the model's config (got {size}); correct the config or "
+            "the parameter"
         )
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
@@ -582,8 +583,8 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Select a backend; log a fallback with the same text as a worker. The result is cached, so a process logs each
-    fallback once.
+    """Select a backend. If it is a fallback, log this with the text that a worker logs. The result is cached, so a
+    process logs each fallback once.
     """
     chosen = select_backend(name, device, dtype, spec)
     if chosen.note:
@@ -610,8 +611,8 @@ def _divisor(temperature: float) -> float:
 
 
 def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
-    """Raise AlignmentError unless a module is nn.Linear or has a class from the Python module that defines
-    `neighbour`'s class.
+    """Raise AlignmentError unless `module` is an nn.Linear, or its class is defined in the same Python module as the
+    class of `neighbour`.
 
     transformers defines the routers and experts of a family in the same Python module as the family's other classes.
     """
@@ -650,7 +651,7 @@ def _check_model(model: Any) -> DecoderSpec:
     _check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
-            f"lm_head must have shape {list(embedding.shape)} like the embedding and no bias (got "
+            f"lm_head must have no bias, and have shape {list(embedding.shape)} like the embedding (got "
             f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias); use another model"
         )
     if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:

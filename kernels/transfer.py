@@ -44,7 +44,9 @@ def stream_beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Return the same stream on each call: torch reuses memory that was freed on a stream only for that stream."""
+    """Return the same stream on each call. Torch reuses freed memory only for the stream on which the memory was
+    freed.
+    """
     return torch.cuda.Stream(index)
 
 

@@ -24,7 +24,9 @@ _IN_PLACE = ("FSDPModule", "ReplicateModule")
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside its supported wrappers, PEFT's included. Raise AlignmentError for any other wrapper."""
+    """Return the model inside its supported wrappers, including PEFT's wrapper. Raise AlignmentError for any other
+    wrapper.
+    """
     while (inside := within(model)) is not None or _is_adapted(model):
         model = model.get_base_model() if inside is None else inside
     if (name := type(model).__name__) in _REFUSED:
@@ -52,7 +54,7 @@ def _is_adapted(model: Any) -> bool:
 
 
 def plain_class(found: type) -> type:
-    """Return the class of a module, without the class that `fully_shard` puts in front of the original class."""
+    """Return the original class of a module, even if `fully_shard` has put another class in front of it."""
     return found.__bases__[-1] if found.__bases__[0].__name__ in _IN_PLACE else found
 
 

@@ -2,8 +2,9 @@
 
 An audit samples a few groups from the worker, computes the log-probs of the samples as the trainer does, and compares
 both sets of log-probs bit by bit. The audit also compares everything that determines the bits: alignment, dtype,
-backend, instruction set, weights (by checksums of the tensors), version, and the distribution of the log-probs. Each
-cause comes with advice. An audit changes nothing, but the worker pauses between two steps while it computes checksums.
+backend, instruction set, weights (by checksums of the tensors), version, and the token distribution (temperature and
+filters) under which log-probs are computed. Each cause comes with advice. An audit changes nothing, but the worker
+pauses between two steps while it computes checksums.
 """
 
 from __future__ import annotations
@@ -52,14 +53,15 @@ class Cause:
 class Audit:
     """The result of `audit`.
 
-    - `num_tokens`, `num_different`: number of compared tokens, and number of tokens with different bits in the log-prob
+    - `num_tokens`: number of compared tokens; `num_different`: number of tokens for which trainer and worker have
+      different log-prob bits
     - `largest`, `mean`: maximum and mean of |trainer - worker|
     - `place`: (prompt, sample, token) indices of the largest difference; None if all log-probs are equal
     - `causes`: the differences that were found between trainer and worker
     - `tensors`: names of the tensors that differ between trainer and worker, or that only one of the two has
     - `is_aligned`: whether the trainer's model is aligned
-    - `differences`: for each sample, a float32 array [tokens of the sample] of the trainer's log-probs minus the
-      worker's log-probs; infinity instead of NaN; all infinity if the worker sent no log-probs for the sample
+    - `differences`: for each sample, a float32 array [tokens of the sample]: the trainer's log-probs minus the
+      worker's. NaN is replaced with infinity. If the worker sent no log-probs for the sample, all elements are infinity
     """
 
     num_tokens: int
@@ -94,7 +96,7 @@ def audit(
     version: int | None = None,
     log_probs: LogProbs | None = None,
 ) -> Audit:
-    """Compare a trainer's log-probs with the log-probs of a worker. The client must have the role control.
+    """Compare a trainer's log-probs with the log-probs of a worker. The client must have the role `control`.
 
     - `model`: the transformers model that is trained, or the wrapper that contains this model. If training uses
       autocast, call `audit` under the same autocast. If the model is sharded, call `audit` on every rank, with a
@@ -259,7 +261,7 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
 
 
 def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
-    """Yield the trainer's log-probs for each sample's tokens, float32 on the host."""
+    """Yield a float32 tensor on the host for each sample, with the trainer's log-probs of the sample's tokens."""
     for start in range(0, len(samples), _BATCH):
         part = samples[start : start + _BATCH]
         rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, _, _, sample in part]

@@ -20,10 +20,10 @@ class WorkerConfig(BaseModel):
     """Settings of a worker, without the settings of its engine. Unknown keys and out-of-range values raise ConfigError.
 
     - `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free port); None: an ipc socket in a new private folder
-    - `curve_secret_key_file`, `clients_file`: the worker's secret key, in the format of `zmq.auth.create_certificates`,
-      and a file with the public keys of the admitted clients (see `network.keys`). Set both settings or neither. A tcp
-      address beyond loopback needs both the secret key file and the clients file. A tcp address on loopback uses this
-      user's own keys by default.
+    - `curve_secret_key_file`, `clients_file`: the first file has the worker's secret key, in the format of
+      `zmq.auth.create_certificates`. The second file has the public keys of the admitted clients (see `network.keys`).
+      Set both settings or neither. A tcp address beyond loopback needs both the secret key file and the clients file. A
+      tcp address on loopback uses this user's own keys by default.
     - `max_connections`: maximum number of connections. A number above half of the process's descriptor limit is lowered
       to half of the limit.
     - `max_message_bytes`: maximum size of a message

@@ -128,7 +128,7 @@ def _named(own: dict[str, Any]) -> Iterator[Any]:
 
 
 def _agree(own: dict[str, Any], added: dict[int, AddedToken]) -> bool:
-    """Return whether tokenizer.json contains every added token that the settings list, with the same properties."""
+    """Return whether tokenizer.json contains all added tokens of the settings, with the same properties."""
     listed = (own.get("added_tokens_decoder") or {}).items()
     flags = {str(id): {name: getattr(token, name) for name in _FLAGS} for id, token in added.items()}
     return all(flags.get(id) == {name: token.get(name) for name in _FLAGS} for id, token in listed)

@@ -127,8 +127,8 @@ class TextModel:
             raise self._explanation("the tokenizer cannot decode the tokens", error) from None
 
     def is_silent(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Return whether a token never adds text: an unknown token, or a special token while special tokens are
-        skipped.
+        """Return whether a token never adds text. Unknown tokens never add text. Special tokens never add text while
+        special tokens are skipped.
         """
         with self._explained("the tokenizer cannot decode the tokens"):
             is_skipped = skip_special_tokens and token_id in self._special
@@ -201,8 +201,8 @@ def _short_config(folder: Path) -> Any:
     """Return the part of a model's config that transformers needs to choose the tokenizer's class.
 
     Reading the whole config would import model classes and torch's compiler, which takes seconds and 150 MB. Return
-    None if the tokenizer's config names no class, or a class in the model's own code, because transformers then needs
-    the whole config.
+    None if the tokenizer's config names no class or names a class in the model's own code. In both cases, transformers
+    needs the whole config.
     """
     from transformers import PreTrainedConfig
 

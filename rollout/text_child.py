@@ -85,7 +85,7 @@ class TextChild:
         self._process: _Process | None = None
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
-        """Return the tokens of a text, int32 [num_tokens]. Raise TooMany, ChildError or UnavailableError."""
+        """Return the tokens of a text: int32 [num_tokens]. Raise TooMany, ChildError or UnavailableError."""
         return self._ask_for_tokens(("encode", (add_special_tokens, most, text)), is_abandoned)
 
     def encode_conversation(
@@ -96,7 +96,7 @@ class TextChild:
         most: int,
         is_abandoned: IsAbandoned = never,
     ) -> np.ndarray:
-        """Return the tokens of a conversation rendered by the chat template, int32 [num_tokens].
+        """Render a conversation with the chat template, and return its tokens: int32 [num_tokens].
 
         Raise TooMany, ChildError or UnavailableError.
         """

@@ -1,8 +1,8 @@
 """Memory that other processes on the same machine can map without a copy.
 
 The lender fills an arena and seals it. After the seal, writes are private: a process that writes gets its own copy of
-the pages, and other processes see no change. This module owns the mappings and, until the arena is dropped, the
-lender's file descriptor.
+the pages, and other processes see no change. This module owns the mappings. It also owns the lender's file descriptor
+until the arena is dropped.
 
 Guarantees: the memory has no name in the file system. The system frees the memory when no process maps it any more,
 even if the processes were killed. A borrower maps exactly the memory that was lent.

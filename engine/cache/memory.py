@@ -216,7 +216,7 @@ def _map(memory: Tensor, flags: int, file: int) -> None:
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:
     """Move pages from source to destination. The source stays mapped, but loses its content.
 
-    Return False, with nothing changed, if this system cannot move pages. Raise OSError on failure. After a failure, the
+    If this system cannot move pages, change nothing and return False. Raise OSError on failure. After a failure, the
     destination may be unmapped.
     """
     if _system().mremap(source, num_bytes, num_bytes, _MOVE_FLAGS, destination) == destination:

@@ -30,7 +30,7 @@ Guarantees:
 - A lookup changes nothing.
 - An allocation succeeds as a whole or changes nothing.
 - A block in use is never evicted.
-- A cached block can be hit until it is reused, or until a block in use with the same KV replaces it.
+- A cached block can be hit until it is reused, or until it is replaced by a block that is in use and has the same KV.
 - A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
   addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
 - `invalidate` drops the index and makes the cached blocks the next to be reused. Blocks in use stay in use.
@@ -103,8 +103,8 @@ class Pool(Generic[Owner]):
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each block.
 
-        Of the freed blocks, later blocks are reused before earlier ones. Unpublished blocks are reused before published
-        ones.
+        Unpublished blocks are reused before published ones. If several of the freed blocks are published, those that
+        come later in `blocks` are reused first.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -238,7 +238,7 @@ class BlockIdentity:
 
 
 class Claims:
-    """Claims of blocks that are being computed: maps the hash of a block to the chain that computes it."""
+    """Claims on blocks that are being computed. Each block's hash is mapped to the chain that computes the block."""
 
     def __init__(self) -> None:
         self._chains: dict[bytes, Chain] = {}
@@ -328,7 +328,7 @@ class BlockTables:
         return -(-num_tokens // self.block_size)
 
     def blocks_needed(self, num_tokens: int, chunk: int = 1) -> list[int]:
-        """Return the maximum number of blocks of each group that a sequence of `num_tokens` tokens ever holds.
+        """For each group, return the maximum number of blocks that a sequence of `num_tokens` tokens ever holds.
 
         The tokens are computed in chunks of up to `chunk` tokens.
         """
@@ -367,7 +367,7 @@ class BlockTables:
                 )
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:
-        """Return a table with the blocks that are needed to resume after `hits`, and `num_new` fresh blocks per group.
+        """Return a table that holds the blocks needed to resume after `hits`, plus `num_new` fresh blocks per group.
 
         Raise RuntimeError if too few blocks are free.
         """
@@ -388,7 +388,8 @@ class BlockTables:
             blocks.extend(pool.take(num_new))
 
     def fork(self, table: Table, num_tokens: int) -> tuple[Table, list[dict[int, int]]]:
-        """Return a new table for the first `num_tokens` tokens of `table`, and the required block copies.
+        """Return a new table for the first `num_tokens` tokens of `table`, and the block copies that the new table
+        requires.
 
         The new table shares the full blocks of `table`, and gets a fresh block for a partial last block. For each
         group, the copies map each destination block to its source block. Enough blocks must be free.
@@ -402,7 +403,7 @@ class BlockTables:
         return child, [dict(zip(new[num_full:], old[num_full:], strict=True)) for new, old in pairs]
 
     def give_back(self, table: Table, num_computed: int) -> None:
-        """Release the blocks of a table to which no token at or after position `num_computed` attends.
+        """Release each block of the table if no token at or after position `num_computed` attends to the block.
 
         To make a released block available to later sequences, publish it before this call.
         """
@@ -413,7 +414,9 @@ class BlockTables:
                 table.starts[group] = first
 
     def leaves_block(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return whether each of N sequences can release a block after advancing from `starts` to `ends`, bool [N]."""
+        """For each of N sequences, return whether it can release a block after advancing from `starts` to `ends`. The
+        result is bool [N].
+        """
         leaves = np.zeros(len(ends), np.bool_)
         for _, window in self.windowed:
             before, after = ((tokens - window + 1).clip(0) // self.block_size for tokens in (starts, ends))
@@ -499,10 +502,8 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Return the hash of the last block that another chain is computing, in the run of blocks after the hits.
-
-        Other chains are computing every block of the run (see `Claims.find`). The search is limited to blocks within
-        tokens [0, limit).
+        """Return the hash of the last block in the run of blocks that starts after the hits and that other chains are
+        computing (see `Claims.find`). The search is limited to blocks within tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 
@@ -527,7 +528,8 @@ class PrefixCache:
         self.claims.clear()
 
     def check_integrity(self, tables: Iterable[Table]) -> None:
-        """Raise RuntimeError unless `tables` account for every block, and the index accounts for every published block.
+        """Raise RuntimeError if `tables` do not account for every block, or if the index does not account for every
+        published block.
 
         `tables`: the tables of all sequences.
         """

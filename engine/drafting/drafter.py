@@ -30,14 +30,14 @@ class Drafter(Protocol):
     name: str
 
     def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
-        """Guess up to `most` next tokens of a running sequence.
+        """Guess the next tokens of a running sequence, but no more than `most` tokens.
 
         `seed`: the seed of the sequence's only sample.
         """
         ...
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Learn from a sequence after its only sample, which has this seed, has ended."""
+        """Learn from a sequence after its only sample has ended. `seed`: the seed of this sample."""
         ...
 
 

@@ -21,7 +21,7 @@ class DraftCounts:
         self.drafts, self.drafted, self.accepted = 0, [0] * most, [0] * most
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
-        """Count the drafts of a step. `counts`: int64, the number of draws that each decode accepts."""
+        """Count the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
         for lane, count in zip(decodes.lanes.tolist(), counts.tolist(), strict=True):
             if draft := decodes.drafts.get(lane):
                 self.drafts += 1
@@ -50,7 +50,9 @@ class Drafting:
         return DraftStats(self._drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Let the drafter learn from a sequence after its only sample, which has this seed, has ended."""
+        """Let the drafter learn from a sequence after the sequence's only sample has ended. `seed`: the seed of that
+        sample.
+        """
         self._drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
 

@@ -44,8 +44,8 @@ DEFAULT_BUDGET = 64 * 2**20
 
 
 class Odds:
-    """How often a match of each length predicted the next token. Length 0 stands for an earlier sample with the same
-    seed.
+    """How often matches predicted the next token, by the length of the match. Length 0 stands for an earlier sample
+    with the same seed.
 
     The first estimate is taken from `prior`, or is 0.5 if there is no `prior`.
     """
@@ -74,7 +74,7 @@ class Guess(NamedTuple):
     length: int
 
     def lengths(self) -> list[int]:
-        """Return for each token the length of the match before it."""
+        """Return a list with the length of the match before each predicted token."""
         return [min(self.length + i, LONGEST_MATCH) if self.length else 0 for i in range(len(self.tokens))]
 
 
@@ -264,7 +264,9 @@ def _key_of(sequence: Sequence) -> bytes:
 
 
 def _pairs(tokens: array[int], first: int) -> list[int]:
-    """Return the pair of tokens before each token from `first` on. The first two tokens of a text have no pair."""
+    """Return, for the tokens from `first` on, the pairs of tokens before them. The first two tokens of a text have no
+    pair.
+    """
     start = max(first - 2, 0)
     values = np.array(tokens[start:], np.int64)
     return (values[:-2] << _BITS | values[1:-1]).tolist()

@@ -1,9 +1,9 @@
 """The number of tokens to draft: chosen to maximize the expected number of tokens per second.
 
-A step of R rows takes t(R) seconds and is expected to yield E tokens. Adding the row of a drafted token that is
-accepted with probability p pays off if (E + p) / t(R + 1) > E / t(R). `StepCosts` measures t in earlier steps, and the
-drafter estimates p. Under load, every further row makes a step slower, so that nothing is drafted. The bits of samples
-do not depend on these numbers.
+A step of R rows takes t(R) seconds and is expected to yield E tokens. Suppose that a drafted token is accepted with
+probability p. The step yields more tokens per second with the token's row than without it if (E + p) / t(R + 1) > E /
+t(R). `StepCosts` measures t in earlier steps, and the drafter estimates p. Under load, every further row makes a step
+slower, so that nothing is drafted. The bits of samples do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def bucket_of(rows: int) -> int:
 
 
 class StepCosts:
-    """Running means of the durations of steps, in seconds, by the number of rows. Old measurements are forgotten."""
+    """Keeps a moving average of the durations of steps, in seconds, for each size class of steps. Old measurements are
+    forgotten.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}
@@ -56,8 +58,8 @@ class StepCosts:
             del self._seconds[old], self._measured_at[old]
 
     def seconds(self, rows: int) -> float:
-        """Return the estimated duration of a step in seconds, which never decreases with the number of rows. At least
-        one step must be recorded.
+        """Return the estimated duration, in seconds, of a step with `rows` rows. More rows never give a shorter
+        estimate. At least one step must be recorded.
         """
         bucket = bucket_of(rows)
         known = sorted(self._seconds)

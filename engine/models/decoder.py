@@ -30,7 +30,7 @@ _PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("exp
 class EmbeddedRows(NamedTuple):
     """Embeddings of content other than text.
 
-    `places`: int64 [R], the indices of the tokens that get the embeddings in `rows`, without duplicates. `rows`: the
+    `places`: int64 [R], the distinct indices of the tokens that get the embeddings in `rows`. `rows`: the
     embeddings, [R, hidden_size], in the model's dtype.
     """
 
@@ -61,7 +61,7 @@ class ModelOutput(NamedTuple):
     """The output of a forward pass.
 
     `hidden`: [M, hidden_size], after the last norm. `records`: further values for each token, by name. For a model with
-    experts, `records[ROUTES]` lists the experts that each token is routed to, int32 [layers with experts, M, top_k].
+    experts, `records[ROUTES]` is an int32 tensor [layers with experts, M, top_k] that lists the experts of each token.
     """
 
     hidden: Tensor

@@ -64,7 +64,7 @@ def _read_optional(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _read_config_ids(path: Path, config: dict[str, Any], vocab_size: int) -> list[int]:
-    """Return the token ids in `eos_token_id` of a config.json, and of its `text_config`, if any."""
+    """Return the token ids that `eos_token_id` gives in a config.json and, if present, in its `text_config`."""
     text = config.get("text_config")
     nested = _read_ids(path, text, vocab_size) if isinstance(text, dict) else []
     return list(dict.fromkeys([*_read_ids(path, config, vocab_size), *nested]))
@@ -86,7 +86,7 @@ def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int
 
 
 def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Return the id of the tokenizer's `eos_token` in a list, which is empty if there is no token or no id."""
+    """Return a list with the id of the tokenizer's `eos_token`. The list is empty if there is no token or no id."""
     token = next(filter(None, (_read_token(folder / name) for name in _NAMING)), None)
     if token is None:
         return []

@@ -24,7 +24,7 @@ _MAX_CHECKPOINTS = 10
 
 
 def refuse_what_is_no_model(folder: Path) -> None:
-    """Raise ModelError if a folder contains an adapter, or contains a trainer's checkpoints but no weights itself.
+    """Raise ModelError if a folder contains an adapter, or contains a trainer's checkpoints but no weights of its own.
 
     An adapter beside weights is also rejected, because the weights may be the adapter's base model or may already
     include the adapter.

@@ -57,9 +57,10 @@ class _Found(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors to copy.
 
-    `files`: for each file, the tensors to copy, as pairs of (name in the file, name in the decoder). `packed`: the
-    stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps
-    each stored dtype to the number of tensors in `files` that must be converted from this dtype.
+    `files`: maps each file to its tensors to copy. Each tensor is listed as a pair (name in the file, name in the
+    decoder). `packed`: the stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's
+    names. `converted`: maps each stored dtype to the number of tensors in `files` that must be converted from this
+    dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -80,7 +81,7 @@ class _Wanted(NamedTuple):
     """The tensors that a checkpoint must have.
 
     `shapes`: shapes by name. For a stack that is stored in parts, `shapes` has the parts that were found, and `missing`
-    the number of missing parts. `packed`: the stacks that are stored as MXFP4, with the names of their two tensors.
+    has the number of missing parts. `packed`: the stacks that are stored as MXFP4, with the names of their two tensors.
     `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks that are stored in more than one
     form, with the tensor names of all forms.
     """
@@ -132,7 +133,7 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
     """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack.
 
-    `destinations`: the weights by their names in the decoder.
+    `destinations`: maps names in the decoder to weights.
 
     Dtype and device are converted. Every few seconds, the log reports how much is left to copy. Raise ModelError if a
     file can no longer be read.
@@ -206,7 +207,7 @@ def check_checkpoint(
     own_name: Callable[[str], str | None] = str,
     parts: Parts | None = None,
 ) -> Checkpoint:
-    """Find the tensors `expected` in the folder's safetensors files, and check all tensors in these files.
+    """Find the tensors of `expected` in the folder's safetensors files, and check all tensors in these files.
 
     Only the headers of files are read, and only the shapes and dtypes of `expected` are used. `ignored`: names of
     tensors to skip. `own_name(name)`: translates a tensor's name in a file to the name used in `expected`, `parts` and
@@ -264,7 +265,9 @@ def _is_plain(name: str) -> bool:
 
 
 def _check_headers(folder: Path, files: Sequence[Path]) -> None:
-    """Check the total size of the headers before parsing. Parsing takes up to 50 times the memory of a header."""
+    """Check the total size of the headers before parsing. Parsing a header takes up to 50 times as much memory as the
+    header.
+    """
     num_bytes = sum(_header_bytes(file) for file in files)
     if num_bytes > MAX_HEADER_BYTES:
         raise ModelError(
@@ -299,7 +302,9 @@ def _incomplete(file: Path, found: object) -> ModelError:
 
 
 def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) -> dict[str, list[_Found]]:
-    """Return the tensors found for each name in the decoder. In a valid checkpoint, each name has one tensor."""
+    """For each name in the decoder, return the tensors that were found. In a valid checkpoint, each name has one
+    tensor.
+    """
     headers: dict[str, list[_Found]] = {}
     for file in files:
         with _open(file) as checkpoint:
@@ -349,7 +354,7 @@ def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spell
 
 
 def _not_of(dtypes: Collection[str], names: Collection[str], found: dict[str, list[_Found]]) -> list[str]:
-    """Describe the tensors with a dtype that is not in `dtypes`."""
+    """Describe the tensors that have a dtype outside of `dtypes`."""
     return [
         f"{name} ({found[name][0].dtype})" for name in names if name in found and found[name][0].dtype not in dtypes
     ]

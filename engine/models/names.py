@@ -27,9 +27,9 @@ _MAX_NEAR_CHARS = 100
 def resolve_model(name: str) -> Path:
     """Return the folder of a model.
 
-    `name`: `smollm2`; or `hf://ORG/NAME` or `hf://ORG/NAME@REVISION`, a model of the Hugging Face hub, which is
-    downloaded if necessary; or a local folder. No code is downloaded. Raise ModelError if the folder does not exist, or
-    if the download fails.
+    `name`: `smollm2`, a local folder, or a model of the Hugging Face hub in the form `hf://ORG/NAME` or
+    `hf://ORG/NAME@REVISION`. A model of the hub is downloaded if necessary. No code is downloaded. Raise ModelError if
+    the folder does not exist, or if the download fails.
     """
     check_model(name)
     if name == SMOLLM2:

@@ -1,4 +1,4 @@
-"""Trials: runs work on untrusted files in a child process first, with limited time and memory.
+"""A trial handles untrusted files in a child process first, with limited time and memory.
 
 Guarantees: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process
 is gone.
@@ -44,8 +44,8 @@ class TrialError(Exception):
 def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
     """Run `work` in a forked child process, and discard the results.
 
-    Raise TrialError if the work raises or exceeds the limits. Raise UnavailableError if the system cannot start a
-    process.
+    Raise TrialError if the work raises an exception or exceeds the limits. Raise UnavailableError if the system cannot
+    start a process.
     """
     limits = limits or Limits()
     with room_for_a_process():

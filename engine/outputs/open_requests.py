@@ -1,4 +1,4 @@
-"""Open requests: samples that gain tokens, and scores that gain log-probs.
+"""The open requests: samples that gain tokens, and scores that gain log-probs.
 
 Also defines how the tokens of a sample are drawn (`DrawRecord`), and tracks the samples with tokens that no delta has
 reported yet (`Grown`).
@@ -41,10 +41,10 @@ class DrawRecord(NamedTuple):
     """How the tokens of one sample are drawn.
 
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
-    `Distribution`. `basis`: the index in `BASES` of the distribution under which log-probs are computed. `num_tops`:
-    how many of the most probable tokens are recorded together with the entropy; -1 records neither. `is_special`:
-    whether filters apply or statistics are recorded. `first_free`: the first position at which no token is banned.
-    `end`: the position after the last token that `max_tokens` allows.
+    `Distribution`. `basis`: the distribution under which log-probs are computed, given as an index into `BASES`.
+    `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If -1, neither tokens nor
+    the entropy are recorded. `is_special`: whether filters apply or statistics are recorded. `first_free`: the first
+    position at which no token is banned. `end`: the position after the last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -86,7 +86,9 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of_scores(cls, distribution: Distribution) -> DrawRecord:
-        """Return the draw record for scoring given tokens. Only the fields of the distribution are set."""
+        """Return the draw record for a request that scores given tokens. Only the fields of the distribution are
+        set.
+        """
         filters = distribution.has_filters, distribution.top_k, distribution.top_p, distribution.min_p
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
@@ -124,10 +126,10 @@ class OpenSample:
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
     that end the sample. `banned`: an array of the `ending_tokens`, which cannot be drawn before the sample has
     `min_tokens` tokens. `logprobs`: None if not requested. `records`: the columns requested by `top_logprobs`, or None.
-    `commits`: the commits with which tokens were drawn, each with the index of the first token drawn with it. `error`:
-    a description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence
-    of an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not
-    requested. `num_drafted`, `num_accepted`: as in `SampleOutput`.
+    `commits`: the commits under which tokens were drawn. Each commit comes with the index of the first token that was
+    drawn under it. `error`: a description of the error that ends the sample, or None. `joined`: whether the prompt is
+    computed by the sequence of an earlier request. `num_told`: the number of tokens that deltas have reported; None if
+    deltas were not requested. `num_drafted`, `num_accepted`: as in `SampleOutput`.
     """
 
     request: GenerateRequest
@@ -151,7 +153,9 @@ class OpenSample:
 
     @property
     def num_fed(self) -> int:
-        """The number of tokens fed to the model: prompt and sample without the last token; 0 before the first draw."""
+        """The number of tokens fed to the model: all tokens of the prompt and the sample, except the last one. Before
+        the first draw, the number is 0.
+        """
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:

@@ -23,7 +23,7 @@ class RouteFormat:
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of an expert id: uint8, or uint16 with more than 256 experts."""
+        """The dtype of an expert id: uint8, or uint16 if there are more than 256 experts."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
@@ -36,14 +36,14 @@ class RouteFormat:
         return np.frombuffer(rows, self.dtype).reshape(-1, self.layers, self.top_k).copy()
 
     def count(self, rows: bytes) -> np.ndarray:
-        """Return how many of the rows list each expert, int64 [layers, num_experts]."""
+        """Return how many of the rows list each expert: int64 [layers, num_experts]."""
         counts = np.zeros((self.layers, self.num_experts), np.int64)
         np.add.at(counts, (np.arange(self.layers)[:, None], self.array(rows)), 1)
         return counts
 
 
 class Routes:
-    """The rows of tokens [0, num_rows) of one sequence, each of `row_bytes` bytes.
+    """The rows of tokens [0, num_rows) of one sequence. Each row takes `row_bytes` bytes.
 
     `fresh`: the first row computed with the weights of the sequence's current chain. Earlier rows are never published.
     """

@@ -92,8 +92,8 @@ class Executor(Protocol):
     def commit(self, staging: WeightStaging) -> None:
         """Use the staged weights from the next step on.
 
-        Raise RuntimeError, with nothing changed, if the weights are asleep. Raise ValueError, with nothing changed, if
-        the staging is incomplete.
+        Raise RuntimeError if the weights are asleep, and ValueError if the staging is incomplete. In both cases,
+        nothing has changed.
         """
         ...
 
@@ -213,7 +213,7 @@ class LocalExecutor:
         self._asleep.update(tags)
 
     def wake_up(self, tags: Collection[Tag]) -> None:
-        """Reallocate the memory of `tags`. Capture the CUDA graphs again once no memory is asleep."""
+        """Reallocate the memory of `tags`. When no memory is asleep anymore, capture the CUDA graphs again."""
         if "kv_cache" in tags:
             self._runner.arena.restore()
         if "weights" in tags:
@@ -226,8 +226,8 @@ class LocalExecutor:
         return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
 
     def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
-        """Count the experts that a step chose, and start to copy them to the host. Drafted tokens are not counted here,
-        because the host counts the accepted drafted tokens.
+        """Count the experts that a step chose, and start to copy the results to the host. Drafted tokens are not
+        counted here, because the host counts the accepted drafted tokens.
         """
         if not len(step.drafted):
             return experts.take(routes, None, step.records_routes)

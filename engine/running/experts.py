@@ -22,7 +22,7 @@ _ID_TYPES = {1: torch.uint8, 2: torch.uint16}
 class StepRoutes:
     """The routed experts of a step.
 
-    `rows`: the rows of the step's tokens, [M, layers, top_k], or None if the step records no experts. `counts`: int64
+    `rows`: [M, layers, top_k], the rows of the step's tokens; None if the step records no experts. `counts`: int64
     [layers, num_experts], the number of tokens routed to each expert up to and including this step.
     """
 
@@ -42,9 +42,8 @@ class ExpertCounts:
     def take(self, routes: Tensor, counted: Tensor | None, is_recorded: bool) -> StepRoutes:
         """Count the tokens that a step routes to each expert, and start to copy the results to the host.
 
-        `routes`: the chosen experts, int32 [layers, M, top_k]. `counted`: int64, the tokens to
-        count; None: all. `is_recorded`: whether to return the rows of the step's
-        tokens.
+        `routes`: the chosen experts, int32 [layers, M, top_k]. `counted`: the int64 indices of the tokens to count;
+        None: count all tokens. `is_recorded`: whether to return the rows of the step's tokens.
         """
         chosen = (routes if counted is None else routes[:, counted]).flatten(1).long()
         self._counts.scatter_add_(1, chosen, self._one.expand_as(chosen))

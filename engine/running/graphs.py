@@ -2,15 +2,16 @@
 
 The number of rows of a graph is a power of two. There are two graphs of each size: a forward graph and a draw graph.
 The forward graph computes hidden states and the model's records, such as routed experts. The draw graph makes plain
-draws (without filters, bans and statistics) from the hidden states of the forward graph. A replay reads and writes the
+draws (without filters, bans or statistics) from the hidden states of the forward graph. A replay reads and writes the
 memory addresses that were captured.
 
-A step in which each sequence computes one token replays the forward graph. So does a step with drafts, unless the model
-has recurrent layers: each drafted token is a row with the blocks of its sequence and a context of its own. If the step
-makes one plain draw per row, it also replays the draw graph. Otherwise, the draws are computed without a graph. A step
-with fewer rows than its graph is padded. By the contract of the ops, padding does not change any bit of the other rows.
-Padding rows read and write `spare_blocks`: for each window, a block of the KV cache that no sequence uses. Padding rows
-read no recurrent state, and write the slot `spare_state`, which no sequence uses.
+A step in which each sequence computes one token replays the forward graph. A step with drafts also replays the forward
+graph, unless the model has recurrent layers. Each drafted token is then a row with the blocks of its sequence and its
+own context length. If the step makes one plain draw per row, it also replays the draw graph. Otherwise, the draws are
+computed without a graph. A step with fewer rows than its graph is padded. By the contract of the ops, padding does not
+change any bit of the other rows. Padding rows read and write `spare_blocks`: for each window, a block of the KV cache
+that no sequence uses. Padding rows read no recurrent state, and write to the slot `spare_state`, which no sequence
+uses.
 
 Owns the graphs and their inputs. Graphs are valid while weights and KV cache keep their addresses. If weights or KV
 cache move, call `forget`, then `capture` before the next step. A capture synchronizes the device; a replay does not.
@@ -167,13 +168,15 @@ class DecodeGraphs:
         self._graphs = {}
 
     def serves(self, step: Step) -> bool:
-        """Return whether each sequence computes one token beside drafts, so that `run` can compute the step."""
+        """Return whether `run` can compute the step. Each sequence must compute one token, not counting drafted
+        tokens.
+        """
         count = len(step.token_ids)
         each_computes_one = count - len(step.drafted) == len(step.context_lens)
         return each_computes_one and step.journal is None and count <= self._sizes[-1]
 
     def draws(self, step: Step) -> bool:
-        """Return whether the step makes one plain draw per row, so that `draw` can compute the draws."""
+        """Return whether `draw` can compute the draws. The step must make one plain draw per row."""
         count, rows = len(step.token_ids), step.draws.rows
         each_draws_once = len(rows) == count and bool((rows == np.arange(count)).all())
         return self.serves(step) and each_draws_once and step.draws.are_plain

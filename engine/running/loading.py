@@ -1,4 +1,4 @@
-"""Loading: loads the model that a configuration names, and derives its limits: lengths, blocks and bytes."""
+"""Load the model that a configuration names, and derive the model's limits in lengths, blocks and bytes."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class EngineInfo:
 
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: as in `MemoryPlan`; 0 for models without recurrent
     layers. `expert_layers`: the number of layers with experts. `num_experts`: the number of experts per layer.
-    `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the bytes of one
-    token's recorded experts. The four fields about experts are 0 for models without experts.
+    `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the size of one
+    token's recorded experts, in bytes. The four fields about experts are 0 for models without experts.
 
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.

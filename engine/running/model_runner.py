@@ -24,8 +24,8 @@ from .step import Draws, JournalRows, Step
 class LaneState:
     """The last drawn tokens, on the device.
 
-    `last_tokens`: int64 [capacity + 1], the token that was last drawn for each lane, and one extra element for draws
-    without a lane.
+    `last_tokens` (int64 [capacity + 1]) has the last drawn token of each lane. One extra element is for draws without a
+    lane.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -41,9 +41,9 @@ class ModelRunner:
     """A loaded model with a paged KV cache and slots for recurrent states, all in `arena`.
 
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
-    `num_slots`: the number of slots for recurrent states. `journal`: the number of sequences with a journal, and of
-    drafted tokens per sequence. `memories`: the memory of each layer. `groups`: for each
-    layer, the index of its window; 0 for layers without a KV cache.
+    `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
+    and the number of drafted tokens per sequence. `memories`: the memory of each layer. `groups`: for each layer, the
+    index of its window; 0 for layers without a KV cache.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ModelRunner:
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
     def copy_blocks(self, step: Step) -> None:
-        """Make the block copies of a step in the KV cache."""
+        """Copy the blocks of the KV cache that a step needs copied."""
         for copies, caches in zip(step.block_copies, self._caches, strict=True):
             if not len(copies):
                 continue

@@ -1,4 +1,4 @@
-"""The memory plan: divides the memory that weights do not use into KV blocks, live states and state checkpoints.
+"""The memory plan: divides the memory that the weights leave free among KV blocks, live states and checkpoints.
 
 A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
 is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
@@ -48,9 +48,9 @@ class Sizes:
     """The sizes of blocks and states in bytes, summed over layers.
 
     `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
-    group. `windows`: for each further group, the window in tokens and the size of a block. `state`: the size of one
-    sequence's state in all recurrent layers; 0 for models without recurrent layers. `draft`: the size of the inputs
-    that recurrent layers keep of a drafted token.
+    group. `windows` has a pair for each further group: its window in tokens, and the size of its blocks. `state`: the
+    size of one sequence's state in all recurrent layers; 0 for models without recurrent layers. `draft`: the size of
+    the inputs that recurrent layers keep for a drafted token.
     """
 
     block_size: int
@@ -99,7 +99,7 @@ class MemoryPlan:
     `num_blocks`: the number of blocks in the first group. `window_blocks`: the number of blocks in each further group.
     `live_states`: the number of states for running sequences and for forks. `checkpoints`: the maximum number of
     checkpoints held at a time. `state_interval`: the number of tokens between checkpoints; 0 without recurrent layers.
-    `num_drafts`: the most drafted tokens of all running sequences together.
+    `num_drafts`: the maximum number of drafted tokens, for all running sequences together.
     """
 
     sizes: Sizes

@@ -31,8 +31,8 @@ _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 class Drawn(NamedTuple):
     """Drawn tokens, in the order of their draws.
 
-    `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
-    statistics to the bytes of each column of `request.TOPS`.
+    `is_finite`: false if the logit of the token is NaN or infinite. `records`: for draws with statistics, maps the
+    index of the draw to the bytes of each column of `request.TOPS`.
     """
 
     token_ids: list[int]
@@ -42,7 +42,7 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """A draw of tokens in progress. `token_ids`: int64 [R], on the device.
+    """A draw of tokens that may still be running on the device. `token_ids`: int64 [R], on the device.
 
     `recorded`: for each row of `statistics`, the index of the draw and the number of top tokens to record. The number
     is -1 for a draw that requests no statistics.
@@ -111,7 +111,7 @@ class Sampler:
         return self.ops.next_tokens(hidden, self.head, wanted)
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
-        """Return the log-probs, float32 [M], of `token_ids` (int64 [M]) under `distribution`.
+        """Return the log-probs of `token_ids` (int64 [M]) under `distribution`: float32 [M].
 
         `hidden`: [M, hidden_size].
         """
@@ -133,7 +133,7 @@ class Sampler:
     def _processed_parts(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield logits after temperature and filters, with their tokens, for up to `_LOGITS_ROWS` rows at a time."""
+        """Yield pairs (logits after temperature and filters, token ids), each for at most `_LOGITS_ROWS` rows."""
         record = DrawRecord.of_scores(distribution)
         divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
@@ -201,14 +201,16 @@ def make_wanted(draws: Draws, device: torch.device) -> Wanted:
 
 
 def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
-    """Return the input of `next_tokens` that computes the log-prob of a given token per row. `token_ids`: int64 [M]."""
+    """Return the input with which `next_tokens` computes log-probs of given tokens, one per row. `token_ids`: int64
+    [M].
+    """
     unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
     temperatures = _divisors(distribution, token_ids.device).repeat(len(token_ids))
     return Wanted(rows, token_ids, temperatures, unused.bool(), unused, unused)
 
 
 def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
-    """Return the number by which logits are divided, float32 [1]."""
+    """Return the divisor of the logits as a tensor: float32 [1]."""
     return to_device(torch.tensor([divisor(distribution)], dtype=torch.float32), device)
 
 
@@ -227,5 +229,5 @@ def _cut(places: np.ndarray) -> list[np.ndarray]:
 
 
 def _tensor(values: Any, like: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return values as a tensor on the device of `like`."""
+    """Convert `values` to a tensor on the device of `like`."""
     return to_device(torch.as_tensor(values, dtype=dtype), like.device)

@@ -26,7 +26,7 @@ NO_LANE = -1
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """R draws of a token, each from one row of the hidden states.
+    """R draws. Each draws one token from one row of the hidden states.
 
     `rows`: int64 [R], the row of the hidden states for each draw. `positions`: int64 [R], the absolute position of the
     drawn token. `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A
@@ -42,7 +42,7 @@ class Draws:
 
     @cached_property
     def is_cut(self) -> np.ndarray:
-        """For each draw, whether it has bans or filters, bool [R]."""
+        """A mask of the draws that have bans or filters: bool [R]."""
         is_cut = self.records["has_filters"].copy()
         if self.banned:
             is_cut[list(self.banned)] = True
@@ -50,7 +50,7 @@ class Draws:
 
     @cached_property
     def is_plain(self) -> np.ndarray:
-        """For each draw, whether it has no bans, no filters and no statistics, bool [R]."""
+        """A mask of the draws that have neither bans nor filters nor statistics: bool [R]."""
         return ~self.is_cut & ~self.records["is_special"]
 
     @cached_property
@@ -87,9 +87,9 @@ class ScoredRows:
 class JournalRows:
     """The rows of a step for recurrent layers, if sequences have drafted rows or repeat accepted ones.
 
-    Each sequence has its repeated rows before its own rows. `query_starts` [N + 1]: as in `StateBatch`, with the
-    repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`, `drafted`: as in
-    `Journal`, int64.
+    The repeated rows of each sequence come before its own rows. `query_starts` [N + 1]: as in `StateBatch`, including
+    the repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`, `drafted`: as
+    in `Journal`, int64.
     """
 
     query_starts: Sequence[int]
@@ -107,12 +107,12 @@ class Step:
     previous step is still drawing, and the lane in which each of these tokens is stored. `query_starts` [N + 1],
     `context_lens` [N]: as in `AttentionBatch`. `states` [2, N]: `reads` and `writes` of `StateBatch`, for a model with
     recurrent layers. `drafted` [D]: the indices of drafted tokens, which may be rejected. `journal`: None for a model
-    without recurrent layers, and for a step without drafted and repeated rows. `records_routes`: whether a
-    sequence of the step records routed experts.
+    without recurrent layers, and for a step that has neither drafted nor repeated rows. `records_routes`: whether at
+    least one sequence of the step records routed experts.
 
     `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
     the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`
-    [C, 2]: source and destination of the block copies to make before the computation.
+    [C, 2]: source and destination of each block that is copied before the computation.
     """
 
     token_ids: np.ndarray
@@ -132,7 +132,7 @@ class Step:
 
     @property
     def owners(self) -> np.ndarray:
-        """The index of each token's sequence, int64 [M]."""
+        """The index of each token's sequence: int64 [M]."""
         return np.arange(len(self.context_lens)).repeat(np.diff(self.query_starts))
 
 
@@ -212,12 +212,14 @@ def _journal(chunks: Chunks, lanes: Lanes, owners: np.ndarray, drafted: np.ndarr
 
 
 def _places(lanes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lane of each of `counts` rows of each chunk, and the index of the row among those of its lane."""
+    """Return two values for each row: its lane, and its index among the rows of that lane. Lane i has counts[i]
+    rows.
+    """
     return lanes.repeat(counts), _each(np.zeros_like(lanes), counts)
 
 
 def _each(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return starts[i], starts[i] + 1, ... with counts[i] elements for each i, concatenated."""
+    """Return the concatenation of one range for each i: the range has counts[i] numbers and begins at starts[i]."""
     firsts = counts.cumsum() - counts
     return np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
 

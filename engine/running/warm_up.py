@@ -71,7 +71,7 @@ class _Computation:
             self.heads(hidden)
 
     def hidden(self, rows: int) -> Tensor:
-        """Return the hidden states of a batch with a decode and a chunk of a prompt.
+        """Return the hidden states of a batch that consists of one decode and one prompt chunk.
 
         A batch of 1 or 2 rows has a chunk but no decode.
         """
@@ -80,7 +80,7 @@ class _Computation:
         return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens))).hidden
 
     def heads(self, hidden: Tensor) -> None:
-        """Compute tokens and log-probs from hidden states with every variant that steps use."""
+        """Compute tokens and log-probs from hidden states, with each variant of the sampler that steps use."""
         token_ids = self._zeros(len(hidden))
         for distribution in (Distribution(), Distribution(top_k=1)):
             self.sampler.score(hidden, token_ids, distribution)

@@ -36,7 +36,7 @@ from ..models.decoder import Decoder, Empty
 class AdapterBase:
     """The base weights of merged adapters.
 
-    `kept`: the base values of the parameters that the adapters changed, dense. `checksums`: the checksums that adapter
+    `kept`: the dense base values of the parameters that the adapters changed. `checksums`: the checksums that adapter
     pushes have computed so far for base parameters.
     """
 
@@ -45,7 +45,7 @@ class AdapterBase:
 
 
 class Factors(NamedTuple):
-    """An adapter being received: A [R, K] and B [N, R] for a weight [N, K], and the scale of their product."""
+    """An adapter that is being received: A [R, K] and B [N, R] for a weight [N, K], and the scale of their product."""
 
     a: Tensor
     b: Tensor
@@ -78,7 +78,7 @@ class WeightStore:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Maps each parameter with a dtype other than `dtype` to its dtype."""
+        """The dtype of each parameter that does not have the dtype `dtype`, by name."""
         own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self._dtype}
         return {name: _dtype_name(found) for name, found in own.items()}
 
@@ -99,7 +99,7 @@ class WeightStore:
 
     @property
     def num_held(self) -> int:
-        """The device memory, in bytes, held now by the live weights and the base weights of adapters."""
+        """The device memory that the live weights and the base weights of adapters hold now, in bytes."""
         kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device]
         return self._arena.num_held + sum(kept)
 
@@ -188,7 +188,7 @@ class WeightStore:
         self._arena.restore()
 
     def served(self, name: str) -> Tensor:
-        """Return a live parameter, dense as in a checkpoint. The result may share memory with the live weights."""
+        """Return a live parameter as a dense tensor. The result may share memory with the live weights."""
         return self.tensors[name].to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
@@ -217,7 +217,9 @@ class WeightStore:
         return self.tensors[name if part is None else part.stack].dtype
 
     def _missing(self, staged: set[str]) -> str | None:
-        """Return the first parameter that is staged neither as a whole nor in all its parts, or None."""
+        """Return the first parameter that is not completely staged, or None. A parameter may be staged as a whole or as
+        all of its parts.
+        """
         parts = self.spellings.parts_among(staged)
         names = (name for name in self.shapes if name not in staged)
         return next((name for name in names if len(parts.get(name, ())) < (self.spellings.count(name) or 1)), None)
@@ -237,11 +239,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 class WeightStaging:
-    """New weights that are being received. A commit, `drop`, or dropping the last reference frees the memory.
+    """New weights that are being received. The memory is freed by a commit, by `drop`, or when the last reference is
+    dropped.
 
     `arena`, `tensors`: the memory to which rows are written, allocated by the first call of `rows`. `elements`: new
-    values of single elements, which the commit writes. `base`: after `adapt`, the base weights to which the adapters
-    are added.
+    values of single elements, which the commit writes. `base`: the base weights to which the adapters are added; None
+    before `adapt`.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -266,8 +269,9 @@ class WeightStaging:
     def adapt(self, weights: Mapping[str, tuple[str, str, int, float]], alone: bool) -> None:
         """Announce adapters: `rows` then also accepts A and B of the given weights, and `merge` adds their product.
 
-        `weights`: for each adapted weight, (name of A, name of B, rank, scale). `alone`: whether the adapters are added
-        to the base weights of the live weights; otherwise, the adapters are added to the staged rows.
+        `weights`: maps the name of each adapted weight to (name of A, name of B, rank, scale). `alone`: whether the
+        adapters are added to the base weights of the live weights; otherwise, the adapters are added to the staged
+        rows.
 
         Raise ValueError if the staging is in place, or if `alone` is set and the live weights are incomplete.
         """
@@ -387,7 +391,7 @@ class LendableStaging(WeightStaging):
         self.tensors = store.model_in(lendable).checkpoint_tensors()
 
     def lend(self) -> LentMemory:
-        """Let other processes map the weights, which must be complete. Borrowers do not see writes after this call."""
+        """Let other processes map the weights, which must be complete. Later writes are not visible to borrowers."""
         return self._lendable.lend()
 
     def withdraw(self) -> None:

@@ -1,7 +1,7 @@
 """Recurrent states: the slots that running sequences read and write, and the checkpoints of their states.
 
 A slot holds the state of all recurrent layers for one sequence, after one of its tokens. Each running sequence has a
-`slot` of its own. A step reads the sequence's state from slot `source` and writes it to slot `target`:
+`slot` of its own. A step reads the sequence's state from slot `source` and writes the new state to slot `target`:
 
 - `source` is the slot that the previous step wrote, normally the sequence's own slot. If the sequence resumes from a
   checkpoint or is a fork, `source` is at first the slot of the checkpoint or of the parent, and this slot is only read.
@@ -13,7 +13,7 @@ writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequen
 taking a checkpoint and forking copy no state: they change only `slot`, `source` and `target`.
 
 `StateSlots` owns the reference counts, the free slots, and up to `budget` checkpoints, as a map from entries of the
-prefix index to slots. `Branches` owns the positions at which prompts branch and a checkpoint is pending.
+prefix index to slots. `Branches` owns the positions at which prompts branch and at which a checkpoint is still pending.
 `RecurrentStates` connects `StateSlots` and `Branches` to the lanes. This module does not own the tensors of the slots
 (`model_runner`) or the published prefixes (`prefix_cache`).
 
@@ -26,11 +26,11 @@ sequence:
   checkpoint is missing. Other prompts with the same blocks wait for the checkpoint;
 - every `Intervals.decodes` tokens while decoding.
 
-A checkpoint is reserved when the scheduler plans the step that writes it, and ready when that step is done. A
-checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index entry is removed, when
-the epoch changes, or when another checkpoint or a live state needs the slot. If no slot is available for a checkpoint,
-the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end early. The results have the
-same bits wherever chunks end.
+A checkpoint is reserved when the scheduler plans the step that writes it. The checkpoint is ready when that step is
+done. A checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index entry is removed,
+when the epoch changes, or when another checkpoint or a live state needs the slot. If no slot is available for a
+checkpoint, the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end early. The
+results have the same bits wherever chunks end.
 
 Guarantees:
 
@@ -71,7 +71,7 @@ class StateStats:
 
 
 class StateSlots:
-    """The references to `num_slots` slots, of which at most `budget` hold checkpoints."""
+    """The reference counts of `num_slots` slots. At most `budget` of the slots hold checkpoints."""
 
     def __init__(self, num_slots: int, budget: int) -> None:
         self.num_slots = num_slots
@@ -125,7 +125,7 @@ class StateSlots:
         self.release(slot)
 
     def make_ready(self, entry: Entry, slot: int) -> None:
-        """Make a reserved slot, which a step has written, the checkpoint at the end of an entry's block.
+        """Store a reserved slot as the checkpoint at the end of an entry's block. A step must have written the slot.
 
         If the entry has a checkpoint already, release the slot.
         """
@@ -156,7 +156,7 @@ class StateSlots:
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raise RuntimeError unless `held` accounts for all references.
 
-        `held`: one slot for each reference of a sequence or a step.
+        `held`: one slot for each reference that a sequence or a step holds.
         """
         counts = [0] * self.num_slots
         for slot in (*held, *self._ready.values()):
@@ -202,7 +202,7 @@ _UNLIMITED = 2**62
 
 
 class Slots(NamedTuple):
-    """The slots of a starting sequence: its own slot, and the slot from which it reads its first state."""
+    """The slots of a sequence that starts to run: its own slot, and the slot from which it reads its first state."""
 
     own: int
     source: int
@@ -212,7 +212,7 @@ NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
 
 
 class Branches:
-    """The positions at which prompts branch and a checkpoint is pending.
+    """The positions at which prompts branch and at which a checkpoint is still pending.
 
     Each position is identified by the hash of the block before it, and mapped to the sequence that will take the
     checkpoint.
@@ -236,7 +236,7 @@ class Branches:
         return next((key for key in reversed(keys) if key in self._takers), None)
 
     def expect(self, sequence: Sequence, num_hits: int) -> None:
-        """Make a starting sequence take a checkpoint at the end of the blocks that it found in the cache."""
+        """When a sequence starts to run, plan a checkpoint at the end of the blocks that it found in the cache."""
         sequence.branch = num_hits * self._block_size
         self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
 
@@ -312,7 +312,7 @@ class RecurrentStates:
         return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
 
     def room(self, ends: np.ndarray) -> np.ndarray:
-        """Return how many tokens may be drafted after chunks that end at `ends`, int64 [N].
+        """Return int64 [N]: how many tokens may be drafted after each chunk. `ends`: int64 [N], the ends of the chunks.
 
         A checkpoint is taken after a row that is not drafted, so drafts end before the next decode checkpoint.
         """
@@ -331,7 +331,7 @@ class RecurrentStates:
             source[lane], target[lane] = target[lane], slot[lane]
 
     def publish(self, chunks: Chunks, epoch: int) -> None:
-        """Make the checkpoints at the ends of `chunks` ready. The blocks of `chunks` must be published.
+        """Mark the checkpoints at the ends of `chunks` as ready. The blocks of `chunks` must be published.
 
         Drop checkpoints of an earlier epoch, and checkpoints of sequences that have lost their blocks.
         """
@@ -390,6 +390,6 @@ class RecurrentStates:
 
 
 def _multiple(interval: int, start: int, last: int) -> int:
-    """Return the first multiple of an interval in (start, last], or 0 if there is none."""
+    """Return the first multiple of `interval` that is in (start, last], or 0 if there is none."""
     place = (start // interval + 1) * interval if interval else 0
     return place if place <= last else 0

@@ -40,7 +40,7 @@ _Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
 
 
 class SharedPrompts:
-    """The sequences that compute prompts, until the step that draws their first tokens.
+    """The sequences that compute prompts. A sequence is removed in the step that draws its first tokens.
 
     A sequence is found by the tokens of its prompt and everything else that identifies the prompt's blocks.
     """
@@ -110,7 +110,7 @@ def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
 
 
 class Waiting:
-    """The waiting sequences: `ready` sequences, sorted, and sequences that are set aside until a block is published.
+    """The waiting sequences: the sorted list `ready`, and the sequences that are set aside until a block is published.
 
     To decide whether a ready sequence can start, the scheduler hashes its prompt. Sequences that are set aside are not
     considered.
@@ -144,7 +144,7 @@ class Waiting:
             self._aside[sequence.claim].remove(sequence)
 
     def set_aside(self, sequence: Sequence, claim: bytes) -> None:
-        """Set a ready sequence aside until the block with hash `claim` is published or no longer being computed."""
+        """Set a ready sequence aside until the block with hash `claim` is published or abandoned."""
         remove_from(self.ready, sequence)
         sequence.claim = claim
         self._aside.setdefault(claim, set()).add(sequence)
@@ -184,7 +184,7 @@ class Running:
         return len(self.sequences) < self._capacity
 
     def in_order(self) -> np.ndarray:
-        """Return the lanes of the sequences, in the order of `sequences`, int64."""
+        """Return an int64 array with the lanes of the sequences, in the order of `sequences`."""
         if self._order is None:
             self._order = np.array([sequence.lane for sequence in self.sequences], np.int64)
         return self._order
@@ -215,7 +215,7 @@ class Running:
     def extend_if_free(self, sequence: Sequence, count: int) -> int:
         """Give a running sequence free blocks for up to `count` tokens after its last token, without preempting others.
 
-        Return for how many of the `count` tokens the sequence has blocks afterwards.
+        Return how many of the `count` tokens have blocks afterwards.
         """
         tables, end = self._cache.tables, sequence.num_tokens
         needed = min(tables.blocks_for(end + count) - len(sequence.table), tables.num_available)
@@ -227,8 +227,8 @@ class Running:
         """Return a new sequence for `sample`, with the tokens and the KV of `parent` and the sample's first `token`.
 
         All tokens of the parent must be computed. Full blocks are shared. A partial last block is copied before the
-        next step. The new sequence does not run and holds no blocks if there is no room for it, or if the parent has
-        lost its blocks.
+        next step. If there is no room for the new sequence, or if the parent has lost its blocks, the new sequence does
+        not run and holds no blocks.
         """
         chain, tokens = parent.chain.fork(), parent.tokens + array("i", (token,))
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, Generation([sample]))
@@ -567,9 +567,8 @@ class Scheduler:
 
 
 def _attach_routes(records: RouteRecords, entries: list[Entry], num_known: int, routes: Routes, size: int) -> None:
-    """Attach the routed experts of a sequence to its index entries from `num_known` on.
-
-    Entries with rows that were computed with earlier weights are skipped.
+    """Attach the routed experts of a sequence to the sequence's entries in the index, beginning with entry `num_known`.
+    An entry is skipped if some of its rows were computed with earlier weights.
     """
     for i in range(max(num_known, -(-routes.fresh // size)), len(entries)):
         records.attach(entries[i], routes.rows(i * size, (i + 1) * size))

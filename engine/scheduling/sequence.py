@@ -35,14 +35,15 @@ Purpose: TypeAlias = Generation | OpenScore
 
 
 class Counters:
-    """The counters of running sequences that every step needs: arrays with one element per lane, int64 [capacity].
+    """The counters of running sequences, which every step needs. Each is an array with one element per lane, int64
+    [capacity].
 
-    `num_tokens`: the number of tokens so far, prompt and decoded, including an unseen token. `num_computed`: the number
-    of tokens with KV that is in the sequence's blocks, or will be in these blocks when the steps in flight are done.
-    `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
-    An unseen token is a token that the step in flight draws and that the host does not know yet. `slot`, `source`,
-    `target`: the slots of the recurrent state (`recurrent`). `num_repeated`: how many of the computed tokens are
-    accepted drafts that the recurrent state does not include yet; the next step repeats them.
+    `num_tokens`: the number of prompt tokens and decoded tokens so far, including an unseen token. `num_computed`: the
+    number of tokens for which the sequence's blocks contain the KV, or will contain the KV when the steps in flight are
+    done. `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen
+    token. An unseen token is a token that the step in flight draws and that the host does not know yet. `slot`,
+    `source`, `target`: the slots of the recurrent state (`recurrent`). `num_repeated`: how many of the computed tokens
+    are accepted drafts that the recurrent state does not include yet; the next step repeats them.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -59,16 +60,15 @@ class Sequence:
     The scheduler writes `table`, `branch`, `chain`, `claim` and `num_cached_tokens`. The lanes (`Lanes`) write
     `tokens`, `purpose`, `counters` and `lane`. Scheduler and engine write `routes`.
 
-    `order`: (arrival of the request, sample index). Lower orders are served first, higher orders are preempted first.
-    `tokens`: the tokens that the host has seen.
-    `purpose`: the samples for which tokens are drawn after the last token, or the score that receives the log-probs.
-    `claim`: the hash of the block for which the sequence waits while another sequence computes it, or None.
-    `num_cached_tokens`: the number of tokens found in the cache when the sequence first started; None before.
-    `branch`: the position of a missing checkpoint that the sequence will take, at the end of the tokens that it found
-    in the cache. 0 if there is no such checkpoint.
-    `routes`: the recorded experts of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens
-    has the recorded experts of all tokens except the last.
-    `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
+    `order`: (arrival of the request, sample index). Lower orders are served first, and higher orders are preempted
+    first. `tokens`: the tokens that the host has seen. `purpose`: the samples for which tokens are drawn after the last
+    token, or the score that receives the log-probs. `claim`: the hash of a block that another sequence computes and for
+    which this sequence waits; None if this sequence waits for no block. `num_cached_tokens`: the number of tokens found
+    in the cache when the sequence first started; None before. `branch`: the position at which the sequence will take a
+    missing checkpoint. This position is the end of the tokens that the sequence found in the cache. 0 if the sequence
+    will take no such checkpoint. `routes`: the recorded experts of the sequence's tokens; None if not requested. A
+    waiting sequence with drawn tokens has the recorded experts of all tokens except the last. `lane`: -1 if the
+    sequence waits; a waiting sequence holds no blocks.
     """
 
     order: tuple[int, int]
@@ -86,12 +86,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens so far, prompt and decoded, including an unseen token of a running sequence."""
+        """The number of prompt tokens and decoded tokens so far, including an unseen token of a running sequence."""
         return len(self.tokens) if self.counters is None else int(self.counters.num_tokens[self.lane])
 
     @property
     def num_computed(self) -> int:
-        """The number of tokens with KV that is computed, or that the steps in flight are computing."""
+        """The number of tokens with computed KV, including KV that the steps in flight are computing."""
         return 0 if self.counters is None else int(self.counters.num_computed[self.lane])
 
     @property
@@ -178,7 +178,7 @@ class Chunks:
         return replace(added, ends=self.ends + added.num_drafted)
 
     def cut(self, ends: np.ndarray) -> Chunks:
-        """Return the chunks cut off at `ends`, int64 [N], and without drafts."""
+        """Return the chunks without drafts, cut off at `ends` (int64 [N])."""
         return replace(self, ends=ends, drafts={})
 
     def __getitem__(self, place: int) -> Chunk:
@@ -198,10 +198,10 @@ class Lanes(Counters):
     """Lanes for up to `capacity` running sequences. `sequence.lane` is the index of a sequence's lane.
 
     Each array has one element or row per lane. `num_blocks`: the number of blocks of the sequence, int64. `num_left`:
-    the number of sequences that have left the lane, int64. `tables`: for each group, the block tables, int64 [capacity,
-    blocks], padded with zeros. `sequences`: the sequence in the lane, or None. `is_decoding`: whether the sequence has
-    a single sample and decoded tokens, bool. `samples`, `draws`: the sample of a decoding sequence, and the sample's
-    `DRAW`.
+    the number of sequences that have left the lane, int64. `tables`: the block tables of each group, as an int64 array
+    [capacity, blocks] that is padded with zeros. `sequences`: the sequence in the lane, or None. `is_decoding` (bool):
+    whether the sequence has decoded tokens and only one sample. `samples`, `draws`: the sample of a decoding sequence,
+    and the sample's `DRAW`.
     """
 
     def __init__(self, capacity: int, num_groups: int = 1) -> None:
@@ -248,7 +248,7 @@ class Lanes(Counters):
         self.num_blocks[lane] = count
 
     def expect_first(self, sequence: Sequence) -> None:
-        """Count the first token of a sequence with one sample as an unseen token, while the step in flight draws it."""
+        """Count a sequence's first token as unseen, while the step in flight draws it. The sequence has one sample."""
         self.num_tokens[sequence.lane] += 1
         self.has_unseen[sequence.lane] = True
         self._find_sample(sequence)
@@ -272,11 +272,11 @@ class Lanes(Counters):
             self._see(sequence)
 
     def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
-        """Append the next tokens to decoding sequences. Of each sequence's new tokens, only the last has no computed
-        KV.
+        """Append the next tokens to decoding sequences. All new tokens of a sequence except the last have computed KV.
 
-        `counts`: int64, the number of new tokens of each sequence, at least 1. `token_ids`: the new tokens of all
-        sequences, concatenated. A sequence that has left its lane since the step was planned also receives its tokens.
+        `counts` (int64): the number of new tokens of each sequence, which is at least 1. `token_ids`: the new tokens of
+        all sequences, concatenated. A sequence that has left its lane since the step was planned also receives its
+        tokens.
         """
         sequences, lanes, last = decodes.sequences, decodes.lanes, np.array(token_ids)
         if len(token_ids) == len(sequences):
@@ -296,14 +296,14 @@ class Lanes(Counters):
         self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise RuntimeError unless every running sequence matches its lane, and all other lanes are free."""
+        """Raise RuntimeError if a running sequence does not match its lane, or if any other lane is not free."""
         if wrong := [sequence for sequence in running if not self._fits(sequence)]:
             raise RuntimeError(f"lanes: lane {wrong[0].lane} does not match its sequence {wrong[0].order}")
         if sum(sequence is not None for sequence in self.sequences) != len(running):
             raise RuntimeError(f"lanes: the lanes in use are not the lanes of the {len(running)} running sequences")
 
     def _holds(self, chunks: Chunks) -> np.ndarray:
-        """Return which sequences are still in the lane that they had when the step was planned, bool [N]."""
+        """Return, as bool [N], which sequences are still in the lane that they had when the step was planned."""
         return self.num_left[chunks.lanes] == chunks.num_left
 
     def _see(self, sequence: Sequence) -> None:
@@ -334,12 +334,12 @@ class Lanes(Counters):
 class Takers:
     """The samples and scores that receive the results of a step.
 
-    A chunk's place is its index among the chunks of the step. `samples`: the samples for which tokens are drawn: first
-    the samples with a sequence of their own, then the samples that draw their first token. Samples of the same prompt
-    are adjacent. `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at `places[i]`.
-    The draws are in the order of `samples`. `decodes`: the chunks of the samples with a sequence of their own.
-    `scores`: the place of each scored chunk, with its score request. `prompts`: the place of each completed prompt,
-    with the range of its samples in `samples`.
+    A chunk's place is its index among the chunks of the step. `samples`: the samples for which tokens are drawn.
+    Samples with a sequence of their own come first, and samples that draw their first token come last. Samples of the
+    same prompt are adjacent. `places`, `counts`: int64; sample i draws from the last `counts[i]` rows of the chunk at
+    `places[i]`. The draws are in the order of `samples`. `decodes`: the chunks of the samples with a sequence of their
+    own. `scores`: the place of each scored chunk, with its score request. `prompts`: the place of each completed
+    prompt, with the range of its samples in `samples`.
     """
 
     decodes: Chunks
@@ -383,7 +383,7 @@ def _wider(rows: np.ndarray, width: int) -> np.ndarray:
 
 
 def _sample_of(sequence: Sequence) -> OpenSample | None:
-    """Return the sample of a sequence that has one sample and decoded tokens, otherwise None."""
+    """Return a sequence's sample if the sequence has decoded tokens and only one sample; otherwise return None."""
     match sequence.purpose:
         case Generation([sample]) if sequence.num_decoded > 0:
             return sample

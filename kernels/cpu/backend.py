@@ -51,8 +51,8 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16. `data`: the panels, with padded rows * padded columns elements
-    in total.
+    """A matrix [rows, columns] of float32 or bfloat16. `data`: the panels. They have (padded rows) * (padded columns)
+    elements in total.
     """
 
     def __init__(self, rows: int, columns: int, data: Tensor) -> None:
@@ -75,7 +75,9 @@ class PackedWeight:
         return self.data.nbytes
 
     def copy_(self, source: Tensor | PackedWeight) -> None:
-        """Store a weight, or pack a tensor on any device and of any dtype. Raise ValueError for another shape."""
+        """Copy a packed weight, or pack a tensor. The tensor may be on any device and have any dtype. Raise ValueError
+        for another shape.
+        """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         if isinstance(source, PackedWeight):
@@ -101,7 +103,7 @@ class PackedWeight:
 
     def narrow(self, dim: int, start: int, length: int) -> PackedWeight:
         """Return rows [start, start + length) as a weight that shares this weight's memory. Raise ValueError unless the
-        rows are whole panels or the last rows.
+        first row begins a panel, and the last row ends a panel or is the last row of the weight.
         """
         end = start + length
         if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
@@ -151,8 +153,8 @@ class PackedLayers(tuple[Layer, ...]):
 
 
 def is_packed(spec: LayerSpec) -> bool:
-    """Return whether `PackedLayers` supports a layer with this spec. If `PackedLayers` does not support every layer of
-    a sequence, the whole sequence is computed op by op.
+    """Return whether `PackedLayers` supports a layer with this spec. If a list of layers contains a layer that
+    `PackedLayers` does not support, all layers of the list are computed op by op.
     """
     mixer = spec.mixer
     if isinstance(mixer, DeltaNetSpec):
@@ -512,7 +514,7 @@ def layers(
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
             f"layers: {len(layers)} layers need as many memories and pages (got {len(memories)} and {len(pages)}); "
-            "pass one of each for each layer"
+            "pass one memory and one `Pages` for each layer"
         )
     if not layers:
         return x

@@ -1,4 +1,4 @@
-"""The shared library of the native kernels, a file next to this module that is loaded once.
+"""The shared library of the native kernels. The library is a file next to this module, and is loaded once.
 
 native/api.h declares the library's C interface. The argument types of the functions are read from native/api.h. A
 library that was compiled from a different native/api.h is refused.
@@ -90,7 +90,7 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """Return the library, set to the instruction set that TRUEROLL_CPU_ISA names, or to the best instruction set if the
+    """Return the library. It uses the instruction set that TRUEROLL_CPU_ISA names, or the best instruction set if the
     variable is unset.
 
     Raise OSError if the library was not built or cannot be loaded, and ConfigError for an instruction set that this
@@ -109,8 +109,8 @@ def load_library() -> Library:
 
 
 def library_obstacle() -> str:
-    """Return the reason that the library cannot be used; empty if it can. Raise ConfigError in the cases of
-    `load_library`.
+    """Return why the library cannot be used, or an empty string if it can be used. Raise ConfigError in the same cases
+    as `load_library`.
     """
     try:
         load_library()

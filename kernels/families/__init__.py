@@ -1,7 +1,7 @@
 """The supported families of decoders. Each family converts a config.json to a `DecoderSpec`.
 
 Each module here lists one family, or a few related families, in `FAMILIES`. Modules are discovered automatically. No
-other code names an architecture: worker, aligned trainer, random weights and tests read the spec.
+other code contains the name of an architecture: worker, aligned trainer, random weights and tests read the spec.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def families() -> dict[str, Describe]:
 
 
 def describe(raw: dict[str, Any]) -> DecoderSpec:
-    """Return the decoder that `raw`, the content of config.json, describes.
+    """Return the decoder that is described in `raw`, which is the content of config.json.
 
     Raise ModelError for an unknown architecture, for a broken file, and for settings that are not supported.
     """

@@ -1,5 +1,5 @@
-"""Gemma 3, text only: norms with factor 1 + w before and after mixer and MLP, norms of q's and k's heads, a tanh-GELU
-gate, and scaled embeddings.
+"""Gemma 3, text only: norms before and after both mixer and MLP, norms of the heads of q and k, a tanh-GELU gate, and
+scaled embeddings. The factor of the norms before and after mixer and MLP is 1 + w.
 
 Five of every six layers have a window and use a second rotation.
 """

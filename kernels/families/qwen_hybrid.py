@@ -3,8 +3,9 @@
 Three of every four layers have a gated delta net. The fourth layer has attention with an output gate, and rotates only
 a part of each head. Norms multiply by 1 + w, except the norm of a delta net's output.
 
-Qwen3-Next has experts in all layers or some, and Qwen3.5-MoE has experts in all layers. Each layer with experts has a
-shared expert for all tokens. If a Qwen3.5 checkpoint holds more than text, only the text model is described.
+Qwen3-Next has experts in some or all layers, and Qwen3.5-MoE has experts in all layers. Each layer with experts has a
+shared expert for all tokens. If a Qwen3.5 checkpoint has other parts beside the text model, only the text model is
+described.
 """
 
 from __future__ import annotations

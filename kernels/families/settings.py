@@ -1,4 +1,4 @@
-"""The settings of a config.json, checked, for the families to read.
+"""The checked settings of a config.json, which the families read.
 
 Guarantees that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to
 build. The base class of transformers' configurations checks the values and converts old files. The subclasses for
@@ -148,8 +148,8 @@ class Settings(PreTrainedConfig):
         return types
 
     def windows(self: Any, window: int | None) -> list[int | None]:
-        """Return `window` or None for each layer, from `types`. Raise ModelError as `types` does, and for a layer that
-        needs a window if `window` is None.
+        """Return `window` or None for each layer, from `types`. Raise ModelError in the same cases as `types`, and if a
+        layer needs a window but `window` is None.
         """
         types = self.types(SLIDING)
         if SLIDING in types and window is None:
@@ -157,8 +157,8 @@ class Settings(PreTrainedConfig):
         return [window if kind == SLIDING else None for kind in types]
 
     def attention(self: Any, **others: Any) -> AttentionSpec:
-        """Return an attention spec with the number and size of heads from these settings. `others`: further fields of
-        the spec.
+        """Return an attention spec that takes the number and the size of heads from these settings. `others`: further
+        fields of the spec.
         """
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
@@ -214,8 +214,8 @@ class Settings(PreTrainedConfig):
         kind = parameters.get("rope_type")
         if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
             raise ModelError(
-                f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)}, one for each type of layer (got "
-                f"{brief([*parameters.items()])}); serve another model"
+                f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)}, with one rope_type for each type of "
+                f"layer (got {brief([*parameters.items()])}); serve another model"
             )
         try:
             inv_freq, scale = self._inv_freq(kind, layer_type)

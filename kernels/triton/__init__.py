@@ -29,7 +29,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return the reason that these kernels cannot serve a decoder on a device in a dtype; empty if they can.
+    """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty text if they can.
 
     `spec`: None to check the ops alone.
     """
@@ -52,8 +52,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return a requirement that this decoder does not meet in this dtype; empty if the kernels can serve the
-    decoder.
+    """Return a requirement that this decoder does not meet in this dtype. Return an empty text if the kernels can serve
+    the decoder.
     """
     for layer in spec.layers:
         if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):

@@ -6,18 +6,19 @@ non-finite key or value has a key of NaN in all elements. Since V is finite, a t
 nothing to the query's result. A visible token with a key of NaN makes the result NaN.
 
 A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
-needed, because a matrix instruction has a minimum size. A product is queries [ROWS, D] by keys [D, KEYS], or weights
-[ROWS, KEYS] by values [KEYS, D]. Each warp computes its own rows. Weights therefore stay in the registers where their
-scores were computed, and a row's highest score and sum need no shared memory. All programs use the same tile shape and
-the same number of warps, so the compiled kernel fixes the order of a row's sums.
+needed, because a matrix instruction has a minimum size. A matrix product multiplies queries [ROWS, D] by keys [D,
+KEYS], or weights [ROWS, KEYS] by values [KEYS, D]. Each warp computes its own rows. Softmax weights therefore stay in
+the registers where the scores were computed, and a row's highest score and sum need no shared memory. All programs use
+the same tile shape and the same number of warps, so the compiled kernel fixes the order of a row's sums.
 
-The key axis is cut at absolute multiples of PARTITION. Each partition is reduced separately by online softmax (Milakov
-and Gimelshein 2018), one tile of KEYS keys after the other. The partitions are folded from left to right. Two variants
-use the same functions, so a query gets the same bits from either variant:
+The keys of a sequence are cut into partitions at the multiples of PARTITION, counted from the first token of the
+sequence. Each partition is reduced separately by online softmax (Milakov and Gimelshein 2018), one tile of KEYS keys
+after the other. The partitions are folded from left to right. Two variants use the same functions, so a query gets the
+same bits from either variant:
 
-- Sequences with one query: several programs share the partitions of a sequence and key-value head, and a second kernel
-  folds their results from a workspace. Each key and value is read once. The workspace takes D + 2 float32 numbers per
-  partition and row.
+- Sequences with one query: for each sequence and key-value head, the partitions are divided among several programs. The
+  programs store their results in a workspace, and a second kernel folds the results. Each key and value is read once.
+  The workspace takes D + 2 float32 numbers per partition and row.
 - Sequences with more queries: one program computes all partitions of a tile of rows and folds each one immediately.
   Keys and values are read once for each tile of rows.
 
@@ -73,9 +74,9 @@ class _Inputs(NamedTuple):
 class _Plan(NamedTuple):
     """The assignment of a batch's sequences to the kernels. The tensors are int64.
 
-    `decodes`: [n], the sequences with one query. `tiles`: [n, 2], for each tile of rows of a sequence with several
-    queries, the sequence and the tile's number. `starts` and `lens`: `query_starts` and `context_lens` of all
-    sequences. `longest`: the longest context of `decodes`.
+    `decodes`: [n], the sequences with one query. `tiles`: [n, 2]; each entry names a tile of rows by the tile's
+    sequence and by the tile's number in the sequence. Only sequences with several queries have tiles. `starts` and
+    `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest context of `decodes`.
     """
 
     decodes: Tensor
@@ -95,7 +96,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]: [M, heads, D].
+    """Return the causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]. The result has
+    the shape [M, heads, D].
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
     are float32. Softmax weights are rounded to the dtype before they multiply values. With `batch.lens`, the
@@ -227,7 +229,9 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head, j): partitions j, j + n, ... of all partitions that query i sees; n = tl.num_programs(2)."""
+    """Program (i, kv_head, j) computes every n-th of the partitions that query i sees, beginning with partition j. n is
+    tl.num_programs(2).
+    """
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
@@ -270,7 +274,9 @@ def _fold_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head): the result of the i-th sequence's query, from the workspace of `_decode_kernel`."""
+    """Program (i, kv_head) computes the result of the i-th sequence's query. It reads the workspace of
+    `_decode_kernel`.
+    """
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
@@ -313,7 +319,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head): the results of the rows of tile i."""
+    """Program (i, kv_head) computes the results of the rows of tile i."""
     tile, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence = tl.load(tiles_ptr + tile * 2)
     start = tl.load(starts_ptr + sequence)
@@ -374,7 +380,7 @@ def _partition(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the partial softmax of rows q [ROWS, SIZE] over the keys of a partition that lie in the rows' windows.
+    """Return the partial softmax of rows q [ROWS, SIZE] over those keys of a partition that lie in the rows' windows.
 
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
     before the first visible key or after the last token may belong to another sequence. Instead of a key that may
@@ -460,8 +466,8 @@ def _add_sinks(peak, total, out, sinks_ptr):
 
 @device_function
 def _base(peak):
-    """Return the score to subtract from all scores: the highest score, or 0 if no key was seen, since -inf - -inf is
-    NaN.
+    """Return the score to subtract from all scores: the highest score, or 0 if no key was seen, since (-inf) - (-inf)
+    is NaN.
     """
     return tl.where(peak == -float("inf"), 0.0, peak)
 

@@ -57,7 +57,8 @@ class _Lists(NamedTuple):
     """The pairs, expert by expert. All tensors are int32.
 
     `pairs`: [pairs]. `tiles`: [most, 3]. Each row describes one tile: its expert, and its start and end in `pairs`.
-    `counts`: [experts + 1], the number of pairs of each expert, then the number of tiles.
+    `counts`: [experts + 1]. The first elements are the numbers of pairs of the experts, and the last element is the
+    total number of tiles.
     """
 
     pairs: Tensor
@@ -66,10 +67,11 @@ class _Lists(NamedTuple):
 
 
 def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return (experts, gates) of logits [M, E], or the gates of the `chosen` experts: int32 and float32 [M, top_k].
+    """Return each row's experts (int32 [M, top_k]) and their gates (float32 [M, top_k]) for logits [M, E]. If `chosen`
+    is given, a row's experts are taken from `chosen` instead of being chosen by their logits.
 
-    A gate's denominator is the sum over the chosen experts, in the order of their ids, or over all experts, in the
-    order of `sum_in_pairs`.
+    The denominator of a gate is one of two sums: the sum over the chosen experts in the order of their ids, or the sum
+    over all experts in the order of `sum_in_pairs`.
     """
     logits = aligned(logits)
     rows, count = logits.shape
@@ -92,8 +94,8 @@ def experts(
     gates: Tensor,
     shared: Tensor | None = None,
 ) -> Tensor:
-    """Apply each row's experts to x [M, H], add the outputs by ascending expert id in float32, and add `shared` [M, H]:
-    [M, H].
+    """Apply each row's experts to x [M, H], add the outputs in float32 by ascending expert id, add `shared` [M, H], and
+    return the sum [M, H].
 
     Rows are processed in groups, so that the products of one group take at most MOST_MADE bytes.
     """
@@ -133,7 +135,7 @@ def _mix(
 
 
 def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
-    """Return the narrowest tile with at least twice as many tokens as an expert has rows on average.
+    """Return the narrowest tile that is at least twice as wide, in tokens, as the average number of rows per expert.
 
     With tiles of this width, few experts need a second tile. Multiplying unused columns of a tile takes less time than
     reading a weight twice.
@@ -152,7 +154,7 @@ def most_tiles(pairs: int, num_experts: int, width: int) -> int:
 
 
 def _list(experts: Tensor, num_experts: int, width: int) -> _Lists:
-    """Return the list of pairs of each expert, cut into tiles of this width, for experts [M, top_k]."""
+    """List the pairs of each expert, and cut each list into tiles of this width. `experts`: [M, top_k]."""
     pairs = experts.numel()
     shapes = (pairs,), (most_tiles(pairs, num_experts, width), 3), (num_experts + 1,)
     lists = _Lists(*(torch.empty(shape, dtype=torch.int32, device=experts.device) for shape in shapes))
@@ -197,8 +199,8 @@ def _route_kernel(
     NORMED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
-    """Program i: the experts of row i, and the gates of these experts. If `CHOSEN`, the experts are given; otherwise
-    the program chooses the experts with the highest logits.
+    """Program i computes the experts of row i and the gates of these experts. If `CHOSEN`, the experts are given;
+    otherwise the program chooses the experts with the highest logits.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SPAN)
@@ -233,8 +235,8 @@ def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
 
 @device_function
 def _are_best(logits, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.constexpr):
-    """Return a mask of the TOP_K experts with the highest logits, the lower ids first among equal logits. Any NaN ranks
-    highest.
+    """Return a mask of the TOP_K experts with the highest logits. Among experts with equal logits, lower ids are chosen
+    first. Any NaN ranks highest.
 
     Logits and ids are mapped to distinct integers, ordered by logit and then by descending id.
     """
@@ -248,7 +250,7 @@ def _are_best(logits, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.con
 
 @exact_jit
 def _count_kernel(experts_ptr, counts_ptr, pairs, TILE: tl.constexpr):
-    """Program i: the number of pairs of expert i."""
+    """Program i counts the pairs of expert i."""
     count = tl.zeros([TILE], tl.int32)
     for start in range(0, pairs, TILE):
         count += _of_expert(experts_ptr, start + tl.arange(0, TILE), pairs).to(tl.int32)
@@ -267,8 +269,8 @@ def _list_kernel(
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program i: the list of expert i, placed after the lists of experts with lower ids, and the tiles of expert i. The
-    last program counts all tiles.
+    """Program i writes the list and the tiles of expert i. The list is placed after the lists of experts with lower
+    ids. The last program counts all tiles.
     """
     expert, other, place = tl.program_id(0), tl.arange(0, SPAN), tl.arange(0, TILE)
     counts = tl.load(counts_ptr + other, mask=other < E, other=0)
@@ -320,10 +322,11 @@ def _gate_up_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (i, tile): block i of the features of a tile's inner rows. The rows are stored in the order of the lists.
+    """Program (i, tile) computes the inner rows of a tile, but only block i of their features. The rows are stored in
+    the order of the lists.
 
-    The upper half of a tile's features belongs to gate, the lower half to up. `features`, `columns` and `piece` are
-    counted in units (`products.unit`).
+    The first half of a tile's features belongs to `gate`, and the second half belongs to `up`. `features`, `columns`
+    and `piece` are counted in units (`products.unit`).
     """
     if tl.program_id(1) >= tl.load(counts_ptr + E):
         return
@@ -416,8 +419,8 @@ def _product(
 def _add_kernel(
     made_ptr, shared_ptr, out_ptr, features, SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Program (row, i): the i-th block of columns of the sum over a row's experts, added in the order in which the row
-    lists the experts.
+    """Program (row, i) adds the outputs of a row's experts in block i of the columns. The outputs are added in the
+    order in which the row lists the experts.
     """
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

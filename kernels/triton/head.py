@@ -73,8 +73,8 @@ def _choose(
 def _choose_and_sum(
     logits: Tensor, targets: Tensor, temperatures: Tensor, raw: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the results of `_choose`, and for each row the highest logit and the sum of exp(logit - highest), each
-    float32 [M].
+    """Return the results of `_choose`, followed by two float32 tensors [M]: the highest logit of each row, and the sum
+    of exp(logit - highest) over each row.
     """
     rows, vocab_size = logits.shape
     sections = -(-vocab_size // SECTION)
@@ -134,8 +134,9 @@ def _reduce_section_kernel(
 ) -> None:
     """One program per section of a row: compute the partial results that `_fold_sections_kernel` folds.
 
-    `peaks`, `totals`: the highest logit of the log-prob's distribution, and the sum of exp(logit - peak). `bests`,
-    `best_ids`: the highest score by which the token is chosen, and the lowest id with this score. NaN ranks highest.
+    `peaks`: the highest of the logits from which the log-prob is computed. `totals`: the sum of exp(logit - peak) over
+    these logits. `bests`: the highest of the scores by which the token is chosen. `best_ids`: the lowest id with this
+    score. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)
@@ -176,8 +177,8 @@ def _fold_sections_kernel(
     SECTIONS: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """One program per row: the row's token, the token's log-prob, whether the result is valid, and the folded sums of
-    the row's sections.
+    """One program per row: compute the row's token, the token's log-prob, whether the result is valid, and the folded
+    sums of the row's sections.
     """
     row = tl.program_id(0).to(tl.int64)
     sections = tl.arange(0, SPAN)
@@ -214,7 +215,7 @@ def _statistics_kernel(
     SECTION: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """One program per row: the log-probs of `count` of the row's logits, and the entropy of the row."""
+    """One program per row: compute the log-probs of `count` listed logits of the row, and the row's entropy."""
     row = tl.program_id(0).to(tl.int64)
     peak, total = tl.load(peak_ptr + row), tl.load(total_ptr + row)
     weighted = 0.0  # the sum of (logit - peak) * exp(logit - peak)
@@ -240,8 +241,8 @@ def _count_kept_kernel(
     V: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Count how many of a row's logits, in descending order, the filters keep. The count of a row with NaN is
-    arbitrary.
+    """Count the logits that the filters keep in a row. The row's logits are sorted in descending order. The count of a
+    row with NaN is arbitrary.
 
     All logits after the first dropped logit are dropped, so that rounding cannot keep a logit below a dropped logit.
     """
@@ -276,7 +277,9 @@ def _weights(
 
 @device_function
 def philox_words(seed: tl.tensor, position: tl.tensor, counter: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Return random words, uint32 [COUNT], for the ids from 4 * counter on: the words of `reference.philox`."""
+    """Return COUNT random words (uint32) for the ids that begin at 4 * counter. The words equal those of
+    `reference.philox`.
+    """
     counters = counter + tl.arange(0, COUNT // 4)
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     words = tl.philox(seed, counters, low, high, 0)

@@ -1,4 +1,4 @@
-"""Compile and launch kernels, with the settings that change bits pinned.
+"""Compile and launch kernels. Settings that could change bits are pinned.
 
 The layout of a tile determines the order in which the tile's sums are added. The compiler chooses layouts by the known
 properties of a kernel's arguments, so each compilation must know the same properties. Pointers are multiples of 16
@@ -92,7 +92,7 @@ def exact_jit(function: Callable[..., None]) -> Any:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 1, **constants: Any) -> None:
     """Run a kernel of `exact_jit` on a grid of programs; do nothing if the grid is empty.
 
-    `args`: tensors, ints below 2**31 and floats, in the kernel's order. `constants`: the kernel's `tl.constexpr`
+    `args`: tensors, floats, and ints below 2**31, in the kernel's order. `constants`: the kernel's `tl.constexpr`
     arguments. Raise ValueError for a tensor that is not contiguous or does not begin at a multiple of 16 bytes.
     """
     if 0 in grid:

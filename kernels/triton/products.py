@@ -1,23 +1,23 @@
 """Products of tokens with weights. The bits of a product's elements do not depend on the number of tokens.
 
-An element of a product is the sum over K of a weight row times a token. The shape of the weight alone determines the
-pieces that K is cut into (split-K, `k_splits`). A piece is summed by one chain of matrix instructions, from zero and in
-ascending order, 16 columns at a time. The sums of the pieces are added to +0.0 in ascending order. The tile of a
-program, and the number of columns that a program loads at a time, may depend on the number of tokens. The tile and the
-number of columns loaded at a time do not affect the order in which an element's products are added. One program may sum
-all pieces of its tile, or each piece may have its own program, which writes the sum (a "part") to a workspace. Features
-are on the M side of the instruction, which holds 64 features (sm_80: 16; sm_100: 64 or 128, depending on the tile).
-Tokens are on the N side of the instruction, which holds all tokens of the tile.
+An element of a product is the sum over K of a weight row times a token. Only the shape of the weight determines how K
+is cut into pieces (split-K, `k_splits`). One chain of matrix instructions sums a piece: the chain starts from zero and
+adds 16 columns at a time, in ascending order of the columns. The sums of the pieces are added to +0.0 in the order of
+the pieces. The tile of a program, and the number of columns that a program loads at a time, may depend on the number of
+tokens. The tile and the number of columns loaded at a time do not affect the order in which an element's products are
+added. One program may sum all pieces of its tile, or each piece may have its own program, which writes the sum (a
+"part") to a workspace. Features are on the M side of the instruction, which holds 64 features (sm_80: 16; sm_100: 64 or
+128, depending on the tile). Tokens are on the N side of the instruction, which holds all tokens of the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
 part of +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts are
 +0.0.
 
 Owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias, residual,
-activation. Does not own norms, or the epilogue of the products of q, k and v. Activations are copied if `launch` cannot
-use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a shard, which holds
-some rows of a whole weight. A product with a shard has the same bits as with the whole weight if `full_rows` is the
-whole weight's number of rows.
+activation. Does not own norms, or the epilogue of the products with the weights of q, k and v. Activations are copied
+if `launch` cannot use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a
+shard, which holds some rows of a whole weight. If `full_rows` is the whole weight's number of rows, each element of a
+product has the same bits with the shard as with the whole weight.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
@@ -50,9 +50,9 @@ from .machine import H100
 
 
 class Tile(NamedTuple):
-    """The work of one program: `features` x (`tokens` + `more`) elements, from `depth` columns of K at a time.
-
-    `more`: tokens in a second accumulator, since no accumulator has 96 or 288 tokens.
+    """The work of one program, which computes `features` x (`tokens` + `more`) elements and loads `depth` columns of K
+    at a time. `more`: the number of tokens in a second accumulator. With a second accumulator, a tile can have, for
+    example, 96 or 288 tokens.
     """
 
     features: int
@@ -102,8 +102,8 @@ Way: TypeAlias = tuple[Tile, bool]
 
 
 class Factor(NamedTuple):
-    """Weights that one kernel multiplies side by side, all with the same number of columns, and the number of pieces
-    that each weight's columns are cut into.
+    """The weights that one kernel multiplies side by side. All weights have the same number of columns. `pieces`: for
+    each weight, the number of pieces that its columns are cut into.
     """
 
     weights: tuple[Tensor, ...]
@@ -151,14 +151,17 @@ def project_back(
     """Return linear(x, weight, bias), plus residual [M, N] if given: [M, N]. The product is rounded before the residual
     is added, and the sum is rounded again.
 
-    Raise ConfigError unless `pieces`, as in `Backend.project_back`, is 1. `k_splits` cuts K independently of `pieces`.
+    Raise ConfigError unless `pieces` is 1. `pieces` has the same meaning as in `Backend.project_back`. `k_splits` cuts
+    K independently of `pieces`.
     """
     check_pieces(pieces)
     return _linear(x, weight, bias, residual, x.dtype, full_rows)
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
-    """Return the bits of gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
+    """Return gate_mul(linear(x, gate), linear(x, up), activation), to the bit. `gate` and `up` are [I, H]; the result
+    is [M, I].
+    """
     x, factor = aligned(x), factor_of((gate, up), (full_rows,) * 2)
     out = x.new_empty(len(x), len(gate))
     tile, apart = way_of(len(x), factor)
@@ -180,7 +183,7 @@ def qkv_parts(
     *,
     full_rows: tuple[int | None, int | None, int | None] = (None, None, None),
 ) -> Tensor:
-    """Return the products of hidden [M, H] with weights [Nq, H], [Nk, H] and [Nv, H], side by side, in parts.
+    """Multiply hidden [M, H] by weights [Nq, H], [Nk, H] and [Nv, H], and return the products side by side, in parts.
 
     The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. Summing the parts,
     adding a bias and rounding once gives the same bits as `linear` with each weight alone.
@@ -217,7 +220,7 @@ def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) ->
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """Return the fastest way, by the cost model, to compute a product with this many tokens."""
+    """Return the way that the cost model predicts to be the fastest for a product with this many tokens."""
     return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
@@ -241,8 +244,8 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> li
 
 
 def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: int) -> tuple[float, int, int]:
-    """Return the sort key of one way to compute a product: modelled seconds, then token tiles if there are
-    few tokens, then the tile's size.
+    """Return the sort key of one way to compute a product: modelled seconds, then the number of token tiles (if there
+    are few tokens), then the tile's size.
 
     The modelled seconds on an H100 are the time of the slowest resource, plus the time to fold the parts.
     """
@@ -269,7 +272,9 @@ def _cost(tile: Tile, tokens: int, columns: int, rows: tuple[int, ...], parts: i
 
 
 def _grid(tile: Tile, tokens: int, features: Sequence[int]) -> tuple[int, int]:
-    """Return two counts: the tiles of features, where each weight is cut separately, and the tiles of tokens."""
+    """Return two numbers: how many tiles of features and how many tiles of tokens there are. The features of each
+    weight are cut into tiles separately.
+    """
     return sum(divide_up(n, tile.features) for n in features), divide_up(tokens, tile.width)
 
 
@@ -360,8 +365,8 @@ def _places(tile, TOKENS: tl.constexpr, MORE: tl.constexpr):
 
 @device_function
 def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
-    """Return the products of weight rows and both accumulators' tokens over columns [start, stop): float32 [rows,
-    tokens].
+    """Multiply weight rows by the tokens of both accumulators over columns [start, stop). Return the sums of each
+    accumulator: float32 [rows, tokens].
 
     `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`; `stop` is a multiple of `DEPTH` or equals
     `columns`. Without `MORE`, the sums of the second accumulator are zeros.
@@ -408,7 +413,7 @@ def sums_of_pieces(
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Sum pieces of `piece` columns each and add the sums to +0.0 in ascending order."""
+    """Sum pieces of `piece` columns each, and add the sums to +0.0 in the order of the pieces."""
     total, more = _zeros(w_row, x_rows)
     if CUT:
         for start in range(0, columns, piece):
@@ -425,9 +430,9 @@ def sums_of_pieces(
 
 @device_function
 def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.constexpr):
-    """Add elements of parts [PIECES, tokens, width] to +0.0 in ascending order: float32 in the shape of `inside`.
-
-    `token` and `column` (a number or a tile each) select the elements; elements that are not `inside` give 0.
+    """Add elements of parts [PIECES, tokens, width] to +0.0 in the order of the parts. The result is float32 and has
+    the shape of `inside`. `token` and `column` (each is a number or a tile) select the elements; elements that are not
+    `inside` give 0.
     """
     total = tl.zeros(inside.shape, tl.float32)
     for piece in tl.static_range(PIECES):  # type: ignore[reportGeneralTypeIssues]
@@ -438,7 +443,7 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
 
 @device_function
 def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
-    """Return activation(gate) * up for float32 tiles, to be rounded once."""
+    """Return activation(gate) * up for float32 tiles. The calling code rounds the result once."""
     if ACTIVATION == "clamped_silu":  # comparisons keep NaN
         gate = tl.where(gate > _CLAMP, _CLAMP, gate)
         up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
@@ -454,8 +459,8 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
 
 @device_function
 def gate_mul_halves(total, out_ptr, ACTIVATION: tl.constexpr):
-    """Return gate_mul of the upper and the lower half of a tile. Gate and up are first rounded to the dtype of
-    `out_ptr`.
+    """Return gate_mul of the upper half of a tile (`gate`) and the lower half (`up`). Both halves are first rounded to
+    the dtype of `out_ptr`.
     """
     total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(total.reshape(2, total.shape[0] // 2, total.shape[1]).permute(1, 2, 0))
@@ -535,8 +540,8 @@ def _linear_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of a product over all pieces, with the epilogue. `features`, `columns` and `piece` are counted in
-    units.
+    """Computes one tile of a product: sums all pieces, then applies the epilogue. `features`, `columns` and `piece` are
+    counted in units.
     """
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
@@ -568,7 +573,7 @@ def _gate_up_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Like `_linear_kernel`, for tiles with gate in the upper half and up in the lower half."""
+    """Like `_linear_kernel`, for tiles with `gate` in the upper half and `up` in the lower half."""
     features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
@@ -611,8 +616,9 @@ def _parts_kernel(
     MORE: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One tile of the product with a, b or c: one piece (`APART`), or all pieces. Each part holds the products of a, b
-    and c side by side.
+    """Computes one tile of the product of x with one of the weights a, b and c. With `APART`, the program sums one
+    piece of the tile, otherwise all pieces. Each part holds the product with a, the product with b and the product with
+    c, side by side.
     """
     columns, a_rows, b_rows, c_rows = columns * UNIT, a_rows * WIDTH_UNIT, b_rows * WIDTH_UNIT, c_rows * WIDTH_UNIT
     tiles = _tile_of_program()
@@ -666,7 +672,7 @@ def _fold_kernel(
 def _fold_gate_up_kernel(
     parts_ptr, out_ptr, tokens, features, ACTIVATION: tl.constexpr, PIECES: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Fold the parts of one token, gate and up side by side, and store gate_mul of gate and up."""
+    """Fold the parts of one token, which hold `gate` and `up` side by side. Store gate_mul of `gate` and `up`."""
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features

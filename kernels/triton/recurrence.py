@@ -7,7 +7,7 @@ in the same order for prompts and decodes, so results do not depend on how a pro
   independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the
   next token while it computes the current token. Every program has a tile of the same shape, in one warp, so the layout
   of the tile fixes the order of a sum over keys. More columns per program would leave most of a GPU idle for a single
-  prompt. Fewer than 8 columns would waste reads, since memory reads at least 8 float32 values at once.
+  prompt. Fewer than 8 columns would waste bandwidth, since each access to memory reads at least 8 float32 values.
 - The convolution: a program takes some rows of one sequence and some channels. The program sums each element
   separately, starting with the oldest token. The program of a sequence's first rows reads the old tail and writes the
   new tail. No other program reads the old tail.
@@ -45,8 +45,9 @@ class _Places(NamedTuple):
     """The location of each sequence's rows in a batch. The tensors are int64, and the kernels read them only if
     `listed`.
 
-    `pieces`: [n, 2], for each program of a convolution, the sequence and the first row that the program takes.
-    `starts`: `query_starts`. `drafted`: [num_sequences], the number of drafted rows.
+    `pieces` has the shape [n, 2], and holds the sequence and the first row that each program of a convolution takes.
+    `starts`: `query_starts`. `drafted` has the shape [num_sequences], and holds the number of drafted rows of each
+    sequence.
     """
 
     listed: bool
@@ -56,9 +57,9 @@ class _Places(NamedTuple):
 
 
 def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
-    """Return SiLU of a causal convolution of each channel: [M, C] for x [M, C] and weight [C, 1, K].
+    """Convolve each channel of x [M, C] causally with weight [C, 1, K], and apply SiLU. Return [M, C].
 
-    `tails`: [slots, K - 1, C], contiguous, read and written as in `Backend.convolve`.
+    `tails`: a contiguous tensor [slots, K - 1, C], which is read and written as in `Backend.convolve`.
     """
     x, places = aligned(x), _places(batch)
     out, channels = torch.empty_like(x), x.shape[1]
@@ -79,9 +80,9 @@ def delta_rule(
     states: Tensor,
     batch: StateBatch,
 ) -> Tensor:
-    """Run the recurrence of `Backend.delta_rule`: [M, value_heads, V].
+    """Run the recurrence of `Backend.delta_rule`, and return [M, value_heads, V].
 
-    `states`: float32 [slots, value_heads, K, V], contiguous.
+    `states`: a contiguous float32 tensor [slots, value_heads, K, V].
     """
     places, heads, size = _places(batch), spec.num_value_heads, spec.value_head_dim
     out = qkv.new_empty(len(qkv), heads, size)
@@ -185,7 +186,9 @@ def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.co
 
 @device_function
 def _move_tail(x, slot, count, channel, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """Store the last of the first `count` rows of a sequence in a slot, possibly the slot of its old tail."""
+    """Store in `slot` the tail that a sequence has after its first `count` rows. `slot` may be the slot of the old
+    tail.
+    """
     KEPT: tl.constexpr = KERNEL - 1
     place = tl.arange(0, triton.next_power_of_2(KEPT))[:, None]  # type: ignore[reportArgumentType]
     inside = (place < KEPT) & (channel < CHANNELS)
@@ -216,7 +219,7 @@ def _delta_rule_kernel(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program per tile of columns, for each sequence and value head. Neighbouring programs read neighbouring
+    """There is one program for each sequence, value head and tile of columns. Neighbouring programs read neighbouring
     memory.
     """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_SIZE + HEADS * SIZE

@@ -1,5 +1,5 @@
 """Kernels that process each row separately: norms, activations, rotations, writes to the cache, and the epilogue of the
-products of q, k and v. The products themselves are in products.py.
+matrix products that give q, k and v. The matrix products themselves are in products.py.
 
 A program takes one row, or one head of a row, as two halves, since `rope` rotates each element of one half with its
 counterpart in the other half. Norms sum a row in an explicit order (neighbours first) that does not depend on the
@@ -28,7 +28,8 @@ _ACTIVATION_TILE = 1024
 
 
 def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-    """Divide x [M, H] by its root mean square, round to the dtype, and multiply by weight [H]: [M, H].
+    """Divide each row of x [M, H] by the root mean square of the row, round to the dtype, and multiply by weight [H].
+    Return [M, H].
 
     With a zero-centered norm, the quotient is multiplied by 1 + weight in float32, and only the product is rounded.
     """
@@ -42,7 +43,7 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
 
 
 def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return activation(gate) * up for tensors of one shape, rounded once."""
+    """Return activation(gate) * up, rounded once. Both tensors have the same shape."""
     gate, up = aligned(gate), aligned(up)
     out = torch.empty_like(gate)
     columns = gate.shape[-1]
@@ -53,8 +54,8 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
 
 
 def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate x [M, heads, D] by (cosines, sines), both float32 [M, P]: [M, heads, D]. Elements of a head at index 2 P
-    and above stay unchanged.
+    """Rotate x [M, heads, D] by (cosines, sines), which are float32 [M, P]. Return [M, heads, D]. Elements of a head at
+    index 2 P and above stay unchanged.
     """
     turned = 2 * rotation[0].shape[1]
     if turned < x.shape[2]:
@@ -84,12 +85,12 @@ def qkv_epilogue(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    """Return queries [M, heads, D] from the products of q, k and v, and store keys and values in the caches as
-    `write_kv` does.
+    """Compute queries, keys and values from `parts`. Return the queries [M, heads, D], and store keys and values in the
+    caches as `write_kv` does.
 
-    `parts`: float32 [pieces, M, (heads + 2 * kv_heads) * D], sums over pieces of K, with q, k and v side by side.
-    `qk_norms`: the norm weights [D] of q's heads and of k's heads, or None. `norm`: the spec of both norms, or None.
-    The other arguments are documented at `Backend.qkv`.
+    `parts`: float32 [pieces, M, (heads + 2 * kv_heads) * D]. Each matrix `parts[i]` has the sums over one piece of K,
+    with the columns of q, k and v side by side. `qk_norms`: the norm weights [D] of q's heads and of k's heads, or
+    None. `norm`: the spec of both norms, or None. The other arguments are documented at `Backend.qkv`.
     """
     pieces, rows, columns = parts.shape
     kv_heads, size = k_cache.shape[2:]
@@ -195,7 +196,7 @@ def _fold_head(
     SIZE: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """Return one head of a row of the product, plus the bias of the head, rounded to the dtype of `out_ptr`."""
+    """For one row of the product, return one head plus the head's bias, rounded to the dtype of `out_ptr`."""
     parts_ptr, rows, row = parts
     HALF: tl.constexpr = SIZE // 2
     place = tl.arange(0, triton.next_power_of_2(HALF))  # type: ignore[reportArgumentType]
@@ -210,7 +211,8 @@ def _fold_head(
 
 @device_function
 def _norm(x, weight_ptr, eps, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
-    """Divide halves by the root mean square of the row, round to the weight's dtype, and multiply by the weight.
+    """Divide both halves of a row by the root mean square of the row, round to the weight's dtype, and multiply by the
+    weight.
 
     If `ZERO_CENTERED`, multiply the unrounded quotient by 1 + the weight.
     """
@@ -267,7 +269,7 @@ def _is_finite(x):
 
 @device_function
 def _load_halves(ptr, SIZE: tl.constexpr):
-    """Load the row [SIZE] at `ptr` as two float32 tiles, padded with zeros. The first half of an odd row has one more
+    """Load the row [SIZE] at `ptr` as two float32 tiles, padded with zeros. If SIZE is odd, the first half has one more
     element.
     """
     FIRST: tl.constexpr = (SIZE + 1) // 2

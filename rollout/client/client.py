@@ -168,8 +168,8 @@ class AsyncRolloutClient:
           for example after a restart, the call raises StaleWeightsError. After a request has begun, a push with
           `allow_older` may still replace the weights with older weights. The version spans of a sample show which
           weights generated which tokens.
-        - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings weights of at least
-          `min_weight_version`.
+        - `wait_for_weights`: instead of raising StaleWeightsError, wait until a push brings the version
+          `min_weight_version` or a later version.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand["while_connected"] = self._while_connected
@@ -333,7 +333,7 @@ class AsyncRolloutClient:
     ) -> int:
         """Abort requests, or only sample `index` of each request. Return the number of aborted samples.
 
-        The call that requested an aborted sample returns the sample with its tokens so far and finish reason `abort`.
+        For an aborted sample, the call that requested it returns the tokens so far, with the finish reason `abort`.
         Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. All other requests are
         aborted before this error is raised.
         """
@@ -416,7 +416,7 @@ class AsyncRolloutClient:
         return await self._ask_status(protocol.Invalidate(id=protocol.new_id()))
 
     async def weight_checksums(self) -> protocol.Checksums:
-        """Return the XXH3 hash of the bytes of every served parameter.
+        """Return one XXH3 hash for each served parameter, computed from the parameter's bytes.
 
         The worker computes the hashes between two engine steps, so the next step waits for the hashes.
         """
@@ -458,9 +458,10 @@ class AsyncRolloutClient:
         """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
         Each sample is yielded once. If deltas were requested, they are yielded before their sample. `what`: name of the
-        caller's argument, for error texts: with `prompts`, an error names `prompts[3]`. `errors`: with `return`, errors
-        are yielded instead of raised. `in_groups`: the caller uses samples only after their group has ended. With
-        `in_groups`, a client of several workers may restart a group and yield the group's samples again.
+        caller's argument, which error texts contain. If the name is `prompts`, an error text begins, for example, with
+        `prompts[3]`. `errors`: with `return`, errors are yielded instead of raised. `in_groups`: the caller uses
+        samples only after their group has ended. With `in_groups`, a client of several workers may restart a group and
+        yield the group's samples again.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()

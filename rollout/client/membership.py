@@ -248,8 +248,8 @@ def _replace(path: Path, text: str, mode: int) -> None:
 
 
 def is_fleet(target: str) -> bool:
-    """Return whether a string is the path of a fleet's file or several addresses, rather than the address of one
-    worker.
+    """Return False if a string is the address of one worker. Return True for several addresses, and for the path of a
+    fleet's file.
     """
     return "://" not in target or "," in target
 

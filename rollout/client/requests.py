@@ -39,8 +39,8 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """Return a message for each prompt. With `errors="return"`, the list has an error instead of a message for each
-    invalid prompt.
+    """Return a message for each prompt. With `errors="return"`, the list has, for each invalid prompt, an error instead
+    of a message.
 
     `demand`: message fields `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """
@@ -105,7 +105,7 @@ def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None
     if seed is None:
         if own and isinstance(given, SamplingParams) and len(all_params) > 1:
             raise InvalidRequestError(
-                f"params: with seed {given.seed} all {len(all_params)} prompts would draw the same noise; call "
+                f"params: with seed {given.seed}, all {len(all_params)} prompts would draw the same noise; call "
                 f"generate(..., seed={given.seed}), or give a list of params",
                 field="params",
                 value=given.seed,

@@ -76,7 +76,9 @@ def ask_for_all(request: Request) -> Ask:
 
 
 def ask_for_missing(request: protocol.Generate, missing: Collection[int], parts: Mapping[int, SampleOutput]) -> Ask:
-    """Return an `Ask` for the samples `missing`. For a sample in `parts`, request only the remaining tokens."""
+    """Return an `Ask` for the samples with the indices `missing`. For a sample in `parts`, request only the remaining
+    tokens.
+    """
     caller = protocol.new_id()
     messages: dict[int | None, Request] = {}
     for index in missing:

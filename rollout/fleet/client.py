@@ -188,7 +188,7 @@ class AsyncFleetClient(AsyncRolloutClient):
 
     async def ask(self, message: protocol.Call) -> protocol.FromWorker:
         """Send a lifecycle call to all current members. Return the state of the least ready worker and the oldest
-        weight version of all workers. Raise the first error, except errors that mean that a worker is lost.
+        weight version of all workers. Raise the first error that does not mean that a worker is lost.
         """
         await self._pool.start()
         self._pool.follow()

@@ -1,4 +1,4 @@
-"""Choose a worker for a group among the eligible workers.
+"""Choose one of the eligible workers for a group.
 
 Owns: the placement of groups on workers, and the speed of recently finished groups. Does not own: which workers are
 eligible (`WorkerPool`).
@@ -32,7 +32,7 @@ class Dispatch:
 
     @property
     def looks(self) -> dict[str, int]:
-        """Number of health checks of each eligible worker, by worker key."""
+        """A map from the key of each eligible worker to its number of health checks."""
         return {key: link.num_looks for key, link in self._open.items()}
 
     @property

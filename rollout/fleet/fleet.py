@@ -1,4 +1,4 @@
-"""Keep a fleet of workers with the same model running on a Ray cluster.
+"""Run and maintain a fleet of workers with the same model on a Ray cluster.
 
 Owns: a local Ray cluster or the connection to another cluster, and the objects `Scaler`, `Keeper`, `Slots` and
 `FleetWeights`. Does not own: requests, which clients send to the workers directly.
@@ -127,8 +127,8 @@ class Fleet:
             raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
-        """Return the process ids of each running worker by name, as pairs (Ray actor, worker). Both processes run on
-        the worker's machine.
+        """Return a pair of process ids for each running worker, by the worker's name. The first id is the id of the Ray
+        actor, and the second is the id of the worker. Both processes run on the worker's machine.
         """
         return {slot.name: worker.pids for slot in self._slots if (worker := slot.worker) is not None}
 
@@ -142,8 +142,8 @@ class Fleet:
         self._weights.note(note)
 
     def health(self) -> protocol.Health:
-        """Return the health of the fleet, up to half a second old; see `FleetClient.health`. Raise WorkerLostError
-        while no worker runs.
+        """Return the health of the fleet; see `FleetClient.health`. The result may be up to half a second old. Raise
+        WorkerLostError while no worker runs.
         """
         found = [report.health for report in self.reports().values() if report.health is not None]
         if not found:

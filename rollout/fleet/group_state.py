@@ -153,8 +153,8 @@ class GroupState:
         return [] if goes_on else self._finish(reply)
 
     def _whole(self, ask: Ask, own: int, reply: protocol.FinishedSample) -> protocol.FinishedSample:
-        """Return a worker's sample with this request's id and index, joined with the tokens that an earlier worker
-        generated.
+        """Return a worker's sample, joined with the tokens that an earlier worker generated. The sample gets this
+        request's id and the index `own`.
         """
         if own in ask.prior:
             reply = protocol.sample_message(reply.id, joined(ask.prior[own], protocol.sample_output(reply)))

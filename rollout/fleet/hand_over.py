@@ -218,7 +218,7 @@ def _content_of(folder: Path) -> list[Path]:
 
 
 def _has_base(manifest: FolderManifest, adapters: Adapters) -> bool:
-    """Return whether a push contains the base weights that the adapters need, by comparing checksums."""
+    """Compare checksums, and return whether a push contains the base weights that the adapters need."""
     if manifest.adapters is not None and manifest.adapters.is_alone:
         return False
     found = [(manifest.checksums[name], value) for name, value in adapters.base or () if name in manifest.checksums]

@@ -69,7 +69,7 @@ class _Failures:
 
 
 class Joining:
-    """Attempts to give the fleet's weights to the worker `name`, or to a worker that replaces it.
+    """The attempts to give the fleet's weights to the worker `name`, or to a worker that replaces it.
 
     `num_failures`: number of failed hand-overs to the worker and its replacements. `trouble`: error text of the last
     hand-over; empty if it succeeded. `error`: the error with which the fleet gave up; None while the fleet keeps

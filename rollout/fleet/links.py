@@ -1,6 +1,6 @@
 """A client's view of the workers of a fleet: the members, with a client and the last health report of each member.
 
-Owns: the clients of the workers, until they are disconnected. Does not own: when a worker's health is checked, or
+Owns: the client of each worker, until the client is disconnected. Does not own: when a worker's health is checked, or
 whether a worker gets requests (`WorkerPool`).
 """
 

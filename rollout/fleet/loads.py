@@ -64,8 +64,8 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """Return a hash of `key` for each worker, uint64 [num_workers]. The next call to this method overwrites the
-        array.
+        """For each worker, return a hash of `key`. The result is a uint64 array [num_workers], which the next call to
+        this method overwrites.
         """
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)

@@ -36,7 +36,7 @@ class WorkerReport:
 
 
 class FleetMetrics:
-    """A collector of metrics. `reports`: function that returns the current report of each worker by its name."""
+    """A collector of metrics. `reports`: function that returns a map from worker names to current reports."""
 
     def __init__(self, reports: Callable[[], Mapping[str, WorkerReport]]) -> None:
         self._reports = reports

@@ -12,8 +12,8 @@ find their prefix in the worker's cache.
 
 If no prefix of the prompt is known, workers are ranked for the prompt by rendezvous hashing (Thaler, Ravishankar 1998).
 The less loaded of the two highest-ranked workers gets the group. So independent clients choose between the same two
-workers. When a worker joins or leaves, the order of the other workers does not change. Prefixes that more than half the
-fleet holds are treated as unknown, because they favor no particular worker.
+workers. When a worker joins or leaves, the order of the other workers does not change. If more than half of the workers
+hold a prefix, the prefix is treated as unknown, because it favors no particular worker.
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets no groups, unless
@@ -108,8 +108,8 @@ class Placed:
 class Placement:
     """Places groups on the workers of a fleet. A new object has no workers.
 
-    - `capacity`: maximum number of known prefixes, at least 2; the `capacity // 2` most recently used prefixes are
-      always kept. A good value is the number of pieces that fit into the caches of all workers.
+    - `capacity`: maximum number of known prefixes; must be 2 or more. The `capacity // 2` most recently used prefixes
+      are always kept. A good value is the number of pieces that fit into the caches of all workers.
     - `free_load`: a worker with less load than this is never full, even if the other workers are idle. A good value is
       the load that a worker can compute in parallel.
 
@@ -178,8 +178,8 @@ class Placement:
         self, holders: list[Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[Worker | None, int]:
         """Among the workers that are not full, find a holder of the longest prefix. Return the worker, and the number
-        of the prompt's prefixes that it holds; (None, 0) if no such worker holds a prefix. Skip prefixes that more than
-        half the fleet holds.
+        of the prompt's prefixes that it holds; (None, 0) if no such worker holds a prefix. Skip a prefix if more than
+        half of the workers hold it.
         """
         start, looked_at = _next(prompt, holders), 0
         for known in range(len(holders), 0, -1):
@@ -193,8 +193,8 @@ class Placement:
         return None, 0
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
-        """Among a few holders, starting at position `start`, return the worker with the least pressure. Return None if
-        all these holders are full or must be avoided.
+        """Compare a few holders, beginning with the holder at position `start`, and return the worker with the least
+        pressure. Return None if all these holders are full or must be avoided.
         """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):

@@ -1,9 +1,9 @@
 """The use of Ray: a cluster with one actor for each worker; the actor runs the worker's process.
 
-Owns: the connection to the cluster, and the cluster itself if this process started it. Through Ray, only a worker's
-settings, address, process ids, error and exit code are transferred. A worker ends when its actor ends, even if the
-actor is killed, because the worker reads from a pipe that the actor holds open. A cluster that does not require a token
-is joined only if the settings permit it.
+Owns: the connection to the cluster, and the cluster itself if this process started it. Only the settings, the address,
+the process ids, the error and the exit code of a worker are sent through Ray. A worker ends when its actor ends, even
+if the actor is killed, because the worker reads from a pipe that the actor holds open. A cluster that does not require
+a token is joined only if the settings permit it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def _outliving_its_raylet() -> Iterator[None]:
 
     On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
     the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
-    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends it with its raylet. If a
-    service manager starts the fleet, Ray would treat the fleet as an orphan. So the variable is set to the id of
-    this process.
+    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends the process together with
+    the process's raylet. If a service manager starts the fleet, Ray would treat the fleet as an orphan. So the variable
+    is set to the id of this process.
     """
     if _RAYLET in os.environ:
         yield

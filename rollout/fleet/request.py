@@ -1,7 +1,7 @@
-"""One request of a fleet's client, with its attempts at one or more workers.
+"""One request of a fleet's client, and the attempts to run the request on one or more workers.
 
-Owns: the tasks that send the request to workers, and the wait for an eligible worker, which `patience` limits. Does not
-own: the samples that have arrived and the content of the next `Ask` (`GroupState`), or the workers (`WorkerPool`).
+Owns: the tasks that send the request to workers, and the wait for an eligible worker. `patience` limits the wait. Does
+not own: the samples that have arrived and the content of the next `Ask` (`GroupState`), or the workers (`WorkerPool`).
 
 Guarantees: the request gets exactly one terminal reply, whatever happens to its workers. If a worker's replies are no
 longer needed, the request is aborted at this worker.
@@ -173,7 +173,9 @@ class FleetRequest:
         return self._state.setbacks.avoided(self._looks(), is_late)
 
     def _looks(self) -> dict[str, int]:
-        """Return the number of health checks of each eligible worker; empty if no worker has refused the request."""
+        """Map each eligible worker to its number of health checks. The map is empty if no worker has refused the
+        request.
+        """
         return self._pool.dispatch.looks if self._state.setbacks.first_refusal else {}
 
     def _ask(self, link: Link, placed: Placed) -> None:

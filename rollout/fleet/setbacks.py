@@ -19,7 +19,7 @@ because the request may be the cause.
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A worker's refusal of a request. `num_looks`: number of health checks of the worker at the time of the refusal.
+    """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal.
     After the next health check, the refusal no longer counts, even if the health report has not changed: the worker may
     have been full only between the two health checks.
     """
@@ -32,7 +32,7 @@ class Setbacks:
     """The workers that were lost while they ran one request, and the workers that refused the request. `num_losses`:
     number of workers that were lost while they ran the request.
 
-    The argument `looks` of the methods is the number of health checks of each eligible worker, by the worker's key.
+    The argument `looks` of the methods maps the key of each eligible worker to its number of health checks.
     """
 
     def __init__(self) -> None:
@@ -54,8 +54,8 @@ class Setbacks:
             self._refusals[worker] = _Refusal(refusal, num_looks)
 
     def avoided(self, looks: Mapping[str, int], is_late: bool) -> set[str]:
-        """Return the keys of the workers that must not get the request now. `is_late`: `patience` seconds have passed,
-        so include workers that refused the request because of their state.
+        """Return the keys of the workers that must not get the request now. `is_late`: whether `patience` seconds have
+        passed. If so, the result includes workers that refused the request because of their state.
         """
         return self._refusing(looks) | (self._rejecting if is_late else set())
 

@@ -23,9 +23,9 @@ class Slot:
     """A slot for one worker of the fleet, with the current worker.
 
     `num_starts`: number of workers started so far. `first_error`: error with which the slot's first worker failed to
-    run; None once a worker runs. `waits_since`: for a worker that waits for a push, the number of `scale` calls before
-    the last attempt to give the worker its weights; None for other workers. A worker waits for a push if no copy of the
-    weights is left.
+    run; None once a worker runs. A worker waits for a push if no copy of the weights is left. `waits_since`: the value
+    that `Slots.num_scales` had at the last attempt to give weights to the waiting worker; None if the worker does not
+    wait for a push.
     """
 
     name: str

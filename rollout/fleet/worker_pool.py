@@ -1,4 +1,5 @@
-"""The workers of a fleet from a client's view: the members, their health, and the members that are eligible for groups.
+"""The workers of a fleet, as a client sees them: the members, their health, and the members that are eligible for
+groups.
 
 Owns: the task that checks the list of members and their health, and the decision about which workers may get groups.
 Does not own: requests, or the choice of a worker for a group (`Dispatch`).

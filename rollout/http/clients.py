@@ -54,7 +54,7 @@ class Clients:
         return bool(self._by_digest)
 
     def find(self, authorization: str) -> Client | None:
-        """Return the client with the key in this `Authorization` header; None if the header has no known key."""
+        """Return the client that owns the key in this `Authorization` header; None if the header has no known key."""
         if not self._by_digest:
             return OWNER
         scheme, _, key = authorization.partition(" ")

@@ -21,7 +21,7 @@ class HttpConfig(BaseModel):
     model, which must then be `smollm2` or a folder on this machine. `model_name`: the name that clients use for the
     model; None means the worker's name. `api_key_file`: a file with the key that clients must send; None means the
     environment variable `TRUEROLL_HTTP_API_KEY`, if set. `clients_file`: a file with a role, a user and a key for each
-    client; replaces the single key for all clients.
+    client; these keys replace the single key that all clients share.
 
     `max_body_bytes`, `body_seconds`: maximum length of a request body in bytes, and maximum time until the body has
     arrived. `max_unfinished_bytes`: maximum total size, in bytes, of the bodies that are incomplete or not parsed yet;

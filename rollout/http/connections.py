@@ -166,7 +166,7 @@ class Connections:
         self._sockets.discard(connection)
 
     def move(self, connection: Connection, stage: Stage | None) -> None:
-        """Record that a connection has entered `stage`, or has closed if `stage` is None."""
+        """Record that a connection has entered `stage`, or, if `stage` is None, that the connection has closed."""
         if (before := self._stages.pop(connection, None)) is not None:
             del self._by_stage[before][connection]
             self._num_extra -= stage is None and connection.is_extra
@@ -301,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
             self._advance()
 
     def eof_received(self) -> None:
-        """Treat a client that closes its sending side as disconnected. asyncio then closes the connection."""
+        """If a client closes its sending side, treat it as disconnected. asyncio then closes the connection."""
 
     def pause_writing(self) -> None:
         self.writable.clear()

@@ -31,9 +31,9 @@ _LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[None]:
     """Check the cost of a body's elements in steps, and yield between steps.
 
-    Raise HttpError if the total cost by `WEIGHTS` exceeds `most`, or if a number has more than `MAX_DIGITS` consecutive
-    digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting `max_body_elements`. With
-    `is_setting`, the error advises the client to raise the setting.
+    Raise HttpError if the total cost, computed with `WEIGHTS`, exceeds `most`, or if a number has more than
+    `MAX_DIGITS` consecutive digits. The content of strings costs nothing. `is_setting`: whether `most` is the setting
+    `max_body_elements`. With `is_setting`, the error advises the client to raise the setting.
     """
     cost, has_long = 0, False
     for at in range(0, len(body), _STEP_BYTES):
@@ -92,7 +92,8 @@ def _without_half_an_escape(step: bytearray) -> bytearray:
 
 
 def _outside_of_strings(step: bytearray, in_string: bool) -> tuple[np.ndarray, bool]:
-    """Return the bytes of a step that are outside of strings, as uint8, and whether the step ends within a string.
+    """Return a uint8 array with the bytes of a step that are outside of strings, and return whether the step ends
+    within a string.
 
     `in_string`: whether the step begins within a string.
     """

@@ -56,8 +56,8 @@ class Line(Protocol):
 class _Body:
     """The body of a request.
 
-    `content`: bytes that the application has not received yet. `is_whole`: the body is complete. `was_told_whole`: the
-    application has received the message that completes the body.
+    `content`: bytes that the application has not received yet. `is_whole`: the body is complete. `was_told_whole`:
+    whether the application has received the message that completes the body.
     """
 
     content: bytearray = field(default_factory=bytearray)

@@ -190,6 +190,6 @@ def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[Sampl
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
     """Return a copy of `params` that requests log-probs of the drawn tokens and of the `num_top` most probable tokens.
 
-    `num_top` None means no log-probs at all.
+    If `num_top` is None, the copy requests no log-probs at all.
     """
     return params.model_copy(update=dict(logprobs=None) if num_top is None else dict(top_logprobs=num_top or None))

@@ -16,7 +16,7 @@ from .pieces import Piece, Task, Usage, ending
 class GenerateFields(GenerationFields):
     """Fields of a `/inference/v1/generate` request.
 
-    `token_ids`: the prompt. `sampling_params`: an object with the fields of `SAMPLING`, `seed`, and the fields of
+    `token_ids`: the prompt. `sampling_params`: an object with `seed`, the fields of `SAMPLING` and the fields of
     `SamplingFields`.
     """
 
@@ -66,7 +66,9 @@ class GenerateForm:
 
 
 async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:
-    """Parse a `/inference/v1/generate` request. Raise InvalidRequestError or HttpError if it is not supported."""
+    """Parse a `/inference/v1/generate` request. Raise InvalidRequestError or HttpError if the request is not
+    supported.
+    """
     own = checked(GenerateFields, given(body))
     served.check_name(own.model)
     fields = given(own.sampling_params)

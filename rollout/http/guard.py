@@ -40,7 +40,7 @@ class Counters:
 
     `requests`: number of requests by path and status. Unknown paths are counted under the path `other`, and
     disconnected clients under the status 499. `open`: number of requests in flight that generate, score, tokenize or
-    detokenize. `over_limit`: for each setting that defines a limit, the number of requests refused because of this
+    detokenize. `over_limit`: number of requests that were refused because of a limit, by the setting that defines the
     limit.
     """
 

@@ -27,7 +27,7 @@ def name_by_id(token_id: int) -> str:
 def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict[str, Any] | None:
     """Return log-probs in the format of chat completions; None if the piece has no log-probs.
 
-    Each token has an entry, which contains the token's log-prob, and the most probable tokens with their log-probs.
+    The entry of a token contains its log-prob, and also the most probable tokens with their log-probs.
     """
     if piece.logprobs is None:
         return None
@@ -75,7 +75,7 @@ def piece_columns(piece: Piece) -> tuple[list[float], Iterator[list[tuple[int, f
 
 
 def top_rows(token_ids: np.ndarray | None, logprobs: np.ndarray | None) -> Iterator[list[tuple[int, float]]] | None:
-    """Return an iterator over positions that yields the most probable tokens with their log-probs, best first.
+    """Return an iterator that yields, for each position, the most probable tokens with their log-probs, best first.
 
     Return None if the request did not ask for the most probable tokens.
     """

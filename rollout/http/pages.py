@@ -149,7 +149,7 @@ class Pages:
         return told | compared(sample.logprobs, again, min(group.params.min_tokens, len(again)))
 
     async def _preview(self, group: KeptGroup) -> str:
-        """Return the beginning of the last user message, or the end of a prompt that is not a conversation."""
+        """For a conversation, return the beginning of the last user message. For any other prompt, return its end."""
         if group.message is not None:
             text = " ".join(group.message.split())
             return text if len(text) <= PREVIEW_CHARS else f"{text[:PREVIEW_CHARS]}…"
@@ -188,8 +188,8 @@ class Pages:
 def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
     """Compare the bits of two float32 arrays [num_tokens] from token `first` on.
 
-    The returned `num_equal` is the number of equal elements. `difference` is None, or the position of the first
-    differing token with both log-probs.
+    The returned `num_equal` is the number of equal elements. `difference` is None if all elements are equal. Otherwise
+    it has the position of the first token that differs, and both log-probs.
     """
     differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
     told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}

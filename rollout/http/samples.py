@@ -51,11 +51,11 @@ class KeptSample:
 class KeptGroup:
     """A kept group.
 
-    `id`: number of the group, from 1. `seconds`: time at which the group finished, in seconds since 1970. `prompt`:
-    int32 [num_tokens]. `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of the
-    request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if clients
-    have no names. `message`: the beginning of the last user message; None if the request is not a conversation or has
-    no user message.
+    `id`: number of the group, counted from 1. `seconds`: time at which the group finished, in seconds since 1970.
+    `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of
+    the request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if
+    clients have no names. `message`: the beginning of the last user message; None if the request is not a conversation
+    or has no user message.
     """
 
     id: int
@@ -116,13 +116,15 @@ class SampleLog:
     def get(self, id: int, user: str | None = None) -> KeptGroup | None:
         """Return the group with this id; None if the group is not kept or belongs to another user.
 
-        With `user` None, return the group of any user.
+        If `user` is None, the group may belong to any user.
         """
         group = self._groups.get(id)
         return group if group is None or user in (None, group.user) else None
 
     def after(self, id: int, user: str | None = None) -> list[KeptGroup]:
-        """Return the groups of `user` with ids above `id`, oldest first; with `user` None, the groups of all users."""
+        """Return the groups of `user` with ids above `id`, oldest first. If `user` is None, return the groups of all
+        users.
+        """
         return [group for group in self._groups.values() if group.id > id and user in (None, group.user)]
 
 

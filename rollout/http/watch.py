@@ -1,4 +1,5 @@
-"""Poll the worker once a second, for the page at `/ui` and for `/health` requests while the worker is slow.
+"""Poll the worker once a second. The page at `/ui` shows the results, and `/health` uses the results while the worker
+is slow.
 
 Owns: the snapshots of the last hour (`looks`), and the last health report. A look is a snapshot of the worker's state
 and counters. Guarantees: polling never stops because of an error. While the worker does not answer, snapshots have the

@@ -11,7 +11,7 @@ from trueroll.errors import ProtocolError
 
 
 def expert_tokens(info: Mapping[str, Any], stats: Mapping[str, Any]) -> np.ndarray:
-    """Return the number of tokens that each expert has processed, int64 [layers with experts, experts].
+    """Return an int64 array [layers with experts, experts]: the number of tokens that each expert has processed.
 
     `info`: the field `engine` of `Health`. `stats`: the field `engine` of `Stats`. Raise ProtocolError if the sizes of
     `info` and `stats` do not match.
@@ -26,8 +26,8 @@ def expert_tokens(info: Mapping[str, Any], stats: Mapping[str, Any]) -> np.ndarr
 
 
 def imbalance(tokens: np.ndarray) -> np.ndarray:
-    """Return, for each layer, the number of tokens of the busiest expert, divided by the mean number of tokens per
-    expert: float64 [layers].
+    """Return a float64 array [layers]. Each element is the number of tokens of the layer's busiest expert, divided by
+    the mean number of tokens per expert in the layer.
 
     The minimum, 1, means that the layer is balanced or has no tokens. The maximum is the total number of experts
     divided by the number of experts that process each token.

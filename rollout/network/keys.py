@@ -54,7 +54,7 @@ OWNER = Client(None, "control")
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A worker's keys in Z85, and the worker's clients by their public keys."""
+    """A worker's keys in Z85, and a map from public keys to the worker's clients."""
 
     public: bytes
     secret: bytes = field(repr=False)
@@ -118,7 +118,7 @@ def use_curve(dealer: zmq.Socket[Any], keys: ClientKeys) -> None:
 
 
 def read_clients(path: str) -> dict[str, Client]:
-    """Read a worker's clients file. Return the clients by public key.
+    """Read a worker's clients file. Return a map from public keys to clients.
 
     Each line of the file has a role, a user and a key. A user may have several keys. Empty lines and lines that begin
     with # are ignored. Raise ConfigError if the file cannot be read, if users other than the owner can write it, or if
@@ -136,7 +136,7 @@ def read_clients(path: str) -> dict[str, Client]:
 
 
 def parse_clients(setting: str, path: str, text: str, check_key: Callable[[str, str], None]) -> dict[str, Client]:
-    """Parse the text of a clients file, in the format of `read_clients`. Return the clients by key.
+    """Parse the text of a clients file, in the format of `read_clients`. Return a map from keys to clients.
 
     `check_key(where, key)` raises ConfigError if `key` is not a valid key. Raise ConfigError if a line is invalid, a
     key appears twice or there are no clients. Errors name the setting, the file and the line, but never contain the
@@ -335,8 +335,8 @@ def _read_private(file: Path) -> bytes:
 
 
 def _check_owner(status: os.stat_result, is_kind: Callable[[int], bool], forbidden: int) -> None:
-    """Raise ValueError unless `is_kind` accepts the file's mode, the file belongs to this user or root, and no mode bit
-    of `forbidden` is set.
+    """Raise ValueError unless all of these conditions hold: `is_kind` accepts the file's mode, the file belongs to this
+    user or root, and no mode bit of `forbidden` is set.
     """
     if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
         raise ValueError(f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}")

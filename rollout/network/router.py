@@ -85,8 +85,8 @@ class Gate:
       ended connection was heard before, `heard` may return True while a newer connection with the same descriptor is
       open and silent. If the ended connection was never heard, `on_gone` is called as soon as a message of the newer
       connection is heard or the newer connection ends.
-    - Connections without keys have no numbers. So the gate treats all connections that were heard on one descriptor as
-      open until the last of these connections ends.
+    - Connections without keys have no numbers. So if several connections were heard on one descriptor, the gate treats
+      all of them as open until the last one ends.
     """
 
     def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
@@ -209,8 +209,8 @@ FRAME_BYTES = 100
 
 @dataclass
 class _Box:
-    """Queued replies to one client. `is_dropped`: the client was dropped: its replies were discarded, and only an error
-    that reports the loss is queued.
+    """Queued replies to one client. `is_dropped`: whether the client was dropped. If so, its replies were discarded,
+    and only an error that reports the loss is queued.
     """
 
     frames: deque[bytes] = field(default_factory=deque)
@@ -251,7 +251,7 @@ class Outboxes:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing to send, and no lost client to report."""
+        """Return True if there is nothing to send and no lost client to report."""
         return not self._boxes and not self._lost
 
     def takes(self, identity: bytes) -> bool:
@@ -445,7 +445,7 @@ class Router:
         return to_look if self._outboxes.is_empty else min(FLUSH_MS, to_look)
 
     def maintain(self) -> None:
-        """Process new and ended connections, close connections beyond the limits, send queued replies, report lost
+        """Process new and ended connections, close connections beyond the limits, send queued replies, and report lost
         clients.
         """
         self._gate.follow()
@@ -481,7 +481,7 @@ class Router:
         return Peer(identity, client, not is_there), [] if self._outboxes.is_dropped(identity) else _ends(frames)
 
     def _sender(self, frame: zmq.Frame) -> tuple[Client, int | None]:
-        """Return the client that sent a message and, if there are keys, the number of its connection."""
+        """Return the sender of a message and, if there are keys, the number of the sender's connection."""
         if self._keys is None:
             return OWNER, None
         key, number = str(frame.get("User-Id")).split()

@@ -120,7 +120,7 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
 
 
 def _check_completeness(frame: bytes) -> None:
-    """Raise msgpack's error if the header of an array or map gives more elements than the frame contains. Call this
+    """Raise msgpack's error if the header of an array or map declares more elements than the frame contains. Call this
     function before unpacking, because unpacking allocates memory for the number of elements in the header.
     """
     unpacker = msgpack.Unpacker(use_list=False, max_ext_len=0, max_buffer_size=len(frame) + 1)
@@ -132,7 +132,7 @@ def _element_counter(limit: int) -> Callable[[Any], Any]:
     """Return a hook that msgpack calls for each decoded map and array. The hook raises ValueError once all maps and
     arrays together have more than `limit` elements.
 
-    Each map and each array is also an element.
+    Each map and each array also counts as one element.
     """
     num_elements = 0
 

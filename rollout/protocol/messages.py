@@ -309,8 +309,8 @@ class Delta(Message):
 
 
 class Deltas(Message):
-    """New tokens of unfinished samples, since the last `Deltas`. One message has the new tokens of every request of
-    `caller` with `deltas` set.
+    """New tokens of unfinished samples, since the last `Deltas`. One message has the new tokens of all requests that
+    `caller` submitted with `deltas`.
     """
 
     type: Literal["deltas"] = "deltas"
@@ -370,8 +370,8 @@ class Aborted(Message):
 
 
 class Status(Message):
-    """The terminal reply to pause, resume, drain, sleep, wake_up, invalidate and save_weights, with the state after the
-    call.
+    """The terminal reply to `pause`, `resume`, `drain`, `sleep`, `wake_up`, `invalidate` and `save_weights`. `state`:
+    the state after the call.
     """
 
     type: Literal["status"] = "status"
@@ -387,10 +387,10 @@ class Health(Message):
     - `seconds_since_progress`: seconds since the engine last made progress; None while loading. The engine makes
       progress when a step computes or finishes something, or when it is idle and gets new work.
     - `weight_version`: version of the served weights; None while loading
-    - `requests`: number of `open` requests (accepted but unfinished), of `running` and `waiting` sequences in the
-      engine, and of `kept` results (not yet acknowledged)
-    - `memory`: bytes of each kind of memory: `process` (resident memory) and, once the model is loaded, `weights`,
-      `kv_cache`, `staging` and (only with experts) `routed_experts`
+    - `requests`: counts: `open` requests (accepted but unfinished), `running` and `waiting` sequences in the engine,
+      and `kept` results (not yet acknowledged)
+    - `memory`: bytes of each kind of memory. The kinds are `process` (resident memory) and, once the model is loaded,
+      `weights`, `kv_cache`, `staging` and (only with experts) `routed_experts`
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
     - `sleeping`: tags of the memory that `sleep` has released
     - `push`: the push in progress, if any
@@ -424,8 +424,8 @@ class Stats(Message):
 class Checksums(Message):
     """The reply to `GetChecksums`.
 
-    `checksums`: 64-bit XXH3 hash of every parameter's bytes, including adapters, by Hugging Face name. `dtype`,
-    `dtypes`, `push_id`: as in `Weights`.
+    `checksums`: maps each parameter's Hugging Face name to the 64-bit XXH3 hash of the parameter's bytes. Adapters are
+    merged before the hash is computed. `dtype`, `dtypes`, `push_id`: as in `Weights`.
     """
 
     type: Literal["checksums"] = "checksums"

@@ -1,23 +1,23 @@
 """The trainer's side: `WeightPublisher` pushes weights to workers. No worker commits weights before all workers have
 verified them.
 
-- `WorkerClients` owns a client of each worker. All clients share one event loop on a separate thread. The class
-  remembers which workers did not reply to the last greeting, the call with which every push begins. A call to a worker
-  ends within its timeout, or as soon as the worker has left its fleet. As soon as any worker fails, `ask` fails with an
-  error that names the worker. `greet` and `ask_all` wait for all workers.
+- `WorkerClients` owns the clients, one for each worker. All clients share one event loop on a separate thread. Every
+  push begins with a greeting to each worker. The class remembers which workers did not reply to the last greeting. A
+  call to a worker ends within its timeout, or as soon as the worker has left its fleet. As soon as any worker fails,
+  `ask` fails with an error that names the worker. `greet` and `ask_all` wait for all workers.
 - `WeightPublisher` owns the list of workers, and the push that each worker was last known to serve.
 
 Does not own: how weights are transferred (`WeightSender`), or the trainer's tensors.
 
 Guarantees:
 
-- `push` returns when every worker serves the new weights, except workers that `PushResult.left_out` lists. If a worker
-  fails, `push` raises an error that says which worker failed and which weights each worker serves. After the error,
-  workers serve the old weights, unless the failure happened during the commit.
+- `push` returns when the new weights are served by every worker that is not listed in `PushResult.left_out`. If a
+  worker fails, `push` raises an error that says which worker failed and which weights each worker serves. After the
+  error, workers serve the old weights, unless the failure happened during the commit.
 - Every wait for a worker has a deadline, except the wait inside CUDA for an NCCL broadcast.
 - After a failure, the publisher is ready for the next push without a restart of the trainer.
-- A worker that does not answer when a push begins delays that push by `ANSWER_SECONDS`, and each later push by
-  `LOST_SECONDS`.
+- If a worker does not answer at the beginning of a push, that push is delayed by `ANSWER_SECONDS`, and each later push
+  by `LOST_SECONDS`.
 - If a worker of a fleet is lost during a push, the push is repeated without the worker, provided that the trainer's
   tensors can be read a second time.
 """
@@ -89,7 +89,8 @@ log = logging.getLogger(__name__)
 
 
 class WorkerClients:
-    """A client for each worker at `addresses`. Implements `PushTargets`. A position is an index into `addresses`.
+    """The clients of the workers at `addresses`, one for each worker. Implements `PushTargets`. A position is an index
+    into `addresses`.
 
     `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the workers' fleet;
     None if the workers are in no fleet.
@@ -128,9 +129,9 @@ class WorkerClients:
         return chosen
 
     def greet(self, timeout: float) -> list[protocol.Weights | TruerollError]:
-        """Return each worker's `Weights` reply, which lists the weights that the worker needs, or each worker's error.
-        For a worker that does not answer, the error is DeadlineError. Waits at most `timeout` seconds, and never longer
-        than `ANSWER_SECONDS`.
+        """Return a list with a `Weights` reply or an error for each worker. The reply says which weights the worker
+        needs. For a worker that does not answer, the error is DeadlineError. Waits at most `timeout` seconds, and never
+        longer than `ANSWER_SECONDS`.
         """
         replies = self._thread.submit(self._greet(timeout)).result()
         silent = zip(self.addresses, replies, strict=True)
@@ -199,7 +200,7 @@ class WorkerClients:
             raise
 
     async def _follow(self, membership: Membership) -> None:
-        """Close the client of each worker that has left the fleet, so that no call waits for the worker.
+        """Close the clients of workers that have left the fleet, so that no call waits for these workers.
 
         A fleet notices the end of a worker sooner than a client does.
         """
@@ -248,13 +249,13 @@ class WeightPublisher:
       the folder.
     - `folder`: for `disk`, the folder for pushes. Each push creates a subfolder and removes the subfolders of older
       pushes. A new folder gets mode 0700; an existing folder keeps its mode.
-    - `host`: for `collective`, the address of this machine that workers can reach, by default 127.0.0.1. The traffic is
+    - `host`: for `collective`, the address at which workers reach this machine, by default 127.0.0.1. The traffic is
       neither encrypted nor authenticated.
     - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. With
       `sparse`, the trainer keeps a copy of the weights.
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
-      `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests with their tokens
-      so far.
+      `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests, which then return
+      the tokens that they have so far.
     - `in_place`: workers overwrite the weights that they serve, and so need no memory for a second copy. After a failed
       `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.

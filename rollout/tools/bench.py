@@ -3,7 +3,7 @@
 Owns the workloads. Each figure is the median of RUNS runs after a warm-up run. The systems take turns, so that a change
 in the machine's speed affects all systems. The table also shows the slowest and the fastest run. Guarantees that all
 systems do the same work: the same model, dtype, threads, prompts, samples, number of new tokens and temperature. All
-systems of trueroll must give the same bits; the benchmark compares them after each run.
+systems of trueroll must give the same bits; the benchmark compares the bits of all runs.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Workload:
     """A workload of random prompts.
 
     - `num_prompts`: number of prompts
-    - `shared`, `own`: length of the prefix that all prompts share, and number of tokens of each prompt after this
-      prefix
+    - `shared`: length of the prefix that all prompts share. `own`: number of tokens that follow this prefix in each
+      prompt
     - `n`: samples per prompt
     - `max_tokens`: new tokens per sample
     """
@@ -65,7 +65,7 @@ class Workload:
     temperature: float
 
     def prompts(self, vocab_size: int) -> np.ndarray:
-        """Return the prompts, int32 [num_prompts, shared + own]. Every call returns the same prompts."""
+        """Return the prompts as int32 [num_prompts, shared + own]. Every call returns the same prompts."""
         generator = np.random.default_rng(0)
         shared = generator.integers(0, vocab_size, (1, self.shared), np.int32)
         own = generator.integers(0, vocab_size, (self.num_prompts, self.own), np.int32)
@@ -113,8 +113,8 @@ class Measurement:
 class Timing:
     """One run: its duration, and the time of each request's first finished sample.
 
-    `bits`: a digest of all tokens and log-probs; empty if the system does not guarantee bits. `drafted`, `accepted`:
-    the numbers of drafted and accepted tokens.
+    `bits`: a digest of all tokens and log-probs; empty if the system does not guarantee equal bits. `drafted`,
+    `accepted`: the numbers of drafted and accepted tokens.
     """
 
     seconds: float
@@ -131,7 +131,7 @@ System: TypeAlias = Callable[[Workload], Timing]
 def measure(
     workload: Workload, systems: Mapping[str, System], say: Callable[[str], Any] = lambda doing: None
 ) -> list[Measurement]:
-    """Measure all systems on a workload; the systems take turns. `say` is called with the name of each run before the
+    """Measure all systems on a workload; the systems take turns. Before each run, `say` is called with the name of the
     run.
 
     The first run of each system is not measured, because the first run is slower: it allocates memory. Raise
@@ -175,7 +175,7 @@ def _summarize(workload: Workload, system: str, runs: Sequence[tuple[Timing, Tim
 class EngineSystem:
     """The engine with its prefix cache on or off, and with or without drafts.
 
-    The cache is empty at the start of each run. Each run has another cache salt, so that no token is drafted from the
+    The cache is empty at the start of each run. Each run has its own cache salt, so that no token is drafted from the
     samples of an earlier run.
     """
 
@@ -264,8 +264,8 @@ def _generation_config(workload: Workload) -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """The measurements to make, and the output files. With drafts in the configuration, also measure an engine with
-    drafts; all other engines run without.
+    """The measurements to make, and the output files. If the configuration has drafts, also measure an engine with
+    drafts; all other engines run without drafts.
 
     - `workloads`: workloads to run
     - `caches`: for each entry, measure an engine with its prefix cache on (True) or off (False)

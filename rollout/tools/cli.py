@@ -211,7 +211,7 @@ def generate(
     server_public_key: ServerPublicKey = None,
     client_key_file: ClientKeyFile = None,
 ) -> None:
-    """Complete prompts and print all samples."""
+    """Generate completions for prompts, and print all samples."""
     from .text import print_completions
 
     params = SamplingParams(

@@ -1,7 +1,7 @@
 """`trueroll demo`: a real model behind a real worker process.
 
 The demo shows samples, and a trainer's log-probs of the same samples, with and without alignment. Then the demo shows
-that cache hits, other requests and a sleep change no bit, and that a worker serves the pushed weights.
+that no bit is changed by cache hits, by other requests, or by a sleep, and that a worker serves the pushed weights.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Sizes:
 
     - `samples`: sampled answers per question
     - `max_tokens`: new tokens per sampled answer
-    - `compared_tokens`: new tokens per answer, for the comparison of circumstances
+    - `compared_tokens`: new tokens per answer that is repeated under other circumstances
     """
 
     samples: int = 8
@@ -226,10 +226,10 @@ def _audit(client: RolloutClient, model: str, prompts: list[list[int]], sizes: S
 
 
 def compare_trainers(console: Console, aligned: Audit, plain: Audit) -> bool:
-    """Print by how much the log-probs of both trainers differ from the log-probs of the worker.
+    """Print how much the log-probs of both trainers differ from the log-probs of the worker.
 
-    Return True if the aligned trainer's results match the worker's bit for bit, but the other trainer's do not. If both
-    trainers had the same bits, the comparison would prove nothing.
+    Return True if the aligned trainer computed exactly the worker's log-probs, and the other trainer computed different
+    log-probs. If both trainers had the same bits, the comparison would prove nothing.
     """
     names = "aligned trainer", "ordinary forward pass"
     table = Table("trainer", "other bits", "at most", "importance ratios", title=TRAINERS)

@@ -54,7 +54,7 @@ def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
 
 
 def plot_speeds(speeds: Mapping[tuple[str, str], Sequence[float]], title: str, file: Path) -> None:
-    """Write a PNG with one group of bars for each workload: tokens/s by system.
+    """Write a PNG with a group of bars for each workload. Each bar shows the tokens/s of one system.
 
     `speeds`: (system, workload) -> the speed of each run. A bar shows the median speed. The line on the bar extends
     from the lowest to the highest speed.

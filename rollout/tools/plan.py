@@ -28,9 +28,9 @@ _MOST_GIB, _MOST_RANKS = 2**14, 64
 def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, console: Console) -> None:
     """Print the division of `memory` bytes on each of `ranks` devices.
 
-    `kv_bytes`: bytes per element of keys and values. With 1 byte, each head and token needs 4 more bytes, for a float16
-    scale and zero point. Raise ConfigError if the plan does not fit; the error text proposes options with which the
-    plan fits. Raise ModelError if the model is not supported.
+    `kv_bytes`: bytes per element of keys and values. If `kv_bytes` is 1, each key and each value of a head needs 4 more
+    bytes, for a scale and a zero point in float16. Raise ConfigError if the plan does not fit; the error text proposes
+    options with which the plan fits. Raise ModelError if the model is not supported.
     """
     model = outline(config)
     asked = _Asked(config, model, find_max_model_len(config, model.spec), memory, kv_bytes, ranks)

@@ -10,7 +10,9 @@ from ..logs import INTERRUPTED, tell_interrupted
 
 
 def main() -> None:
-    """Run the program. Exit codes: 0 success, 1 an error or a failed check, 2 wrong usage, 130 interrupted."""
+    """Run the program. Exit codes: 0 for success, 1 for an error or a failed check, 2 for wrong usage, 130 for an
+    interrupt.
+    """
     try:
         from .cli import main as run
 

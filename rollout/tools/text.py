@@ -1,4 +1,4 @@
-"""`trueroll generate`: complete text prompts and print text."""
+"""`trueroll generate`: generate completions of text prompts, and print them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def print_completions(
     tokenizer: str | None,
     keys: tuple[Key | None, Key | None] = (None, None),
 ) -> None:
-    """Complete prompts and print all samples. Terminal control characters in the samples are escaped.
+    """Generate completions for prompts, and print all samples. Terminal control characters in the samples are escaped.
 
     - `model_or_address`: the address of a running worker, or a model for which to start a worker
     - `seed`: seed for all prompts, see `RolloutClient.generate`; None: a random seed

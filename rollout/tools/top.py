@@ -234,7 +234,7 @@ class _Rates:
 
 
 def _drafts(before: _Drafts, now: _Drafts) -> str:
-    """Return the line about a drafter: the shares of drafted tokens that were accepted, in all and by position."""
+    """Return the line about a drafter: the shares of drafted tokens that were accepted, overall and by position."""
     recent = sum(now.accepted) - sum(before.accepted), sum(now.drafted) - sum(before.drafted)
     accepted = f"accepted now {_percent(*recent)}  ever {_percent(sum(now.accepted), sum(now.drafted))}"
     length = f"{1 + sum(now.accepted) / now.drafts:.2f}" if now.drafts else "-"

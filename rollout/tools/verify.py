@@ -191,7 +191,7 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: b
 def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
     """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
 
-    `quick`: return QUICK_CELLS instead of CELLS, plus only the first cell of each additional list.
+    `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
     """
     spec = loaded.model.spec
     more = (STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
@@ -293,7 +293,7 @@ class _Lab:
         return run_together(engine, [dataclasses.replace(second, prompt_token_ids=prompt)])
 
     def _texts(self, baseline: Baseline) -> Iterator[array[int]]:
-        """Yield prompt and sample of each sample of the baseline."""
+        """Yield the tokens of each sample of the baseline, preceded by the tokens of its prompt."""
         prompts = {subject.id: subject.prompt_token_ids for subject in self.subjects}
         for (request_id, _), sample in baseline.items():
             yield array("i", [*prompts[request_id].tolist(), *sample.token_ids])
@@ -351,8 +351,8 @@ def pieces_of(run: Run, baseline: Baseline, start: int) -> Iterator[Piece]:
 
 
 def rows_of(output: Output, token_ids: Sequence[int]) -> np.ndarray:
-    """Return the record of each token as int32 [num_tokens, width]: the token id, and the bits of the token's log-prob
-    and other numbers.
+    """Return an int32 array [num_tokens, width] with the record of each token. A record has the token id, then the bits
+    of the token's log-prob, then the bits of the token's other numbers.
 
     For a score, `token_ids` are the last tokens of the scored sequence.
     """
@@ -406,7 +406,8 @@ def verify(
     sizes: Sizes | None = None,
     quick: bool = False,
 ) -> bool:
-    """Run the matrix on the model of `config`, print its table, and write it to `json_file`. Return whether it passed.
+    """Run the matrix on the model of `config`, print a table of the results, and write the results to `json_file`.
+    Return whether the whole matrix passed.
 
     `quick`: run fewer cells with shorter prompts. Raise ConfigError or ModelError if the model cannot be loaded or its
     context is too short for the matrix.

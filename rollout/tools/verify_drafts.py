@@ -14,10 +14,11 @@ MOST_DRAFTED = 5
 
 
 class Adversary:
-    """Drafts tokens of known samples, in turn: all right, wrong from some token on, all wrong, and past the end.
+    """Drafts tokens of known samples. In turn, a draft is correct, wrong from some token on, or wrong from its first
+    token; drafts also continue past the end of a sample.
 
-    `texts`: prompt and sample of each known sample. Drafts for unknown samples are random. Each draft has more tokens
-    than the engine asks for.
+    `texts`: for each known sample, the tokens of its prompt and of the sample. Drafts for unknown samples are random.
+    Each draft has more tokens than the engine asks for.
     """
 
     def __init__(self, texts: Iterable[array[int]], vocab_size: int) -> None:

@@ -32,8 +32,8 @@ class Cell:
     - `threads`: number of threads; None: unchanged
     - `interval`, `checkpoints`: for models with recurrent layers, the engine's `state_interval` and `state_budget`
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
-    - `routes`: for models with experts, what a warm cache stores about the experts chosen for each token: `unknown`
-      (nothing) or `added` (the experts, which a later request has added)
+    - `routes`: for models with experts, whether a warm cache stores the chosen experts of each token: `unknown` (no) or
+      `added` (yes, because a later request has added the chosen experts)
     - `drafts`: how tokens are drafted: `repeats`, or `adversarial` (see `verify_drafts`)
     """
 
@@ -146,8 +146,8 @@ class Run:
     def together(self) -> int:
         """Maximum number of samples that decoded in one step.
 
-        The number of samples in a step is the number of decoded tokens, but at most the number of sequences that ran
-        before the step, because a preempted sample recomputes several tokens. Score requests do not decode. For score
+        Each decoded token of a step counts as one sample. Since a preempted sample recomputes several tokens, the count
+        is limited to the number of sequences that ran before the step. Score requests do not decode. For score
         requests, return the number of requests that must have shared a step.
         """
         if not self.samples:
@@ -296,7 +296,9 @@ def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
 
 
 def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
-    """Return the premises that drafted tokens were accepted and rejected; an empty list for a cell without drafts."""
+    """Return two premises: some drafted tokens were accepted, and some were rejected. Without drafts, the list is
+    empty.
+    """
     if not cell.drafts:
         return []
     ends = [(run.history[0].drafts[0], run.history[-1].drafts[0]) for run in runs]
@@ -328,7 +330,7 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
 
 
 def _company_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
-    """Return the premise about the number of samples, or score requests, that shared a step. Cells with `is_starved` or
+    """Return the premise about how many samples or score requests shared a step. Cells with `is_starved` or
     `is_score` claim only that several requests shared a step.
     """
     together = [run.together for run in runs]

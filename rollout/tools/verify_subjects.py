@@ -1,5 +1,5 @@
-"""The requests of the exactness matrix: the compared requests, with various sampling parameters, and fillers that run
-at the same time.
+"""The requests of the exactness matrix: the compared requests, which have various sampling parameters, and the fillers,
+which run at the same time.
 
 Owns the requests, but does not serve the requests. A variation is a request with the prompt and seed of an original
 request but other parameters, so that a comparison of the two requests shows the effect of the parameters. The stop
@@ -55,7 +55,8 @@ class Sizes:
 
 def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[GenerateRequest]:
     """Return a request for each combination of prompt and SAMPLINGS, followed by a request with the parameters PLAIN.
-    Prompts are random, but every call returns the same prompts. `routes`: request the routed experts of all tokens.
+    Prompts are random, but every call returns the same prompts. `routes`: whether the requests ask for the routed
+    experts of all tokens.
     """
     update = dict(max_tokens=sizes.max_tokens, return_routed_experts=routes)
     generator = np.random.default_rng(0)
@@ -94,7 +95,7 @@ def stop_string_obstacle(folder: Path) -> str:
 
 
 def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest:
-    """Return a copy of a request with changed parameters, for only the first sample."""
+    """Return a copy of a request that has changed parameters and only one sample."""
     return dataclasses.replace(with_params(request, n=1, **update), id=f"{name} {len(request.prompt_token_ids)}")
 
 

@@ -1,8 +1,8 @@
 """The exception hierarchy. Every error that trueroll raises to users is a `TruerollError`.
 
 Every class has a `code`, which identifies the class in messages (`docs/protocol.md`). Every error text says what is
-wrong, with the value, and what to do. `brief` and `said` shorten quoted text. `printable` escapes external text before
-it is shown to people.
+wrong, quotes the value, and says what to do. `brief` and `said` shorten quoted text. `printable` escapes external text
+before it is shown to people.
 
 This module imports only the standard library, because all packages import it, even a client without torch. The module
 is installed as `trueroll.errors`, outside the package `trueroll.rollout`, although the file is in the folder `rollout`.
@@ -42,7 +42,9 @@ class TruerollError(Exception):
         self.limit = limit if limit is None or _is_small(limit) else None
 
     def retold(self, message: str, field: str | None = None) -> Self:
-        """Return a copy of the error with another text and, if given, another field."""
+        """Return a copy of the error with another text. If `field` is given, the copy has this field instead of the
+        original field.
+        """
         return type(self)(message, field=field or self.field, value=self.value, limit=self.limit)
 
 
@@ -214,7 +216,7 @@ _BRIEF = _Brief()
 
 
 def brief(value: object) -> str:
-    """Return a description of any value for an error text, at most 80 characters."""
+    """Describe any value in at most 80 characters, for use in an error text."""
     return _BRIEF.repr(value)[:80]
 
 
@@ -228,7 +230,7 @@ def _plain(value: object) -> Value:
 
 
 def _is_small(number: int | float) -> bool:
-    """Return whether a float is finite, or an integer fits in 64 bits."""
+    """For a float, return whether it is finite. For an integer, return whether it fits in 64 bits."""
     return math.isfinite(number) if isinstance(number, float) else -(2**63) <= number < 2**64
 
 

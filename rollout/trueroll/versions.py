@@ -10,7 +10,9 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 
 def installed(package: str) -> str:
-    """Return the package's name and installed version, such as `peft 0.21.2`; without metadata only the name."""
+    """Return the package's name and installed version, such as `peft 0.21.2`. Return only the name if there is no
+    metadata.
+    """
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:
@@ -27,5 +29,5 @@ def range_of(package: str) -> str:
 
 
 def untested(package: str, what: str) -> str:
-    """Return the error text for a library that differs from the tested versions. `what`: the difference."""
+    """Return the error text for a library that does not behave like the tested versions. `what`: the difference."""
     return f"{installed(package)}: {what}; install {range_of(package)}, which trueroll is tested with"

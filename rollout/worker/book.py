@@ -238,7 +238,7 @@ class Streams:
             stream.growths[delta.index] = Growth(delta)
         elif not growth.put(delta):
             raise RuntimeError(
-                f"streams: the delta of {key!r} from token {delta.start} on does not continue the {growth.num_tokens} "
+                f"streams: the delta of {key!r} at token {delta.start} does not continue the {growth.num_tokens} "
                 "tokens received so far"
             )
         for reader in stream.readers:
@@ -379,8 +379,8 @@ class WaitingRoom:
         self._due, self._early = self._early | self._due, {}
 
     def take_due(self, version: int | None) -> tuple[dict[str, Waiting], dict[str, StaleWeightsError]]:
-        """Remove and return the due requests that weights of version `version` can serve, and the due requests that
-        must be refused.
+        """Remove and return the due requests that can be served with weights of version `version`, and the due requests
+        that must be refused.
 
         Refused requests are returned with their errors. Requests that wait for newer weights stay in the waiting room.
         `version`: None if the model has not loaded; all requests with a `min_weight_version` then stay in the waiting
@@ -434,7 +434,7 @@ def _empty_scores(id: str) -> ScoreOutput:
 class Abortion(NamedTuple):
     """An abort that was sent to the engine, for one sample or all samples of `entry`.
 
-    `call`, `message`: key of the abort call, and the call itself; None if no client waits for a reply.
+    `call`, `message`: key of the abort call, and the call itself; both None if no client waits for a reply.
     `ends_successors`: whether the entry had successors when the abort call arrived. If `ends_successors` is True, the
     abort also ends the successors.
     """
@@ -449,8 +449,8 @@ class RequestBook:
     """The requests of all users.
 
     - `command`: sends a command to the engine.
-    - `send`: sends a frame to a client. If `send` loses the client, `lose` is called later, outside of all methods of
-      the book.
+    - `send`: sends a frame to a client. If `send` loses the client, `lose` is called later, when no method of the book
+      is running.
     - `takes`: returns whether a client has read all messages sent so far.
     - `conditions`: returns the current `Conditions`.
     - `waiting_room`: the requests that have not been sent to the engine yet.
@@ -587,7 +587,7 @@ class RequestBook:
             self._give(conditions.version)
 
     def _give(self, version: int | None) -> None:
-        """Send the engine the waiting requests that weights of version `version` can serve."""
+        """Send the engine the waiting requests that can be served with weights of version `version`."""
         ready, refused = self.waiting_room.take_due(version)
         for key, waiting in ready.items():
             self._command(Add(waiting.request, tuple(waiting.ended)))
@@ -692,8 +692,8 @@ class RequestBook:
     # Helpers.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors again. No-op while the entry is open and has aborted samples or a pending
-        abort.
+        """Submit the entry's successors again. But while the entry is open, do nothing if the entry has aborted samples
+        or a pending abort.
         """
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return

@@ -71,7 +71,7 @@ class ServedEngine(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return the current memory use in bytes, by tag."""
+        """Return the current memory use of each tag, in bytes."""
         ...
 
 
@@ -112,7 +112,7 @@ class End:
 class Run:
     """Run an action on the engine between two steps. The response is `Ran`.
 
-    `hold`: after the action, run no steps until a `Run` without `hold`.
+    `hold`: after the action, run no steps until a `Run` without `hold` arrives.
     """
 
     action: Callable[[ServedEngine], list[Output]]

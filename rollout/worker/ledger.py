@@ -1,7 +1,7 @@
 """Stores requests and calls, so that submissions are idempotent and results survive a lost connection.
 
 `Ledger` owns the request ids of all users. For each id, `Ledger` stores the content of the request, the waiting
-submissions, and, as encoded frames, the replies that were already sent. `Ledger` does not send replies. `Calls` owns
+submissions, and the replies that were already sent (as encoded frames). `Ledger` does not send replies. `Calls` owns
 the pending calls that get a single reply, and the clients of each pending call. `Calls` also keeps the latest replies,
 for clients that lost a reply. This module does not own sockets, the engine, the effect of a call, or the decision to
 accept a request.
@@ -462,8 +462,8 @@ class _Known:
 class Calls:
     """Calls by key. The key of a call is the call's id, or a combination of user and id.
 
-    `send`: called with the identity of a client and a frame for the client. `most`: maximum number of pending calls,
-    and of clients that wait for the reply to the same call.
+    `send`: called with the identity of a client and a frame for the client. `most`: maximum number of pending calls;
+    also the maximum number of clients that wait for the reply to the same call.
     """
 
     def __init__(self, send: Callable[[bytes, bytes], object], most: int) -> None:

@@ -82,7 +82,7 @@ class Standing:
     def slept(self, tags: Iterable[Tag], drops_weights: bool) -> Standing:
         """Return the `Standing` after the memory with the tags `tags` is put to sleep.
 
-        `drops_weights`: whether the sleep drops the weights, so that a push of all weights must follow.
+        `drops_weights`: whether the sleep drops the weights; if so, a push of all weights must follow.
         """
         sleeping, is_dirty = self.sleeping | frozenset(tags), self.is_dirty or drops_weights
         return replace(self, sleeping=sleeping, is_waking=False, is_dirty=is_dirty)

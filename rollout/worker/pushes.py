@@ -110,7 +110,7 @@ class Operation:
 
 
 class Operations:
-    """Runs operations through commands to the engine of `host`. `refuse`: answers a call with an error."""
+    """Runs operations by sending commands to the engine of `host`. `refuse`: answers a call with an error."""
 
     def __init__(self, host: EngineHost, lifecycle: Lifecycle, refuse: Callable[[str, TruerollError], None]) -> None:
         self.current: Operation | None = None
@@ -193,7 +193,7 @@ class Operations:
 
 
 def hangs(call: protocol.LifecycleCall | protocol.PushCall) -> DeadlineError:
-    """Return the error for a pending call of a push if the thread of the push hangs."""
+    """Return the error that a pending call of a push gets if the thread of the push hangs."""
     assert isinstance(call, protocol.BeginPush)
     return DeadlineError(
         f"push {call.push_id}: the worker made no progress within the timeout of {call.timeout:g} s; check that the "
@@ -522,8 +522,8 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Release a push. `is_owing`: whether the thread of the push may hang, because the thread has not responded to
-        a call yet.
+        """Release a push. `is_owing`: True if the thread of the push has not responded to a call yet, so that the
+        thread may be stuck.
         """
         self._abandoned += [push.receiver] * is_owing
         push.receiver.close()
@@ -610,7 +610,7 @@ def _check_adapters(call: protocol.BeginPush, standing: Standing) -> None:
     if call.adapters.is_alone and standing.is_dirty:
         raise OtherBaseError(
             "begin_push: this worker has lost the base weights of the adapters; push the model without "
-            "adapters=True, which also pushes the base weights",
+            "adapters=True, so that the push contains the base weights too",
             field="adapters",
         )
 
@@ -625,7 +625,7 @@ def _superseded_by(call: protocol.BeginPush) -> PushError:
 
 
 def aborted() -> PushError:
-    """Return the error for the calls of a push that the trainer has aborted."""
+    """Return the error that the pending calls of a push get when the trainer aborts the push."""
     return PushError("push: was aborted by its trainer")
 
 

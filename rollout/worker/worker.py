@@ -100,7 +100,7 @@ class Vitals:
         return self._timings
 
     def conditions(self) -> Conditions:
-        """Return the conditions for a new request."""
+        """Return the conditions of the worker, which decide whether a new request is accepted."""
         lifecycle = self._control.lifecycle
         return Conditions(lifecycle.state, lifecycle.is_ending, self._control.takes_requests, self.version)
 
@@ -119,7 +119,9 @@ class Vitals:
         self._resident.close()
 
     def _engine(self) -> dict[str, Any] | None:
-        """Return `info` plus `commit_note`: the cause of slow commits, or an empty text."""
+        """Return `info` with an additional field, `commit_note`. The field has the cause of slow commits, or is
+        empty.
+        """
         target = self._control.pushes.target
         if self.info is None or target is None:
             return None
@@ -287,7 +289,7 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
         raise ForbiddenError(
-            f"{message.type}: needs the role control, but {client.user} has the role {client.role}; use another key, "
+            f"{message.type}: needs the role 'control', but {client.user} has {client.role!r}; use another key,  "
             "or change the worker's clients_file and restart the worker",
             value=client.role,
         )
@@ -303,7 +305,7 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
 class Dispatch:
     """Passes each message of at most `max_message_bytes` to its handler.
 
-    Requests go to `book`, health and stats calls to `vitals`, and control calls to `control`.
+    Requests go to `book`. Calls of `health` and `stats` go to `vitals`, and control calls go to `control`.
     """
 
     def __init__(
@@ -365,7 +367,7 @@ take longer.
 
 
 class Worker:
-    """Serves the engine that `make_engine` builds, at the address of `config`.
+    """Serves an engine at the address of `config`. `make_engine` builds the engine.
 
     The constructor binds the socket, and raises ConfigError if the socket cannot be bound. `on_ready`: called once,
     with the engine's info, when the worker is ready for requests. `address`: address for clients.

@@ -152,7 +152,7 @@ def test_by_cuda_ipc_a_killed_worker_is_an_error_and_its_successor_gets_the_next
 
 def test_on_one_gpu_collective_is_refused() -> None:
     with start_worker("cuda:0") as worker, publisher_to(worker, "collective") as publisher:
-        with pytest.raises(ConfigError, match="needs a GPU of its own; push by shared"):
+        with pytest.raises(ConfigError, match="needs a GPU of its own; push by 'shared'"):
             publisher.push(trainer_tensors(1, "cuda:0"), 1)
 
 

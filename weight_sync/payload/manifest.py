@@ -1,9 +1,9 @@
 """The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must contain.
 
-Owns the types that publisher, protocol and receiver share, the texts of errors about names, and the checksum of host
+Owns the shared types of publisher, protocol and receiver, the texts of errors about names, and the checksum of host
 memory. A push contains every parameter of the model exactly once, whole or in parts, in the dtype that the worker uses.
 An adapters-only push contains only some parameters, and lists the parameters that stay unchanged. Tensors are cut into
-pieces of whole rows (or lists of changed elements), and pieces are packed into buckets of bounded size. Imports no
+pieces, which consist of whole rows or of changed elements. Pieces are packed into buckets of bounded size. Imports no
 torch.
 """
 
@@ -92,7 +92,7 @@ class Bucket(_Part):
     """A bucket: `num_bytes` bytes that are sent together, and the pieces that these bytes hold. `index`: number of the
     bucket in the push, counted from 0.
 
-    In host memory each piece has a checksum of its bytes. In GPU memory all pieces are `Rows`, and the bucket has one
+    In host memory, each piece has a checksum of its bytes. In GPU memory, all pieces are `Rows`, and the bucket has one
     checksum of all its bytes instead: `word_sum` (see `tensors.word_sum`). The word sum includes the gap bytes between
     pieces.
     """
@@ -148,8 +148,8 @@ class DiskSource(_Part):
 
 
 class LentSource(_Part):
-    """The staged weights of another worker of the same `kin`, which lends them so that this worker can map them without
-    a copy.
+    """The staged weights of another worker with the same `kin`. The other worker lends its weights, so that this worker
+    can map them without a copy.
 
     The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as
     descriptor `fd`. The source has no buckets.
@@ -193,7 +193,7 @@ _AS_IT_IS = PlainSerializer(lambda value: value)
 
 
 def _scales(values: Any) -> tuple[tuple[str, int, float], ...]:
-    """Validate rows of name, rank and scale. Stop at the first error, as `_checksums` does."""
+    """Validate rows that consist of a name, a rank and a scale. Stop at the first error, as `_checksums` does."""
     for value in _rows(values, 3):
         name, rank, scale = value
         if type(rank) is not int or not 1 <= rank < 2**16 or type(scale) is not float or not math.isfinite(scale):
@@ -267,9 +267,9 @@ _MOST_WORDS = 32
 class Parameters(Protocol):
     """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: the dtypes of the parameters that are not pushed in `dtype`, by name. `parts`:
-    the parts that may be sent instead of a whole parameter. `tied`, `ignored`: names that a push may omit. See
-    `Weights`.
+    `dtype`: dtype of the push. `dtypes`: maps the name of each parameter that is not pushed in `dtype` to the
+    parameter's own dtype. `parts`: the parts that may be sent instead of a whole parameter. `tied`, `ignored`: names
+    that a push may omit. See `Weights`.
     """
 
     @property
@@ -311,8 +311,8 @@ def spellings_of(wanted: Parameters) -> Spellings:
 
 
 def own_dtypes(wanted: Parameters) -> dict[str, str]:
-    """Return `Parameters.dtypes`, the dtypes other than the common dtype, by the names of the parameters and of their
-    parts.
+    """Return the dtype of each parameter that is not pushed in the common dtype (`Parameters.dtypes`). The keys are the
+    names of these parameters and the names of their parts.
     """
     spellings = spellings_of(wanted)
     return {each: dtype for name, dtype in wanted.dtypes.items() for each in (name, *spellings.parts(name))}

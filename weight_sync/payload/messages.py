@@ -88,7 +88,7 @@ class VerifyPush(Message):
 
 
 class CommitPush(Message):
-    """Call that makes the worker serve the verified weights from the engine's next step on.
+    """Call that makes the worker serve the verified weights, beginning with the engine's next step.
 
     `timeout`: limit in seconds on the drain of running requests, if `in_flight` is `drain`.
     """
@@ -118,10 +118,12 @@ class GetWeights(Message):
 class Weights(Message):
     """The parameters that a push must contain, and the version of the weights that the worker serves.
 
-    - `dtype`: dtype of pushes. `dtypes`: the dtypes of the parameters that are not pushed in `dtype`, by name.
+    - `dtype`: dtype of pushes. `dtypes`: maps the name of each parameter that is not pushed in `dtype` to the
+      parameter's own dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
-    - `parts`: for each stack of experts' matrices that may be sent in parts, the names of one matrix's parts, in the
-      order of the matrix's rows. All parts have the same number of rows. `{}` stands for the number of the expert.
+    - `parts`: maps each stack of experts' matrices that may be sent in parts to the names of one matrix's parts. The
+      names are in the order of the matrix's rows. All parts have the same number of rows. `{}` stands for the number of
+      the expert.
     - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a
       push may omit.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.

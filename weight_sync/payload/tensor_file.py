@@ -1,4 +1,5 @@
-"""Reader for a safetensors file that may be invalid or may change while it is read: first the header, then each tensor.
+"""Reader for a safetensors file that may be invalid or may change while it is read. The header is read first, then each
+tensor.
 
 Owns the checks of the header, which is read once. Does not own the file. Guarantees that every length and offset is
 checked before it is used, and that a truncated file raises an error. The file is read with system calls, which let
@@ -50,10 +51,10 @@ class TensorEntry(BaseModel):
 class TensorFile:
     """The tensors of the safetensors file `file`.
 
-    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: by name, the dtypes of the tensors that must have a
-    dtype other than `dtype`. `entries`: the tensors, in the order of their bytes in the file.
+    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: for each tensor that must have a dtype other than
+    `dtype`, maps the tensor's name to its dtype. `entries`: the tensors, in the order of their bytes in the file.
 
-    Raise PushError, which names `path`, if the file is not a complete safetensors file with tensors of these dtypes.
+    Raise PushError if the file is not a complete safetensors file with tensors of these dtypes. The error names `path`.
     Also raise PushError if the header has more than `max_header_bytes`.
     """
 

@@ -90,8 +90,8 @@ def tensor_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first row, rows), about a million elements at a time. The rows are contiguous, in `dtype` and in host
-    memory.
+    """Yield pairs (first row, rows). The rows of a pair have about a million elements. The rows are contiguous, in
+    `dtype` and in host memory.
     """
     length = max(1, _CHUNK_ELEMENTS // max(1, tensor[0].numel())) if len(tensor) else 1
     for start in range(0, len(tensor), length):
@@ -99,7 +99,8 @@ def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int,
 
 
 def word_sum(data: torch.Tensor) -> int:
-    """Return the checksum of a flat uint8 tensor on any device, in [0, 2**64). Synchronizes the device once.
+    """Return the checksum of a flat uint8 tensor on any device. The checksum is in [0, 2**64). Synchronizes the device
+    once.
 
     The bytes, padded with 1 to 8 zero bytes, are read as little-endian words of 64 bits. Word w with index i is
     replaced by h(w ^ i * c), where c is the increment and h the output function of SplitMix64 (Steele, Lea and Flood,

@@ -20,8 +20,8 @@ from .trainer_tensors import TrainerTensors, is_sharded, memory_of
 
 
 class Checksums:
-    """Checksums of tensors, each in a given dtype. A checksum is cached for as long as its tensor lives and does not
-    change.
+    """Checksums of tensors, computed after conversion to a given dtype. A checksum is cached for as long as its tensor
+    lives and does not change.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class TrainerAdapters:
         self.tensors = self._base | self.sent
 
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
-        """Return the description of the adapters that a push sends to workers that want these parameters.
+        """Return the description of the adapters in a push to workers that want the parameters `wanted`.
 
         Consumes the base weights from the iterator `tensors`; the next tensors are the tensors to send. Raise PushError
         for names that the workers do not know, and for tied tensors that differ in the trainer.

@@ -11,8 +11,8 @@ weights.
   (for pushes of adapters).
 
 Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. The objects of this
-module keep no reference to a tensor. Memory: one gathered tensor, two buckets and, with `sparse`, the copy of the
-served weights, all in the workers' dtypes.
+module keep no reference to a tensor. Memory: one gathered tensor, two buckets, and (with `sparse`) the copy of the
+served weights. All of these are in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ class _Filling:
 
 
 class Outbox:
-    """Sends tensors through `slots`, each in the dtype `dtype_of(name)`, in buckets that `transaction` announces."""
+    """Sends tensors through `slots`, in buckets that `transaction` announces. Each tensor is sent in the dtype
+    `dtype_of(name)`.
+    """
 
     def __init__(
         self, slots: Slots, transaction: Transaction, dtype_of: Callable[[str], torch.dtype], bucket_bytes: int
@@ -246,8 +248,8 @@ def _fill(place: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> None:
 class _Sent:
     """State kept between pushes.
 
-    `copy`: the served weights, with which sparse pushes compare the new weights. `committed`: id of the push with the
-    weights in `copy`; None if this push was not committed. `checksums`: checksums of the weights that adapters are
+    `copy`: the served weights, with which sparse pushes compare the new weights. `committed`: id of the push that sent
+    the weights in `copy`; None if this push was not committed. `checksums`: checksums of the weights that adapters are
     added to. `whole_folder`: the folder of the last push of all weights. Adapters in later folders are added to the
     weights in `whole_folder`.
     """
@@ -283,8 +285,8 @@ class WeightSender:
     ) -> PushResult:
         """Push the tensors to these workers. With `adapters`, push only `adapters.sent`.
 
-        `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push; if `adapters` is
-        given, over `adapters.tensors`. Raise PushError if the push fails.
+        `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push. If `adapters` is
+        given, it iterates over `adapters.tensors`. Raise PushError if the push fails.
         """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
         # Each worker adds adapters to its own weights, so there is no complete set of weights to lend.
@@ -340,8 +342,8 @@ class WeightSender:
     def _gpu_for_buckets(
         self, tensors: TrainerTensors, workers: PushTargets, replies: Sequence[Weights]
     ) -> torch.device | None:
-        """Return the GPU of the tensors if all workers can receive buckets from its memory; None to send buckets in
-        host memory.
+        """Return the GPU of the tensors if all workers can receive buckets from its memory. Otherwise return None, so
+        that buckets are sent in host memory.
         """
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
         if self._is_sparse or None in gpus.values():
@@ -390,7 +392,9 @@ class WeightSender:
             self._buffers = slots.slots
 
     def _putter(self, outbox: Outbox, wanted: Parameters, base: str | None) -> Put:
-        """Return the function that sends a tensor, either whole or only the changed elements."""
+        """Return the function that sends a tensor. The function sends either the whole tensor or only its changed
+        elements.
+        """
         if not self._is_sparse:
             return outbox.put_rows
         if self._sent.copy is None or not self._sent.copy.fits(wanted):
@@ -490,7 +494,8 @@ def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
 
 
 def _common(workers: PushTargets, replies: Sequence[Weights]) -> Weights:
-    """Return the parameters that all workers want, with `push_id` None if the workers serve different pushes.
+    """Return the parameters that all workers want. If the workers serve different pushes, the result's `push_id` is
+    None.
 
     Raise PushError if the workers want different parameters.
     """

@@ -36,8 +36,8 @@ WORD_BYTES = 8192
 class TrainerTensors:
     """An iterator of (name, whole tensor).
 
-    `mapping`: all tensors by name if known in advance, else None. `is_broken`: True once the iterable has raised an
-    error, after which there are no more tensors.
+    `mapping`: all tensors by name, or None if the tensors are not known in advance. `is_broken`: True once the iterable
+    has raised an error, after which there are no more tensors.
     """
 
     def __init__(self, tensors: Tensors) -> None:
@@ -147,7 +147,9 @@ def _bare(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_is_tensor(name: object, value: object) -> None:
-    """Raise PushError unless `name` is a string and `value` a dense tensor of real numbers that can be copied."""
+    """Raise PushError unless `name` is a string and `value` is a dense tensor of real numbers. Tensors on the meta
+    device are refused too.
+    """
     if not isinstance(name, str):
         raise PushError(f"push: a name must be a string (got {name!r:.80}); give Hugging Face names")
     if not isinstance(value, torch.Tensor):
@@ -170,7 +172,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def memory_of(tensor: Any) -> tuple[object, ...]:
-    """Return a key that is equal for two live tensors that have the same elements in the same memory."""
+    """Return a key. Two live tensors have equal keys if they have the same elements in the same memory."""
     local = tensor.to_local() if is_sharded(tensor) else tensor
     return local.device, local.data_ptr(), local.dtype, tuple(tensor.shape), local.stride()
 
@@ -217,7 +219,7 @@ class Checklist:
         return self._spellings.shape(name) is not None
 
     def finish(self) -> None:
-        """Raise PushError if a parameter is missing, or if two tensors that the worker has tied differ."""
+        """Raise PushError if a parameter is missing, or if two tensors differ although the worker has tied them."""
         check_complete(self._seen, self._wanted)
         for name, other in self._ties.items():
             if name in self._checksums and self._checksums[name] != self._checksums[other]:
@@ -270,8 +272,8 @@ def push_on_all_ranks(
     """Run `push`, and return or raise its result on every rank of the trainer. Return None if no worker needed the
     push.
 
-    A rank other than 0 does not push, and only takes part in gathers, if tensors are sharded or if the rank has no
-    workers.
+    If tensors are sharded, only rank 0 pushes. A rank other than 0 without workers does not push either. A rank that
+    does not push only takes part in gathers.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

@@ -179,7 +179,7 @@ class Transaction:
         return workers.ask("verify", call, self._settings.timeout).result()
 
     def commit(self) -> float:
-        """Make every worker serve the new weights. Return the longest pause of an engine in seconds."""
+        """Make every worker serve the new weights. Return the longest pause of any engine, in seconds."""
         settings = self._settings
         call = CommitPush(
             id=new_id(), push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout

@@ -1,8 +1,8 @@
-"""Broadcast buckets from one trainer to many workers, in a separate process group.
+"""Send buckets from one trainer to many workers, by broadcast in a separate process group.
 
 The group is not the trainer's default group. Each push creates a new group, so a failed push does not affect later
 pushes. Buckets in host memory use a gloo group. Buckets in GPU memory use an NCCL group, in which each member has its
-own memory for buckets. Traffic is neither encrypted nor authenticated: use it on a private network.
+own memory for buckets. The traffic is neither encrypted nor authenticated, so use a private network.
 
 Owns: the store and its port, the group, the buffers. Does not own: the worker's end of a gloo group (`gloo_reader`).
 Guarantees: each wait for a bucket ends within the timeout. If a member dies, its peers get an error at once with gloo,
@@ -11,8 +11,8 @@ and within the timeout with NCCL. `close` never waits.
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
 broadcast times out. A worker that uses NCCL may keep a thread and connections. A worker that uses NCCL may also wait
 for a bucket until the timeout, and a thread may still be joining the group. A joining thread has no time limit. The
-thread ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` joining
-threads exist, pushes through NCCL are refused.
+thread ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` threads
+are joining groups, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -44,10 +44,12 @@ _places_to_join = threading.BoundedSemaphore(MOST_JOINING)
 
 
 class GroupSlots:
-    """The trainer's side: rank 0, and the store at `host`, an address of this machine that the workers can reach.
+    """The trainer's side: rank 0 and the store. `host`: the address of this machine at which workers can reach the
+    store.
 
-    `slots`: uint8 tensors to fill, on a GPU for nccl. `timeout`: seconds for each bucket. `join_timeout`: the time
-    limit in seconds for all workers to join. Raise ConfigError if `host` is not an address of this machine.
+    `slots`: uint8 tensors to fill. For nccl, the tensors are on a GPU. `timeout`: seconds for each bucket.
+    `join_timeout`: the time limit in seconds for all workers to join. Raise ConfigError if `host` is not an address of
+    this machine.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Buckets in the memory of a GPU that trainer and workers share, through CUDA IPC.
 
 Owns: an allocation of slots in the trainer, for one push, and the mapping of this allocation in each worker. The CUDA
-driver, not torch, allocates the memory. Torch counts references to shared memory in a file. If torch allocated the
+driver, not torch, allocates the memory. Torch uses a file to count references to shared memory. If torch allocated the
 memory, the death of a worker would leak the memory, and data that a worker receives would determine where in torch's
 file the worker writes. A worker passes a received handle only to the driver, and checks the size of the opened memory.
 

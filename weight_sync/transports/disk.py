@@ -60,8 +60,8 @@ _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 @dataclass
 class _Written:
     """A tensor that is being written. `extent`: the range [begin, end) of the tensor's bytes after the header.
-    `offset`: position in the file of the next byte to write. `hash`: hash of the tensor's bytes that are written so
-    far.
+    `offset`: the file position at which the next byte is written. `hash`: hash of the tensor's bytes that are written
+    so far.
     """
 
     extent: tuple[int, int]
@@ -151,8 +151,8 @@ class FolderWriter:
         return self._dtypes.get(name, self._manifest.dtype)
 
     def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
-        """Return the length field and header of a safetensors file with these tensors, padded to at least `num_bytes`
-        bytes.
+        """Return the length field and the header of a safetensors file with these tensors. The result is padded to at
+        least `num_bytes` bytes.
         """
         entries = {
             name: {

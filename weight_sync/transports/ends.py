@@ -58,8 +58,8 @@ class Reader(Protocol):
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each bucket that arrives without a call, together with a function that reads the bucket's bytes. Check
-        a bucket before reading.
+        """Yield each bucket that the trainer does not announce with a call, together with a function that reads the
+        bucket's bytes. Check a bucket before reading.
         """
         ...
 

@@ -3,9 +3,9 @@
 `python -m trueroll.weight_sync.transports.fork_server DESCRIPTOR SIDES` is a fork server. The server imports torch
 once, which takes seconds. For each push, the server forks two processes, which takes milliseconds. The receiving
 process joins the group and receives the buckets. The watcher waits for the receiving process and reports how that
-process ended. Watcher and receiving process end when the worker closes its end of the push's channel. The server ends
-when the worker closes its end of DESCRIPTOR. If the worker is killed, the system closes the channel and DESCRIPTOR.
-Therefore only the fork server outlives a push, and no process outlives the worker.
+process ended. The watcher and the receiving process exit when the worker closes its side of the push's channel. The
+server exits when the worker closes its side of DESCRIPTOR. If the worker is killed, the system closes the channel and
+DESCRIPTOR. Therefore only the fork server outlives a push, and no process outlives the worker.
 
 A channel is a socket that keeps message boundaries. Each message is JSON. The receiving process sends `{"did": ...}` in
 this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then one `receive`

@@ -45,7 +45,7 @@ def new_group(store: Any, host: str, port: int, rank: int, size: int, timeout: t
 
 
 def _own_address(host: str, port: int) -> str:
-    """Return the address of this machine from which `host` is reached. Sends nothing."""
+    """Return the local address that connections from this machine to `host` use. Sends nothing."""
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

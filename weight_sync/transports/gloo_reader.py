@@ -1,12 +1,13 @@
 """The worker's side of a push through gloo: a separate process receives buckets into memory that it shares with the
 worker.
 
-Owns: the fork server of the receiving processes (see `fork_server`), and, for each push, the channel to the receiving
-process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes reuse the
-server. Guarantees: a crash of the receiving process fails only the push. Every wait ends at its deadline, or within
-`TURN_SECONDS` after the push is closed. `close` does not wait, and leaves no thread, descriptor or process of the push
-behind. The fork server ends when this process ends. With a CPU build of torch, the fork server takes about 220 MB of
-memory, of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds longer.
+Owns: the fork server of the receiving processes (see `fork_server`). For each push, also owns the channel to the
+receiving process and the memory for two buckets. The first push through gloo starts the fork server, and later pushes
+reuse the server. Guarantees: a crash of the receiving process fails only the push. Every wait ends at its deadline, or
+within `TURN_SECONDS` after the push is closed. `close` does not wait, and leaves no thread, descriptor or process of
+the push behind. The fork server ends when this process ends. With a CPU build of torch, the fork server takes about 220
+MB of memory, of which 160 MB are not shared. The start of the fork server makes the first push one or two seconds
+longer.
 """
 
 from __future__ import annotations
@@ -151,7 +152,9 @@ class GlooReader:
         raise PushError("collective: the push was closed; push again")
 
     def _hear(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, {} if the process has ended, or None if no message came within `TURN_SECONDS`."""
+        """Return the next message. Return {} if the process has ended, and None if no message came within
+        `TURN_SECONDS`.
+        """
         assert self._channel is not None
         self._channel.settimeout(max(0.0, min(TURN_SECONDS, deadline - time.monotonic())))
         try:

@@ -42,7 +42,7 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
         if gpu in users:
             raise ConfigError(
                 f"collective: {users[gpu]} and worker {address} are both on GPU {gpu}, but each needs a GPU of its "
-                "own; push by shared or disk, or start the worker on another GPU"
+                "own; push by 'shared' or 'disk', or start the worker on another GPU"
             )
         users[gpu] = f"worker {address}"
     if not torch.distributed.is_nccl_available():

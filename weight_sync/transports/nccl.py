@@ -68,7 +68,7 @@ def abort(group: Any) -> None:
 
 @contextmanager
 def _blocking_waits() -> Iterator[None]:
-    """Make groups that are created in this context use blocking waits.
+    """Context manager in which all new groups use blocking waits.
 
     The environment is shared by the process, so a group that another thread creates at the same time uses blocking
     waits too.

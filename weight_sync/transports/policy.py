@@ -75,7 +75,9 @@ class PushPolicy:
             ) from None
 
     def check_host(self, host: str) -> None:
-        """Raise PushError unless a worker may connect to `host`, an IP or a name, for a push. Does no DNS lookup."""
+        """Raise PushError unless a worker may connect to `host` for a push. `host` is an IP or a name. Does no DNS
+        lookup.
+        """
         if host == "localhost" or _is_loopback(host) or any(_covers(entry, host) for entry in self.hosts):
             return
         raise PushError(

@@ -1,6 +1,6 @@
 """Buckets in POSIX shared memory, for trainer and workers on one machine.
 
-Owns: a segment of slots in the trainer, for one push, and the mapping of this segment in each worker. The segment's
+Owns: in the trainer, a segment of slots for one push; in each worker, the mapping of this segment. The segment's
 name is removed as soon as all workers have mapped the memory. The operating system frees the memory when the last
 mapping is removed. If a trainer is killed before it removes the name, the segment's lock becomes free, and the next
 push of any trainer of the same user removes the name. Trainer and workers run as the same user.

@@ -99,7 +99,7 @@ class LendableStagingArea(StagingArea, Protocol):
 class Destination(Parameters, Protocol):
     """A worker's parameters, and the functions that create staging areas for new parameters. `kin`: see `Weights`.
 
-    `commit_note`: the reason that commits take longer than necessary, or an empty string.
+    `commit_note`: why commits take longer than necessary, or an empty string.
     """
 
     @property
@@ -132,7 +132,7 @@ class Destination(Parameters, Protocol):
 
 @dataclass
 class _Tally:
-    """The number of arrived rows, or changed elements, of a tensor."""
+    """Counts the rows or changed elements of a tensor that have arrived."""
 
     kind: str
     expected: int
@@ -198,7 +198,7 @@ class Assembly:
                 _expect(is_finite, piece, *FINITE)
 
     def inspect(self, piece: Piece, data: torch.Tensor) -> None:
-        """Raise PushError unless a piece that passed `check` is the next piece of its tensor and has the right bytes.
+        """Raise PushError if `piece` is not the next piece of its tensor, or has wrong bytes. `check` must have passed.
         Writes nothing.
 
         A piece without a checksum belongs to a bucket that `inspect_all` has checked.

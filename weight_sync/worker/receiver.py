@@ -355,7 +355,7 @@ class Receiver(threading.Thread):
         begin = self._begin
         if self._weights.kin is None or begin.in_place or not begin.is_whole:
             raise PushError(
-                "begin_push: lends requires whole tensors, no in_place, and a worker that can share memory; push "
+                "begin_push: `lends` requires whole tensors, no `in_place`, and a worker that can share memory; push "
                 "without lends"
             )
         return self._weights.new_lendable()
@@ -366,12 +366,12 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map weights that another worker has verified. Only the location of the weights needs a check."""
+        """Map the weights that another worker has verified. Only the location of the weights needs a check."""
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
-                "lent: lent memory requires whole tensors, no in_place, no lends, and a lender of the same kin; push "
-                "without lent memory"
+                "lent: lent memory requires whole tensors, no `in_place`, no `lends`, and a lender of the same `kin`; "
+                "push without lent memory"
             )
         try:
             self.staging = self._weights.borrow((source.pid, source.fd, source.inode, source.num_bytes))

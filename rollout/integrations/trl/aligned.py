@@ -1,7 +1,7 @@
 """`AlignedGRPOTrainer`: a `GRPOTrainer` with a model that computes the worker's log-probs bit for bit.
 
-Owns: the alignment of the policy and the reference model, before TRL changes these models, and the log-probs and
-entropies of the loss. Does not own: the generation of samples (`trueroll_generation`). Guarantees: TRL's
+Owns: the log-probs and entropies of the loss, and the alignment of the policy and the reference model, which happens
+before TRL changes these models. Does not own: the generation of samples (`trueroll_generation`). Guarantees: TRL's
 `sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
 setting that would make the difference nonzero raises ConfigError.
 """
@@ -23,8 +23,8 @@ from .grpo import grpo_trainer
 
 
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
-    """TRL's `GRPOTrainer`, with the policy and the reference model aligned, with or without PEFT. Takes the same
-    arguments.
+    """TRL's `GRPOTrainer`, but the policy and the reference model are aligned. Supports models with and without PEFT.
+    Takes the same arguments.
 
     The worker must use the dtype of the forward pass: bfloat16 with `bf16=True`, or float32 for float32 parameters
     without `bf16`. Raise AlignmentError for a model that `align` refuses. Raise ConfigError if a setting of TRL would

@@ -1,4 +1,5 @@
-"""`AsyncGRPOTrainer` on a trueroll worker: the trainer's rollout worker and weight transfer.
+"""Connects TRL's `AsyncGRPOTrainer` to a trueroll worker. The module has the two objects that the trainer needs for
+this: `TruerollWorker`, which generates, and `TruerollWeightTransfer`.
 
 Owns: the thread that generates and scores groups, the queue of scored samples, and the rule by which stale samples are
 dropped. Does not own: the worker process, the model or the publisher's settings. Guarantees:
@@ -247,9 +248,9 @@ class _FreshQueue(queue.Queue[Any]):
 
 
 def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
-    """Return how many versions behind the trainer's weights a sample may be when TRL takes it from the queue."""
+    """Return the maximum staleness of a sample, in versions, at the time when TRL takes the sample from the queue."""
     if args.token_budget is None:
-        raise ConfigError("token_budget: with None TRL would query a vLLM server; set a number, or 0 for no budget")
+        raise ConfigError("token_budget: with None, TRL would query a vLLM server; set a number, or 0 for no budget")
     ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)
     if args.max_staleness < ahead:
         raise ConfigError(

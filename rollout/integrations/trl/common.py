@@ -22,7 +22,7 @@ _SETTINGS = ("repetition_penalty", "temperature", "top_p", "top_k", "min_p", "ma
 
 
 class WeightsError(TruerollError):
-    """A sample was generated with weights other than the trainer's last push."""
+    """A sample was generated with weights other than those of the trainer's last push."""
 
 
 def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> SamplingParams:
@@ -80,7 +80,9 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
 
 
 def logprobs_of(sample: SampleOutput) -> np.ndarray:
-    """Return a sample's log-probs, float32 [completion_len]. `sampling_params` requests log-probs for every sample."""
+    """Return a sample's log-probs as float32 [completion_len]. `sampling_params` requests log-probs for every
+    sample.
+    """
     assert sample.logprobs is not None
     return sample.logprobs
 

@@ -144,7 +144,7 @@ def name_of(func: RewardFunc) -> str:
 
 
 def as_completion(prompt: Prompt, text: str) -> str | list[dict[str, str]]:
-    """Return the sampled text in the form of its prompt: a text if the prompt is a text, a message if it is a
+    """Return the sampled text in the form of its prompt: a text if the prompt is a text, a message if the prompt is a
     conversation.
     """
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

@@ -38,7 +38,7 @@ class TruerollAdapter(BaseRollout):
         self._found: Any = None
 
     async def resume(self, tags: list[str]) -> None:
-        """Let the worker allocate the kinds of memory in `tags` again."""
+        """Let the worker reallocate the kinds of memory that `tags` names."""
         await (await self._server()).wake_up.remote(tags)
 
     async def release(self) -> None:

@@ -1,8 +1,8 @@
 """verl's server: a Ray actor that forwards verl's requests to its own worker process or fleet.
 
-Owns: the worker or the fleet, its client, and a gate: between `abort_all_requests` and `resume_generation`, the gate is
-closed, and no request starts. Does not own: the weights, which the adapter in the trainer's process pushes directly to
-the worker. After a push, the adapter notifies this actor.
+Owns: the worker or the fleet, its client, and a gate. No request starts while the gate is closed. The gate is closed
+between `abort_all_requests` and `resume_generation`. Does not own: the weights, which the adapter in the trainer's
+process pushes directly to the worker. After a push, the adapter notifies this actor.
 
 Guarantees: a request that begins after the end of a push gets no tokens from older weights. Aborted requests return
 their tokens so far.
@@ -120,8 +120,8 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """For the weights that generated a sample's tokens, return the global steps at which the weights were pushed:
-        the last, the smallest and the largest step.
+        """Return the global steps at which the weights of a sample's tokens were pushed: the step for the last token,
+        the smallest step and the largest step.
 
         Return an empty map for a sample without tokens, because verl treats the first step that it gets as the start of
         the sample.
@@ -132,7 +132,8 @@ class TruerollServer:
         return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End all requests with their tokens so far. No request starts until `resume_generation` is called.
+        """End all requests. Each request returns its tokens so far. No request starts until `resume_generation` is
+        called.
 
         New requests wait for `resume_generation`. With `reject_request`, new requests return empty samples instead of
         waiting.

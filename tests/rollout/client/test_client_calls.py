@@ -44,7 +44,7 @@ def test_a_seed_in_params_needs_a_single_prompt_or_a_list(client: RolloutClient)
     own = SamplingParams(max_tokens=3, seed=9)
     assert seeds_of(client.generate([[1]], own)) == [9] and seeds_of(client.generate([[1], [2]], [own, own])) == [9, 9]
     with pytest.raises(
-        InvalidRequestError, match=r"params: with seed 9 all 2 prompts would draw the same noise.*seed=9"
+        InvalidRequestError, match=r"params: with seed 9, all 2 prompts would draw the same noise.*seed=9"
     ):
         client.generate([[1], [2]], own)
 

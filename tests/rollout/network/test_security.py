@@ -310,7 +310,7 @@ def test_the_role_generate_may_make_all_free_calls(enter: Callable[[str], Rollou
     check_group(alice.generate([[1]], SamplingParams(n=2))[0], 2)
     assert len(alice.score([[1, 2, 3]])[0].logprobs) == 2
     assert alice.health().state == "ready" and alice.stats().service["accepted"] == 2
-    with pytest.raises(ForbiddenError, match="needs the role control, but alice has the role generate"):
+    with pytest.raises(ForbiddenError, match="needs the role 'control', but alice has 'generate'"):
         alice.pause()
 
 
@@ -320,7 +320,7 @@ def test_the_role_control_may_push_and_the_role_generate_may_not(
     tensors = {name: torch.ones(shape) for name, shape in engine.weights.shapes.items()}
     with WeightPublisher("shared", **certificates.client("alice")) as publisher:
         publisher.connect([worker.address])
-        with pytest.raises(PushError, match="needs the role control, but alice"):
+        with pytest.raises(PushError, match="needs the role 'control', but alice"):
             publisher.push(tensors, version=8)
     with WeightPublisher("shared", **certificates.client("trainer")) as publisher:
         publisher.connect([worker.address])

@@ -941,7 +941,7 @@ def test_collective_on_one_gpu_is_refused_before_anything_begins(cluster: Cluste
     worker = cluster.start()
     with cluster.publisher("collective") as publisher:
         with pytest.raises(
-            ConfigError, match=f"the trainer and worker {worker.address} are both on GPU .*push by shared"
+            ConfigError, match=f"the trainer and worker {worker.address} are both on GPU .*push by 'shared'"
         ):
             publisher.push(trainer_tensors(), 1)
     assert "begin_push" not in worker.calls and not NcclGroup.made

@@ -105,7 +105,7 @@ def test_ended_samples_get_no_deltas(sockets: Sockets) -> None:
 def test_a_gap_is_an_error(sockets: Sockets) -> None:
     sockets.streams.add("a", ANN)
     sockets.grow("a", 0, 0)
-    with pytest.raises(RuntimeError, match="from token 2 on does not continue the 1 tokens"):
+    with pytest.raises(RuntimeError, match="at token 2 does not continue the 1 tokens"):
         sockets.grow("a", 0, 2)
 
 

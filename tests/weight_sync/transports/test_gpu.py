@@ -46,7 +46,7 @@ def test_weights_stay_on_gpus_if_possible(
     if isinstance(collective, bool):
         assert broadcasts_between_gpus(trainer_gpu, gpus) is collective
     else:
-        with pytest.raises(ConfigError, match=f"^collective: {collective}.* needs a GPU of its own; push by shared"):
+        with pytest.raises(ConfigError, match=f"^collective: {collective}.* needs a GPU of its own; push by 'shared'"):
             broadcasts_between_gpus(trainer_gpu, gpus)
 
 
