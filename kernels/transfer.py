@@ -44,8 +44,8 @@ def stream_beside(device: torch.device) -> Iterator[None]:
 
 @cache
 def _receiving_stream(index: int) -> torch.cuda.Stream:
-    """Return the same stream on each call. Torch reuses freed memory only for the stream on which the memory was
-    freed.
+    """Return the same stream on each call. Torch reuses freed memory only on the stream for which the memory was
+    allocated.
     """
     return torch.cuda.Stream(index)
 

@@ -212,7 +212,7 @@ NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
 
 
 class Branches:
-    """The positions at which prompts branch and at which a checkpoint is still pending.
+    """The positions at which prompts branch and whose checkpoint is still pending.
 
     Each position is identified by the hash of the block before it, and mapped to the sequence that will take the
     checkpoint.
@@ -261,7 +261,7 @@ class RecurrentStates:
         self._pending: dict[tuple[Sequence, int], int] = {}  # checkpoints in flight: (sequence, position) -> slot
 
     def begin(self, hits: list[Entry]) -> Slots | None:
-        """Return the slots for a sequence that starts to run with the state at the end of `hits`.
+        """Return the slots for a sequence whose initial state is the state at the end of `hits`.
 
         Return None, with nothing changed, if all slots are in use.
         """

@@ -19,9 +19,9 @@ because the request may be the cause.
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal.
-    After the next health check, the refusal no longer counts, even if the health report has not changed: the worker may
-    have been full only between the two health checks.
+    """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal. The
+    refusal counts only until the next health check, even if that check reports the same as the check before: the worker
+    may have been full for just a moment between the two checks.
     """
 
     error: TruerollError

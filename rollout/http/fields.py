@@ -150,7 +150,7 @@ def given(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_same(value: Any, expected: Any) -> bool:
-    """Return whether two JSON values are equal. In contrast to `==`, a boolean never equals a number, at any depth."""
+    """Return whether two JSON values are equal. Unlike with `==`, a boolean never equals a number, at any depth."""
     if isinstance(value, bool) != isinstance(expected, bool) or value != expected:
         return False
     if isinstance(expected, dict):

@@ -96,7 +96,8 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A request to the worker, `AsyncRolloutClient.generate(prompts, params, seed=seed)`, and options for the answer.
+    """A request to the worker (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed)`) and the
+    options for its answer.
 
     `tells_usage`: whether a stream ends with an event that contains the token counts. `message`: the beginning of the
     last user message of a conversation, for the page at `/ui`.

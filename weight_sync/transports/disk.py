@@ -141,7 +141,7 @@ class FolderWriter:
 
     @property
     def _folder(self) -> Path:
-        """The path of the folder until the push is finished."""
+        """The temporary path of the folder, used until the push is finished."""
         return self._final.with_name(f"{self._final.name}.tmp")
 
     def _num_bytes(self, name: str) -> int:
