@@ -81,7 +81,7 @@ class Engine:
         return bool(self._ledger.open)
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raise InvalidRequestError, with nothing changed, if the request can never be served."""
+        """Accept a request. If the request can never be served, change nothing and raise InvalidRequestError."""
         self._admission.add(request)
 
     def abort(self, request_id: str, index: int | None = None) -> list[Output]:
@@ -127,8 +127,8 @@ class Engine:
         computed again; scores restart. `abort`: every started request is aborted. `drain`: the caller has already
         drained the engine, so no running or waiting request may be left.
 
-        Raise RuntimeError if a request is unfinished under `drain`, or if the weights are asleep. Raise ValueError if
-        the staging is incomplete. A call that raises RuntimeError or ValueError changes nothing.
+        Raise RuntimeError if the weights are asleep, or if `in_flight` is `drain` and a request is unfinished. Raise
+        ValueError if the staging is incomplete. A call that raises RuntimeError or ValueError changes nothing.
         """
         self._check_drained(in_flight)
         self._executor.commit(staging)
@@ -143,8 +143,8 @@ class Engine:
 
         `level`: 1 keeps the weights in host memory; 2 drops the weights, so that new weights must be committed after
         `wake_up`. Cached prefixes are dropped at both levels. `in_flight`: as in `commit_weights`. Under `recompute`,
-        running requests keep their KV blocks if only the weights are put to sleep. Raise RuntimeError, with nothing
-        changed, if a request is unfinished under `drain`.
+        running requests keep their KV blocks if only the weights are put to sleep. If `in_flight` is `drain` and a
+        request is unfinished, change nothing and raise RuntimeError.
         """
         if "kv_cache" in tags or in_flight == "abort":
             outputs = self.interrupt(in_flight)
@@ -167,8 +167,8 @@ class Engine:
 
         Return the outputs of the step in flight and of aborted requests.
 
-        `in_flight`: as in `commit_weights`. Raise RuntimeError, with nothing changed, if a request is unfinished under
-        `drain`.
+        `in_flight`: as in `commit_weights`. If `in_flight` is `drain` and a request is unfinished, change nothing and
+        raise RuntimeError.
         """
         self._check_drained(in_flight)
         outputs = self.settle()

@@ -39,7 +39,7 @@ _NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weight
 
 
 class Ledger:
-    """Open samples and scores, each with the sequence that computes it.
+    """The open samples and scores, each with the sequence that computes it.
 
     `open`: maps the id of each request to its unfinished samples, by index, or to its score. `routes`: the format of
     recorded experts, or None if the model has no experts. `generated_tokens`: tokens of finished samples. `finished`:
@@ -334,7 +334,7 @@ class Pipeline:
             self._drafting.counts.record(decodes, counts)
 
     def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:
-        """End the sample and the sequence of the decode with index `owner`, and return the sample's output."""
+        """End the sample and the sequence that belong to decode `owner`, and return the sample's output."""
         sample = takers.samples[owner]
         self._leave(sample, takers.decodes.sequences[owner])
         return self._ledger.finish_sample(sample, reason)

@@ -180,7 +180,7 @@ class Distribution(BaseModel):
 
     @property
     def has_filters(self) -> bool:
-        """Return whether a filter is on, so that tokens may be dropped before the draw."""
+        """Return whether any filter is on, in which case tokens may be dropped before the draw."""
         return bool(self._filters)
 
     @property
@@ -206,10 +206,10 @@ class SamplingParams(Distribution):
     `logprobs`: the distribution under which the log-probs of tokens are computed. `processed`: the distribution from
     which tokens are drawn, after temperature and filters. `temperature`: after temperature, without filters. `raw`: the
     model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens that are recorded
-    for each token of the sample. The entropy of the distribution is recorded as well. 0 records only the entropy. None
-    records neither the tokens nor the entropy. `return_routed_experts`: record the experts chosen for each token of
-    prompt and sample, if the model is a mixture of experts. `cache_salt`: only requests with the same salt share cached
-    prefixes.
+    for each token of the sample. The entropy of the distribution is recorded as well. If `top_logprobs` is 0, only the
+    entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is recorded.
+    `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
+    experts. `cache_salt`: only requests with the same salt share cached prefixes.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -314,7 +314,8 @@ def from_validation(kind: type[E], error: ValidationError, first_part: int = 0) 
 def about_fault(error: ValidationError, first_part: int = 0, num_parts: int | None = None) -> dict[str, Any]:
     """Return `field`, `value` and `limit` for the first fault of a pydantic error.
 
-    The field name consists of at most `num_parts` parts of pydantic's location of the fault, from part `first_part` on.
+    The field name is made from pydantic's location of the fault: at most `num_parts` parts, starting with part
+    `first_part`.
     """
     fault = error.errors()[0]
     found, limit = _found_and_limit(fault)
@@ -462,10 +463,10 @@ class SampleOutput:
     `token_ids`: all tokens, including those that ended the sample. `logprobs`: float32 [num_tokens], log-probs under
     the requested distribution, or None. `stop_reason`: the token id or the stop string that ended the sample; None
     unless the finish reason is `stop`. The token may be an end-of-sequence token. `seed`: the derived seed of this
-    sample. `num_cached_tokens`: the number of prompt tokens that this request did not compute itself. Their KV was
-    found in the cache, or is shared with another request that computes the same prompt. `error`: a description of the
-    error; None unless the finish reason is `error`. `num_drafted_tokens`, `num_accepted_tokens`: the numbers of tokens
-    that were drafted for this sample, and of drafted tokens that became tokens of this sample.
+    sample. `num_cached_tokens`: the number of prompt tokens that this request did not compute itself, because their KV
+    was found in the cache or is shared with another request that computes the same prompt. `error`: a description of
+    the error; None unless the finish reason is `error`. `num_drafted_tokens`: the number of tokens that were drafted
+    for this sample. `num_accepted_tokens`: the number of drafted tokens that became tokens of this sample.
 
     `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. The entropy and the
     top tokens belong to the distribution under which `logprobs` is computed. `entropy`: float32 [num_tokens], in nats.
@@ -474,12 +475,12 @@ class SampleOutput:
     filters kept fewer than k tokens, the lists are filled up with dropped tokens, in ascending order of id. The
     log-prob of a dropped token is -inf.
 
-    `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. Its
-    dtype is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None unless
-    `return_routed_experts` was requested and the sample has a token. Row t of `routed_experts` lists the experts that
-    were chosen for token t, in ascending order of id. The tokens of the sample are numbered after the tokens of the
-    prompt. The last token of a sample has no row, because it was never fed to the model. If token t + 1 was drawn, row
-    t was computed with the weights that drew token t + 1. The rows before the last prompt token were computed with the
+    `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
+    dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None
+    unless `return_routed_experts` was requested and the sample has a token. Row t of `routed_experts` lists the experts
+    that were chosen for token t, in ascending order of id. The tokens of the sample are numbered after the tokens of
+    the prompt. The last token of a sample has no row, because it was never fed to the model. For a drawn token t + 1,
+    row t was computed with the same weights as the draw. The rows before the last prompt token were computed with the
     weights that drew the first token.
     """
 
@@ -567,7 +568,7 @@ def new_id() -> str:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Return the 64-bit seed of sample `index` if the request has the seed `seed`. Every index gets a different seed.
+    """Return the 64-bit seed of sample `index` in a request with the seed `seed`. Every index gets a different seed.
 
     The algorithm is SplitMix64 (Steele, Lea, Flood 2014). Two indices never get the same seed, because the finalizer is
     a bijection and the increment is odd.
@@ -590,7 +591,7 @@ def seed_before(sample_seed: int) -> int:
 
 def check_length(field: str, prompt_len: int, num_new: int, max_model_len: int) -> None:
     """Raise InvalidRequestError if prompt and new tokens together exceed `max_model_len`. `field`: the name of the
-    prompt's field.
+    field that holds the prompt.
     """
     if prompt_len + num_new > max_model_len:
         raise InvalidRequestError(

@@ -10,7 +10,7 @@ class PoolStats:
     """The block pool that all layers with the same attention window share.
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
-    free blocks that hold a prefix in the cache's index. `empty`: free blocks that hold no prefix in the cache's index.
+    free blocks that hold a prefix listed in the cache's index. `empty`: all other free blocks.
     """
 
     window: int | None
@@ -48,8 +48,8 @@ class EngineStats:
     `deferred_admissions`: how many requests waited for another request to compute a prefix, added up over all steps.
     `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
 
-    `shortened_hits`: tokens that were found in the cache but computed again. Either the checkpoint of their recurrent
-    state was missing, or the request asked for routed experts that were missing.
+    `shortened_hits`: tokens that were found in the cache but computed again. Tokens are computed again if the
+    checkpoint of the recurrent state or the requested routed experts are missing.
 
     The `checkpoints_*` fields are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were
     not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.

@@ -176,8 +176,8 @@ def copies_of(module: Any) -> list[nn.Module]:
 def adapter_of(module: Any, name: str = "") -> Adapter | None:
     """Return the adapter that a module adds to its weight, or None if the module has no enabled adapter.
 
-    Raise AlignmentError, which gives the module's `name`, if the adapter is merged, if several adapters are active, or
-    if the adapter is not plain LoRA.
+    Raise AlignmentError, with the module's `name`, if several adapters are active, or if the adapter is merged or not
+    plain LoRA.
     """
     if _kind(module) != _LINEAR:
         return None
@@ -196,7 +196,7 @@ def adapter_of(module: Any, name: str = "") -> Adapter | None:
 
 
 def read_tensors(model: Any) -> AdaptedTensors:
-    """Return the trained tensors of a PEFT model. Raise AlignmentError in the cases of `check_adapters`."""
+    """Return the trained tensors of a PEFT model. Raise AlignmentError in the same cases as `check_adapters`."""
     check_adapters(model)
     reshard(model)
     tensors: dict[str, Tensor] = {}

@@ -46,7 +46,7 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     """Return the arguments of a call as a map from name to value. `forward`: the unbound method of transformers that is
     called.
 
-    Raise AlignmentError for a refused or unknown argument with a value other than None or the default. Also raise
+    Raise AlignmentError if a refused or unknown argument has a value other than None or its default. Also raise
     AlignmentError for arguments that give the boundaries of packed sequences, unless `position_ids` is given too.
     """
     parameters = _parameters(forward)

@@ -307,7 +307,7 @@ def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, 
 class Packed:
     """Sequences with the lengths `lens`, packed one after the other as rows.
 
-    `positions`: int64 [M], the position of each row in its sequence, from 0.
+    `positions`: the position of each row in its sequence, counted from 0, as int64 [M].
     """
 
     lens: Sequence[int]
@@ -412,7 +412,7 @@ def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: A
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Compute attention with torch: q [B, heads, T, D], k and v [B, kv_heads, T, D], sinks [heads]."""
+    """Compute attention with torch from q [B, heads, T, D], k and v [B, kv_heads, T, D], and sinks [heads]."""
     length = q.shape[2]
     is_whole = spec.window is None or spec.window >= length
     is_plain = spec.soft_cap is None and sinks is None
@@ -503,7 +503,7 @@ class _DeltaRule(Function):
 def _recur(
     qkv: Tensor, b: Tensor, a: Tensor, decay: Tensor, bias: Tensor, spec: DeltaNetSpec, packed: Packed
 ) -> Tensor:
-    """Compute `Backend.delta_rule` with torch for sequences that start from zero states: [M, value_heads, V]."""
+    """Compute `Backend.delta_rule` with torch, as [M, value_heads, V], for sequences that start from zero states."""
     q, k, v = qkv.split([spec.key_size, spec.key_size, spec.value_size], 1)
     q, k = (x.unflatten(1, (spec.num_key_heads, -1)) for x in (q, k))
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
@@ -520,7 +520,7 @@ def _recur(
 
 
 def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> Tensor:
-    """Return the outputs of a delta rule that starts from zero states: [B, heads, T, V].
+    """Return the outputs [B, heads, T, V] of a delta rule that starts from zero states.
 
     q and k are [B, heads, T, K], v is [B, heads, T, V]. The logarithms of the decays (`logs`) and the update rates
     (`rates`) are [B, heads, T]. Sequences are padded with zeros on the right.
@@ -535,9 +535,9 @@ def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tenso
 def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
     """Return the outputs of a chunk and the state after the chunk (Yang et al. 2024).
 
-    Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i with the state
-    that token i finds: the state before the chunk plus the changes by tokens j < i, with all decays up to token i. The
-    equations for all u_i form a triangular system.
+    Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i and the state that
+    token i finds. This is the state before the chunk plus the changes by tokens j < i, after all decays up to token i.
+    The equations for all u_i form a triangular system.
     """
     decays = _decays_between(logs)
     since_start = logs.cumsum(-1).exp()[..., None]
@@ -623,7 +623,9 @@ class GradientOps:
     backend: Backend
 
     def merge(self, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        """`Backend.merge`. The gradient of the merged weight is freed once the gradients of a and b are computed."""
+        """`Backend.merge`. The gradient of the merged weight is freed once the gradients of `a` and `b` are
+        computed.
+        """
         return _Merge.apply(self.backend, weight, a, b, scale)  # type: ignore[return-value]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -652,15 +654,15 @@ class GradientOps:
         return _Rmsnorm.apply(self.backend, x, weight, norm)  # type: ignore[return-value]
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate x [M, heads, D] by the cosines and sines in `rotation`, which are constants of float32 [M, D / 2]."""
+        """Rotate x [M, heads, D] by the cosines and sines in `rotation`, which are float32 constants [M, D / 2]."""
         return _Rope.apply(self.backend, x, *rotation)  # type: ignore[return-value]
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(linear(x, gate)) * linear(x, up), [M, I]. The weights `gate` and `up` are [I, H]."""
+        """Return activation(linear(x, gate)) * linear(x, up) as [M, I]. The weights `gate` and `up` are [I, H]."""
         return self.gate_mul(self.linear(x, gate), self.linear(x, up), activation)
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up for tensors of one shape."""
+        """Return activation(gate) * up for tensors of the same shape."""
         return _GateMul.apply(self.backend, gate, up, activation)  # type: ignore[return-value]
 
     def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -680,7 +682,7 @@ class GradientOps:
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Pass each row of x [M, H] through the experts that `route` returned for the row, and add `shared`: [M, H].
+        """Pass each row of x [M, H] through the experts that `route` returned for the row, and add `shared` [M, H].
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """
@@ -688,7 +690,7 @@ class GradientOps:
         return _Experts.apply(self.backend, spec, weights, experts, x, gates, shared, *parameters)  # type: ignore[return-value]
 
     def convolve(self, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
-        """Convolve each channel of x [M, C] causally within each sequence, and apply SiLU: [M, C].
+        """Convolve each channel of x [M, C] causally within each sequence, and return the SiLU of the result.
 
         `weight` is [C, 1, K].
         """
@@ -697,7 +699,7 @@ class GradientOps:
     def delta_rule(
         self, qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, packed: Packed
     ) -> Tensor:
-        """Run the recurrence of a gated delta net from the start of each sequence: [M, value_heads, V].
+        """Run the recurrence of a gated delta net from the start of each sequence, and return [M, value_heads, V].
 
         `qkv` is [M, channels]; `b` and `a` are [M, value_heads].
         """
@@ -707,7 +709,7 @@ class GradientOps:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        """Causal attention within each sequence: [M, heads, D].
+        """Return the causal attention within each sequence, as [M, heads, D].
 
         q is [M, heads, D], k and v are [M, kv_heads, D]. `sinks` is [heads] if the spec has sinks.
         """

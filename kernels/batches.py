@@ -33,7 +33,8 @@ def locate(
     _check_lengths(input_ids, attention_mask, lengths)
     if position_ids is not None:
         raise AlignmentError(
-            "position_ids must be None with lengths; leave it out, since lengths say where sequences begin"
+            "position_ids must be None if lengths is given; leave position_ids out, since lengths say where sequences "
+            "begin"
         )
     return torch.arange(len(input_ids), device=input_ids.device), Packed.of(lengths, input_ids.device)
 
@@ -84,9 +85,9 @@ def read_routes(
     """Return the experts of the tokens at flat `indices` of a batch. The result is an int32 tensor [layers with
     experts, M, top_k], and each row is in ascending order.
 
-    `shape`: the shape of input_ids. A worker never runs the last token of a sequence, so the token's entries in
-    `routed_experts` are ignored, and the token's row of the result is OWN_CHOICE. Raise AlignmentError for a model
-    without experts, and for `routed_experts` that do not fit the model.
+    `shape`: the shape of input_ids. A worker never computes the last token of a sequence. The entries in
+    `routed_experts` for this token are therefore ignored, and its row of the result is OWN_CHOICE. Raise AlignmentError
+    for a model without experts, and for `routed_experts` that do not fit the model.
     """
     if not spec.experts:
         raise AlignmentError(
@@ -105,8 +106,8 @@ def read_routes(
 def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:
     if found.shape != shape:
         raise AlignmentError(
-            f"routed_experts must have shape {list(shape)}: input_ids' shape, layers with experts, experts per token "
-            f"(got {list(found.shape)}); pass a row for every token, even where the row is not read"
+            f"routed_experts must have shape {list(shape)}: the shape of input_ids, then layers with experts, then "
+            f"experts per token (got {list(found.shape)}); pass a row for every token, even where the row is not read"
         )
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise AlignmentError(f"routed_experts must be integers (got {found.dtype}); pass the ids of experts")
@@ -149,7 +150,8 @@ def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tenso
 def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Sequence[int]) -> None:
     if attention_mask is not None:
         raise AlignmentError(
-            "attention_mask must be None with lengths; leave it out, since packed tokens have no padding"
+            "attention_mask must be None if lengths is given; leave attention_mask out, since packed tokens have no "
+            "padding"
         )
     if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
         raise AlignmentError(

@@ -14,15 +14,15 @@ the result either. Equality means equal bits.
 - A recurrence processes a sequence's tokens one by one and in order, both in prompts and in decodes. The state of a
   recurrence is float32 and never rounded, so the state does not depend on how a prompt is cut into chunks.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
-- The outputs of a row's experts are added in ascending order of expert id. The product with an expert's matrix
-  accumulates in the same order for any number of rows.
+- The outputs of a row's experts are added in ascending order of expert id. Products with an expert's matrix are
+  accumulated in the same order for any number of rows.
 - Among equal logits, the lower vocabulary id or the lower expert id wins.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, without state. Two runs on the same
 backend give bit-identical results. Results of different backends agree within rounding, but `merge` gives the same bits
 on every backend. Rows are tokens or sequences, and are always the first dimension. A fused op gives the same bits as
-its steps run one by one, with the result of each step rounded to the dtype.
+running the op's steps one by one and rounding the result of each step to the dtype.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ last inputs of the convolution, oldest first.
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The queries of a mixed batch of prompt chunks and decodes, and the cached tokens that each query attends to.
+    """The queries of a batch that mixes prompt chunks and decodes, and the cached tokens that each query attends to.
 
     Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). These rows are the last tokens of the
     sequence. All `context_lens[i]` tokens of the sequence are in the cache. Token t of sequence i lies in block
@@ -89,7 +89,7 @@ class StateBatch:
     from which sequence i starts, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
     the rows of sequence i. `reads` and `writes` are int64 [num_sequences], on the device of the memory.
 
-    A sequence that continues in place reads and writes the same slot. When a sequence forks or restores a checkpoint,
+    If a sequence continues in place, it reads and writes the same slot. When a sequence forks or restores a checkpoint,
     it reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may
     read the same slot. In one call, two sequences must not write the same slot, and a sequence must not read a slot
     that another sequence writes. Backends do not check these rules.
@@ -126,8 +126,8 @@ class Pages(NamedTuple):
 
     `slots` (int64 [M]): the cache slot for each token's key and value. A slot is block * block_size + offset. `batch`:
     the cached tokens that the M tokens attend to. Layers with the same window share blocks of the cache, and therefore
-    share `Pages`. An entry of a block table is never read if the entry's block lies before the windows of all queries
-    of the sequence.
+    share `Pages`. A block table's entry is never read if the entry's block lies before the window of every query of the
+    sequence.
     """
 
     slots: Tensor
@@ -158,8 +158,8 @@ class AttentionWeights:
 class DeltaNetWeights:
     """The weights of a delta net.
 
-    `inputs`: the matrices of (q, k, v), z, b and a. The matrix of (q, k, v) has `channels` rows, the matrix of z has
-    `value_size` rows, and the matrices of b and a have value_heads rows each. Each row has length H. If
+    `inputs`: one matrix each for (q, k, v), for z, for b and for a. The matrix of (q, k, v) has `channels` rows, the
+    matrix of z has `value_size` rows, and the matrices of b and a have value_heads rows each. Each row has length H. If
     `DeltaNetSpec.joined` is set, `inputs` holds two matrices: one of (q, k, v, z) and one of (b, a). `convolution`
     [channels, 1, kernel_size] begins with the weight of the oldest token. `decay` (the logarithm of the decay rate) and
     `bias`: [value_heads]. `norm`: [value_head_dim]. `o`: [H, value_size].
@@ -341,10 +341,10 @@ class Backend(Protocol):
         """Return weight + scale * (b @ a) in weight's dtype, for weight [N, K], b [N, R] and a [R, K]. All are plain
         tensors.
 
-        The computation is in float32. For each element, the products are rounded and added to 0 one by one, in
-        ascending order of their index along R. The sum of the products is multiplied by `scale`, rounded to float32,
-        and added to the weight. The result is rounded once. Each step is correctly rounded, so the bits are the same on
-        every backend, instruction set and device. May run concurrently with other ops.
+        The computation is in float32. For each element, the sum starts at 0, and the rounded products are added one by
+        one, in ascending order of their index along R. The sum of the products is multiplied by `scale`, rounded to
+        float32, and added to the weight. The result is rounded once. Each step is correctly rounded, so the bits are
+        the same on every backend, instruction set and device. May run concurrently with other ops.
         """
         ...
 
@@ -361,7 +361,7 @@ class Backend(Protocol):
         ...
 
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
-        """Divide x [M, H] by its root mean square and multiply by weight [H]: [M, H] in x's dtype.
+        """Divide x [M, H] by its root mean square and multiply by weight [H]. The result is [M, H] in x's dtype.
 
         The quotient is computed in float32 and rounded to x's dtype before the multiplication. With a zero-centered
         norm, the quotient is multiplied by 1 + weight in float32, and only the product is rounded. The weight may be
@@ -382,8 +382,8 @@ class Backend(Protocol):
         The weight is `o` of an attention or a delta net, or `down` of an MLP. Tensor parallelism splits this product
         along K.
 
-        `pieces` is a power of two. With several pieces, L is K / pieces rounded up, and piece i is the float32 product
-        over columns [i L, (i + 1) L). The pieces are added in float32 as a balanced binary tree. For example, four
+        `pieces` is a power of two. With several pieces, piece i is the float32 product over columns [i L, (i + 1) L),
+        where L is K / pieces, rounded up. The pieces are added in float32 as a balanced binary tree. For example, four
         pieces are added as (0 + 1) + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is
         rounded once. A process can therefore compute any subtree of the sum without changing the bits. Raise
         ConfigError for a number of pieces that the backend does not support.
@@ -391,14 +391,15 @@ class Backend(Protocol):
         ...
 
     def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Activation) -> Tensor:
-        """Return gate_mul(linear(x, gate), linear(x, up), activation) for gate and up [I, H]: [M, I]."""
+        """Return gate_mul(linear(x, gate), linear(x, up), activation) [M, I], for gate and up [I, H]."""
         ...
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-        """Return activation(gate) * up for tensors of one shape, computed in float32 and rounded once.
+        """Return activation(gate) * up for two tensors of the same shape. The result is computed in float32 and rounded
+        once.
 
         `sigmoid` is the gate of attention's output. `silu` is the gate of MLPs and of a delta net's output.
-        `clamped_silu` is the gate of some experts: it clamps both inputs and adds 1 to up, as documented at `CLAMP`.
+        `clamped_silu` is the gate of some experts: it clamps both inputs and adds 1 to `up`, as documented at `CLAMP`.
         """
         ...
 
@@ -407,7 +408,7 @@ class Backend(Protocol):
         [M, top_k].
 
         A row's experts are the `top_k` experts with the highest logits. Among equal logits, lower ids are chosen first.
-        If `chosen` (int32 [M, top_k], ascending) is given, a row's experts are the experts in its row of `chosen`.
+        If `chosen` (int32 [M, top_k], ascending) is given, a row's experts are the experts in the same row of `chosen`.
         Returned experts are in ascending order in each row. A gate is e^(logit - highest logit), divided by a sum of
         these exponentials, in float32. If `spec.normed`, the denominator is the sum over the row's experts, added by
         ascending id; otherwise it is the sum over all experts. A row with NaN gets NaN gates and arbitrary distinct ids
@@ -424,12 +425,12 @@ class Backend(Protocol):
         gates: Tensor,
         shared: Tensor | None = None,
     ) -> Tensor:
-        """Apply to each row of x [M, H] the experts that `route` returned for the row: [M, H].
+        """For each row of x [M, H], apply the experts that `route` returned for the row. The result is [M, H].
 
-        An expert's inner row is `gate_mul` of its two `linear` products, each with its bias. The product of the inner
-        row with `down` stays in float32. The addition of the bias and the multiplication by the gate are also in
-        float32. The outputs of a row's experts are added in ascending order of expert id, then `shared` [M, H] is
-        added, and the result is rounded once. The op reads neither the router's weights nor the shared expert's
+        An expert's inner row is `gate_mul` of the expert's two `linear` products, which include the biases. The product
+        of the inner row with `down` stays in float32. The addition of the bias and the multiplication by the gate are
+        also in float32. The outputs of a row's experts are added in ascending order of expert id, then `shared` [M, H]
+        is added, and the result is rounded once. The op reads neither the router's weights nor the shared expert's
         weights.
         """
         ...
@@ -446,7 +447,7 @@ class Backend(Protocol):
         """Rotate the elements of each head of x [M, heads, D] in float32. As in Hugging Face models, elements i and i +
         P form a pair.
 
-        If there are P < D / 2 pairs, the elements of a head from index 2 P on stay unchanged.
+        If there are P < D / 2 pairs, the elements of a head at index 2 P and above stay unchanged.
         """
         ...
 
@@ -460,8 +461,8 @@ class Backend(Protocol):
         v_cache: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        """Return the queries [M, heads, D] of x [M, H], like `layer.project`, and store the keys and values in the
-        caches, like `write_kv`.
+        """Return the queries [M, heads, D] of x [M, H], as `layer.project` does, and store the keys and values in the
+        caches, as `write_kv` does.
 
         With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D].
         """
@@ -501,9 +502,8 @@ class Backend(Protocol):
 
         Before SiLU, row t of a sequence's result is the sum over j of weight[:, 0, j] * x[t - (K - 1) + j], where x[t]
         is row t of the sequence's input. The sum is in float32, starts with the oldest row, and is rounded once, after
-        SiLU. The K - 1 rows before a sequence's first row are the sequence's tail. `tails`: [slots, K - 1, C]. For the
-        new tail, the sequence's rows, except drafted rows, are appended to the old tail, and the last K - 1 rows are
-        kept.
+        SiLU. The K - 1 rows before a sequence's first row are the sequence's tail. `tails`: [slots, K - 1, C]. To get
+        the new tail, append the sequence's rows, except drafted rows, to the old tail, and keep the last K - 1 rows.
         """
         ...
 
@@ -574,8 +574,8 @@ class Backend(Protocol):
         ...
 
     def log_probs(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """Return the log-softmax of each row of float32 logits [M, V] at the row's token (int64 [M]). It is float32
-        [M].
+        """For each row of float32 logits [M, V], return the log-softmax at the row's token in `token_ids` (int64 [M]).
+        The result is float32 [M].
         """
         ...
 
@@ -583,8 +583,8 @@ class Backend(Protocol):
         """For each row of float32 logits [M, V], return `log_probs` of the row's token in `token_ids` (int64 [M]), the
         row's entropy, and the row's k best tokens.
 
-        `k`: from 0 to V. A listed log-prob has the same bits as `log_probs` of that token. If a row has NaN or no
-        finite maximum, its log-probs and entropy are NaN and its ids are arbitrary.
+        `k`: from 0 to V. The log-prob of a listed token has the same bits as the token's result from `log_probs`. If a
+        row has NaN or no finite maximum, its log-probs and entropy are NaN and its ids are arbitrary.
         """
         ...
 
@@ -601,8 +601,8 @@ class Backend(Protocol):
         """Draw one token id from the softmax of each row of float32 logits [M, V]. The result is int64 [M].
 
         By the Gumbel-max method, the drawn token is the token with the highest sum of logit and noise. The noise is a
-        function of the row's seed (int64 [M], the bits of an unsigned 64-bit number), its position (int64 [M]) and the
-        vocabulary id. Raises no error. A token with logit -inf is drawn only if the whole row is -inf. A row with NaN
-        gives an arbitrary id.
+        function of the row's seed, the row's position and the vocabulary id. `seeds` (the bits of unsigned 64-bit
+        numbers) and `positions` are int64 [M]. Raises no error. A token with logit -inf is drawn only if the whole row
+        is -inf. A row with NaN gives an arbitrary id.
         """
         ...

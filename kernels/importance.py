@@ -70,7 +70,9 @@ def log_ratios(
     lengths: Sequence[int] | None = None,
     level: Level = "token",
 ) -> Tensor:
-    """Return log r of each token at `level`: float64 in the shape of `log_probs`, 0.0 outside of `mask`."""
+    """Return log r of each token at `level`. The result is float64, has the shape of `log_probs`, and is 0.0 outside
+    the mask.
+    """
     own, mask = _own_log_ratios(log_probs, sampled, mask)
     return _spread(_at_level(own, mask, lengths, level), mask)
 
@@ -84,7 +86,8 @@ def truncated_weights(
     *,
     cap: float,
 ) -> Tensor:
-    """Return min(r, cap) of each token: float32 in the shape of `log_probs`, 0.0 outside of `mask`. `cap`: at least 1.
+    """Return min(r, cap) for each token. The result is float32, has the shape of `log_probs`, and is 0.0 outside the
+    mask. `cap`: at least 1.
 
     The method is truncated importance sampling, which reduces variance at the cost of bias (Ionides 2008, "Truncated
     Importance Sampling"). Truncated importance sampling between the policies of rollout and trainer is known as TIS
@@ -107,7 +110,8 @@ def masked_weights(
     low: float = 0.0,
     high: float,
 ) -> Tensor:
-    """Return r of each token if low <= r <= high, else 0.0: float32 in the shape of `log_probs`, 0.0 outside of `mask`.
+    """Return r for each token with low <= r <= high, and 0.0 for all other tokens. The result is float32, has the shape
+    of `log_probs`, and is 0.0 outside the mask.
 
     `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
     of the two policies are dropped. A dropped token gets the weight 0, not a reduced weight. The method is known as MIS
@@ -160,7 +164,7 @@ def _own_log_ratios(log_probs: Tensor, sampled: Tensor, mask: Tensor | None) -> 
 
 
 def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: Level) -> Tensor:
-    """Return the log ratio of each token at this level, [N]. `own`: the tokens' own log ratios [N], one sequence after
+    """Return the log ratios [N] of the tokens at this level. `own`: the tokens' own log ratios [N], one sequence after
     the other.
     """
     if level == "token":
@@ -172,20 +176,20 @@ def _at_level(own: Tensor, mask: Tensor, lengths: Sequence[int] | None, level: L
 
 
 def _counts(mask: Tensor, lengths: Sequence[int] | None) -> list[int]:
-    """Return how many tokens of the mask each sequence has."""
+    """For each sequence, return how many of its tokens are in the mask."""
     if mask.dim() == 2 and lengths is None:
         return mask.sum(1).tolist()
     if mask.dim() != 1 or lengths is None or min(lengths, default=0) < 0 or sum(lengths) != len(mask):
         found = "none" if lengths is None else f"{list(lengths)[:8]} with sum {sum(lengths)}"
         raise AlignmentError(
-            f"lengths must be None for [B, T], or sum to M for [M] (got {found} for {list(mask.shape)}); pass "
-            "the length of each packed sequence"
+            f"lengths must be None for tensors [B, T], and must sum to M for tensors [M] (got {found} for "
+            f"{list(mask.shape)}); pass the length of each packed sequence"
         )
     return [int(part.sum()) for part in mask.cpu().split(list(lengths))]
 
 
 def _spread(own: Tensor, mask: Tensor) -> Tensor:
-    """Return a tensor in the shape of `mask`: `own` [N] at the N tokens of the mask, and 0 elsewhere."""
+    """Return a tensor in the shape of `mask` that holds `own` [N] at the N tokens of the mask, and 0 elsewhere."""
     return own.new_zeros(mask.shape).masked_scatter(mask, own)
 
 

@@ -2,9 +2,9 @@
 
 A recurrent state cannot forget a row. The state in a slot therefore never includes drafted rows, and a step stores the
 inputs of its drafted rows in the journal. The next step of the sequence repeats the accepted rows before it computes
-new rows. It repeats only their convolution and recurrence, on the same inputs, so that the state gets the bits that it
-would have without drafts. Storing a state for each drafted row instead would take many times the memory and memory
-traffic.
+new rows. The next step repeats only the convolution and recurrence of the accepted rows, on the same inputs, so the
+state gets the same bits as without drafts. Storing a state for each drafted row instead would take many times the
+memory and memory traffic.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Journal:
-    """How the M rows of a step become the rows of its `StateBatch`: the repeated rows of a sequence come before its own
-    rows. `memories`: for each layer, the journal [sequences, drafts, width], or None for a layer without recurrence.
-    `own`: int64 [M], the index of each of the step's rows in the batch. `repeated`: int64 [3, R], the place of each
-    repeated row in the journal (sequence and draft), and the index of the row in the batch. `drafted`: int64 [3, D],
-    the place of each drafted row in the journal, and the index of the row in the step. All tensors are on the device of
-    the journal.
+    """How the M rows of a step become the rows of the step's `StateBatch`. For each sequence, the batch has the
+    repeated rows first, followed by the sequence's rows of the step. `memories`: for each layer, the journal
+    [sequences, drafts, width], or None for a layer without recurrence. `own`: int64 [M]; for each row of the step, it
+    holds the row's index in the batch. `repeated`: int64 [3, R]; for each repeated row, it holds the row's place in the
+    journal (sequence and draft) and the row's index in the batch. `drafted`: int64 [3, D]; for each drafted row, it
+    holds the row's place in the journal and the row's index in the step. All tensors are on the device of the journal.
     """
 
     memories: Sequence[Tensor | None]

@@ -58,7 +58,7 @@ Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
 
 
 class LayerOps(Protocol):
-    """The ops of a layer. These are either the ops of `Backend`, which take `Weight` matrices, or ops with gradients,
+    """The ops of a layer: either the ops of `Backend`, which take `Weight` matrices, or ops with gradients,
     which take plain tensors.
     """
 
@@ -272,7 +272,8 @@ def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tenso
     """Return the attention outputs of the heads as [M, heads * D]. If there is an output gate, the outputs are
     multiplied by it.
 
-    `q`: queries from `project`. `attend`: returns the attention of queries [M, heads, D], in the same shape.
+    `q`: queries from `project`. `attend`: computes the attention for queries [M, heads, D]; the result has the same
+    shape.
     """
     if not spec.output_gate:
         return attend(q).flatten(1)
@@ -281,7 +282,7 @@ def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tenso
 
 
 def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, recur: Recur) -> Tensor:
-    """Return the outputs of a delta net's heads for hidden states x [M, H]: [M, value_size]."""
+    """Return the outputs [M, value_size] of a delta net's heads for hidden states x [M, H]."""
     qkv, z, b, a = _project_delta_net(ops, x, spec, weights)
     out = recur(qkv, b, a, spec, weights)
     normed = ops.rmsnorm(out.reshape(-1, spec.value_head_dim), weights.norm, spec.norm)
@@ -291,8 +292,8 @@ def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWe
 def _project_delta_net(
     ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the projections of x [M, H]: q, k and v side by side [M, channels], z [M, value_size], b and a [M,
-    value_heads].
+    """Return four projections of x [M, H]: [M, channels], with q, k and v side by side; z [M, value_size]; `b` [M,
+    value_heads]; and `a` [M, value_heads].
     """
     products = [ops.linear(x, weight) for weight in weights.inputs]
     if not spec.joined:

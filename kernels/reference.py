@@ -64,8 +64,8 @@ _SELF = cast(Backend, sys.modules[__name__])
 
 
 def instruction_set() -> str:
-    """Return torch's vector instructions on this CPU, and any reduced precisions that torch may use for float32
-    products.
+    """Return the name of the vector instructions that torch uses on this CPU. The result also names any reduced
+    precisions that torch may use for float32 products.
     """
     places = [torch.backends.mkldnn, *([torch.backends.cuda] if torch.cuda.is_available() else [])]
     precisions = {place.matmul.fp32_precision for place in places} - {"none", "ieee"}
@@ -410,8 +410,8 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
-    """Gather rows of a cache: float32 [*rows.shape, D]. `rows` holds indices into the cache after its dimensions for
-    block, offset and key-value head are flattened into one.
+    """Gather rows of a cache: float32 [*rows.shape, D]. `rows` holds indices into a flattened cache, in which the
+    dimensions block, offset and key-value head are one dimension.
     """
     return cache.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
 
@@ -430,8 +430,8 @@ def _fold(left: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> tuple[Tensor, 
 
 
 def _weighted_values(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """Return weighted sums of values [units, heads, KV_SPLIT, D]. A non-finite value affects only the rows that see
-    that value.
+    """Return weighted sums of `values`, which have the shape [units, heads, KV_SPLIT, D]. A non-finite value affects
+    only the rows that see that value.
     """
     broken = ~values.isfinite()
     if not broken.any():
@@ -469,7 +469,7 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
 
 
 def _read_slots(memory: Tensor, slots: Tensor) -> Tensor:
-    """Return the contents of the slots that `slots` [N] lists in `memory` [number of slots, ...]. The result is [N,
+    """Return the contents of N slots of `memory` [number of slots, ...]; `slots` [N] lists the slots. The result is [N,
     ...], with zeros for NO_SLOT.
     """
     is_fresh = (slots == NO_SLOT).view(-1, *[1] * (memory.dim() - 1))
@@ -632,7 +632,7 @@ def philox(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
     """Return random 32-bit words as int64 [M, count]: Philox4x32-10 (Salmon et al. 2011).
 
     The Philox key consists of the two halves of the seed. The counter is (id // 4, low half of the position, high half
-    of the position, 0). The random word for vocabulary id `id` is output word id % 4.
+    of the position, 0). The random word for vocabulary id `id` is the output word with the index `id % 4`.
     """
     ids = torch.arange(-(-count // 4), device=seeds.device)
     c0 = ids.expand(len(seeds), -1)

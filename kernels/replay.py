@@ -57,8 +57,8 @@ def _spread_routes(
     """Return the routes of all N tokens, padding included: int64 [layers with experts, N, top_k]."""
     if routed_experts.dim() != (4 if lengths is None else 3):
         raise AlignmentError(
-            "routed_experts must have shape [B, T, layers with experts, experts per token], or with lengths [M, ...] "
-            f"(got {list(routed_experts.shape)}); pass a row for each token"
+            "routed_experts must have shape [B, T, layers with experts, experts per token], or [M, ...] if `lengths` "
+            f"is given (got {list(routed_experts.shape)}); pass a row for each token"
         )
     shape = routed_experts.shape[:-2]
     indices, packed = locate(routed_experts.new_empty(shape), attention_mask, lengths)

@@ -16,7 +16,7 @@ from .specs import Slice
 
 
 class Shard:
-    """A `Weight` of the checkpoint's shape that stores only a part of the tensor.
+    """A `Weight` that has the shape of the checkpoint's tensor, but stores only a part of the tensor.
 
     `own`: the memory of the part, which is a tensor, a backend's weight, or a `Stack`. `shape`: the shape of the
     checkpoint's whole tensor. The source of `copy_` has the shape of the whole tensor, and the indices of
@@ -45,7 +45,7 @@ class Shard:
         return self.own.shape[self.part.dim]
 
     def copy_(self, source: Tensor | Shard) -> None:
-        """Store the part of a whole tensor that this shard holds, or copy another shard of the same part. Raise
+        """Store this shard's part of a whole tensor, or copy another shard of the same part. Raise
         ValueError for another shape.
         """
         if source.shape != self.shape:

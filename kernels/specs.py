@@ -110,7 +110,7 @@ class DeltaNetSpec:
 
     @property
     def tail_shape(self) -> tuple[int, int]:
-        """The shape of a sequence's tail, which holds the last inputs of its convolution in the model's dtype."""
+        """The shape of a sequence's tail. The tail holds the last inputs of the convolution, in the model's dtype."""
         return self.kernel_size - 1, self.channels
 
     @property
@@ -135,8 +135,8 @@ class ExpertsSpec:
     `normed`: the softmax that computes the gates covers only the scores of the chosen experts, not the scores of all
     experts. `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the
     shared expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router
-    and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], with rows of
-    gate and up alternating.
+    and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], and rows of
+    gate and rows of up alternate.
     """
 
     num_experts: int
@@ -151,8 +151,8 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer: a token mixer (attention or a delta net) followed by an MLP or experts. Mixer and MLP each add their
-    output to their input.
+    """A layer: a token mixer (attention or a delta net) followed by an MLP or experts. The mixer and the MLP each add
+    their output to their input.
 
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
     after the mixer and after the MLP.
@@ -245,10 +245,10 @@ class DecoderSpec:
     `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
     first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names
     by role, without `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard
-    prefix. `others`: name prefixes of those tensors in a checkpoint that do not belong to the decoder. `pieces`: the
-    number of pieces that `Backend.project_back` cuts K into. `pieces` is a power of two, and the same for worker and
-    trainer. `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight. Weights with
-    roles not listed in `held` are whole and in the model's dtype.
+    prefix. `others`: a tensor of a checkpoint does not belong to the decoder if its name begins with one of these
+    prefixes. `pieces`: the number of pieces that `Backend.project_back` cuts K into. `pieces` is a power of two, and
+    the same for worker and trainer. `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds
+    the weight. Weights with roles not listed in `held` are whole and in the model's dtype.
     """
 
     architecture: str
@@ -291,7 +291,7 @@ class DecoderSpec:
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtypes, by role, of the weights that are not held in the model's dtype `dtype`."""
+        """Return a dict from role to dtype, for the weights that are not held in the model's dtype `dtype`."""
         own = {role: held.dtype for role, held in self.held.items() if held.dtype is not None}
         return {role: found for role, found in own.items() if found != dtype}
 

@@ -1,7 +1,7 @@
 """The names of experts' matrices in checkpoints and pushes. The matrices are stacked in one tensor or split into parts.
 
 A model holds experts' matrices as stacks [E, R, C]. A checkpoint or push may have parts instead of a stack. The parts
-of an expert are tensors [rows, C] that concatenate along rows to the expert's matrix. Imports no torch.
+of an expert are tensors [rows, C]. Concatenated along the rows, they form the expert's matrix. Imports no torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Spellings:
         return Part(stack, expert, place * length, (length, columns)) if expert < experts else None
 
     def shape(self, name: str) -> Shape | None:
-        """Return the shape of the tensor or part of this name, or None for an unknown name."""
+        """Return the shape of the tensor or part that has this name; None for an unknown name."""
         if name in self._shapes:
             return self._shapes[name]
         part = self.part(name)

@@ -1,4 +1,4 @@
-"""The trainer's side: make transformers models compute with the ops of a rollout, and compute log-probs of given
+"""The trainer's side: make the models of transformers use the ops of a rollout, and compute the log-probs of given
 tokens.
 
 `align` replaces the forward pass of a model that belongs to one of the `families`. `align` also replaces the forward
@@ -91,8 +91,8 @@ class _Aligned(NamedTuple):
 class _Rows:
     """The inputs that a layer gets in addition to the hidden states [M, H].
 
-    `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple, because a wrapper
-    would cast float tensors inside a dataclass or tuple, such as rotations, to the dtype of its mixed-precision policy.
+    `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple. Otherwise a wrapper
+    would cast the float tensors in it, such as rotations, to the dtype of the wrapper's mixed-precision policy.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Arithmetic(NamedTuple):
 
 
 def align(model: Any, backend: str = "auto") -> None:
-    """Make a transformers model of one of the families compute with the ops of `backend`.
+    """Make a model of transformers use the ops of `backend`. The model must belong to one of the `families`.
 
     `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a
     LoRA adapter uses the weights of `merged_weights`, and gradients reach the adapter's matrices A and B. After
@@ -123,9 +123,9 @@ def align(model: Any, backend: str = "auto") -> None:
     only after `align`.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
-    pass with an unknown argument. A later release of transformers may add an unknown argument. Raise ConfigError for a
-    backend that cannot serve the model. When the aligned model is called with an unsupported argument, the call raises
-    AlignmentError.
+    pass with an unknown argument. A later release of transformers may add an argument that `align` does not know. Raise
+    ConfigError for a backend that cannot serve the model. When the aligned model is called with an unsupported
+    argument, the call raises AlignmentError.
     """
     spec, model = _check_model(model), unwrapped(model)
     weight = model.lm_head.weight
@@ -187,7 +187,7 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
 
 
 def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of the weights that a worker with this `dtype` holds in another dtype, keyed by weight name.
+    """For the weights that a worker with this `dtype` holds in another dtype, return a dictionary from name to dtype.
 
     Return {} for a model that no worker serves.
     """
@@ -298,8 +298,8 @@ def token_experts(
 def _ask(
     model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, question: _Question, **routes: Tensor | None
 ) -> Any:
-    """Return what `question` computes from the hidden states of the M tokens at flat `indices`. `routes`: as in
-    `_decode`.
+    """Run the model on the M tokens at the flat `indices`, and return the result of `question` for the hidden states of
+    these tokens. `routes`: as in `_decode`.
     """
     ids = input_ids.flatten()[indices].long()
     return model(input_ids=ids[None], position_ids=packed.positions[None], question=question, **routes)
@@ -316,8 +316,8 @@ def _ask_of_tokens(
     position_ids: Tensor | None,
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
 ) -> tuple[Tensor, Any]:
-    """Return two values: the indices of the tokens to score in the flattened `input_ids`, and what `what` computes for
-    these tokens, after `_sealed`.
+    """Return the indices, in the flattened `input_ids`, of the tokens to score, and the result of `what` for these
+    tokens, passed through `_sealed`.
 
     `what`: `GradientOps.log_probs`, or a function with the same arguments.
     """
@@ -406,8 +406,8 @@ def _decode(
 
     `routes` (int32 [layers with experts, M, top_k]): the result of `read_routes`, which holds the experts of the M
     tokens that are not padding. `record`: a tensor of the same shape as `routes`, which receives the experts of the
-    tokens. The output type is transformers' type for decoders with experts, which has all fields that decoders without
-    experts return.
+    tokens. The output has transformers' type for decoders with experts, because this type also has all fields that
+    decoders without experts return.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
@@ -430,7 +430,7 @@ def _decode(
 
 
 def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
-    """Return a list with the routes [M, top_k] of each layer. A layer without experts has None."""
+    """Return a list with the routes [M, top_k] of each layer. The entry of a layer without experts is None."""
     each = iter(()) if routes is None else iter(routes)
     return [next(each, None) if isinstance(layer.mlp, ExpertsSpec) else None for layer in spec.layers]
 
@@ -583,8 +583,8 @@ def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
 
 @cache
 def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Select a backend. If it is a fallback, log this with the text that a worker logs. The result is cached, so a
-    process logs each fallback once.
+    """Select a backend. If the selected backend is a fallback, log the same text as a worker does. The result is
+    cached, so a process logs each fallback once.
     """
     chosen = select_backend(name, device, dtype, spec)
     if chosen.note:

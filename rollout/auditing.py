@@ -1,9 +1,9 @@
 """`audit`: compare the log-probs of a trainer and a worker, token by token, and find the causes of differences.
 
-An audit samples a few groups from the worker, computes the log-probs of the samples as the trainer does, and compares
-both sets of log-probs bit by bit. The audit also compares everything that determines the bits: alignment, dtype,
-backend, instruction set, weights (by checksums of the tensors), version, and the token distribution (temperature and
-filters) under which log-probs are computed. Each cause comes with advice. An audit changes nothing, but the worker
+An audit requests a few groups of samples from the worker, computes the log-probs of the samples as the trainer does,
+and compares both sets of log-probs bit by bit. The audit also compares everything that determines the bits: alignment,
+dtype, backend, instruction set, weights (by checksums of the tensors), version, and the token distribution (temperature
+and filters) under which log-probs are computed. Each cause comes with advice. An audit changes nothing, but the worker
 pauses between two steps while it computes checksums.
 """
 
@@ -60,8 +60,8 @@ class Audit:
     - `causes`: the differences that were found between trainer and worker
     - `tensors`: names of the tensors that differ between trainer and worker, or that only one of the two has
     - `is_aligned`: whether the trainer's model is aligned
-    - `differences`: for each sample, a float32 array [tokens of the sample]: the trainer's log-probs minus the
-      worker's. NaN is replaced with infinity. If the worker sent no log-probs for the sample, all elements are infinity
+    - `differences`: for each sample, the trainer's log-probs minus the worker's, as a float32 array [tokens of the
+      sample]. NaN is replaced with infinity. If the worker sent no log-probs for the sample, all elements are infinity
     """
 
     num_tokens: int
@@ -233,7 +233,7 @@ def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
         found = log_probs(ids.to(device), mask.to(device))
         if found.shape != ids.shape:
             raise ConfigError(
-                f"log_probs: must return the shape of input_ids, {list(ids.shape)} (got {list(found.shape)}); return "
+                f"log_probs: must have the shape of input_ids, {list(ids.shape)} (got {list(found.shape)}); return "
                 "one log-prob for each token, and 0.0 for the first token of each row"
             )
         return found
@@ -283,7 +283,7 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
-    """Compare alignment, dtype, backend and instruction set of the trainer's model and the worker. `dtypes`: the dtypes
+    """Compare the trainer's model with the worker: alignment, dtype, backend and instruction set. `dtypes`: the dtypes
     that `_watched` collected; used only if the model is not aligned.
     """
     served = Arithmetic(*(str(engine.get(name)) for name in Arithmetic._fields))

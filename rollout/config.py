@@ -37,7 +37,7 @@ class WorkerConfig(BaseModel):
     - `drain_seconds`: time for running requests to finish when the worker shuts down
     - `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is paused,
       draining, asleep, waking, updating or dirty
-    - `metrics_port`: port of 127.0.0.1 that serves `/metrics` and `/healthz`; None: no port
+    - `metrics_port`: port on 127.0.0.1 that serves `/metrics` and `/healthz`; None: no port
     - `push_folder`, `push_hosts`: see `PushPolicy`
     """
 
@@ -111,7 +111,9 @@ class WorkerConfig(BaseModel):
 
 
 def check_address(address: str, has_keys: bool) -> None:
-    """Raise ConfigError if `address` is malformed, an abstract socket, or tcp beyond loopback without keys."""
+    """Raise ConfigError if `address` is malformed or an abstract socket. Without keys, also raise ConfigError for a tcp
+    address beyond loopback.
+    """
     transport, _, rest = address.partition("://")
     if transport == "ipc" and rest.startswith("@"):
         raise ConfigError(

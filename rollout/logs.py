@@ -33,7 +33,7 @@ class LineFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int) -> None:
-    """Configure logging of this process to stderr."""
+    """Configure this process to log to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter())
     logging.basicConfig(level=level, handlers=[handler])

@@ -70,7 +70,7 @@ class PlainTokenizer:
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens)
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **arguments: Any) -> str:
-        """Render a conversation with transformers, which loads the folder's tokenizer again in the first call."""
+        """Render a conversation with transformers, which loads the folder's tokenizer again on the first call."""
         if self._renderer is None:
             from transformers import PreTrainedTokenizerFast
 

@@ -172,7 +172,7 @@ def prepare_for_conversations() -> None:
 
 
 def _load(folder: Path) -> Any:
-    """Return the tokenizer of a model folder. Raise an exception of any type if the tokenizer cannot be loaded or may
+    """Return the tokenizer of a model folder. Raise an exception of any type if the tokenizer cannot be loaded or must
     not be used.
     """
     from .plain_tokenizer import is_plain, load_plain

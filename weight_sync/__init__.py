@@ -1,5 +1,5 @@
 """Weight pushes from a trainer to its workers: the payload, the transports, and the code at both ends.
 
-Owns: a push, from the first byte to the commit or abort. Does not own: the engine, which does not know about pushes, or
-the socket that carries push calls.
+Owns: a push, from the first byte to the commit or abort. Does not own: the socket that carries push calls, or the
+engine, which does not know about pushes.
 """

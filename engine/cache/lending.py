@@ -56,7 +56,7 @@ class LendableArena(HostArena):
             raise MemoryError(f"cannot get {num_bytes} bytes of memory to lend: {error}") from None
 
     def lend(self) -> LentMemory:
-        """Seal the memory, and return a description for borrowers. Borrowers do not see writes after this call."""
+        """Seal the memory, and return a description for borrowers. Later writes are not visible to borrowers."""
         self.map_file(self._file, mmap.MAP_PRIVATE)
         fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
         status = os.fstat(self._file)
@@ -72,7 +72,8 @@ class LendableArena(HostArena):
             self.withdraw()
 
     def _take_pages(self) -> bool:
-        """Allocate all pages now, because the system kills a process that writes to a page it cannot allocate.
+        """Allocate all pages now. If a process writes to a page that the system cannot allocate, the system kills the
+        process.
 
         Return whether the pages are huge pages.
         """

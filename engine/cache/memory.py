@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def bytes_needed(build: Callable[[Callable[..., Tensor]], object], dtype: torch.dtype) -> int:
-    """Return the size, in bytes, of an arena for all tensors that `build(empty)` allocates.
+    """Return the number of bytes that an arena needs for all tensors that `build(empty)` allocates.
 
     `build` allocates its tensors by calling `empty(*shape)`. `dtype`: the default dtype of `empty`.
     """
@@ -117,7 +117,7 @@ class Arena(ABC):
 class HostArena(Arena):
     """Pages of host memory. `drop(keep=True)` leaves the content in place.
 
-    The pages may come from a file that `map_file` mapped, in this arena or in the arena from which `take` moved the
+    The pages may come from a file that `map_file` mapped into this arena, or into the arena from which `take` moved the
     content.
     """
 

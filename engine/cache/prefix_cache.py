@@ -8,8 +8,8 @@
 | `Claims`        | the blocks that running sequences are about to compute                                          |
 | `PrefixCache`   | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed         |
 
-This module does not own the tensors of the blocks (`model_runner`), the table of each sequence (`sequence`), or the
-decision when to allocate, fork or preempt (`scheduler`).
+This module does not own the tensors of the blocks (`model_runner`), the table of each sequence (`sequence`), or
+decisions about when to allocate, fork or preempt (`scheduler`).
 
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group, the entry names the
@@ -33,7 +33,8 @@ Guarantees:
 - A cached block can be hit until it is reused, or until it is replaced by a block that is in use and has the same KV.
 - A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
   addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
-- `invalidate` drops the index and makes the cached blocks the next to be reused. Blocks in use stay in use.
+- `invalidate` drops the index. After that, the cached blocks are the first blocks to be reused. Blocks in use stay in
+  use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
 """
@@ -95,13 +96,13 @@ class Pool(Generic[Owner]):
         return [self._take_free() for _ in range(count)]
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block. Each block must be in use or cached. A cached block becomes a block in use."""
+        """Add one reference per block. Each block must be in use or cached. A cached block becomes a block in use."""
         for block in blocks:
             self._references[block] += 1
             self._cached.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference to each block.
+        """Drop one reference per block.
 
         Unpublished blocks are reused before published ones. If several of the freed blocks are published, those that
         come later in `blocks` are reused first.
@@ -178,8 +179,8 @@ class Chain:
     `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry under which block i was found or
     published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover more.
     `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text content,
-    sorted. `has_records`: whether the blocks are published with routed experts, so that sequences that need routed
-    experts may wait for the blocks.
+    sorted. `has_records`: whether the blocks are published with routed experts. If not, sequences that need routed
+    experts do not wait for the blocks.
     """
 
     epoch: int
@@ -502,8 +503,8 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """Return the hash of the last block in the run of blocks that starts after the hits and that other chains are
-        computing (see `Claims.find`). The search is limited to blocks within tokens [0, limit).
+        """After the hits, find the run of blocks that other chains are computing (see `Claims.find`), and return the
+        hash of the run's last block. The search is limited to blocks within tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None
 

@@ -1,4 +1,5 @@
-"""Routed experts of published prefixes: for some entries of the prefix index, one row of expert ids per token.
+"""Routed experts of published prefixes. For some entries of the prefix index, this module stores one row of expert ids
+per token.
 
 | owned here                                           | owned elsewhere                                            |
 |------------------------------------------------------|------------------------------------------------------------|
@@ -36,7 +37,7 @@ class RouteRecords:
         return len(self._rows) * self.block_bytes
 
     def recorded(self, run: Sequence[Entry]) -> list[Entry]:
-        """Return the entries before the first entry without rows. `run`: consecutive entries."""
+        """Return the entries that precede the first entry without rows. `run`: consecutive entries."""
         count = next((i for i, entry in enumerate(run) if entry not in self._rows), len(run))
         return list(run[:count])
 

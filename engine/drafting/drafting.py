@@ -50,9 +50,7 @@ class Drafting:
         return DraftStats(self._drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Let the drafter learn from a sequence after the sequence's only sample has ended. `seed`: the seed of that
-        sample.
-        """
+        """Let the drafter learn from a sequence after its only sample has ended. `seed`: the sample's seed."""
         self._drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
 

@@ -1,4 +1,4 @@
-"""A drafter of repeats: finds a sequence's last tokens in earlier text, and guesses the tokens that follow there.
+"""A drafter for repeated text: it finds a sequence's last tokens in earlier text, and guesses what follows there.
 
 Earlier text is the prompt, the samples of the prompt, and the sequence itself. `PromptIndex` holds the tokens of one
 prompt and of its samples: running and finished samples, including samples drawn with earlier weights. `RepeatsDrafter`
@@ -163,7 +163,9 @@ class PromptIndex:
         text.links.extend([-1] * (len(text.tokens) - len(text.links)))
 
     def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
-        """Guess the next tokens of the earlier sample with this seed, if both samples have the same last tokens."""
+        """Guess the tokens that follow in the earlier sample with this seed. Return None if the tokens before them
+        differ.
+        """
         twin, end = self._by_seed.get(seed), len(text.tokens)
         if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:
             return None
@@ -264,7 +266,7 @@ def _key_of(sequence: Sequence) -> bytes:
 
 
 def _pairs(tokens: array[int], first: int) -> list[int]:
-    """Return, for the tokens from `first` on, the pairs of tokens before them. The first two tokens of a text have no
+    """For each token from `first` on, return the pair of tokens before it. The first two tokens of a text have no
     pair.
     """
     start = max(first - 2, 0)

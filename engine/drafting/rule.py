@@ -32,7 +32,7 @@ def bucket_of(rows: int) -> int:
 
 
 class StepCosts:
-    """Keeps a moving average of the durations of steps, in seconds, for each size class of steps. Old measurements are
+    """For each size class of steps, keeps a moving average of the duration in seconds. Old measurements are
     forgotten.
     """
 
@@ -100,7 +100,7 @@ class Pause:
 
 
 def choose(drafts: Mapping[int, Draft], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:
-    """Return how many drafted tokens of each lane to compute in a step that has `rows` other rows.
+    """For each lane, return the number of drafted tokens to compute in a step that has `rows` other rows.
 
     `tokens`: the number of tokens that the step yields without drafts. Rows of drafted tokens are added in descending
     order of their probability of acceptance, up to the number of rows that yields the most tokens per second.

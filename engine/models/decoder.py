@@ -121,7 +121,7 @@ class Decoder:
         }
 
     def tied_tensors(self) -> dict[str, str]:
-        """Return the names under which a checkpoint may repeat a tensor, each with the name of the repeated tensor."""
+        """Return the tensors that a checkpoint may repeat: maps the name of each copy to the name of the original."""
         return {HEAD: EMBEDDING} if self.spec.tie_word_embeddings else {}
 
     def ignored_tensors(self) -> frozenset[str]:

@@ -57,10 +57,10 @@ class _Found(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors to copy.
 
-    `files`: maps each file to its tensors to copy. Each tensor is listed as a pair (name in the file, name in the
-    decoder). `packed`: the stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's
-    names. `converted`: maps each stored dtype to the number of tensors in `files` that must be converted from this
-    dtype.
+    `files`: maps each file to the tensors to copy from it. Each tensor is listed as a pair (name in the file, name in
+    the decoder). `packed`: the stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the
+    decoder's names. `converted`: maps each stored dtype to the number of tensors in `files` that must be converted from
+    this dtype.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -70,7 +70,7 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or the matrix of one expert in a tensor of a file, with its destination."""
+    """A tensor of a file, or one expert's matrix in such a tensor, with its destination."""
 
     name: str
     expert: int | None
@@ -163,7 +163,7 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """Return the pieces in which a tensor is copied: the matrix of each expert of a stack, or the whole tensor."""
+    """Return the pieces in which a tensor is copied: the experts' matrices if it is a stack, else the whole tensor."""
     if not isinstance(weight, Stack):
         return [_Piece(name, None, weight)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
@@ -234,7 +234,7 @@ def check_checkpoint(
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:
-    """Return the dtype of the weight to which a tensor of a checkpoint, or a part of a stack, is copied."""
+    """Return the dtype of the weight that a checkpoint's tensor is copied to. The tensor may be a part of a stack."""
     part = spellings.part(name)
     return expected[name if part is None else part.stack].dtype
 
@@ -354,7 +354,7 @@ def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spell
 
 
 def _not_of(dtypes: Collection[str], names: Collection[str], found: dict[str, list[_Found]]) -> list[str]:
-    """Describe the tensors that have a dtype outside of `dtypes`."""
+    """Describe the tensors with a dtype that is not in `dtypes`."""
     return [
         f"{name} ({found[name][0].dtype})" for name in names if name in found and found[name][0].dtype not in dtypes
     ]

@@ -55,7 +55,9 @@ def smollm2_folder() -> Path:
 
 
 def _check_private(path: Path) -> None:
-    """Raise ModelError unless `path` and its target belong to this user or root and no other user can write to them."""
+    """Raise ModelError if `path` or its target belongs to a user other than this user and root. Also raise ModelError
+    if another user can write to `path` or its target.
+    """
     user = os.geteuid()
     for status in (path.lstat(), path.stat()):
         is_link = stat.S_ISLNK(status.st_mode)  # the mode of a link has no meaning

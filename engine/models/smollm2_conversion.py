@@ -57,7 +57,7 @@ def _read_tensors(source: Path, num_heads: int, num_kv_heads: int) -> dict[str, 
 
 
 def _part_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Reorder rows from GGUF to transformers.
+    """Reorder rows from GGUF's order to transformers' order.
 
     Two rows that are rotated together lie side by side in a GGUF file, and half a head apart in transformers.
     """

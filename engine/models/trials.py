@@ -1,4 +1,4 @@
-"""A trial handles untrusted files in a child process first, with limited time and memory.
+"""A trial handles untrusted files in a child process with limited time and memory, before this process handles them.
 
 Guarantees: a trial ends within its limits, whatever the work does. After a trial, its memory is freed and its process
 is gone.
@@ -115,7 +115,7 @@ def _try(work: Callable[[], object], limits: Limits, writer: int) -> None:
 
 
 def _read(reader: int, deadline: float) -> bytes:
-    """Return the report of the child. The report is empty if the child was killed or takes too long."""
+    """Return the report of the child. The report is empty if the child was killed or took too long."""
     poll = select.poll()
     poll.register(reader, select.POLLIN)
     is_there = poll.poll(max(0, deadline - time.monotonic()) * 1000)

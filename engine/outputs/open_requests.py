@@ -1,7 +1,7 @@
 """The open requests: samples that gain tokens, and scores that gain log-probs.
 
-Also defines how the tokens of a sample are drawn (`DrawRecord`), and tracks the samples with tokens that no delta has
-reported yet (`Grown`).
+Also defines how the tokens of a sample are drawn (`DrawRecord`), and tracks the streamed samples that gained tokens
+since their last delta (`Grown`).
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class OpenScore:
 
 
 class Grown:
-    """The streamed samples with tokens that no delta has reported yet."""
+    """The streamed samples that gained tokens since their last delta."""
 
     def __init__(self) -> None:
         self._samples: list[OpenSample] = []

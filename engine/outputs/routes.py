@@ -36,7 +36,7 @@ class RouteFormat:
         return np.frombuffer(rows, self.dtype).reshape(-1, self.layers, self.top_k).copy()
 
     def count(self, rows: bytes) -> np.ndarray:
-        """Return how many of the rows list each expert: int64 [layers, num_experts]."""
+        """Return the number of rows that list each expert, as an int64 array [layers, num_experts]."""
         counts = np.zeros((self.layers, self.num_experts), np.int64)
         np.add.at(counts, (np.arange(self.layers)[:, None], self.array(rows)), 1)
         return counts

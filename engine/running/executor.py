@@ -42,9 +42,9 @@ class StepResults(NamedTuple):
 
     `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score request in the step, a list
     of columns. The first column has the log-probs. With `top_logprobs`, three columns follow: the entropy, and the ids
-    and log-probs of the most probable tokens. `routes`: the expert rows of the step's tokens, in the format
-    `RouteFormat`, or None if the step does not record them. Steps with drafted tokens always record routes.
-    `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model without experts.
+    and log-probs of the most probable tokens. `routes`: the expert rows of the step's tokens (see `RouteFormat`); None
+    if the step does not record them. Steps with drafted tokens always record routes. `expert_tokens`: as in
+    `EngineStats`, without drafted tokens; empty for a model without experts.
     """
 
     drawn: Drawn | None
@@ -86,7 +86,7 @@ class Executor(Protocol):
         ...
 
     def compute(self, step: Step) -> Computation:
-        """Queue a step behind the step in flight. The step in flight draws the `unseen` tokens of the queued step."""
+        """Queue a step behind the step in flight. The queued step's `unseen` tokens are drawn by the step in flight."""
         ...
 
     def commit(self, staging: WeightStaging) -> None:
@@ -106,7 +106,7 @@ class Executor(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep."""
+        """Return how many bytes `weights` and `kv_cache` hold now: 0 for memory that is asleep."""
         ...
 
 
@@ -249,7 +249,7 @@ class LocalExecutor:
 
 
 def _buckets(info: EngineInfo) -> dict[str, int]:
-    """Return the sizes of an engine's memory, in bytes, each with a description."""
+    """Return what an engine uses memory for, as a map from description to size in bytes."""
     blocks = " + ".join(map(str, info.blocks_by_window))
     buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
     if info.state_bytes:

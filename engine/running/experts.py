@@ -43,7 +43,7 @@ class ExpertCounts:
         """Count the tokens that a step routes to each expert, and start to copy the results to the host.
 
         `routes`: the chosen experts, int32 [layers, M, top_k]. `counted`: the int64 indices of the tokens to count;
-        None: count all tokens. `is_recorded`: whether to return the rows of the step's tokens.
+        None means all tokens. `is_recorded`: whether to return the rows of the step's tokens.
         """
         chosen = (routes if counted is None else routes[:, counted]).flatten(1).long()
         self._counts.scatter_add_(1, chosen, self._one.expand_as(chosen))

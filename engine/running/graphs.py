@@ -136,7 +136,7 @@ class _Graphs:
 
 
 class DecodeGraphs:
-    """Graphs for steps with up to `max_num_seqs` decodes of up to `max_model_len` tokens each."""
+    """Graphs for steps with at most `max_num_seqs` decodes, each of a sequence of at most `max_model_len` tokens."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Load the model that a configuration names, and derive the model's limits in lengths, blocks and bytes."""
+"""Load the model that a configuration names, and derive the limits of the model: lengths, blocks and bytes."""
 
 from __future__ import annotations
 

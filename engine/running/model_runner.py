@@ -129,7 +129,7 @@ class ModelRunner:
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
     def copy_blocks(self, step: Step) -> None:
-        """Copy the blocks of the KV cache that a step needs copied."""
+        """Make the copies of KV cache blocks that a step requires."""
         for copies, caches in zip(step.block_copies, self._caches, strict=True):
             if not len(copies):
                 continue

@@ -1,4 +1,5 @@
-"""The memory plan: divides the memory that the weights leave free among KV blocks, live states and checkpoints.
+"""The memory plan: divides memory among KV blocks, live states and checkpoints, after the weights have taken their
+part.
 
 A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
 is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If

@@ -31,8 +31,8 @@ _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 class Drawn(NamedTuple):
     """Drawn tokens, in the order of their draws.
 
-    `is_finite`: false if the logit of the token is NaN or infinite. `records`: for draws with statistics, maps the
-    index of the draw to the bytes of each column of `request.TOPS`.
+    `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
+    statistics to the bytes of each column of `request.TOPS`.
     """
 
     token_ids: list[int]
@@ -42,10 +42,10 @@ class Drawn(NamedTuple):
 
 
 class Drawing:
-    """A draw of tokens that may still be running on the device. `token_ids`: int64 [R], on the device.
+    """A draw of tokens; the draw may still be running on the device. `token_ids`: int64 [R], on the device.
 
-    `recorded`: for each row of `statistics`, the index of the draw and the number of top tokens to record. The number
-    is -1 for a draw that requests no statistics.
+    `recorded`: a pair for each row of `statistics`: the index of the draw, and the number of top tokens to record. The
+    number is -1 for a draw that requests no statistics.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Sampler:
     def score_statistics(
         self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
     ) -> TokenStatistics:
-        """Return the log-probs as `score` does, and for each row the entropy and the k most probable tokens."""
+        """Return the same log-probs as `score`, and also the entropy and the k most probable tokens of each row."""
         if not distribution.has_filters:
             return self.ops.next_token_statistics(hidden, self.head, _make_wanted_of(token_ids, distribution), k)[1]
         parts = self._processed_parts(hidden, token_ids, distribution)
@@ -201,8 +201,8 @@ def make_wanted(draws: Draws, device: torch.device) -> Wanted:
 
 
 def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
-    """Return the input with which `next_tokens` computes log-probs of given tokens, one per row. `token_ids`: int64
-    [M].
+    """Return the input with which `next_tokens` computes, for each row, the log-prob of one given token. `token_ids`:
+    int64 [M].
     """
     unused, rows = torch.zeros_like(token_ids), torch.arange(len(token_ids), device=token_ids.device)
     temperatures = _divisors(distribution, token_ids.device).repeat(len(token_ids))

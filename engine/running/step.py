@@ -26,7 +26,7 @@ NO_LANE = -1
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """R draws. Each draws one token from one row of the hidden states.
+    """R draws. Each draw selects one token, from one row of the hidden states.
 
     `rows`: int64 [R], the row of the hidden states for each draw. `positions`: int64 [R], the absolute position of the
     drawn token. `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A
@@ -85,11 +85,11 @@ class ScoredRows:
 
 @dataclass(frozen=True, eq=False)
 class JournalRows:
-    """The rows of a step for recurrent layers, if sequences have drafted rows or repeat accepted ones.
+    """The rows that recurrent layers compute in a step with drafted rows, or with accepted rows to repeat.
 
     The repeated rows of each sequence come before its own rows. `query_starts` [N + 1]: as in `StateBatch`, including
-    the repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`, `drafted`: as
-    in `Journal`, int64.
+    the repeated rows. `num_drafted` [N]: the number of drafted rows of each sequence. `own`, `repeated`, `drafted`:
+    int64, as in `Journal`.
     """
 
     query_starts: Sequence[int]
@@ -178,7 +178,7 @@ def _pairs(copies: Mapping[int, int]) -> np.ndarray:
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return `token_ids` and `unseen` of a step. A chunk with an unseen token consists of that token alone.
 
-    Drafted tokens follow the tokens of a sequence.
+    In a chunk, drafted tokens come after the sequence's own tokens.
     """
     is_last = (chunks.ends - chunks.starts == 1) & (chunks.ends == lanes.num_tokens[chunks.lanes])
     of_last = chunks.lanes[is_last]

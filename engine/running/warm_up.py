@@ -80,7 +80,7 @@ class _Computation:
         return self.runner.forward(zeros, zeros, self._pages(batch), self._zeros(2, len(lens))).hidden
 
     def heads(self, hidden: Tensor) -> None:
-        """Compute tokens and log-probs from hidden states, with each variant of the sampler that steps use."""
+        """Compute tokens and log-probs from hidden states, with each sampler variant that a step may use."""
         token_ids = self._zeros(len(hidden))
         for distribution in (Distribution(), Distribution(top_k=1)):
             self.sampler.score(hidden, token_ids, distribution)

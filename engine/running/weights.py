@@ -6,8 +6,8 @@ requests and the KV cache. Workers with the same `WeightStore.kin` may share the
 shares a staging commits the staging separately.
 
 Guarantees: in host memory, the addresses of live weights never change. Only an in-place staging writes to the live
-weights before the commit. A commit that raises changes nothing. A second thread may call `new_staging` and fill a
-staging while the engine computes steps. All other calls must come from the engine's thread.
+weights before the commit. If a commit raises an error, nothing has changed. A second thread may call `new_staging` and
+fill a staging while the engine computes steps. All other calls must come from the engine's thread.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class WeightStore:
     """The live weights of the model that `build(empty)` creates, and the requirements for new weights.
 
     `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: the names under which parameters and
-    `parts` may be pushed. `is_whole`: whether the live weights are complete and of one version. `sleep` at level 2 and
-    the first write to an in-place staging make `is_whole` False, until every parameter is committed.
+    `parts` may be pushed. `is_whole`: whether the live weights are complete and of one version. `is_whole` becomes
+    False at a sleep at level 2 or at the first write to an in-place staging, and True again when every parameter is
+    committed.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
@@ -78,7 +79,7 @@ class WeightStore:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtype of each parameter that does not have the dtype `dtype`, by name."""
+        """The parameters with a dtype other than `dtype`, as a map from name to dtype."""
         own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self._dtype}
         return {name: _dtype_name(found) for name, found in own.items()}
 
@@ -154,7 +155,7 @@ class WeightStore:
         return BorrowedStaging(self, BorrowedArena(found))
 
     def commit(self, staging: WeightStaging) -> None:
-        """Make the staged weights the live weights, wait for the device, and free the staging.
+        """Replace the live weights with the staged weights, wait for the device, and free the staging.
 
         Raise ValueError if only some rows of a parameter or of a part are staged. Raise ValueError if parameters are
         missing and the live weights cannot supply them, because the staging is in place or the live weights are
@@ -198,7 +199,9 @@ class WeightStore:
         return self.tensors[name].to_dense().clone()
 
     def rows(self, tensors: Mapping[str, Weight], name: str, start: int = 0, length: int | None = None) -> Weight:
-        """Return rows of a parameter or a part in `tensors`. By default, return all rows from `start` on."""
+        """Return rows of the parameter or part `name`, taken from `tensors`. By default, return all rows from `start`
+        on.
+        """
         part = self.spellings.part(name)
         length = self.shape(name)[0] - start if length is None else length
         if part is None:
@@ -242,7 +245,7 @@ class WeightStaging:
     """New weights that are being received. The memory is freed by a commit, by `drop`, or when the last reference is
     dropped.
 
-    `arena`, `tensors`: the memory to which rows are written, allocated by the first call of `rows`. `elements`: new
+    `arena`, `tensors`: the memory to which rows are written, allocated by the first call to `rows`. `elements`: new
     values of single elements, which the commit writes. `base`: the base weights to which the adapters are added; None
     before `adapt`.
     """
@@ -262,7 +265,7 @@ class WeightStaging:
 
     @property
     def num_bytes(self) -> int:
-        """The memory, in bytes, that the staging holds in addition to the live weights."""
+        """The number of bytes that the staging holds in addition to the live weights."""
         arena = self.arena  # read once, because another thread may drop the arena
         return self._others_bytes + (0 if arena is None else arena.num_held)
 

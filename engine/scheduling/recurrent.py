@@ -1,6 +1,6 @@
 """Recurrent states: the slots that running sequences read and write, and the checkpoints of their states.
 
-A slot holds the state of all recurrent layers for one sequence, after one of its tokens. Each running sequence has a
+A slot holds the state that all recurrent layers have after a given token of a sequence. Each running sequence has a
 `slot` of its own. A step reads the sequence's state from slot `source` and writes the new state to slot `target`:
 
 - `source` is the slot that the previous step wrote, normally the sequence's own slot. If the sequence resumes from a
@@ -12,10 +12,10 @@ A sequence holds a reference to each of its slots, and a step in flight holds a 
 writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint,
 taking a checkpoint and forking copy no state: they change only `slot`, `source` and `target`.
 
-`StateSlots` owns the reference counts, the free slots, and up to `budget` checkpoints, as a map from entries of the
-prefix index to slots. `Branches` owns the positions at which prompts branch and at which a checkpoint is still pending.
-`RecurrentStates` connects `StateSlots` and `Branches` to the lanes. This module does not own the tensors of the slots
-(`model_runner`) or the published prefixes (`prefix_cache`).
+`StateSlots` owns the reference counts, the free slots, and up to `budget` checkpoints (a map from entries of the prefix
+index to slots). `Branches` owns each position at which prompts branch, as long as the checkpoint at this position is
+pending. `RecurrentStates` connects `StateSlots` and `Branches` to the lanes. This module does not own the tensors of
+the slots (`model_runner`) or the published prefixes (`prefix_cache`).
 
 A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundaries, at the following positions of a
 sequence:
@@ -212,7 +212,7 @@ NO_SLOTS = Slots(NO_SLOT, NO_SLOT)
 
 
 class Branches:
-    """The positions at which prompts branch and whose checkpoint is still pending.
+    """The positions at which prompts branch, as long as the checkpoints at these positions are pending.
 
     Each position is identified by the hash of the block before it, and mapped to the sequence that will take the
     checkpoint.
@@ -241,7 +241,7 @@ class Branches:
         self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget the branch of a sequence that has taken the checkpoint at the branch or will not take it."""
+        """Forget a sequence's branch after the sequence has taken the checkpoint there, or if it will never do so."""
         if sequence.branch:
             key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
             if self._takers.get(key) is sequence:
@@ -261,7 +261,7 @@ class RecurrentStates:
         self._pending: dict[tuple[Sequence, int], int] = {}  # checkpoints in flight: (sequence, position) -> slot
 
     def begin(self, hits: list[Entry]) -> Slots | None:
-        """Return the slots for a sequence whose initial state is the state at the end of `hits`.
+        """Return the slots for a sequence that starts from the state at the end of `hits`.
 
         Return None, with nothing changed, if all slots are in use.
         """

@@ -12,10 +12,10 @@ does not know how tokens are sampled or why a sequence ends.
 A step is filled with running decodes first, then with chunks of running prompts, then with chunks of newly admitted
 sequences. A prompt of any length therefore delays a decode by at most one chunk. Blocks are reserved chunk by chunk. If
 a sequence needs a block and no block is free, the newest running sequence is preempted. A sequence is never preempted
-for a newer sequence. The oldest running sequence therefore always advances, and every accepted request finishes. A
-waiting sequence is set aside while running sequences compute its next blocks, until the last of these blocks is
-published. Later sequences may be admitted before a sequence that is set aside. The time to plan a step does not grow
-with the number of waiting sequences.
+for a newer sequence. The oldest running sequence therefore always advances, and every accepted request finishes. If
+running sequences compute the next blocks of a waiting sequence, the waiting sequence is set aside until the last of
+these blocks is published. Later sequences may be admitted before a sequence that is set aside. The time to plan a step
+does not grow with the number of waiting sequences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _Key = tuple[bytes, bytes, tuple[ContentSpan, ...], bool]
 
 
 class SharedPrompts:
-    """The sequences that compute prompts. A sequence is removed in the step that draws its first tokens.
+    """The sequences that compute prompts. A sequence is removed from this collection in the step that draws the
+    sequence's first tokens.
 
     A sequence is found by the tokens of its prompt and everything else that identifies the prompt's blocks.
     """
@@ -80,10 +81,10 @@ class SchedulerStats:
 
     `steps`: steps that computed something. `prefix_queries`: prompt tokens looked up in the cache when a sequence first
     starts. `prefix_hits`: prompt tokens found by these lookups. `shortened_hits`: tokens that were found in the cache
-    but computed again, because the checkpoint of their recurrent state or their requested routed experts were missing.
-    `preemptions`: how often an older sequence took the blocks of a running sequence. `recomputed`: how often
-    `recompute_running` took the blocks of a running sequence. `deferred_admissions`: summed over all steps, the number
-    of sequences that waited for a prefix.
+    but computed again, because their routed experts were requested but missing, or because the checkpoint of their
+    recurrent state was missing. `preemptions`: how often an older sequence took the blocks of a running sequence.
+    `recomputed`: how often `recompute_running` took the blocks of a running sequence. `deferred_admissions`: the number
+    of sequences that waited for a prefix, summed over all steps.
     """
 
     steps: int = 0
@@ -112,8 +113,8 @@ def remove_from(sequences: list[Sequence], sequence: Sequence) -> None:
 class Waiting:
     """The waiting sequences: the sorted list `ready`, and the sequences that are set aside until a block is published.
 
-    To decide whether a ready sequence can start, the scheduler hashes its prompt. Sequences that are set aside are not
-    considered.
+    To decide whether a ready sequence can start, the scheduler hashes the sequence's prompt. Sequences that are set
+    aside are not considered.
     """
 
     def __init__(self) -> None:
@@ -224,7 +225,8 @@ class Running:
         return max(min(count, len(sequence.table) * tables.block_size - end), 0)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """Return a new sequence for `sample`, with the tokens and the KV of `parent` and the sample's first `token`.
+        """Return a new sequence for `sample`. It has the KV and the tokens of `parent`, followed by `token`, the
+        sample's first token.
 
         All tokens of the parent must be computed. Full blocks are shared. A partial last block is copied before the
         next step. If there is no room for the new sequence, or if the parent has lost its blocks, the new sequence does

@@ -1,4 +1,4 @@
-"""Sequences: the tokens to compute, the progress, the purpose of the computation, and the lanes of running sequences.
+"""Sequences: the tokens, progress and purpose of each sequence, and the lanes of running sequences.
 
 A lane is an index in arrays with one element per running sequence. `Lanes` assigns lanes and appends tokens to
 sequences, so that tokens and counters change together. The counters of a running sequence are stored only in the arrays
@@ -23,7 +23,7 @@ from ..outputs.routes import Routes
 
 @dataclass(eq=False, slots=True)
 class Generation:
-    """The purpose of a sequence that generates: after its last token, a token is drawn for each of `samples`.
+    """The purpose of a generating sequence: to draw, after its last token, one token for each of `samples`.
 
     A sequence has several samples only while it computes the prompt that they share.
     """
@@ -39,11 +39,11 @@ class Counters:
     [capacity].
 
     `num_tokens`: the number of prompt tokens and decoded tokens so far, including an unseen token. `num_computed`: the
-    number of tokens for which the sequence's blocks contain the KV, or will contain the KV when the steps in flight are
-    done. `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen
-    token. An unseen token is a token that the step in flight draws and that the host does not know yet. `slot`,
-    `source`, `target`: the slots of the recurrent state (`recurrent`). `num_repeated`: how many of the computed tokens
-    are accepted drafts that the recurrent state does not include yet; the next step repeats them.
+    number of tokens with KV in the sequence's blocks, counting the KV that the steps in flight are computing.
+    `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
+    An unseen token is a token that the step in flight draws and that the host does not know yet. `slot`, `source`,
+    `target`: the slots of the recurrent state (`recurrent`). `num_repeated`: how many of the computed tokens are
+    accepted drafts that the recurrent state does not include yet; the next step repeats them.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -64,11 +64,11 @@ class Sequence:
     first. `tokens`: the tokens that the host has seen. `purpose`: the samples for which tokens are drawn after the last
     token, or the score that receives the log-probs. `claim`: the hash of a block that another sequence computes and for
     which this sequence waits; None if this sequence waits for no block. `num_cached_tokens`: the number of tokens found
-    in the cache when the sequence first started; None before. `branch`: the position at which the sequence will take a
-    missing checkpoint. This position is the end of the tokens that the sequence found in the cache. 0 if the sequence
-    will take no such checkpoint. `routes`: the recorded experts of the sequence's tokens; None if not requested. A
-    waiting sequence with drawn tokens has the recorded experts of all tokens except the last. `lane`: -1 if the
-    sequence waits; a waiting sequence holds no blocks.
+    in the cache when the sequence first started; None before the first start. `branch`: the position at which the
+    sequence will take a checkpoint, because the cache lacks a checkpoint there. This position is the end of the tokens
+    that the sequence found in the cache. 0 if the sequence will take no such checkpoint. `routes`: the recorded experts
+    of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the recorded experts of
+    all tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
     """
 
     order: tuple[int, int]
@@ -101,7 +101,7 @@ class Sequence:
 
     @property
     def needs_routes(self) -> bool:
-        """Return whether the sequence can use cached blocks only together with their routed experts.
+        """Return whether the sequence needs the routed experts of every cached block that it uses.
 
         The result is True if the sequence records routed experts and has not drawn a token yet. After the first draw,
         the experts of all earlier tokens are already recorded in the sequence.
@@ -272,7 +272,8 @@ class Lanes(Counters):
             self._see(sequence)
 
     def accept(self, decodes: Chunks, token_ids: AnySequence[int], counts: np.ndarray) -> None:
-        """Append the next tokens to decoding sequences. All new tokens of a sequence except the last have computed KV.
+        """Append the next tokens to decoding sequences. For all new tokens of a sequence except the last, the KV is
+        already computed.
 
         `counts` (int64): the number of new tokens of each sequence, which is at least 1. `token_ids`: the new tokens of
         all sequences, concatenated. A sequence that has left its lane since the step was planned also receives its
@@ -356,7 +357,7 @@ class Takers:
 
 
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
-    """Return the samples and scores that will receive the results of `chunks`, which are not computed yet."""
+    """Before `chunks` are computed, return the samples and scores that will receive the chunks' results."""
     is_decoding = lanes.is_decoding[chunks.lanes]
     num_known = lanes.num_tokens[chunks.lanes]
     places = np.flatnonzero(is_decoding & (chunks.ends >= num_known))

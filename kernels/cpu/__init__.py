@@ -16,7 +16,7 @@ MOST_HEAD_DIM = 512
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return the reason that these kernels cannot serve a decoder on a device in a dtype; empty if they can.
+    """Return the reason why these kernels cannot serve a decoder on this device, with this dtype; empty if they can.
 
     `spec`: None to check the ops alone. Raise ConfigError if TRUEROLL_CPU_ISA names an instruction set that this
     machine lacks.
@@ -35,8 +35,8 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
 
 
 def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
-    """Return a requirement that this decoder does not meet in this dtype; empty if the kernels can serve the
-    decoder.
+    """Return a requirement of the kernels that this decoder, with this dtype, does not meet; empty if it meets all
+    requirements.
     """
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:

@@ -3,9 +3,9 @@
 native/kernels.h describes how the kernels keep the contract. Kernels run on `torch.get_num_threads()` threads.
 
 Matrices are stored in panels of 16 rows. For each step along the columns, a panel holds the values of its 16 rows side
-by side: one float32 per row, or two bfloat16 values of neighbouring columns per row. A matrix is padded with rows of
-zeros to whole panels. A bfloat16 matrix is also padded with columns of zeros to a multiple of 32 columns. The same
-layout serves every instruction set. `copy_` packs a tensor directly into the weight's memory.
+by side: one float32 value per row, or, for bfloat16, two values per row, from neighbouring columns. A matrix is padded
+with rows of zeros to whole panels. A bfloat16 matrix is also padded with columns of zeros to a multiple of 32 columns.
+The same layout serves every instruction set. `copy_` packs a tensor directly into the weight's memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "
 
 
 class PackedWeight:
-    """A matrix [rows, columns] of float32 or bfloat16. `data`: the panels. They have (padded rows) * (padded columns)
+    """A matrix [rows, columns] of float32 or bfloat16. `data`: the panels, with (padded rows) * (padded columns)
     elements in total.
     """
 
@@ -224,8 +224,9 @@ def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
 def _widths(layer: Layer) -> tuple[int, ...]:
     """Return `PackedLayers.widths` of one layer.
 
-    The widths are, in order: the mixer's projected input, that input after a convolution, the gate of the mixer's
-    output, the gates of a recurrence, the mixer's output, hidden states, the inner features of the MLP, hidden states.
+    The widths are those of the following, in order: the mixer's projected input, that input after a convolution, the
+    gate of the mixer's output, the gates of a recurrence, the mixer's output, hidden states, the inner features of the
+    MLP, hidden states.
     """
     spec, hidden, inner = layer.spec.mixer, layer.mixer.o.shape[0], _inner_width(layer.spec.mlp)
     if isinstance(spec, DeltaNetSpec):
@@ -513,7 +514,7 @@ def layers(
         return run_layers(_SELF, x, layers, rotations, memories, pages, states, routes)
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
-            f"layers: {len(layers)} layers need as many memories and pages (got {len(memories)} and {len(pages)}); "
+            f"layers: got {len(memories)} memories and {len(pages)} pages for {len(layers)} layers;  "
             "pass one memory and one `Pages` for each layer"
         )
     if not layers:
@@ -633,7 +634,7 @@ def _is_bfloat16(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
-    """Return (number of threads, whether x is bfloat16, x's address, rows and columns)."""
+    """Return a tuple: the number of threads, whether x is bfloat16, and the address, rows and columns of x."""
     rows, columns = x.shape
     return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
 

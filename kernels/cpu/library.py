@@ -90,8 +90,8 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """Return the library. It uses the instruction set that TRUEROLL_CPU_ISA names, or the best instruction set if the
-    variable is unset.
+    """Return the library. The library uses the instruction set that TRUEROLL_CPU_ISA names, or the best instruction set
+    if the variable is unset.
 
     Raise OSError if the library was not built or cannot be loaded, and ConfigError for an instruction set that this
     machine lacks.

@@ -1,4 +1,4 @@
-"""Gemma 3, text only: norms before and after both mixer and MLP, norms of the heads of q and k, a tanh-GELU gate, and
+"""Gemma 3, text only: norms before and after both mixer and MLP, per-head norms of q and k, a tanh-GELU gate, and
 scaled embeddings. The factor of the norms before and after mixer and MLP is 1 + w.
 
 Five of every six layers have a window and use a second rotation.

@@ -288,8 +288,8 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:
-    """Return `raw` with `layer_types`. If a file lacks `layer_types`, layer i gets `other` if `is_other(i)`, else
-    FULL.
+    """Return `raw` with `layer_types`. In a file without `layer_types`, layer i gets `other` if `is_other(i)` is true,
+    and FULL otherwise.
     """
     count = raw.get("num_hidden_layers")
     # `num_hidden_layers` has not been validated yet.

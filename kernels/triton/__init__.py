@@ -29,7 +29,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
-    """Return why these kernels cannot serve a decoder on a device in a dtype, or an empty text if they can.
+    """Return why these kernels cannot serve a decoder on this device with this dtype, or an empty text if they can.
 
     `spec`: None to check the ops alone.
     """

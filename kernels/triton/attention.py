@@ -1,15 +1,15 @@
 """Attention over the paged cache.
 
 Owns the assignment of work to programs, and the order of every sum. Does not own the writes of keys and values to the
-cache. The code that writes the cache must guarantee that all values (V) in the cache are finite. A token with a
-non-finite key or value has a key of NaN in all elements. Since V is finite, a token that a query does not see adds
-nothing to the query's result. A visible token with a key of NaN makes the result NaN.
+cache. The code that writes the cache must guarantee that all values (V) in the cache are finite. If a token has a
+non-finite key or value, all elements of the token's key in the cache are NaN. Since V is finite, a token that a query
+does not see adds nothing to the query's result. A visible token with a key of NaN makes the result NaN.
 
-A row is a query and one head of the group that shares a key-value head. A tile always has ROWS rows, even if fewer are
-needed, because a matrix instruction has a minimum size. A matrix product multiplies queries [ROWS, D] by keys [D,
-KEYS], or weights [ROWS, KEYS] by values [KEYS, D]. Each warp computes its own rows. Softmax weights therefore stay in
-the registers where the scores were computed, and a row's highest score and sum need no shared memory. All programs use
-the same tile shape and the same number of warps, so the compiled kernel fixes the order of a row's sums.
+A row pairs one query with one head of the group of heads that share a key-value head. A tile always has ROWS rows, even
+if fewer are needed, because a matrix instruction has a minimum size. A matrix product multiplies queries [ROWS, D] by
+keys [D, KEYS], or weights [ROWS, KEYS] by values [KEYS, D]. Each warp computes its own rows. Softmax weights therefore
+stay in the registers where the scores were computed, and a row's highest score and sum need no shared memory. All
+programs use the same tile shape and the same number of warps, so the compiled kernel fixes the order of a row's sums.
 
 The keys of a sequence are cut into partitions at the multiples of PARTITION, counted from the first token of the
 sequence. Each partition is reduced separately by online softmax (Milakov and Gimelshein 2018), one tile of KEYS keys
@@ -25,10 +25,11 @@ same bits from either variant:
 A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
 the sink after the last partition, with the same function.
 
-A tile or partition that a row does not see multiplies the row's sums by 1 and adds zeros. Before the first key that the
-row sees, the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made positive at
-the end. A program may therefore skip the partitions and tiles that lie before the windows of all its rows. In the first
-tile, a program reads no key before the windows, so the block table may hold any entry for keys before the windows.
+If a row does not see a tile or partition, the row's sums are multiplied by 1, and zeros are added. Before the first key
+that the row sees, the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made
+positive at the end. A program may therefore skip the partitions and tiles that lie before the windows of all its rows.
+In the first tile, a program reads no key before the windows, so the block table may hold any entry for keys before the
+windows.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
     """Compute attention for the sequences that `places` lists. Without `listed`, compute attention for all sequences;
     query i belongs to sequence i.
 
-    `places`: the tensors `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound of the sequences' context
+    `places`: the tensors `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound on the sequences' context
     lengths.
     """
     q, kv_heads, count, window = inputs.q, inputs.k_cache.shape[2], len(places[0]), inputs.window
@@ -229,8 +230,8 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head, j) computes every n-th of the partitions that query i sees, beginning with partition j. n is
-    tl.num_programs(2).
+    """Of the partitions that query i sees, program (i, kv_head, j) computes those with the numbers j, j + n, j + 2 n
+    and so on, counted from 0. Here, n is tl.num_programs(2).
     """
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
@@ -383,8 +384,8 @@ def _partition(
     """Return the partial softmax of rows q [ROWS, SIZE] over those keys of a partition that lie in the rows' windows.
 
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
-    before the first visible key or after the last token may belong to another sequence. Instead of a key that may
-    belong to another sequence, the first visible key or the last token is read.
+    before the first visible key or after the last token may belong to another sequence. Where a key may belong to
+    another sequence, the kernel reads the first visible key or the last token instead.
     """
     d = tl.arange(0, SIZE)
     oldest, start, end, last = seen

@@ -82,7 +82,8 @@ def forms_of(compute: Callable[[int], object], most_rows: int) -> list[Launch]:
 
 
 def _row_counts(most: int) -> list[int]:
-    """Return a list of row counts. These counts together need every kernel form that any row count up to `most` needs.
+    """Return a list of row counts. Every kernel form that a row count up to `most` needs is also needed by a row count
+    in this list.
 
     The number of filled tiles changes only at multiples of 16. A row count between two multiples therefore needs the
     same forms as one of the two multiples.

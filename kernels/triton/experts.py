@@ -7,9 +7,9 @@ the grid has the largest possible size, and programs beyond the last tile end im
 
 A product follows the rules of `products`. The rows of x are on the N side of the matrix instruction. The shape of one
 expert's weight determines the pieces that K is cut into. One program sums all pieces in ascending order. Each element
-of a product is therefore bit-identical to `linear` with one expert's weight alone, whatever other rows are in the list.
-The products with `down` are multiplied by the gates and stored pair by pair in float32. A last kernel adds the products
-of a row in ascending order of expert id. No kernel adds floats atomically.
+of a product is therefore bit-identical to the result of `linear` with the weight of this expert alone, whatever other
+rows are in the list. The products with `down` are multiplied by the gates and stored pair by pair in float32. A last
+kernel adds the products of a row in ascending order of expert id. No kernel adds floats atomically.
 
 Owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's experts.
 Does not own the router's product, the shared expert, or the summation over K (products.py).
@@ -57,8 +57,8 @@ class _Lists(NamedTuple):
     """The pairs, expert by expert. All tensors are int32.
 
     `pairs`: [pairs]. `tiles`: [most, 3]. Each row describes one tile: its expert, and its start and end in `pairs`.
-    `counts`: [experts + 1]. The first elements are the numbers of pairs of the experts, and the last element is the
-    total number of tiles.
+    `counts`: [experts + 1]. The last element is the total number of tiles, and each other element is the number of
+    pairs of one expert.
     """
 
     pairs: Tensor
@@ -135,7 +135,7 @@ def _mix(
 
 
 def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
-    """Return the narrowest tile that is at least twice as wide, in tokens, as the average number of rows per expert.
+    """Return the narrowest tile with room for at least twice as many tokens as an expert has rows on average.
 
     With tiles of this width, few experts need a second tile. Multiplying unused columns of a tile takes less time than
     reading a weight twice.
@@ -146,7 +146,7 @@ def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
 
 
 def most_tiles(pairs: int, num_experts: int, width: int) -> int:
-    """Return the largest number of tiles of this width that this many pairs can need. In the worst case, each expert's
+    """Return how many tiles of this width are needed at most for this many pairs. In the worst case, each expert's
     last tile has a single pair.
     """
     begun = min(pairs, num_experts)
@@ -405,8 +405,8 @@ def _product(
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Return the products of weight rows with the rows at `x_row`, plus the biases of the weight rows: float32 [rows,
-    tokens].
+    """Multiply weight rows by the rows at `x_row`, add the biases of the weight rows, and return the sums: float32
+    [rows, tokens].
     """
     w = w_ptr + w_row.to(tl.int64) * columns
     total = sums_of_pieces(w, (x_row, x_row), columns, piece * PIECE_UNIT, CUT, 0, UNIT, DEPTH)[0]

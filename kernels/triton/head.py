@@ -105,7 +105,7 @@ def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatisti
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """torch's sort and scatter only move data; all sums, and so all rounding, are in `_count_kept_kernel`."""
+    """torch's sort and scatter only move data; all sums and all rounding happen in `_count_kept_kernel`."""
     rows, vocab_size = logits.shape
     ordered, ids = torch.sort(logits.contiguous(), dim=-1, descending=True, stable=True)
     kept = torch.empty_like(top_k)
@@ -244,7 +244,8 @@ def _count_kept_kernel(
     """Count the logits that the filters keep in a row. The row's logits are sorted in descending order. The count of a
     row with NaN is arbitrary.
 
-    All logits after the first dropped logit are dropped, so that rounding cannot keep a logit below a dropped logit.
+    All logits after the first dropped logit are dropped, so that rounding can never drop one logit and keep a lower
+    one.
     """
     row = tl.program_id(0).to(tl.int64)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)

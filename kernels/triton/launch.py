@@ -147,7 +147,7 @@ def aligned(x: Tensor) -> Tensor:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Context manager that records this thread's launches for any device instead of running them."""
+    """Context manager: this thread's launches, for any device, are recorded instead of run."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:
@@ -178,8 +178,8 @@ def compile_all(launches: Collection[Launch], device: torch.device) -> None:
 
 
 def describe_fault(error: OSError) -> str:
-    """Return the text for an OSError during compilation. The error comes from Triton's cache or from a program that
-    compiles kernels.
+    """Return the error text for an OSError that occurred during compilation. The error comes from Triton's cache or
+    from a program that compiles kernels.
     """
     folder, file = Path(knobs.cache.dir).absolute(), error.filename
     if file is None or folder.is_relative_to(file) or Path(file).absolute().is_relative_to(folder):

@@ -10,8 +10,8 @@ added. One program may sum all pieces of its tile, or each piece may have its ow
 128, depending on the tile). Tokens are on the N side of the instruction, which holds all tokens of the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
-part of +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts are
-+0.0.
+part that is +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts
+are +0.0.
 
 Owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias, residual,
 activation. Does not own norms, or the epilogue of the products with the weights of q, k and v. Activations are copied
@@ -21,9 +21,9 @@ product has the same bits with the shard as with the whole weight.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
-programs finishes last. Matrix instructions share the bandwidth of shared memory with loads. With few tokens, the time
-of a product is the time to read the weights from memory. With somewhat more tokens, the time of a product is close to
-the time to read the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough
+programs finishes last. Matrix instructions and loads compete for the bandwidth of shared memory. With few tokens, the
+time of a product is the time to read the weights from memory. With somewhat more tokens, the time of a product is close
+to the time to read the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough
 tiles to occupy all SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program
 reads 96 KB or more. Each piece has its own program if this saves more time than it takes to store and fold the parts. A
 program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large
@@ -126,12 +126,13 @@ class Factor(NamedTuple):
 
 
 def k_splits(rows: int, columns: int) -> int:
-    """Return the number of pieces that K is cut into for a weight [rows, columns] and for all shards of its rows."""
+    """Return the number of pieces into which K is cut, for a weight [rows, columns] and for all shards of its rows."""
     return 1 if rows >= 8192 else min(4, max(1, columns // 768))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: int | None = None) -> Tensor:
-    """Multiply x [M, K] by weight [N, K] transposed, add bias [N] in float32 and round once: [M, N] in x's dtype.
+    """Multiply x [M, K] by weight [N, K] transposed, add bias [N] in float32, and round once. Return [M, N] in x's
+    dtype.
 
     All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: the number of rows of the whole
     weight, if this weight is a shard.
@@ -148,8 +149,8 @@ def project_back(
     *,
     full_rows: int | None = None,
 ) -> Tensor:
-    """Return linear(x, weight, bias), plus residual [M, N] if given: [M, N]. The product is rounded before the residual
-    is added, and the sum is rounded again.
+    """Return linear(x, weight, bias) [M, N], plus `residual` [M, N] if it is given. The product is rounded before the
+    residual is added, and the sum is rounded again.
 
     Raise ConfigError unless `pieces` is 1. `pieces` has the same meaning as in `Backend.project_back`. `k_splits` cuts
     K independently of `pieces`.
@@ -173,7 +174,7 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full
 
 
 def lm_head(hidden: Tensor, weight: Tensor, *, full_rows: int | None = None) -> Tensor:
-    """Return the logits of hidden [M, H] with weight [V, H]: float32 [M, V], never rounded."""
+    """Multiply hidden [M, H] by weight [V, H] transposed. Return the logits, float32 [M, V], without rounding."""
     return _linear(hidden, weight, None, None, torch.float32, full_rows)
 
 
@@ -220,7 +221,7 @@ def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) ->
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
-    """Return the way that the cost model predicts to be the fastest for a product with this many tokens."""
+    """For a product with this many tokens, return the way that is fastest according to the cost model."""
     return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
 
 
@@ -413,7 +414,7 @@ def sums_of_pieces(
     UNIT: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Sum pieces of `piece` columns each, and add the sums to +0.0 in the order of the pieces."""
+    """Sum each piece of `piece` columns, and add the sums to +0.0 in the order of the pieces."""
     total, more = _zeros(w_row, x_rows)
     if CUT:
         for start in range(0, columns, piece):
@@ -617,8 +618,8 @@ def _parts_kernel(
     DEPTH: tl.constexpr,
 ):
     """Computes one tile of the product of x with one of the weights a, b and c. With `APART`, the program sums one
-    piece of the tile, otherwise all pieces. Each part holds the product with a, the product with b and the product with
-    c, side by side.
+    piece of the tile; without `APART`, it sums all pieces. Each part holds the product with a, the product with b and
+    the product with c, side by side.
     """
     columns, a_rows, b_rows, c_rows = columns * UNIT, a_rows * WIDTH_UNIT, b_rows * WIDTH_UNIT, c_rows * WIDTH_UNIT
     tiles = _tile_of_program()

@@ -43,7 +43,7 @@ _L2_EPS = tl.constexpr(L2_EPS)
 
 class _Places(NamedTuple):
     """The location of each sequence's rows in a batch. The tensors are int64, and the kernels read them only if
-    `listed`.
+    `listed` is true.
 
     `pieces` has the shape [n, 2], and holds the sequence and the first row that each program of a convolution takes.
     `starts`: `query_starts`. `drafted` has the shape [num_sequences], and holds the number of drafted rows of each
@@ -266,10 +266,10 @@ def _load_token(
     KEY_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Load token i of a sequence in float32: query and key [1, K], values [COLUMNS, 1], b and a; zeros beyond the last
-    token.
+    """Load token i of a sequence in float32: query and key [1, K], values [COLUMNS, 1], `b` and `a`. Return zeros
+    beyond the last token.
 
-    `tokens`: pointers to the query, key, values, b and a of the first token.
+    `tokens`: pointers to the first token's query, key, values, `b` and `a`.
     """
     q_ptr, k_ptr, v_ptr, b_ptr, a_ptr = tokens
     row, is_there = tl.cast(i, tl.int64), i < count

@@ -163,7 +163,9 @@ def _qkv_epilogue_kernel(
     NORMS: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
 ):
-    """One program for each row and head of q, and one for each row and key-value head, which handles both k and v."""
+    """There is one program for each row and head of q. For each row and key-value head, one more program handles k and
+    v.
+    """
     row = (tl.program_id(0) // (HEADS + KV_HEADS)).to(tl.int64)
     head = tl.program_id(0) % (HEADS + KV_HEADS)
     parts = parts_ptr, rows, row

@@ -7,8 +7,8 @@ Guarantees:
 
 - A call returns when all its requests have ended. By default, the call raises the first error, which names the prompt.
   With `errors="return"`, the call returns errors instead of raising them.
-- If a call raises, is cancelled or is interrupted, or a stream is closed early, the client abandons the unfinished
-  requests. The worker then aborts every abandoned request that no other client waits for.
+- If a call raises an error, is cancelled or is interrupted, or if a stream is closed early, the client abandons the
+  unfinished requests. The worker then aborts every abandoned request that no other client waits for.
 - If the worker or its replies are lost, the client does not abort the requests. The caller can submit the requests
   again.
 - The client acknowledges results, so that the worker can drop them.
@@ -159,8 +159,8 @@ class AsyncRolloutClient:
           For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
           from the id and the prompt. Requests with equal ids and contents give the same samples from any worker with
-          the same weights, even after a crash of client or worker. If a request is submitted again while it is in
-          flight, or because its results were lost, the worker does not compute the request again.
+          the same weights, even after a crash of client or worker. If a request is submitted again, either while it is
+          in flight or because its results were lost, the worker does not compute it again.
         - `errors`: with `return`, the result for a failed prompt is an error instead of a Group, and the other prompts
           finish.
         - `progress`: show a progress bar on a terminal.
@@ -400,7 +400,7 @@ class AsyncRolloutClient:
         - `level`: 1 keeps the weights in host memory; 2 drops the weights, so a push must bring new weights.
         - `in_flight`: what the worker does with running requests. `drain` finishes the requests first, for at most
           `timeout` seconds. `recompute` keeps the tokens so far and continues the requests after `wake_up`. `abort`
-          ends the requests with their tokens so far.
+          ends the requests at once, and their results have the tokens so far.
         """
         fields = dict(level=level, tags=tuple(tags), in_flight=in_flight, timeout=timeout)
         return await self._ask_status(message_of(protocol.Sleep, id=protocol.new_id(), **fields))
@@ -458,7 +458,7 @@ class AsyncRolloutClient:
         """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
         Each sample is yielded once. If deltas were requested, they are yielded before their sample. `what`: name of the
-        caller's argument, which error texts contain. If the name is `prompts`, an error text begins, for example, with
+        caller's argument, for error texts. If the name is `prompts`, an error text begins, for example, with
         `prompts[3]`. `errors`: with `return`, errors are yielded instead of raised. `in_groups`: the caller uses
         samples only after their group has ended. With `in_groups`, a client of several workers may restart a group and
         yield the group's samples again.
@@ -545,7 +545,7 @@ class LoopThread:
     """An event loop on a daemon thread named `name`, for synchronous code.
 
     Guarantees: if a coroutine is submitted before `end` is called, the coroutine runs. `submit` and `end` may be called
-    on the loop's own thread, because garbage collection, which closes clients and streams, may run there. On the loop's
+    on the loop's own thread, because garbage collection may run there and close clients and streams. On the loop's
     own thread, `end` returns without waiting. In a forked process, `submit` returns a failed future without waiting,
     and `end` raises.
     """

@@ -281,7 +281,7 @@ class Line:
         self._listener.heard(frame.bytes)
 
     def _check_worker(self, frame: zmq.Frame) -> None:
-        """Raise ForbiddenError if there are no keys and the frame comes from a user other than this user or root."""
+        """Raise ForbiddenError if there are no keys, and the sender of the frame is neither this user nor root."""
         if self._keys is not None:
             return
         uid = int(str(frame.get("Peer-Address")).split(":")[1])
@@ -549,7 +549,7 @@ class Connection:
                 self._ask_for_health()
 
     def _meet(self, worker: protocol.Health) -> None:
-        """Called when the worker first answers on a new connection: send the pending calls. If the worker was
+        """Send the pending calls when the worker first answers on a new connection. If the worker was
         restarted, calls that were sent to the old process fail.
         """
         if self._worker is not None and worker.instance != self._worker.instance:

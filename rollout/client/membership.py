@@ -215,8 +215,8 @@ class MembersFile:
 
 
 def version_file(path: Path) -> Path:
-    """Return the path of the push note, a file beside the fleet's file `path` that records the last push. Trainers in
-    other processes write the push note.
+    """Return the path of the push note, which records the last push and lies beside the fleet's file `path`. Trainers
+    in other processes write the push note.
     """
     return path.with_name(f"{path.name}.version")
 

@@ -39,8 +39,7 @@ def generate_requests(
     demand: dict[str, Any],
     errors: str = "raise",
 ) -> list[Any]:
-    """Return a message for each prompt. With `errors="return"`, the list has, for each invalid prompt, an error instead
-    of a message.
+    """Return a message for each prompt. With `errors="return"`, each invalid prompt gets an error instead of a message.
 
     `demand`: message fields `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
     """

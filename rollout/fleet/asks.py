@@ -35,8 +35,8 @@ _REFUSED = (QueueFullError, StaleWeightsError, UnavailableError)
 class Ask:
     """The messages that one worker gets for a client's request.
 
-    - `messages`: a single message for the whole request, with the key None; or a message for each missing sample, by
-      sample index
+    - `messages`: either a single message for the whole request, with the key None; or one message for each missing
+      sample, with the sample's index as the key
     - `prior`: the partial samples to continue, by index
     - `num_samples`: number of samples that the worker has sent
     - `is_lost`: whether the worker is lost or about to exit
@@ -62,8 +62,8 @@ class Ask:
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """Return the arguments of the `abort` calls that end the samples `indices` at the worker, as pairs (request id,
-        sample index). `n`: number of samples in the request. Index None aborts the whole request.
+        """Return the arguments of `abort` calls, as pairs (request id, sample index). These calls end the samples
+        `indices` at the worker. `n`: number of samples in the request. Index None aborts the whole request.
         """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]

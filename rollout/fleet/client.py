@@ -54,9 +54,9 @@ class AsyncFleetClient(AsyncRolloutClient):
     - `mixed_kinds`: accept workers that differ in architecture, vocabulary, backend, instruction set, dtype or version
       of torch. With mixed kinds, the bits of a sample depend on its worker. Without `mixed_kinds`, calls raise
       ConfigError if workers differ.
-    - `straggler_seconds`: a slow request, called a straggler, is also sent to a second worker. A request is a straggler
-      if it takes longer than `straggler_seconds` and, relative to its size, more than three times as long as the
-      slowest recent request. None disables second workers.
+    - `straggler_seconds`: minimum duration of a straggler, a slow request that is also sent to a second worker. A
+      request is a straggler if it takes longer than `straggler_seconds` and, relative to its size, more than three
+      times as long as the slowest recent request. None disables second workers.
     - `patience`: maximum number of seconds to wait for a worker that can take a request. After `patience` seconds, the
       call raises WorkerLostError.
     - `while_connected`: see `AsyncRolloutClient`

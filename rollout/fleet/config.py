@@ -78,7 +78,9 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read and check the arguments of `Fleet` in a TOML file. Raise ConfigError if the file or a setting is invalid."""
+    """Read the arguments of `Fleet` from a TOML file, and check them. Raise ConfigError if the file or a setting is
+    invalid.
+    """
     try:
         with open_regular(path) as file:
             settings = tomllib.loads(read_text(file, MOST_CONFIG_BYTES))

@@ -1,8 +1,8 @@
 """The weights that the workers of a fleet must serve, and how a joining worker gets these weights.
 
-Owns: the record of the last push that all workers committed, from any publisher, and the folder through which joining
-workers get weights. Does not own: when a worker joins (`Keeper`), or how often the fleet tries to give a worker the
-weights (`Joining`).
+Owns: the folder through which joining workers get weights, and the record of the last push that all workers committed,
+no matter which publisher sent it. Does not own: when a worker joins (`Keeper`), or how often the fleet tries to give a
+worker the weights (`Joining`).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class GroupState:
 
     @property
     def num_to_ask(self) -> int:
-        """Number of samples that are neither delivered yet nor aborted by the caller."""
+        """Number of samples that are not delivered yet and were not aborted by the caller."""
         return self.n - len(self._samples.delivered.keys() | self._to_end)
 
     def ask(self) -> Ask:
@@ -107,7 +107,7 @@ class GroupState:
         return replies
 
     def is_cut(self, index: int | None, reply: Reply) -> bool:
-        """Return whether the reply is an aborted sample that the caller did not abort. A worker that is about to exit
+        """Return whether the reply is a sample that was aborted, but not by the caller. A worker that is about to exit
         may abort samples. `index`: see `take`.
         """
         if not isinstance(reply, protocol.FinishedSample | protocol.Scores) or reply.finish_reason != "abort":

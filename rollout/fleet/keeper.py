@@ -133,8 +133,8 @@ class Keeper:
 
         The worker is first marked as serving, and then its weights are compared with the weights of the peer. A push
         that ends after the worker was marked as serving includes the worker. The comparison of weights detects a push
-        that ended before the worker was marked as serving. If the slot is removed from the fleet meanwhile, the worker
-        does not join.
+        that ended before the worker was marked as serving. If the slot is removed from the fleet in the meantime, the
+        worker does not join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

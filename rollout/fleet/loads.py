@@ -31,7 +31,7 @@ class Worker:
     - `since`: the time up to which `busy` is counted
     - `speed`: speed relative to the average speed of the fleet
     - `pressure`: load divided by speed
-    - `alone`: a tuple of only this worker
+    - `alone`: a tuple that contains only this worker
     """
 
     name: str

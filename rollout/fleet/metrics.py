@@ -23,9 +23,9 @@ from ..monitoring.metrics import WorkerMetrics
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """The state of a worker for metrics. `standing`: None while the worker starts. `health`, `stats`: None before the
-    first report. `restarts`: number of replacements. `failed_hand_overs`: number of failed attempts to give the worker
-    the fleet's weights.
+    """The state of a worker, as the metrics report it. `standing`: None while the worker starts. `health`, `stats`:
+    None before the first report. `restarts`: number of replacements. `failed_hand_overs`: number of failed attempts to
+    give the worker the fleet's weights.
     """
 
     standing: Standing | None

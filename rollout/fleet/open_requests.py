@@ -1,7 +1,7 @@
 """The in-flight requests of a fleet's client, and the task that finds slow requests (stragglers).
 
-Owns: the ids of requests in flight, and the task that sends slow requests (stragglers) to a second worker. Does not own
-how a request ends (`FleetRequest`).
+Owns: the ids of requests in flight, and the task that sends slow requests (stragglers) to a second worker. Does not
+decide how a request ends (`FleetRequest`).
 """
 
 from __future__ import annotations

@@ -177,9 +177,9 @@ class Placement:
     def _holding(
         self, holders: list[Holders], prompt: Sequence[int], limit: float, avoid: Collection[str]
     ) -> tuple[Worker | None, int]:
-        """Among the workers that are not full, find a holder of the longest prefix. Return the worker, and the number
-        of the prompt's prefixes that it holds; (None, 0) if no such worker holds a prefix. Skip a prefix if more than
-        half of the workers hold it.
+        """Among the workers that are not full, find a holder of the longest prefix. Return the worker and the number of
+        the prompt's prefixes that the worker holds, or (None, 0) if none of these workers holds a prefix. Skip a prefix
+        if more than half of the workers hold it.
         """
         start, looked_at = _next(prompt, holders), 0
         for known in range(len(holders), 0, -1):

@@ -41,8 +41,8 @@ def _outliving_its_raylet() -> Iterator[None]:
     On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
     the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
     unset and the parent is process 1, Ray treats the importing process as an orphan, and ends the process together with
-    the process's raylet. If a service manager starts the fleet, Ray would treat the fleet as an orphan. So the variable
-    is set to the id of this process.
+    the process's raylet. Without the variable, Ray would treat a fleet as an orphan if a service manager started it. So
+    the variable is set to the id of this process.
     """
     if _RAYLET in os.environ:
         yield

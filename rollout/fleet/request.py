@@ -173,8 +173,8 @@ class FleetRequest:
         return self._state.setbacks.avoided(self._looks(), is_late)
 
     def _looks(self) -> dict[str, int]:
-        """Map each eligible worker to its number of health checks. The map is empty if no worker has refused the
-        request.
+        """Return a map from each eligible worker to the number of its health checks. The map is empty if no worker has
+        refused the request.
         """
         return self._pool.dispatch.looks if self._state.setbacks.first_refusal else {}
 

@@ -22,10 +22,10 @@ from .running_worker import RunningWorker
 class Slot:
     """A slot for one worker of the fleet, with the current worker.
 
-    `num_starts`: number of workers started so far. `first_error`: error with which the slot's first worker failed to
-    run; None once a worker runs. A worker waits for a push if no copy of the weights is left. `waits_since`: the value
-    that `Slots.num_scales` had at the last attempt to give weights to the waiting worker; None if the worker does not
-    wait for a push.
+    `num_starts`: number of workers started so far. `first_error`: the error that kept the slot's first worker from
+    running; None once a worker runs. A worker waits for a push if no copy of the weights is left. `waits_since`: the
+    value that `Slots.num_scales` had at the last attempt to give weights to the waiting worker; None if the worker does
+    not wait for a push.
     """
 
     name: str

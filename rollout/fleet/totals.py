@@ -47,7 +47,7 @@ def all_healths(healths: Sequence[protocol.Health], troubles: Sequence[str] = ()
 
 
 def all_stats(stats: Sequence[protocol.Stats]) -> protocol.Stats:
-    """Sum the counters of one or more workers. A worker that still loads its model has only service counters."""
+    """Sum the counters of one or more workers. A worker that is still loading its model has only service counters."""
     engines = [each.engine for each in stats if each.engine]
     engine = _merged(engines) if engines else {}
     return stats[0].model_copy(update=dict(engine=engine, service=_added(each.service for each in stats)))

@@ -159,7 +159,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
 
 
 def _last_user_message(messages: list[Message]) -> str | None:
-    """Return the beginning of the text of the last user message; None if there is none."""
+    """Return the beginning of the last user message's text; None if there is no user message."""
     for position, message in reversed([*enumerate(messages)]):
         if message.role == "user":
             return (_for_template(position, message)["content"] or "")[:MESSAGE_CHARS]

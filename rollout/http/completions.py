@@ -32,8 +32,8 @@ _FAIL_FAST = Field(fail_fast=True)
 class CompletionFields(TextFields):
     """Fields of a completion.
 
-    `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
-    `echo`: also return the prompt.
+    `logprobs`: how many of the most probable tokens to return per position; each generated token's log-prob is also
+    returned. `echo`: also return the prompt.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]

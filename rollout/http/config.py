@@ -26,7 +26,7 @@ class HttpConfig(BaseModel):
     `max_body_bytes`, `body_seconds`: maximum length of a request body in bytes, and maximum time until the body has
     arrived. `max_unfinished_bytes`: maximum total size, in bytes, of the bodies that are incomplete or not parsed yet;
     None means 8 times `max_body_bytes`. `max_body_chunks`: maximum number of chunks of a body. `max_body_elements`:
-    maximum parsing cost of the JSON elements in a body, see `elements.WEIGHTS`. `max_text_chars`: maximum total number
+    maximum parsing cost of the JSON elements in a body (see `elements.WEIGHTS`). `max_text_chars`: maximum total number
     of characters in the texts of a request. `max_answer_bytes`: maximum estimated length, in bytes, of an answer that
     is not a stream. `max_open_requests`: maximum number of concurrent requests that generate, score, tokenize or
     detokenize. `drain_seconds`: time for which open requests may continue after SIGTERM or Ctrl-C.

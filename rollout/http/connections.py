@@ -148,11 +148,11 @@ class Connections:
         task.add_done_callback(self._tasks.discard)
 
     def make_room(self, is_extra: bool | None = None) -> bool:
-        """Close the oldest connection in the first non-empty stage of `GIVES_WAY`. Return
-        whether a connection was closed.
+        """Close the oldest connection in the first non-empty stage of `GIVES_WAY`. Return whether a connection was
+        closed.
 
-        `is_extra`: which connections to consider. If True, consider only connections in the reserve for `/health`; if
-        False, only the other connections; if None, all connections.
+        `is_extra`: which connections to consider: True for those in the reserve for `/health`, False for all others,
+        None for all connections.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:
@@ -166,7 +166,7 @@ class Connections:
         self._sockets.discard(connection)
 
     def move(self, connection: Connection, stage: Stage | None) -> None:
-        """Record that a connection has entered `stage`, or, if `stage` is None, that the connection has closed."""
+        """Record that a connection has entered `stage`. If `stage` is None, the connection has closed."""
         if (before := self._stages.pop(connection, None)) is not None:
             del self._by_stage[before][connection]
             self._num_extra -= stage is None and connection.is_extra
@@ -178,7 +178,7 @@ class Connections:
             self._all_closed.set()
 
     async def end(self, seconds: float) -> None:
-        """Let requests finish for up to `seconds`, or until `hurry` is called. Then cut the remaining connections."""
+        """Give requests up to `seconds` to finish, or less if `hurry` is called. Then cut the remaining connections."""
         self.is_ending = True
         for stage in ("new", "idle", "closing"):
             for connection in [*self._by_stage[stage]]:
@@ -301,7 +301,7 @@ class Connection(asyncio.BufferedProtocol):
             self._advance()
 
     def eof_received(self) -> None:
-        """If a client closes its sending side, treat it as disconnected. asyncio then closes the connection."""
+        """If a client closes its sending side, treat the client as disconnected. asyncio then closes the connection."""
 
     def pause_writing(self) -> None:
         self.writable.clear()

@@ -138,7 +138,7 @@ class TextFields(GenerationFields):
 def given(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that have an effect.
 
-    Drop fields with the value null, ignored fields, and fields of `OFF` with a neutral value. Raise HttpError if a
+    Drop ignored fields, fields with the value null, and fields of `OFF` with a neutral value. Raise HttpError if a
     field of `OFF` has any other value.
     """
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}

@@ -38,7 +38,7 @@ class SamplingFields(Fields):
 
 @dataclass(frozen=True)
 class GenerateForm:
-    """Writes samples as token ids. Log-probs have the format of chat completions, with tokens named `token_id:7`."""
+    """Writes samples as token ids. Log-probs have the format of chat completions; token 7 has the name `token_id:7`."""
 
     request_id: str
     created: int

@@ -38,10 +38,10 @@ CLIENT_LEFT = 499
 class Counters:
     """Metrics of requests.
 
-    `requests`: number of requests by path and status. Unknown paths are counted under the path `other`, and
+    `requests`: for each path and status, the number of requests. Unknown paths are counted under the path `other`, and
     disconnected clients under the status 499. `open`: number of requests in flight that generate, score, tokenize or
-    detokenize. `over_limit`: number of requests that were refused because of a limit, by the setting that defines the
-    limit.
+    detokenize. `over_limit`: for each setting that defines a limit, the number of requests that were refused because of
+    this limit.
     """
 
     def __init__(self) -> None:

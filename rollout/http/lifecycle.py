@@ -235,8 +235,8 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
 
 
 def _is_push(folder: Path) -> bool:
-    """Return whether a push through the transport `disk` wrote the folder. Raise PushError if the folder cannot be
-    read.
+    """Return whether the folder was written by a push through the transport `disk`. Raise PushError if the folder
+    cannot be read.
     """
     from ...weight_sync.transports.disk import read_manifest
 

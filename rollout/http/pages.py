@@ -188,8 +188,8 @@ class Pages:
 def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
     """Compare the bits of two float32 arrays [num_tokens] from token `first` on.
 
-    The returned `num_equal` is the number of equal elements. `difference` is None if all elements are equal. Otherwise
-    it has the position of the first token that differs, and both log-probs.
+    The returned `num_equal` is the number of equal elements. `difference` is None if all elements are equal. Otherwise,
+    `difference` has the position of the first token that differs, and the two log-probs of this token.
     """
     differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
     told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}

@@ -30,10 +30,10 @@ DECODED_TOKENS = 4096
 class Piece:
     """A part of a choice: all tokens of the choice, or the tokens since the previous piece.
 
-    `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: position of
-    the first token of the piece in the sample. `text`: the new text; the text of the latest tokens may follow in a
-    later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens, k], or None.
-    `ended`: the finished sample in the last piece of a choice; None in earlier pieces.
+    `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: the
+    position, within the sample, of the piece's first token. `text`: the new text; the text of the latest tokens may
+    follow in a later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens,
+    k], or None. `ended`: the finished sample in the last piece of a choice; None in earlier pieces.
     """
 
     position: int

@@ -1,4 +1,4 @@
-"""The latest groups of samples that this front end returned, for the page at `/ui`.
+"""The latest groups of samples that this front end returned. The page at `/ui` shows them.
 
 Owns: the tokens and log-probs of the kept groups, as arrays. Guarantees that at most `MOST_GROUPS` groups and
 `MOST_BYTES` bytes are kept, for prompts and samples of any length. The oldest groups are evicted first.
@@ -122,8 +122,8 @@ class SampleLog:
         return group if group is None or user in (None, group.user) else None
 
     def after(self, id: int, user: str | None = None) -> list[KeptGroup]:
-        """Return the groups of `user` with ids above `id`, oldest first. If `user` is None, return the groups of all
-        users.
+        """Return the groups that belong to `user` and have ids above `id`, oldest first. If `user` is None, return the
+        groups of all users.
         """
         return [group for group in self._groups.values() if group.id > id and user in (None, group.user)]
 

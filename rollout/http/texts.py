@@ -28,8 +28,8 @@ _MANY_TOKENS = 2**12
 class Texts:
     """A model's tokenizer and chat template.
 
-    `longest_token`: length of the longest token, in characters. `token`: function that returns the text of a token,
-    cached.
+    `longest_token`: length of the longest token, in characters. `token`: cached function that returns the text of a
+    token.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -122,8 +122,8 @@ class GrowingText:
     sample.
 
     Concatenated, the returned parts are the text of all tokens, with the exceptions that `Detokenizer` documents. Text
-    that may begin a stop string or an incomplete character is withheld. The text of a token in `stop_token_ids` is also
-    withheld.
+    is withheld while it may be the beginning of a stop string or of a multi-byte character. The text of a token in
+    `stop_token_ids` is also withheld.
     """
 
     def __init__(

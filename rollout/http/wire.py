@@ -211,7 +211,8 @@ async def _disconnect(receive: Receive) -> None:
 async def event_stream(receive: Receive, events: Events) -> Response:
     """Wait for the first event, and return a response that streams all events as server-sent events.
 
-    An error before the first event is raised, so that the error response can have the right HTTP status.
+    If an error occurs before the first event, this function raises the error, so that the error response can have the
+    right HTTP status.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]

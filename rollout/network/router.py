@@ -66,9 +66,9 @@ class Gate:
     - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent: they have not sent a
       message yet. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens connections
       without authentication cannot exhaust the descriptors of the process, and cannot lock out other clients.
-    - A TCP connection is closed, within about `LOOK_SECONDS`, if its client has sent more than `MAX_AHEAD_BYTES` beyond
-      the messages that the worker has received. A connection reaches this limit if its client sends faster than the
-      worker receives, or sends an endless message.
+    - If a client has sent more than `MAX_AHEAD_BYTES` bytes that are not part of a received message, its TCP connection
+      is closed within about `LOOK_SECONDS`. A connection reaches this limit if its client sends faster than the worker
+      receives, or sends an endless message.
 
     ZMQ provides incomplete information about connections. With each message, ZMQ reports the descriptor of the
     connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger
@@ -76,8 +76,8 @@ class Gate:
     connection before its first message can be received. The monitor reports an ended connection before the descriptor
     is reused. But messages of an ended connection may stay queued for a long time. Queued messages of an ended
     connection arrive interleaved with messages of other connections, possibly after the descriptor was reused. Of two
-    connections with the same descriptor, the connection with the larger number is newer. Only the newest connection
-    with a descriptor can be open. Hence:
+    connections with the same descriptor, the connection with the larger number is newer. Of all connections with the
+    same descriptor, only the newest can be open. Hence:
 
     - `heard` never returns False for an open connection.
     - `heard` may return True for an ended connection. If a message of the ended connection was heard before, `heard`
@@ -127,7 +127,7 @@ class Gate:
         return max(0.0, self._looked + LOOK_SECONDS - time.monotonic())
 
     def look(self) -> None:
-        """Close TCP connections on which the client has sent too many bytes beyond the received messages."""
+        """Close TCP connections with too many bytes that are not part of a received message."""
         self._looked = time.monotonic()
         for fd, taken in list(self._taken.items()):
             with suppress(OSError), _socket_at(fd) as connection:
@@ -316,7 +316,7 @@ class Outboxes:
             self._empty(box)
 
     def finish(self, seconds: float) -> None:
-        """Keep sending queued replies to clients that read, for at most `seconds`."""
+        """For at most `seconds`, keep sending queued replies to the clients that read them."""
         deadline = time.monotonic() + seconds
         while self._num_bytes and time.monotonic() < deadline:
             self.flush()
@@ -523,7 +523,7 @@ def _descriptor_of(frame: zmq.Frame) -> int | None:
 
 
 def _most_connections(wanted: int) -> int:
-    """Return the maximum number of connections: `wanted`, but at most half of the limit on open descriptors."""
+    """Return the maximum number of connections: the smaller of `wanted` and half of the limit on descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or wanted <= soft // 2:
         return wanted

@@ -227,8 +227,8 @@ def num_listed(message: Carrier) -> int:
 
 
 def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
-    """Convert columns to message fields. `content`: columns as bytes. `k`: number of most probable tokens at each
-    position, for `TopArrays`.
+    """Convert columns to message fields. `content`: columns as bytes. `k`: the number of most probable tokens at each
+    position, which becomes the field `k` of `TopArrays`.
     """
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
     return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
@@ -427,7 +427,9 @@ class Growth:
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
-        """Return a delta with the tokens from `start` on, as many as fit into `max_bytes`, but at least one token."""
+        """Return a delta that begins with token `start`. It has as many tokens as fit into `max_bytes`, but at least
+        one.
+        """
         widths = self._widths
         room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
         content = {

@@ -59,7 +59,7 @@ MAX_ERROR_CHARS = 2000
 
 
 def told(error: TruerollError) -> dict[str, Any]:
-    """Return the arguments of `error_from_code` that recreate an error in another process."""
+    """Return the arguments with which `error_from_code` recreates an error in another process."""
     text = str(error)[:MAX_ERROR_CHARS]
     return dict(code=error.code, message=text, field=error.field, value=error.value, limit=error.limit)
 

@@ -385,10 +385,10 @@ class Health(Message):
 
     - `instance`: random id of the worker's process
     - `seconds_since_progress`: seconds since the engine last made progress; None while loading. The engine makes
-      progress when a step computes or finishes something, or when it is idle and gets new work.
+      progress when a step computes or finishes something, or when the idle engine gets new work.
     - `weight_version`: version of the served weights; None while loading
-    - `requests`: counts: `open` requests (accepted but unfinished), `running` and `waiting` sequences in the engine,
-      and `kept` results (not yet acknowledged)
+    - `requests`: the numbers of `open` requests (accepted but unfinished), of `running` and `waiting` sequences in the
+      engine, and of `kept` results (not yet acknowledged)
     - `memory`: bytes of each kind of memory. The kinds are `process` (resident memory) and, once the model is loaded,
       `weights`, `kv_cache`, `staging` and (only with experts) `routed_experts`
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading

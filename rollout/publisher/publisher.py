@@ -325,8 +325,8 @@ class WeightPublisher:
         joining workers. `fleet`: a `Fleet`, its file, or addresses of workers.
 
         If a worker is lost during a push, the push is repeated without the lost worker, unless the tensors came from an
-        iterator or are sharded. If a push has only adapters and a worker lacks the base weights, the push is repeated
-        with the base weights. Workers that join later, including replacements of lost workers, get the weights from the
+        iterator or are sharded. If a worker lacks the base weights for an adapters-only push, the push is repeated with
+        the base weights. Workers that join later, including replacements of lost workers, get the weights from the
         fleet.
         """
         membership = membership_of(fleet)
@@ -344,7 +344,7 @@ class WeightPublisher:
           of the trainer must call this method with the same names in the same order. Rank 0 gathers the tensors one by
           one and pushes them; the other ranks return when rank 0 returns, and raise when rank 0 raises. With
           DistributedDataParallel, call this method on rank 0 only. The wrapped module is pushed.
-        - `version`: at most 2**63 - 2, and higher than the version that any worker serves. A new worker serves version
+        - `version`: at most 2**63 - 2, and higher than every version that a worker serves. A new worker serves version
           0.
         - `allow_older`: accept a `version` that is not higher than the served versions. With `allow_older`, samples
           from different weights may have the same version.
@@ -388,8 +388,9 @@ class WeightPublisher:
 
         Workers that serve the last push are not affected. If a worker does not answer, `on_lost` decides whether the
         call fails or leaves the worker out. `tensors`: see `push`. The caller must pass the same weights as in the last
-        push; the method does not check this. Return None if all workers serve the last push. Raise ConfigError before
-        the first push, and for `disk` (call `push_folder` instead). Raise PushError for the same reasons as `push`.
+        push; the method does not check this. Return None if all workers serve the last push. Raise ConfigError if
+        nothing was pushed yet, or if the transport is `disk` (call `push_folder` instead). Raise PushError for the same
+        reasons as `push`.
         """
         _check(self._transport != "disk", "restore", "called with shared or collective; call push_folder", "disk")
         return self._push_on_all_ranks(tensors, False, self._restore)
@@ -504,7 +505,7 @@ class WeightPublisher:
     def _push(
         self, tensors: TrainerTensors, adapters: TrainerAdapters | None, version: int, allow_older: bool
     ) -> PushResult | None:
-        """Push to all workers. Return None if the push has only adapters and a worker of a fleet also needs the base
+        """Push to all workers. Return None if the push is adapters-only, but a worker of a fleet also needs the base
         weights.
 
         A worker needs the base weights if the worker was restarted, or got the merged weights of another worker.

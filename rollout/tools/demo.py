@@ -1,7 +1,7 @@
 """`trueroll demo`: a real model behind a real worker process.
 
 The demo shows samples, and a trainer's log-probs of the same samples, with and without alignment. Then the demo shows
-that no bit is changed by cache hits, by other requests, or by a sleep, and that a worker serves the pushed weights.
+that cache hits, other requests and a sleep change no bit, and that a worker serves the pushed weights.
 """
 
 from __future__ import annotations
@@ -360,8 +360,8 @@ def _answer(
 def compare(console: Console, repetitions: Sequence[Repetition], prompt_tokens: int) -> bool:
     """Print how many tokens and log-probs of each repetition differ from the first repetition.
 
-    `prompt_tokens`: tokens of all prompts; each prompt has a greedy and a sampled request. Return True if nothing
-    differs, every warm cache had hits, and every cold cache had no hits.
+    `prompt_tokens`: the total number of tokens in all prompts. Each prompt is used in one greedy and one sampled
+    request. Return True if nothing differs, every warm cache had hits, and every cold cache had no hits.
     """
     cold = repetitions[0].answers.samples
     headers = "circumstance", "cached", "greedy", "sampled", "differences"

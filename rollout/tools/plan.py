@@ -1,4 +1,4 @@
-"""`trueroll plan`: show how a worker would divide the memory of a device, without a worker or a device.
+"""`trueroll plan`: show how a worker would divide the memory of a device; this needs neither a worker nor a device.
 
 Reads only the model's configuration, not the weights. Workers use the same code, `engine.running.planner`, to divide
 memory.

@@ -34,8 +34,7 @@ def print_completions(
     - `tokenizer`: model with the tokenizer to use; None: the served model, if it is available on this machine
     - `keys`: `server_public_key` and `client_key` of `RolloutClient`
 
-    Raise ConfigError if `tokenizer` is missing but required, because a model name that comes from a worker is never
-    downloaded.
+    Raise ConfigError if `tokenizer` is required but missing. A model name that comes from a worker is never downloaded.
     """
     seed = secrets.randbits(63) if seed is None else seed
     address = model_or_address

@@ -136,7 +136,7 @@ ROUTE_CELLS = (
 
 @dataclass(frozen=True)
 class Piece:
-    """The results of a cell for one sample, from token `start` of the sample on.
+    """The results of a cell for one sample, beginning with token `start` of the sample.
 
     - `key`: request id and index of the sample
     - `rows`: the array that `rows_of` returns

@@ -1,4 +1,4 @@
-"""Drafters of the exactness matrix: the drafter of workers, and one that knows the samples and misleads the engine."""
+"""Drafters of the exactness matrix: the workers' drafter, and one that knows the samples and misleads the engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST_DRAFTED = 5
 
 
 class Adversary:
-    """Drafts tokens of known samples. In turn, a draft is correct, wrong from some token on, or wrong from its first
-    token; drafts also continue past the end of a sample.
+    """Drafts tokens of known samples. Three kinds of drafts take turns: correct drafts, drafts that are wrong from some
+    token on, and drafts that are wrong from the first token. Drafts also continue past the end of a sample.
 
     `texts`: for each known sample, the tokens of its prompt and of the sample. Drafts for unknown samples are random.
     Each draft has more tokens than the engine asks for.

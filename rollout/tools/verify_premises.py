@@ -32,8 +32,8 @@ class Cell:
     - `threads`: number of threads; None: unchanged
     - `interval`, `checkpoints`: for models with recurrent layers, the engine's `state_interval` and `state_budget`
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
-    - `routes`: for models with experts, whether a warm cache stores the chosen experts of each token: `unknown` (no) or
-      `added` (yes, because a later request has added the chosen experts)
+    - `routes`: for models with experts, whether a warm cache stores the experts chosen for each token: `unknown` (no)
+      or `added` (yes, because a later request has added the experts)
     - `drafts`: how tokens are drafted: `repeats`, or `adversarial` (see `verify_drafts`)
     """
 

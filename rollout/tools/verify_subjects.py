@@ -38,7 +38,7 @@ class Sizes:
 
     - `prompt_lengths`: lengths of the prompts; for each length, there is a greedy request and a seeded request
     - `max_tokens`: new tokens of each sample
-    - `longest_token_by_token`: maximum length of a prompt in the cell in which each step computes only one token
+    - `longest_token_by_token`: maximum prompt length in the cell with one token per step
     - `varied_length`: length of the prompt that all variations of sampling use
     """
 
@@ -54,7 +54,7 @@ class Sizes:
 
 
 def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[GenerateRequest]:
-    """Return a request for each combination of prompt and SAMPLINGS, followed by a request with the parameters PLAIN.
+    """Return one request for each prompt and each entry of SAMPLINGS, then one request with the parameters PLAIN.
     Prompts are random, but every call returns the same prompts. `routes`: whether the requests ask for the routed
     experts of all tokens.
     """
@@ -95,7 +95,7 @@ def stop_string_obstacle(folder: Path) -> str:
 
 
 def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest:
-    """Return a copy of a request that has changed parameters and only one sample."""
+    """Return a copy of a request, with changed parameters and only one sample."""
     return dataclasses.replace(with_params(request, n=1, **update), id=f"{name} {len(request.prompt_token_ids)}")
 
 

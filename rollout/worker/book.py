@@ -101,7 +101,7 @@ def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, le
 
 
 def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError if no further submission can wait for the end of an open request."""
+    """Raise QueueFullError if no more submissions may wait for an open request to end."""
     if len(entry.successors) >= (most := config.max_queued_requests):
         raise _too_many("clients are waiting for the end of", entry, most)
     _check_room_to_wait(submission, config, ledger)
@@ -231,7 +231,7 @@ class Streams:
             self._fall_due(reader, (key, index))
 
     def grow(self, key: str, delta: Delta) -> None:
-        """Add new tokens of a sample of a streamed request."""
+        """Add new tokens to a sample of a streamed request."""
         stream = self._streams[key]
         growth = stream.growths.get(delta.index)
         if growth is None:
@@ -259,7 +259,7 @@ class Streams:
             del self._streams[key]
 
     def withdraw(self, key: str, caller: str) -> None:
-        """Remove the readers that belong to `caller` from a request."""
+        """Remove the request's readers that belong to `caller`."""
         if stream := self._streams.get(key):
             for reader in [reader for reader in stream.readers if reader[1] == caller]:
                 self._remove(key, reader)
@@ -348,8 +348,8 @@ class WaitingRoom:
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
     requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
-    sample is never computed. Requests that wait for newer weights may be overtaken by later requests, because waiting
-    requests are checked only after a possible change of the weights.
+    sample is never computed. Requests that wait for newer weights may be overtaken by later requests, because the
+    waiting room checks its requests again only when the weights may have changed.
     """
 
     def __init__(self) -> None:
@@ -449,8 +449,8 @@ class RequestBook:
     """The requests of all users.
 
     - `command`: sends a command to the engine.
-    - `send`: sends a frame to a client. If `send` loses the client, `lose` is called later, when no method of the book
-      is running.
+    - `send`: sends a frame to a client. If the client is lost during `send`, `lose` is called later, when no method of
+      the book is running.
     - `takes`: returns whether a client has read all messages sent so far.
     - `conditions`: returns the current `Conditions`.
     - `waiting_room`: the requests that have not been sent to the engine yet.
@@ -692,8 +692,8 @@ class RequestBook:
     # Helpers.
 
     def _submit_successors(self, entry: Entry) -> None:
-        """Submit the entry's successors again. But while the entry is open, do nothing if the entry has aborted samples
-        or a pending abort.
+        """Submit the entry's successors again. Do nothing if the entry is still open and has aborted samples or a
+        pending abort.
         """
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return

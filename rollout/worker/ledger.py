@@ -169,7 +169,7 @@ class Entry:
     - `replies`: the frames sent so far, in order.
     - `num_aborts`: number of aborts that the engine has not answered yet.
     - `successors`: submissions that arrived after an abort. Successors do not get the aborted results, and are
-      submitted again after the end of the entry.
+      submitted again after the entry has ended.
     - `is_wanted`: whether to keep the result after the entry has ended.
     """
 

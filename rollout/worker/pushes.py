@@ -87,7 +87,7 @@ class Operation:
     - `before`: called right before `action`, which runs between two steps.
     - `done`: called with the duration of `action`, in seconds. `cancelled`: called with the error that becomes the
       reply to the call.
-    - `opens_by`: time, in monotonic seconds, by which the source must be open if the operation is a push in place. The
+    - `opens_by`: for a push in place, the time by which the source must be open, in monotonic seconds. The
       operation waits until the source is open. `opens_by` is None if the operation does not wait for a source.
     """
 
@@ -222,10 +222,10 @@ class PushHost(Protocol):
 class Push:
     """A push in progress.
 
-    `calls`: for each call that waits for the thread of the push, the call's id and its deadline in monotonic seconds.
-    `staging`: the staged weights, from verification until the end of the push. `staging` is None before verification
-    and after the push, so that the memory is freed even if a reference to the push remains. `is_committing`: the commit
-    has begun.
+    `calls`: maps the id of each call that waits for the thread of the push to the call's deadline, in monotonic
+    seconds. `staging`: the staged weights, from verification until the end of the push. `staging` is None before
+    verification and after the push, so that the memory is freed even if a reference to the push remains.
+    `is_committing`: the commit has begun.
     """
 
     begin: protocol.BeginPush
@@ -522,7 +522,7 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Release a push. `is_owing`: True if the thread of the push has not responded to a call yet, so that the
+        """Release a push. `is_owing`: True if the thread of the push has not responded to a call yet. In this case, the
         thread may be stuck.
         """
         self._abandoned += [push.receiver] * is_owing

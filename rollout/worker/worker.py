@@ -289,7 +289,7 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
     client = peer.client
     if client.role != "control" and not isinstance(message, FOR_ALL_ROLES):
         raise ForbiddenError(
-            f"{message.type}: needs the role 'control', but {client.user} has {client.role!r}; use another key,  "
+            f"{message.type}: needs the role 'control', but {client.user} has {client.role!r}; use another key, "
             "or change the worker's clients_file and restart the worker",
             value=client.role,
         )
@@ -305,7 +305,7 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
 class Dispatch:
     """Passes each message of at most `max_message_bytes` to its handler.
 
-    Requests go to `book`. Calls of `health` and `stats` go to `vitals`, and control calls go to `control`.
+    Requests go to `book`. The calls `health` and `stats` go to `vitals`, and control calls go to `control`.
     """
 
     def __init__(

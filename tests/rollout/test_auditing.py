@@ -183,9 +183,7 @@ def test_inputs_that_cannot_be_compared_are_refused(model: Any, client: RolloutC
         run(AutoModelForCausalLM.from_pretrained(small), client)
     with pytest.raises(ConfigError, match="prompts: the list is empty; give at least one prompt"):
         audit(model, client, [])
-    with pytest.raises(
-        ConfigError, match=r"log_probs: must return the shape of input_ids, \[6, 29\] \(got \[6, 28\]\)"
-    ):
+    with pytest.raises(ConfigError, match=r"log_probs: must have the shape of input_ids, \[6, 29\] \(got \[6, 28\]\)"):
         run(model, client, log_probs=lambda ids, mask: torch.zeros(len(ids), ids.shape[1] - 1))
 
 

@@ -1,6 +1,6 @@
 """The description of a push: pieces of tensors, buckets, sources, and the parameters that the push must contain.
 
-Owns the shared types of publisher, protocol and receiver, the texts of errors about names, and the checksum of host
+Owns the types that publisher, protocol and receiver share, the texts of errors about names, and the checksum of host
 memory. A push contains every parameter of the model exactly once, whole or in parts, in the dtype that the worker uses.
 An adapters-only push contains only some parameters, and lists the parameters that stay unchanged. Tensors are cut into
 pieces, which consist of whole rows or of changed elements. Pieces are packed into buckets of bounded size. Imports no
@@ -107,7 +107,7 @@ CollectiveBackend: TypeAlias = Literal["gloo", "nccl"]
 
 
 class CollectiveSource(_Part):
-    """A process group, with members that meet at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has
+    """A process group. Its members meet at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has
     rank `rank`.
 
     `backend`: gloo for buckets in host memory, nccl for buckets in GPU memory.
@@ -122,7 +122,7 @@ class CollectiveSource(_Part):
 
 
 class SharedSource(_Part):
-    """The POSIX shared memory `name`, divided into slots of `slot_bytes`. Bucket i is in slot i % `num_slots`."""
+    """The POSIX shared memory `name`, divided into slots of `slot_bytes` bytes. Bucket i is in slot i % `num_slots`."""
 
     kind: Literal["shared"] = "shared"
     name: Annotated[str, Field(pattern=r"^trueroll-[0-9a-f]{32}$")]
@@ -267,8 +267,8 @@ _MOST_WORDS = 32
 class Parameters(Protocol):
     """The parameters that a push must contain.
 
-    `dtype`: dtype of the push. `dtypes`: maps the name of each parameter that is not pushed in `dtype` to the
-    parameter's own dtype. `parts`: the parts that may be sent instead of a whole parameter. `tied`, `ignored`: names
+    `dtype`: dtype of the push. `dtypes`: the parameters that are not pushed in `dtype`, as a map from a parameter's
+    name to its own dtype. `parts`: the parts that may be sent instead of a whole parameter. `tied`, `ignored`: names
     that a push may omit. See `Weights`.
     """
 
@@ -334,7 +334,7 @@ def describe_unknown(name: str, wanted: Parameters) -> str:
 
 
 def describe_tie(name: str, other: str) -> str:
-    """Return an error text for a tensor that is not equal to the tensor to which the worker ties it."""
+    """Return an error text for a tensor that differs from another tensor although the worker ties the two."""
     return (
         f"tensor {name}: differs from {other}, but the worker ties these tensors; tie them in the trainer too, or "
         "serve a model with a config.json that does not tie them"

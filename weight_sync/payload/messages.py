@@ -79,7 +79,7 @@ class StageBucket(Message):
 
 
 class VerifyPush(Message):
-    """Call that checks whether every parameter has arrived exactly once, in `num_buckets` buckets."""
+    """Call that checks whether `num_buckets` buckets have arrived, and every parameter exactly once."""
 
     type: Literal["verify_push"] = "verify_push"
     id: Id
@@ -121,9 +121,9 @@ class Weights(Message):
     - `dtype`: dtype of pushes. `dtypes`: maps the name of each parameter that is not pushed in `dtype` to the
       parameter's own dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
-    - `parts`: maps each stack of experts' matrices that may be sent in parts to the names of one matrix's parts. The
-      names are in the order of the matrix's rows. All parts have the same number of rows. `{}` stands for the number of
-      the expert.
+    - `parts`: the stacks of experts' matrices that may be sent in parts. Each stack is mapped to the names of the parts
+      of one matrix. The names are in the order of the matrix's rows. All parts have the same number of rows. `{}`
+      stands for the number of the expert.
     - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a
       push may omit.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.

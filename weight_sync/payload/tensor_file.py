@@ -51,8 +51,8 @@ class TensorEntry(BaseModel):
 class TensorFile:
     """The tensors of the safetensors file `file`.
 
-    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: for each tensor that must have a dtype other than
-    `dtype`, maps the tensor's name to its dtype. `entries`: the tensors, in the order of their bytes in the file.
+    `dtype`: name of the tensors' dtype, such as bfloat16. `dtypes`: the exceptions to `dtype`, as a map from a tensor's
+    name to its required dtype. `entries`: the tensors, in the order of their bytes in the file.
 
     Raise PushError if the file is not a complete safetensors file with tensors of these dtypes. The error names `path`.
     Also raise PushError if the header has more than `max_header_bytes`.

@@ -90,8 +90,8 @@ def tensor_checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def host_chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield pairs (first row, rows). The rows of a pair have about a million elements. The rows are contiguous, in
-    `dtype` and in host memory.
+    """Yield pairs (first row, rows). The rows of a pair have about a million elements in total, and form a contiguous
+    tensor of `dtype` in host memory.
     """
     length = max(1, _CHUNK_ELEMENTS // max(1, tensor[0].numel())) if len(tensor) else 1
     for start in range(0, len(tensor), length):

@@ -1,4 +1,4 @@
-"""The adapters of a PEFT model, in the form in which a push sends them: alone, or with all tensors of the model.
+"""A PEFT model's adapters, as a push sends them: alone, or together with all tensors of the model.
 
 Owns the checksums of the tensors that adapters are added to. A checksum is computed again only if the tensor's version
 counter in torch, or the tensor's address, has changed. Keeps no tensor alive.
@@ -55,9 +55,9 @@ class AdaptedTensors(Protocol):
 class TrainerAdapters:
     """The tensors that a push of a PEFT model sends: all, or only adapters and `modules_to_save` if `alone`.
 
-    `sent`: the tensors to send, by the names that workers use. `tensors`: the base weights that are not sent, followed
-    by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and no
-    adapter is enabled.
+    `sent`: the tensors to send, under the names that workers use. `tensors`: the base weights that are not sent,
+    followed by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and
+    no adapter is enabled.
     """
 
     def __init__(self, found: AdaptedTensors, alone: bool) -> None:
@@ -74,8 +74,8 @@ class TrainerAdapters:
     def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
         """Return the description of the adapters in a push to workers that want the parameters `wanted`.
 
-        Consumes the base weights from the iterator `tensors`; the next tensors are the tensors to send. Raise PushError
-        for names that the workers do not know, and for tied tensors that differ in the trainer.
+        Consumes the base weights from the iterator `tensors`, which then continues with the tensors to send. Raise
+        PushError for names that the workers do not know, and for tied tensors that differ in the trainer.
         """
         if not self.is_alone:
             return Adapters(weights=self._scales)

@@ -1,4 +1,4 @@
-"""Send a push: fill buckets or a folder, and announce them to the workers, until all workers have committed the
+"""Send a push: fill buckets or a folder, announce them to the workers, and wait until all workers have committed the
 weights.
 
 - `Packer` owns the placement of pieces in buckets. Pieces are packed in the order in which the trainer yields tensors,
@@ -6,7 +6,7 @@ weights.
   at a row where a cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not
   be cut. No bucket has more than `MOST_PIECES` pieces.
 - `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
-  slot. This copy also converts the tensor's dtype and moves it to the slot's device.
+  slot. This copy also converts the tensor to the workers' dtype and moves the tensor to the slot's device.
 - `WeightSender` owns the buffers, the copy of the served weights (for sparse pushes), and the checksums of base weights
   (for pushes of adapters).
 
@@ -334,8 +334,8 @@ class WeightSender:
 
     @property
     def _may_lend(self) -> bool:
-        """Return whether workers may share the memory of their weights. Sparse pushes return False, since writing a
-        changed element would copy the element's page.
+        """Return whether workers may share the memory of their weights. For sparse pushes, return False, since writing
+        a changed element would copy the element's page.
         """
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 
@@ -486,7 +486,7 @@ def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_s
 
 
 def _borrowers(replies: Sequence[Weights]) -> dict[int, int]:
-    """Map the position of each borrower to the position of its lender, which is the first worker of the same kin."""
+    """Map each borrower's position to its lender's position. The lender is the first worker with the same `kin`."""
     first: dict[str | None, int] = {}
     lenders = [first.setdefault(reply.kin, position) for position, reply in enumerate(replies)]
     found = enumerate(zip(lenders, replies, strict=True))

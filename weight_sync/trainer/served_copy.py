@@ -27,7 +27,7 @@ class ServedCopy:
         self._tensors = {name: torch.empty(shape, dtype=dtype_of(name)) for name, shape in wanted.shapes.items()}
 
     def fits(self, wanted: Parameters) -> bool:
-        """Return whether the copy has tensors of the same shapes, dtypes and parts."""
+        """Return whether the copy's tensors have the shapes, dtypes and parts in `wanted`."""
         return self._kind == _kind(wanted)
 
     def tensor(self, name: str) -> torch.Tensor:

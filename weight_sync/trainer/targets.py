@@ -33,7 +33,7 @@ class PushTargets(Protocol):
         ...
 
     def ask(self, what: str, calls: PushCall | Sequence[PushCall], timeout: float) -> Future[list[PushStatus]]:
-        """Send each worker its call, or all workers the same call.
+        """Send the same call to all workers, or a separate call to each worker.
 
         The future's result is the list of replies, in the order of the workers. The future raises WorkerFailure as soon
         as one worker fails.

@@ -60,8 +60,8 @@ _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
 @dataclass
 class _Written:
     """A tensor that is being written. `extent`: the range [begin, end) of the tensor's bytes after the header.
-    `offset`: the file position at which the next byte is written. `hash`: hash of the tensor's bytes that are written
-    so far.
+    `offset`: the file position at which the next byte is written. `hash`: the hash of all bytes of the tensor that have
+    been written so far.
     """
 
     extent: tuple[int, int]
@@ -73,8 +73,7 @@ class FolderWriter:
     """The trainer's side: writes a new folder in `parent`.
 
     `shapes`: shapes of the tensors. Tensors may be written in any order and in pieces, and some tensors may be missing.
-    `dtypes`: the dtypes of the tensors that are not in `dtype`, by name. Raise PushError if the folder cannot be
-    written.
+    `dtypes`: by tensor name, the dtypes that differ from `dtype`. Raise PushError if the folder cannot be written.
     """
 
     def __init__(
@@ -170,9 +169,9 @@ class FolderWriter:
 class FolderReader:
     """The worker's side.
 
-    `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: the dtypes of
-    the tensors that are not in `dtype`, by name. Raise PushError if `policy` forbids reading the folder, or if the
-    folder holds another push. Also raise PushError if the manifest or the header is invalid or too long.
+    `num_tensors`: the largest number of tensors that the manifest and the header may describe. `dtypes`: by tensor
+    name, the dtypes that differ from `dtype`. Raise PushError if `policy` forbids reading the folder, or if the folder
+    holds another push. Also raise PushError if the manifest or the header is invalid or too long.
     """
 
     def __init__(
@@ -199,7 +198,7 @@ class FolderReader:
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
-        """Do nothing: `read` refuses the bucket."""
+        """Do nothing, because `read` refuses the bucket."""
 
     def read(self, bucket: Bucket) -> torch.Tensor:
         raise PushError(f"bucket {bucket.index}: a push by disk has no buckets; send verify_push instead")

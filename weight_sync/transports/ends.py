@@ -13,7 +13,8 @@ from ..payload.manifest import Bucket, Source
 class Slots(Protocol):
     """The trainer's end of a transport, for one push. `slots`: uint8 tensors, each with memory for one bucket.
 
-    `has_word_sums`: True if a bucket has one word sum instead of a checksum of each piece, as for GPU memory.
+    `has_word_sums`: True if a bucket has one word sum instead of a checksum of each piece. This is the case for buckets
+    in GPU memory.
     """
 
     slots: list[torch.Tensor]
@@ -58,8 +59,8 @@ class Reader(Protocol):
         ...
 
     def read_unannounced(self) -> Iterable[tuple[Bucket, Callable[[], torch.Tensor]]]:
-        """Yield each bucket that the trainer does not announce with a call, together with a function that reads the
-        bucket's bytes. Check a bucket before reading.
+        """Yield the buckets that the worker reads without a call from the trainer. Each bucket comes with a function
+        that reads the bucket's bytes. Check a bucket before reading.
         """
         ...
 

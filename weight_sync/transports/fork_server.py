@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def serve(requests: socket.socket, num_sides: int) -> None:
-    """Start the two processes of each push that is requested, until `requests` is closed.
+    """Until `requests` is closed, start the two processes of each requested push.
 
     Each request comes with the descriptor of the push's channel and `num_sides` descriptors of memory.
     """

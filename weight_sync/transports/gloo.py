@@ -23,7 +23,7 @@ STORE_SECONDS = 30.0
 def connect(host: str, port: int, prefix: str, timeout: timedelta) -> Any:
     """Return a client of the store at `host`:`port`, for the keys that begin with `prefix`.
 
-    The client's waits for a key end within the timeout. Raise RuntimeError if no store listens at this address.
+    The client waits for a key no longer than the timeout. Raise RuntimeError if no store listens at this address.
     """
     store = c10d.TCPStore(
         host, port, None, False, min(timeout, timedelta(seconds=STORE_SECONDS)), wait_for_workers=False

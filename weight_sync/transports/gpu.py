@@ -47,7 +47,7 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
         users[gpu] = f"worker {address}"
     if not torch.distributed.is_nccl_available():
         raise ConfigError(
-            "collective: this torch has no NCCL, which tensors on a GPU need; install a torch with NCCL, or push by "
+            "collective: this torch has no NCCL, but tensors on a GPU need it; install a torch with NCCL, or push by "
             "shared or disk"
         )
     return True

@@ -70,8 +70,8 @@ def abort(group: Any) -> None:
 def _blocking_waits() -> Iterator[None]:
     """Context manager in which all new groups use blocking waits.
 
-    The environment is shared by the process, so a group that another thread creates at the same time uses blocking
-    waits too.
+    All threads of the process share the environment, so a group that another thread creates at the same time also uses
+    blocking waits.
     """
     with _environment:
         before = os.environ.get(_BLOCKING_WAIT)

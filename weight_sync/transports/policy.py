@@ -25,7 +25,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class PushPolicy:
     """The folders and hosts that a push may use.
 
-    `folder`: the folder of a push by disk must be inside this folder; any user may own the files. If `folder` is None,
+    `folder`: the folder of a `disk` push must be inside this folder; any user may own the files. If `folder` is None,
     the worker reads only folders and files that belong to the worker's user and that no other user can write.
 
     `hosts`: the hosts, in addition to loopback, that may run the store of a collective push: IPs, networks such as
@@ -82,7 +82,7 @@ class PushPolicy:
             return
         raise PushError(
             f"collective: the worker may not connect to the host {host!r}, which is not in its push_hosts; start the "
-            "worker with --push-hosts that includes it, or push from an allowed host"
+            "worker with a --push-hosts setting that includes this host, or push from an allowed host"
         )
 
     def _open_folder(self, folder: str) -> int:

@@ -1,9 +1,9 @@
 """Buckets in POSIX shared memory, for trainer and workers on one machine.
 
-Owns: in the trainer, a segment of slots for one push; in each worker, the mapping of this segment. The segment's
-name is removed as soon as all workers have mapped the memory. The operating system frees the memory when the last
-mapping is removed. If a trainer is killed before it removes the name, the segment's lock becomes free, and the next
-push of any trainer of the same user removes the name. Trainer and workers run as the same user.
+Owns: in the trainer, a segment of slots for one push; in each worker, the mapping of this segment. The segment's name
+is removed as soon as all workers have mapped the memory. The operating system frees the memory when the last mapping is
+removed. If a trainer is killed before it removes the name, the segment's lock becomes free. The next push by any
+trainer of the same user then removes the name. Trainer and workers run as the same user.
 """
 
 from __future__ import annotations

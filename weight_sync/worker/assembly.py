@@ -178,7 +178,7 @@ class Assembly:
         """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if the bytes are corrupt.
         Writes nothing.
 
-        Waits for the GPU once, and a second time if values must be finite.
+        Waits for the GPU once, or twice if values must be finite.
         """
         if bucket.word_sum is None:
             if data.device.type != "cpu":

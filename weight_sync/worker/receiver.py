@@ -171,8 +171,8 @@ class Intake:
         self._early: StageBucket | None = None
 
     def stage(self, call: StageBucket) -> Iterator[str]:
-        """Stage the bucket of a call, then the next bucket if the call for the next bucket came early. Yield the id of
-        each finished call.
+        """Stage the bucket of a call. If the call for the next bucket has come early, stage the next bucket too. Yield
+        the id of each finished call.
 
         Raise PushError if buckets come out of order.
         """

@@ -248,7 +248,7 @@ class _FreshQueue(queue.Queue[Any]):
 
 
 def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
-    """Return the maximum staleness of a sample, in versions, at the time when TRL takes the sample from the queue."""
+    """Return the maximum staleness, in versions, that a sample may have when TRL takes it from the queue."""
     if args.token_budget is None:
         raise ConfigError("token_budget: with None, TRL would query a vLLM server; set a number, or 0 for no budget")
     ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)

@@ -1,8 +1,8 @@
 """Use a trueroll worker in `GRPOTrainer`, either through TRL's `rollout_func` or in place of vLLM.
 
-Owns: the decision when to push weights, and the seed of each group. Does not own: the client and the publisher, which
-callers create and close. Guarantees: every sample comes from the last pushed weights; otherwise WeightsError is raised.
-Training runs with the same seed get the same samples.
+Owns: the decision of when to push weights, and the seed of each group. Does not own: the client and the publisher,
+which callers create and close. Guarantees: every sample comes from the last pushed weights; otherwise WeightsError is
+raised. Two training runs with the same seed get the same samples.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class TruerollServer:
         return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """Return the global steps at which the weights of a sample's tokens were pushed: the step for the last token,
-        the smallest step and the largest step.
+        """Each token of a sample comes from weights that were pushed at a global step. Return the step for the last
+        token, the smallest step and the largest step.
 
         Return an empty map for a sample without tokens, because verl treats the first step that it gets as the start of
         the sample.
@@ -152,7 +152,7 @@ class TruerollServer:
             await self._client.sleep(level=2)
 
     async def wake_up(self, tags: Sequence[Tag] = ("weights", "kv_cache")) -> None:
-        """Allocate the kinds of memory in `tags` again. No-op if the memory was not released."""
+        """Reallocate each kind of memory that `tags` lists. No-op if the memory was not released."""
         if self._can_sleep:
             await self._client.wake_up(tags=tags)
 
