@@ -104,7 +104,8 @@ def _check(file: int, lent: LentMemory) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionError(
-            f"lent memory must be a regular file of user {os.geteuid()} (got mode {status.st_mode:o})"
+            f"lent memory must be a regular file owned by user {os.geteuid()} (got a file of user {status.st_uid} with "
+            f"mode {status.st_mode:o})"
         )
     if (status.st_ino, status.st_size) != (lent.inode, lent.num_bytes):
         raise FileNotFoundError("lent memory is gone: its file descriptor now refers to another file")

@@ -102,9 +102,9 @@ def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest
 def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
     """Return the plain request with two stop tokens: `min_tokens` delays the first, and the second ends the sample.
 
-    The first stop token is the first token of the plain sample. The second stop token is a late token of the sample. If
-    the second stop token also occurs among the first `min_tokens` tokens, the token is banned in these positions and
-    the sample changes, so the function tries another token.
+    The first stop token is the first token of the plain sample. The second stop token is a token near the end of the
+    sample. If the second stop token also occurs among the first `min_tokens` tokens, the token is banned in these
+    positions and the sample changes, so the function tries another token.
     """
     stop_tokens = set(serve(plain).token_ids[:1])
     while True:
