@@ -171,7 +171,7 @@ def check_pieces(pieces: int) -> None:
     check.
     """
     if pieces != 1:
-        raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend reference")
+        raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend 'reference'")
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:

@@ -388,7 +388,7 @@ def _decoder_forward(original: type) -> Callable[..., Any]:
         if given.get("input_ids") is None:
             raise AlignmentError("input_ids is missing; pass token ids, int64 [B, T]")
         if given.get("return_dict") is False:
-            raise AlignmentError("return_dict: an aligned decoder does not return tuples; leave it out")
+            raise AlignmentError("return_dict: an aligned decoder does not return tuples; omit return_dict")
         return _decode(self, given["input_ids"], given.get("attention_mask"), given.get("position_ids"), routes, record)
 
     return forward

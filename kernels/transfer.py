@@ -65,8 +65,8 @@ def all_to_device(tensors: Iterable[Tensor], device: torch.device) -> list[Tenso
 
 
 class HostCopies:
-    """Copies `tensors`, all on one device, to the host. The copies hold the values that the tensors have when the
-    stream reaches the copies.
+    """Copies `tensors`, all on one device, to the host. Each copy holds the value that its source tensor has when the
+    stream executes the copy operation.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

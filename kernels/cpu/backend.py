@@ -212,7 +212,7 @@ def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, .
     hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
     if hidden % PANEL_ROWS or inner % PANEL_ROWS:
         expected = f"multiples of {PANEL_ROWS} as hidden and intermediate sizes"
-        raise ValueError(f"layers: experts need {expected} (got {hidden} and {inner}); use the backend reference")
+        raise ValueError(f"layers: experts need {expected} (got {hidden} and {inner}); use the backend 'reference'")
     return _panels(weights.gate_up), weights.gate_up_bias, _panels(weights.down), weights.down_bias
 
 

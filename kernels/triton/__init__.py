@@ -37,17 +37,17 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
         found = str(dtype).removeprefix("torch.")
         return f"Triton kernels do not support {found}; set dtype to bfloat16 (--dtype bfloat16)"
     if spec is not None and (unserved := _unserved(spec, dtype)):
-        return f"Triton kernels need {unserved}; use the backend reference"
+        return f"Triton kernels need {unserved}; use the backend 'reference'"
     if device.type == "cpu":
         return "" if is_interpreted() else "Triton kernels need an NVIDIA GPU (got a CPU); set device to cuda"
     if device.type != "cuda" or torch.version.cuda is None:
-        return f"Triton kernels need an NVIDIA GPU (got {device}); use the backend reference"
+        return f"Triton kernels need an NVIDIA GPU (got {device}); use the backend 'reference'"
     if is_interpreted():
         return f"interpreted Triton kernels need a CPU (got {device}); unset TRITON_INTERPRET"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
-        return f"Triton kernels need compute capability {least} or later (got {found}); use the backend reference"
+        return f"Triton kernels need compute capability {least} or later (got {found}); use the backend 'reference'"
     return ""
 
 

@@ -83,7 +83,7 @@ def test_experts_that_the_native_kernels_do_not_serve_are_refused(
     reason = "experts of intermediate and hidden sizes that are multiples of 16"
     engine = make_engine(model)
     backend, note = chosen(engine)
-    assert backend == "reference" and f"{reason} (got {found}); use the backend reference" in note
+    assert backend == "reference" and f"{reason} (got {found}); use the backend 'reference'" in note
     assert len(score(engine, tokens(5))) == 4
     with pytest.raises(ConfigError, match=f"backend cpu cannot .*: .*{reason}"):
         make_engine(model, backend="cpu")

@@ -103,7 +103,7 @@ def test_project_back(served: Served, n: int, k: int) -> None:
     assert same_bits(served.ops.project_back(x, weight), product)
     assert same_bits(served.ops.project_back(x, weight, residual), product + residual)
     if served.ops is not reference:
-        with pytest.raises(ConfigError, match=r"this backend supports 1 piece \(got 4\); use the backend reference"):
+        with pytest.raises(ConfigError, match=r"this backend supports 1 piece \(got 4\); use the backend 'reference'"):
             served.ops.project_back(x, weight, residual, pieces=4)
 
 

@@ -369,7 +369,7 @@ def test_triton_names_settings_that_it_cannot_compute(tiny_qwen3_5: Path, field:
     mixers = [replace(delta_net.mixer, **{field: size}) for size in (most, most + 1)]
     fits, does_not = (replace(spec, layers=(attention, replace(delta_net, mixer=mixer))) for mixer in mixers)
     assert select_backend("triton", CPU, torch.bfloat16, fits).name == "triton"
-    with pytest.raises(ConfigError, match=f"need {expected} .got {most + 1}.; use the backend reference"):
+    with pytest.raises(ConfigError, match=f"need {expected} .got {most + 1}.; use the backend 'reference'"):
         select_backend("triton", CPU, torch.bfloat16, does_not)
 
 

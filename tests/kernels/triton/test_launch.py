@@ -133,14 +133,14 @@ def test_a_program_chooses_among_all_experts() -> None:
     layer, device = layer_spec(size=64), torch.device("cpu")
     few, many = (replace(layer, mlp=ExpertsSpec(count, 2, 16)) for count in (MOST_EXPERTS, MOST_EXPERTS + 1))
     select_backend("triton", device, torch.bfloat16, decoder_spec(layer, few))
-    with pytest.raises(ConfigError, match="need at most 1024 experts .got 1025.; use the backend reference"):
+    with pytest.raises(ConfigError, match="need at most 1024 experts .got 1025.; use the backend 'reference'"):
         select_backend("triton", device, torch.bfloat16, decoder_spec(layer, many))
 
 
 @pytest.mark.parametrize(
     ("capability", "interpreted", "reason"),
     [
-        ((7, 5), "0", "need compute capability 8.0 or later (got 7.5); use the backend reference"),
+        ((7, 5), "0", "need compute capability 8.0 or later (got 7.5); use the backend 'reference'"),
         ((9, 0), "1", "interpreted Triton kernels need a CPU (got cuda); unset TRITON_INTERPRET"),
         ((9, 0), "0", ""),
     ],
