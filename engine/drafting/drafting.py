@@ -68,7 +68,10 @@ class Drafting:
         sequence. The host must have seen all tokens of the sequences.
         """
         running, fitting = scheduler.running, dict[int, AnySequence[int]]()
-        budget = scheduler.max_num_batched_tokens - int((chunks.ends - chunks.starts).sum())
+        rows = int((chunks.ends - chunks.starts).sum())
+        if self._adapts and not self.costs.is_known(rows):
+            return chunks  # the rule compares the costs of drafts with those of a step without
+        budget = scheduler.max_num_batched_tokens - rows
         for lane, tokens in self._propose(chunks, running).items():
             if count := running.extend_if_free(running.lanes.sequences[lane], min(len(tokens), budget)):
                 fitting[lane] = tokens[:count]
@@ -104,6 +107,6 @@ class Drafting:
         return Draft(list(draft.tokens[:valid]), draft.chances[:valid])
 
     def _choose(self, drafts: dict[int, Draft], rows: int, tokens: int) -> dict[int, int]:
-        if not self._adapts or not self.costs.is_known:
+        if not self._adapts:
             return {lane: len(draft.tokens) for lane, draft in drafts.items()}
         return choose(drafts, self.costs, rows, tokens)

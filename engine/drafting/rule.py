@@ -16,7 +16,7 @@ from .drafter import Draft
 
 _NEW = 0.1
 """The weight of a new measurement in a running mean."""
-_STEPS_UNTIL_FORGOTTEN = 512
+_STEPS_UNTIL_FORGOTTEN, _STEPS_UNTIL_STALE = 512, 32
 _OPTIMISM = 0.25
 """The cost of unmeasured rows, relative to rows that cost as much as the measured ones. Being tried corrects it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
@@ -41,10 +41,9 @@ class StepCosts:
         self._measured_at: dict[int, int] = {}
         self._steps, self._ended = 0, 0.0
 
-    @property
-    def is_known(self) -> bool:
-        """Return whether a step has been recorded."""
-        return bool(self._seconds)
+    def is_known(self, rows: int) -> bool:
+        """Return whether one of the last `_STEPS_UNTIL_STALE` steps had about `rows` rows."""
+        return self._measured_at.get(bucket_of(rows), -_STEPS_UNTIL_STALE) > self._steps - _STEPS_UNTIL_STALE
 
     def record(self, rows: int, started: float, ended: float) -> None:
         """Record when a step was queued and when it was done. A step starts after the step before it is done."""

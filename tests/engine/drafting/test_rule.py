@@ -75,3 +75,11 @@ def test_a_sequence_without_gain_pauses_for_longer_each_time() -> None:
     for _ in range(Pause.LEAST):
         pause.record(paid=False)
     assert sum(pause.begin_step() for _ in range(100)) in (31, 32)
+
+
+def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
+    costs = costs_of({4: 1.0})
+    assert costs.is_known(4) and costs.is_known(3) is False
+    for step in range(40):
+        record(costs, 8, 2.0)
+        assert costs.is_known(4) == (step < 31) and costs.is_known(8)
