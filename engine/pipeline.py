@@ -212,10 +212,11 @@ class Pipeline:
         self._executor.check_ready()
         drafting = self._drafting if self._drafting and self._drafting.begin_step(self._scheduler.running) else None
         outputs = [] if drafting is None else self.settle()  # a drafter reads the tokens of the last step
+        started = time.monotonic()
         chunks = self._scheduler.schedule()
         if drafting is not None:
             chunks = drafting.extend(chunks, self._scheduler)
-        queued = self._launch(chunks) if len(chunks.lanes) else None
+        queued = self._launch(chunks, started) if len(chunks.lanes) else None
         outputs += self.settle()
         self._queued = queued
         if queued is None or not self._ledger.open or not self._executor.runs_ahead:
@@ -263,9 +264,9 @@ class Pipeline:
             self._leave(entry, sequence)
         return self._ledger.finish_sample(entry, "abort")
 
-    def _launch(self, chunks: Chunks) -> _QueuedStep:
-        """Queue a step on the device, behind the step in flight."""
-        started, lanes = time.monotonic(), self._scheduler.running.lanes
+    def _launch(self, chunks: Chunks, started: float) -> _QueuedStep:
+        """Queue a step on the device, behind the step in flight. `started`: the time at which the planning began."""
+        lanes = self._scheduler.running.lanes
         takers = takers_of(chunks, lanes)
         copies, block_size = self._scheduler.running.take_block_copies(), self._scheduler.cache.block_size
         computation = self._executor.compute(plan_step(chunks, lanes, takers, copies, block_size))
@@ -331,7 +332,7 @@ class Pipeline:
         self._scheduler.running.lanes.accept(decodes, token_ids[: int(counts.sum())], counts)
         if self._drafting is not None:
             self._scheduler.stats.computed_tokens += int((counts - 1).sum())  # `advance` did not know them
-            self._drafting.counts.record(decodes, counts)
+            self._drafting.record(decodes, counts)
 
     def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:
         """End the sample and the sequence that belong to decode `owner`, and return the sample's output."""

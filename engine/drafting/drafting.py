@@ -78,6 +78,13 @@ class Drafting:
                 budget -= count
         return chunks.add_drafts(fitting) if fitting else chunks
 
+    def record(self, decodes: Chunks, counts: np.ndarray) -> None:
+        """Record the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
+        self.counts.record(decodes, counts)
+        for sequence, lane, count in zip(decodes.sequences, decodes.lanes.tolist(), counts.tolist(), strict=True):
+            if lane in decodes.drafts and (pause := self._pauses.get(sequence)) is not None:
+                pause.record(count - 1)
+
     def _propose(self, chunks: Chunks, running: Running) -> dict[int, AnySequence[int]]:
         """Return the drafted tokens for the decoding sequences of a step, by lane."""
         lanes = running.lanes
@@ -96,9 +103,14 @@ class Drafting:
                 asked.append((lane, self._pauses[sequence]))
                 if (draft := self._draft(sequence, sample.seed, limit)).tokens:
                     drafts[lane] = draft
-        counts = self._choose(drafts, int((chunks.ends - chunks.starts).sum()), len(decodes))
+        rows, num_decodes = int((chunks.ends - chunks.starts).sum()), len(decodes)
+        counts = self._choose(drafts, rows, num_decodes)
+        price = self.costs.price(rows, sum(counts.values()), num_decodes) if self._adapts else 0.0
         for lane, pause in asked:
-            pause.record(counts.get(lane, 0) > 0)
+            if count := counts.get(lane, 0):
+                pause.cost = count * price
+            else:
+                pause.record(0)
         return {lane: drafts[lane].tokens[:count] for lane, count in counts.items() if count}
 
     def _draft(self, sequence: Sequence, seed: int, most: int) -> Draft:

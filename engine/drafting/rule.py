@@ -20,6 +20,8 @@ _STEPS_UNTIL_FORGOTTEN, _STEPS_UNTIL_STALE = 512, 32
 _OPTIMISM = 0.25
 """The cost of unmeasured rows, relative to rows that cost as much as the measured ones. Being tried corrects it."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
+_KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
+"""The share of the tokens gained in earlier steps that counts after another step, and the least gain worth drafting."""
 _LEAST_CHANCE = 0.02
 
 
@@ -73,28 +75,43 @@ class StepCosts:
         most = max(self._seconds[above], least)
         return least + (most - least) * (bucket - below) / (above - below)
 
+    def price(self, rows: int, drafted: int, tokens: int) -> float:
+        """Return the cost of each of `drafted` rows beside `rows` other rows, as a number of tokens.
+
+        `tokens`: the number of tokens that the step yields without drafts.
+        """
+        plain = self.seconds(rows)
+        return (self.seconds(rows + drafted) - plain) / plain * tokens / drafted if drafted else 0.0
+
 
 class Pause:
-    """The pauses in drafting for one sequence. A pause begins after `LEAST` consecutive steps without a useful draft;
-    each pause is twice as long as the previous one, up to a limit.
+    """The pauses in drafting for one sequence.
+
+    A pause begins after `LEAST` consecutive steps without a gain. Each pause is twice as long as the previous one, up to
+    a limit.
+
+    `cost`: the cost of the drafted tokens in flight, as the number of tokens that could have been drawn in that time.
     """
 
     LEAST = 64
 
     def __init__(self) -> None:
-        self._in_vain, self._left, self._next = 0, 0, _FIRST_PAUSE
+        self.cost = 0.0
+        self._gain, self._in_vain, self._left, self._next = 0.0, 0, 0, _FIRST_PAUSE
 
     def begin_step(self) -> bool:
         """Return whether the sequence pauses in this step."""
         self._left = max(self._left - 1, -1)
         return self._left >= 0
 
-    def record(self, paid: bool) -> None:
-        """Record whether drafting was useful in this step."""
-        self._in_vain = 0 if paid else self._in_vain + 1
-        if paid:
-            self._next = _FIRST_PAUSE
-        elif self._in_vain >= self.LEAST:
+    def record(self, accepted: int) -> None:
+        """Record the end of a step: how many drafted tokens were accepted. They cost `cost`."""
+        self._gain, self.cost = _KEPT_GAIN * self._gain + accepted - self.cost, 0.0
+        if self._gain > _LEAST_GAIN:
+            self._in_vain, self._next = 0, _FIRST_PAUSE
+            return
+        self._in_vain += 1
+        if self._in_vain >= self.LEAST:
             self._left, self._next, self._in_vain = self._next, min(2 * self._next, _LONGEST_PAUSE), 0
 
 

@@ -85,10 +85,10 @@ def serve(engine: Engine, asked: list[GenerateRequest], monkeypatch: pytest.Monk
     sizes: list[int] = []
     launch = engine._pipeline._launch
 
-    def note(chunks: Chunks) -> object:
+    def note(chunks: Chunks, started: float) -> object:
         if all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks):
             sizes.append(len(chunks))
-        return launch(chunks)
+        return launch(chunks, started)
 
     monkeypatch.setattr(engine._pipeline, "_launch", note)
     return run(engine, asked), sizes

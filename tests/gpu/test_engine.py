@@ -132,12 +132,12 @@ def test_a_step_is_queued_without_waiting_for_the_device(
     engine.invalidate_prefix_cache()
     replays.clear()
     kinds: set[str] = set()
-    launch: Callable[[Chunks], object] = engine._pipeline._launch
+    launch: Callable[[Chunks, float], object] = engine._pipeline._launch
 
-    def launch_without_waiting(chunks: Chunks) -> object:
+    def launch_without_waiting(chunks: Chunks, started: float) -> object:
         kinds.update(kinds_of(chunks))
         with no_waiting():
-            return launch(chunks)
+            return launch(chunks, started)
 
     monkeypatch.setattr(engine._pipeline, "_launch", launch_without_waiting)
     assert all_bits(engine, requests) == expected

@@ -68,13 +68,15 @@ def test_a_sequence_without_gain_pauses_for_longer_each_time() -> None:
     for step in range(2000):
         if not pause.begin_step():
             drafting.append(step)
-            pause.record(paid=False)
+            pause.record(0)
     gaps = [b - a for a, b in zip(drafting, drafting[1:], strict=False) if b - a > 1]
     assert gaps[:4] == pytest.approx([33, 65, 129, 257], abs=1) and max(gaps) <= 1025
-    pause.record(paid=True)
-    for _ in range(Pause.LEAST):
-        pause.record(paid=False)
-    assert sum(pause.begin_step() for _ in range(100)) in (31, 32)
+    for _ in range(20):
+        pause.record(3)
+    for _ in range(2 * Pause.LEAST + 10):
+        if not pause.begin_step():
+            pause.record(0)
+    assert 0 < sum(pause.begin_step() for _ in range(200)) <= 32
 
 
 def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
@@ -83,3 +85,14 @@ def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
     for step in range(40):
         record(costs, 8, 2.0)
         assert costs.is_known(4) == (step < 31) and costs.is_known(8)
+
+
+def test_accepted_tokens_that_cost_more_than_they_gain_are_in_vain() -> None:
+    costs, cheap, dear = costs_of({8: 1.0, 16: 1.5}), Pause(), Pause()
+    price = costs.price(8, 8, 8)
+    assert price == pytest.approx(0.5)
+    for _ in range(Pause.LEAST):
+        cheap.cost = dear.cost = 2 * price
+        cheap.record(2)
+        dear.record(1)
+    assert dear.begin_step() and not cheap.begin_step()
