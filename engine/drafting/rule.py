@@ -87,8 +87,8 @@ class StepCosts:
 class Pause:
     """The pauses in drafting for one sequence.
 
-    A pause begins after `LEAST` consecutive steps without a gain. Each pause is twice as long as the previous one, up to
-    a limit.
+    A pause begins after `LEAST` consecutive steps without a gain. Each pause is twice as long as the previous one, up
+    to a limit.
 
     `cost`: the cost of the drafted tokens in flight, as the number of tokens that could have been drawn in that time.
     """
