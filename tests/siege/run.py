@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -24,6 +25,7 @@ from trueroll.rollout import launch_worker  # noqa: E402
 LEAST_RATE = 0.8
 MOST_MEMORY = 1.05
 MOST_SILENT_MS = 100.0
+MOST_SHOWN = 100
 
 
 def main() -> int:
@@ -77,6 +79,8 @@ def report(console: Console, first: Seen, attacked: Seen, last: Seen, log: Path)
         attacks.add_row(name.replace("_", " "), ", ".join(f"{count} {how}" for how, count in sorted(ended.items())))
     console.print(attacks)
     console.print(f"the front end's log has {log.stat().st_size:,} bytes")
+    for line, count in Counter(line[:MOST_SHOWN] for line in log.read_text().splitlines()).most_common(5):
+        console.print(f"  {count} times: {line}")
 
 
 def judge(console: Console, before: Held, left: Held, rate: float, silent_ms: float) -> int:

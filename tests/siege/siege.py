@@ -2,11 +2,12 @@
 
 A `Siege` attacks a running worker and front end. Owns:
 - Good requests, which must give the tokens and log-probs that the worker gave before.
-- A prober, which requests `/health` 2 ms after each answer, each time on a new connection.
+- A process with the prober, which requests `/health` 2 ms after each answer, each time on a new connection. The process
+  does nothing else, so that its own work is not mistaken for a silence of the front end.
 - A process with the attackers. The process runs at the lowest priority, because attackers on other machines would take
   no CPU time from this one.
 
-Promises: all requests, the prober and the attackers' process end with the siege.
+Promises: all requests and both processes end with the siege.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -158,26 +160,20 @@ class Siege:
         return self.held()
 
     def alone(self) -> Seen:
-        """Run good requests without an attack."""
-        return asyncio.run(self._good_and_health())
+        """Run good requests and the prober without an attack."""
+        with _child(_probe_in_child, self._plan.seconds, self._target.port) as prober:
+            seen = asyncio.run(self._good())
+            assert prober.poll(DEADLINE), "the prober got no answer"
+            seen.silences = prober.recv()
+            return seen
 
     def attacked(self) -> Seen:
         """Run good requests under attack."""
-        context = multiprocessing.get_context("spawn")
-        reader, writer = context.Pipe(duplex=False)
-        process = context.Process(target=_attack_in_child, args=(self._plan, self._target, writer), daemon=True)
-        process.start()
-        writer.close()
-        assert reader.recv() == "ready"
-        try:
-            seen = asyncio.run(self._good_and_health())
-            assert reader.poll(DEADLINE + self._target.patience)
-            seen.ended = reader.recv()
-            process.join(DEADLINE)
+        with _child(_attack_in_child, self._plan, self._target) as attackers:
+            seen = self.alone()
+            assert attackers.poll(DEADLINE + self._target.patience)
+            seen.ended = attackers.recv()
             return seen
-        finally:
-            process.kill()
-            process.join()
 
     def wait_until_idle(self, before: Held) -> Held:
         """Wait at most a minute until no request is open, and there are at most as many descriptors and child processes
@@ -190,14 +186,11 @@ class Siege:
                 return now
             time.sleep(0.1)
 
-    async def _good_and_health(self) -> Seen:
+    async def _good(self) -> Seen:
         seen = Seen()
         start = time.perf_counter()
         until = start + self._plan.seconds
-        await asyncio.gather(
-            self._probe(seen, until),
-            *(self._ask(seen, i, until) for i in range(self._plan.good)),
-        )
+        await asyncio.gather(*(self._ask(seen, i, until) for i in range(self._plan.good)))
         seen.seconds = time.perf_counter() - start
         return seen
 
@@ -220,20 +213,6 @@ class Siege:
         head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {self._target.key}\r\n"
         writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         return await _answer(reader)
-
-    async def _probe(self, seen: Seen, until: float) -> None:
-        """Request `/health` repeatedly, each time on a new connection, as a load balancer does. Every request must be
-        answered.
-        """
-        while time.perf_counter() < until:
-            start = time.perf_counter()
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._target.port)
-            with contextlib.closing(writer):
-                writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                status, answer = await asyncio.wait_for(_answer(reader), DEADLINE)
-                assert status == 200, answer
-            seen.silences.append(time.perf_counter() - start)
-            await asyncio.sleep(PROBE_PAUSE)
 
     def _exchange(self, asked: str, body: bytes = b"") -> str:
         """Send one request on a new connection and return the whole answer."""
@@ -266,10 +245,44 @@ def _bits(token_ids: Any, logprobs: Any) -> Bits:
     return list(token_ids), np.asarray(logprobs, np.float32).tobytes()
 
 
-def _attack_in_child(plan: Plan, target: Target, pipe: Any) -> None:
+@contextmanager
+def _child(work: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
+    """Run `work(*arguments, pipe)` in a process, and yield the pipe's other end once the process is ready."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(*arguments, writer), daemon=True)
+    process.start()
+    writer.close()
+    try:
+        assert reader.recv() == "ready"
+        yield reader
+        process.join(DEADLINE)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _attack_in_child(plan: Plan, target: Target, pipe: Connection) -> None:
     os.nice(LOWEST_PRIORITY)
     pipe.send("ready")
     pipe.send(asyncio.run(_attack(plan, target)))
+
+
+def _probe_in_child(seconds: float, port: int, pipe: Connection) -> None:
+    """Request `/health` repeatedly, each time on a new connection, as a load balancer does. Every request must be
+    answered.
+    """
+    pipe.send("ready")
+    silences, until = list[float](), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        start = time.perf_counter()
+        with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+        assert answer.startswith(b"HTTP/1.1 200 "), answer
+        silences.append(time.perf_counter() - start)
+        time.sleep(PROBE_PAUSE)
+    pipe.send(silences)
 
 
 async def _attack(plan: Plan, target: Target) -> dict[str, Counter[str]]:
