@@ -33,13 +33,13 @@ from .drafter import NO_DRAFT, Draft
 T = TypeVar("T")
 
 LONGEST_MATCH = 10
-_DECAY = 0.95
+_DECAY, _PRIOR_WEIGHT = 0.95, 3.0
 _MOST_COMPARED = 16
 _LEAST_EQUAL = 4
 """The last tokens in which a sample must equal an earlier one of the same seed, to be drafted from it."""
 _BITS = 32
 # Of an index, of a text in it with its odds, of a token, and of a pair in the dict of pairs.
-_OVERHEAD_BYTES, _TEXT_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 1024, 2560, 16, 150
+_OVERHEAD_BYTES, _TEXT_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 2560, 2560, 16, 150
 DEFAULT_BUDGET = 64 * 2**20
 
 
@@ -52,12 +52,12 @@ class Odds:
 
     def __init__(self, prior: Odds | None = None) -> None:
         self._prior = prior
-        self._right, self._tried = [1.0] * (LONGEST_MATCH + 1), [2.0] * (LONGEST_MATCH + 1)
+        self._right, self._tried = [0.0] * (LONGEST_MATCH + 1), [0.0] * (LONGEST_MATCH + 1)
 
     def chance(self, length: int) -> float:
         """Return the estimated probability that a match of this length predicts the next token."""
         prior = 0.5 if self._prior is None else self._prior.chance(length)
-        return (self._right[length] + 2 * prior) / (self._tried[length] + 2)
+        return (self._right[length] + _PRIOR_WEIGHT * prior) / (self._tried[length] + _PRIOR_WEIGHT)
 
     def record(self, length: int, is_right: bool) -> None:
         """Record whether a prediction was right. Earlier predictions count less."""
@@ -106,7 +106,7 @@ class PromptIndex:
     """The tokens of a prompt and of its samples. A token's place is `text number << 32 | index in the text`."""
 
     def __init__(self, prompt: array[int], odds: Odds) -> None:
-        self._odds = odds
+        self._odds = Odds(odds)
         self._texts: list[Text] = []
         self._latest: dict[int, int] = {}
         self._running: dict[Sequence, Text] = {}

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping
+from statistics import median
 
 from .drafter import Draft
 
-_NEW = 0.1
-"""The weight of a new measurement in a running mean."""
+_MOST_KEPT = 15
+"""The number of durations of which the median is taken. Some steps take much longer, because the machine is busy."""
 _STEPS_UNTIL_FORGOTTEN, _STEPS_UNTIL_STALE = 512, 32
 _OPTIMISM = 0.25
 """The cost of unmeasured rows, relative to rows that cost as much as the measured ones. Being tried corrects it."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 1024
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
 _KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
 """The share of the tokens gained in earlier steps that counts after another step, and the least gain worth drafting."""
 _LEAST_CHANCE = 0.02
@@ -34,11 +36,12 @@ def bucket_of(rows: int) -> int:
 
 
 class StepCosts:
-    """For each size class of steps, keeps a moving average of the duration in seconds. Old measurements are
+    """For each size class of steps, keeps the median of the last few durations in seconds. Old measurements are
     forgotten.
     """
 
     def __init__(self) -> None:
+        self._last: dict[int, deque[float]] = {}
         self._seconds: dict[int, float] = {}
         self._measured_at: dict[int, int] = {}
         self._steps, self._ended = 0, 0.0
@@ -52,11 +55,12 @@ class StepCosts:
         seconds, self._ended = ended - max(started, self._ended), ended
         self._steps += 1
         bucket = bucket_of(rows)
-        known = self._seconds.get(bucket, seconds)
-        self._seconds[bucket] = known + _NEW * (seconds - known)
+        last = self._last.setdefault(bucket, deque(maxlen=_MOST_KEPT))
+        last.append(seconds)
+        self._seconds[bucket] = median(last)
         self._measured_at[bucket] = self._steps
         for old in [old for old, at in self._measured_at.items() if at < self._steps - _STEPS_UNTIL_FORGOTTEN]:
-            del self._seconds[old], self._measured_at[old]
+            del self._last[old], self._seconds[old], self._measured_at[old]
 
     def seconds(self, rows: int) -> float:
         """Return the estimated duration, in seconds, of a step with `rows` rows. More rows never give a shorter
@@ -93,7 +97,7 @@ class Pause:
     `cost`: the cost of the drafted tokens in flight, as the number of tokens that could have been drawn in that time.
     """
 
-    LEAST = 64
+    LEAST = 16
 
     def __init__(self) -> None:
         self.cost = 0.0

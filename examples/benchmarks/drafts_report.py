@@ -54,33 +54,36 @@ class Stack:
 """
 PROMPTS = {
     "code": f"Repeat this code exactly, without changes:\n{CODE}",
-    "json": 'Write a JSON list of 10 persons with the keys "name", "age" and "city".',
+    "json": 'Continue this JSON list with ten more persons: [{"name": "Ann", "age": 31, "city": "Paris"}, '
+    '{"name": "Bob", "age": 25, "city": "Rome"},',
     "chat": "Tell me a story about a dog that finds a ball.",
 }
 
 
 @dataclass(frozen=True)
 class Work:
-    """`n` samples of a prompt. `is_repeated`: whether the same requests were served before, see above."""
+    """`n` samples of each prompt, one prompt after the other. `is_repeated`: whether the same requests were served
+    before, see above.
+    """
 
-    prompt: str
+    prompts: tuple[str, ...]
     n: int
     temperature: float
     is_repeated: bool = False
 
     @property
     def name(self) -> str:
-        what = "again" if self.is_repeated else self.prompt
+        what = f"{' and '.join(self.prompts)}{', again' if self.is_repeated else ''}"
         return f"{what}, {self.n} sample{'s' * (self.n > 1)}, temperature {self.temperature:g}"
 
 
 WORKS = (
-    Work("code", 1, 0.0),
-    Work("json", 1, 0.0),
-    Work("chat", 1, 0.0),
-    Work("chat", 8, 1.0),
-    Work("chat", 1, 1.0, is_repeated=True),
-    Work("chat", 8, 1.0, is_repeated=True),
+    Work(("code",), 1, 0.0),
+    Work(("json",), 1, 0.0),
+    Work(("chat",), 1, 0.0),
+    Work(("chat",), 8, 1.0),
+    Work(tuple(PROMPTS), 1, 1.0, is_repeated=True),
+    Work(tuple(PROMPTS), 8, 1.0, is_repeated=True),
 )
 
 
@@ -90,18 +93,20 @@ class Side:
     def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         self.engine = Engine(config, loaded)
 
-    def run(self, prompt: np.ndarray, work: Work, salt: str) -> tuple[float, list[tuple[object, ...]]]:
+    def run(self, prompts: list[np.ndarray], work: Work, salt: str) -> tuple[float, list[tuple[object, ...]]]:
         """Return the seconds and the bits of all samples. Nothing is drafted from requests with another salt."""
         params = SamplingParams(
             n=work.n, temperature=work.temperature, max_tokens=NEW_TOKENS, seed=1, ignore_eos=True, cache_salt=salt
         )
         self.engine.invalidate_prefix_cache()
-        self.engine.add(GenerateRequest("a", prompt, params))
         samples, start = list[SampleOutput](), time.perf_counter()
-        while self.engine.has_unfinished:
-            samples += [output for output in self.engine.step() if isinstance(output, SampleOutput)]
+        for i, prompt in enumerate(prompts):
+            self.engine.add(GenerateRequest(str(i), prompt, params))
+            while self.engine.has_unfinished:
+                samples += [output for output in self.engine.step() if isinstance(output, SampleOutput)]
         seconds = time.perf_counter() - start
-        return seconds, sorted((s.index, *s.token_ids, s.logprobs.tobytes()) for s in samples if s.logprobs is not None)
+        found = [(s.request_id, s.index, *s.token_ids, s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
+        return seconds, sorted(found)
 
     def commit(self, tensors: Mapping[str, Tensor]) -> None:
         staging = self.engine.weights.new_staging(in_place=False)
@@ -127,21 +132,26 @@ class Report:
             for name, tensor in self.before.items()
         }
 
+    def ids_of(self, text: str) -> np.ndarray:
+        """Return the tokens of a conversation that begins with this message."""
+        message = [{"role": "user", "content": text}]
+        ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        return np.array(ids, np.int32)
+
     def measure(self, work: Work) -> tuple[list[float], float, float]:
         """Return the speeds with drafts as multiples of the speeds without, the mean number of tokens per draft, and
         the share of drafted tokens that were accepted.
         """
-        message = [{"role": "user", "content": PROMPTS[work.prompt]}]
-        ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-        prompt, speeds, before = np.array(ids, np.int32), list[float](), self.drafts.engine.stats().drafts[0]
+        prompts = [self.ids_of(PROMPTS[name]) for name in work.prompts]
+        speeds, before = list[float](), self.drafts.engine.stats().drafts[0]
         for number in range(1 + PAIRS):
             salt = f"{work.name} {number}"
             if work.is_repeated:
-                self.drafts.run(prompt, work, salt)
+                self.drafts.run(prompts, work, salt)
                 self.plain.commit(self.after)
                 before = self.drafts.engine.stats().drafts[0]
             sides = [self.plain, self.drafts][:: 1 if number % 2 else -1]
-            seconds, bits = zip(*(side.run(prompt, work, salt) for side in sides), strict=True)
+            seconds, bits = zip(*(side.run(prompts, work, salt) for side in sides), strict=True)
             assert bits[0] == bits[1], f"{work.name}: drafts changed bits"
             if work.is_repeated:
                 self.plain.commit(self.before)
