@@ -24,7 +24,7 @@ _OPTIMISM = 0.25
 _FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
 _KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
 """The share of the tokens gained in earlier steps that counts after another step, and the least gain worth drafting."""
-_LEAST_CHANCE = 0.02
+_LEAST_CHANCE, _LEAST_SPEED_UP = 0.02, 1.03
 
 
 def bucket_of(rows: int) -> int:
@@ -123,11 +123,13 @@ def choose(drafts: Mapping[int, Draft], costs: StepCosts, rows: int, tokens: int
     """For each lane, return the number of drafted tokens to compute in a step that has `rows` other rows.
 
     `tokens`: the number of tokens that the step yields without drafts. Rows of drafted tokens are added in descending
-    order of their probability of acceptance, up to the number of rows that yields the most tokens per second.
+    order of their probability of acceptance, up to the number of rows that yields the most tokens per second. Nothing is
+    drafted unless that is at least `_LEAST_SPEED_UP` times as fast as a step without drafts.
     """
     heap = [(-draft.chances[0], lane, 0) for lane, draft in drafts.items()]
     heapq.heapify(heap)
-    expected, best, taken, chosen = float(tokens), tokens / costs.seconds(rows), list[int](), 0
+    expected, taken, chosen = float(tokens), list[int](), 0
+    best = _LEAST_SPEED_UP * tokens / costs.seconds(rows)
     while heap and -heap[0][0] > _LEAST_CHANCE:
         chance, lane, place = heapq.heappop(heap)
         taken.append(lane)
