@@ -123,8 +123,8 @@ def choose(drafts: Mapping[int, Draft], costs: StepCosts, rows: int, tokens: int
     """For each lane, return the number of drafted tokens to compute in a step that has `rows` other rows.
 
     `tokens`: the number of tokens that the step yields without drafts. Rows of drafted tokens are added in descending
-    order of their probability of acceptance, up to the number of rows that yields the most tokens per second. Nothing is
-    drafted unless that is at least `_LEAST_SPEED_UP` times as fast as a step without drafts.
+    order of their probability of acceptance, up to the number of rows that yields the most tokens per second. Nothing
+    is drafted unless that is at least `_LEAST_SPEED_UP` times as fast as a step without drafts.
     """
     heap = [(-draft.chances[0], lane, 0) for lane, draft in drafts.items()]
     heapq.heapify(heap)
