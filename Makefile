@@ -16,7 +16,7 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-newest test-floors test-wheel fuzz siege \
-	chaos lint docs wheel clean
+	chaos drafts lint docs wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -65,6 +65,9 @@ siege: .venv/.dev
 
 chaos: .venv/.dev
 	@$(BIN)/python -P tests/chaos/run.py --rounds 200
+
+drafts: .venv/.dev
+	@TRUEROLL_CAMPAIGN_TOKENS=1000000 $(BIN)/pytest -q -s --timeout 0 tests/engine/drafting/test_campaign.py
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .

@@ -1,0 +1,23 @@
+"""The campaign with drafts: a few rounds, or as many as `make drafts` asks for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from .campaign import Campaign, Seen
+from .test_exactness import FAMILIES
+
+LEAST_TOKENS = int(os.environ.get("TRUEROLL_CAMPAIGN_TOKENS", "3000"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_differs_in_random_circumstances(family: str, tmp_path: Path) -> None:
+    campaign, total, rounds = Campaign(family, tmp_path / "model"), Seen(), 0
+    while total.tokens < LEAST_TOKENS or rounds < 4:
+        total.add(campaign.round(rounds))
+        rounds += 1
+    print(f"{family}: {rounds} rounds, no sample differs, {total}")
+    assert min(vars(total).values()) > 0, total
