@@ -237,6 +237,7 @@ class Engine:
 
 def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | None) -> Drafting | None:
     if not config.num_drafts:
+        assert drafter is None, "a drafter needs speculative other than off"
         return None
     adapts = drafter is None
     return Drafting(drafter or RepeatsDrafter(), config.num_drafts, info.vocab_size, adapts)

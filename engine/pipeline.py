@@ -31,7 +31,7 @@ from .running.executor import Computation, Executor
 from .running.sampler import Drawn
 from .running.step import plan_step
 from .scheduling.scheduler import Scheduler, SharedPrompts
-from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
+from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, ranges, takers_of
 from .stats import DraftStats
 
 Entry: TypeAlias = OpenSample | OpenScore
@@ -326,11 +326,10 @@ class Pipeline:
         """
         decodes, drawn_counts, token_ids = takers.decodes, takers.counts[: len(counts)], drawn.token_ids
         if decodes.drafts:
-            owners = np.arange(len(counts)).repeat(counts)
-            skipped = (drawn_counts - counts).cumsum() - (drawn_counts - counts)
-            token_ids = [token_ids[place] for place in (np.arange(len(owners)) + skipped[owners]).tolist()]
+            places = ranges(drawn_counts.cumsum() - drawn_counts, counts)
+            token_ids = [token_ids[place] for place in places.tolist()]
         self._scheduler.running.lanes.accept(decodes, token_ids[: int(counts.sum())], counts)
-        if self._drafting is not None:
+        if decodes.drafts and self._drafting is not None:
             self._scheduler.stats.computed_tokens += int((counts - 1).sum())  # `advance` did not know them
             self._drafting.record(decodes, counts)
 

@@ -33,6 +33,16 @@ class DraftStats:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
 
+    @property
+    def num_drafted(self) -> int:
+        """The number of drafted tokens."""
+        return sum(self.drafted)
+
+    @property
+    def num_accepted(self) -> int:
+        """The number of drafted tokens that were accepted."""
+        return sum(self.accepted)
+
 
 @dataclass(frozen=True)
 class EngineStats:

@@ -499,7 +499,8 @@ def delta_rule(
         change = rates[rows] * (v[rows] - _sum(decayed * key))
         state[:live] = decayed + key * change[:, :, None]
         out[rows] = _sum(state[:live] * query)
-        kept[num_kept > t] = state[num_kept > t]
+        done = num_kept == t + 1
+        kept[done] = state[done]
     states[batch.writes[order]] = kept
     return out.to(qkv.dtype)
 

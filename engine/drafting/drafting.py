@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence as AnySequence
 
 import numpy as np
@@ -20,14 +21,12 @@ class DraftCounts:
     def __init__(self, most: int) -> None:
         self.drafts, self.drafted, self.accepted = 0, [0] * most, [0] * most
 
-    def record(self, decodes: Chunks, counts: np.ndarray) -> None:
-        """Count the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
-        for lane, count in zip(decodes.lanes.tolist(), counts.tolist(), strict=True):
-            if draft := decodes.drafts.get(lane):
-                self.drafts += 1
-                for i in range(len(draft)):
-                    self.drafted[i] += 1
-                    self.accepted[i] += i < count - 1
+    def add(self, drafted: int, accepted: int) -> None:
+        """Count a draft of `drafted` tokens, of which the first `accepted` tokens were accepted."""
+        self.drafts += 1
+        for i in range(drafted):
+            self.drafted[i] += 1
+            self.accepted[i] += i < accepted
 
 
 class Drafting:
@@ -35,18 +34,18 @@ class Drafting:
     [0, vocab_size).
 
     `adapts`: whether `rule` chooses the number of drafted tokens. If `adapts` is False, all tokens that the drafter
-    guesses are computed. `counts`: the statistics. `costs`: the durations of steps, which the caller records.
+    guesses are computed. `costs`: the durations of steps, which the caller records.
     """
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int, adapts: bool = True) -> None:
-        self.counts, self.costs = DraftCounts(most), StepCosts()
+        self.costs = StepCosts()
+        self._counts, self._pauses = DraftCounts(most), defaultdict[Sequence, Pause](Pause)
         self._drafter, self._most, self._vocab_size, self._adapts = drafter, most, vocab_size, adapts
-        self._pauses: dict[Sequence, Pause] = {}
-        self._awake: set[Sequence] = set()
+        self._price = 0.0  # of a drafted token in the step in flight, as a number of tokens
 
     def stats(self) -> DraftStats:
         """Return the statistics of the drafter."""
-        counts = self.counts
+        counts = self._counts
         return DraftStats(self._drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
 
     def end(self, sequence: Sequence, seed: int) -> None:
@@ -57,9 +56,10 @@ class Drafting:
     def begin_step(self, running: Running) -> bool:
         """Return whether to draft in the next step: False if drafting pauses for all decoding sequences."""
         lanes, order = running.lanes, running.in_order()
-        decoding: list[Sequence] = lanes.sequences[order[lanes.is_decoding[order]]].tolist()
-        self._awake = {each for each in decoding if not self._pauses.setdefault(each, Pause()).begin_step()}
-        return bool(self._awake)
+        pauses = [self._pauses[sequence] for sequence in lanes.sequences[order[lanes.is_decoding[order]]].tolist()]
+        for pause in pauses:
+            pause.begin_step()
+        return any(pause.is_over for pause in pauses)
 
     def extend(self, chunks: Chunks, scheduler: Scheduler) -> Chunks:
         """Return the chunks of a step, extended with drafted tokens.
@@ -80,10 +80,12 @@ class Drafting:
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
         """Record the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
-        self.counts.record(decodes, counts)
-        for sequence, lane, count in zip(decodes.sequences, decodes.lanes.tolist(), counts.tolist(), strict=True):
-            if lane in decodes.drafts and (pause := self._pauses.get(sequence)) is not None:
-                pause.record(count - 1)
+        decided = zip(decodes.sequences, decodes.lanes.tolist(), (counts - 1).tolist(), strict=True)
+        for sequence, lane, accepted in decided:
+            if draft := decodes.drafts.get(lane):
+                self._counts.add(len(draft), accepted)
+                if sequence in self._pauses:  # it still runs
+                    self._pauses[sequence].record(accepted - len(draft) * self._price)
 
     def _propose(self, chunks: Chunks, running: Running) -> dict[int, AnySequence[int]]:
         """Return the drafted tokens for the decoding sequences of a step, by lane."""
@@ -93,24 +95,22 @@ class Drafting:
         )
         most = np.minimum(lanes.draws["end"][decodes.lanes] - 1 - decodes.ends, self._most)
         if running.states is not None:
-            most = np.minimum(most, running.states.room(decodes.ends))
+            most = running.states.most_drafted(decodes.ends, most)
         drafts = dict[int, Draft]()
-        asked = list[tuple[int, Pause]]()
+        asked = dict[int, Pause]()
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
         places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
         for sequence, sample, lane, limit in places:
-            if limit > 0 and sequence in self._awake:
-                asked.append((lane, self._pauses[sequence]))
+            if limit > 0 and (pause := self._pauses[sequence]).is_over:
+                asked[lane] = pause
                 if (draft := self._draft(sequence, sample.seed, limit)).tokens:
                     drafts[lane] = draft
         rows, num_decodes = int((chunks.ends - chunks.starts).sum()), len(decodes)
         counts = self._choose(drafts, rows, num_decodes)
-        price = self.costs.price(rows, sum(counts.values()), num_decodes) if self._adapts else 0.0
-        for lane, pause in asked:
-            if count := counts.get(lane, 0):
-                pause.cost = count * price
-            else:
-                pause.record(0)
+        self._price = self.costs.price(rows, sum(counts.values()), num_decodes) if self._adapts else 0.0
+        for lane, pause in asked.items():
+            if not counts.get(lane):
+                pause.record(0.0)
         return {lane: drafts[lane].tokens[:count] for lane, count in counts.items() if count}
 
     def _draft(self, sequence: Sequence, seed: int, most: int) -> Draft:

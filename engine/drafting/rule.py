@@ -20,8 +20,8 @@ _MOST_KEPT = 15
 """The number of durations of which the median is taken. Some steps take much longer, because the machine is busy."""
 _STEPS_UNTIL_FORGOTTEN, _STEPS_UNTIL_STALE = 512, 32
 _OPTIMISM = 0.25
-"""The cost of unmeasured rows, relative to rows that cost as much as the measured ones. Being tried corrects it."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 1024
+"""An unmeasured row is assumed to cost this share of an average measured row, so that it is tried and then measured."""
+_STEPS_IN_VAIN, _FIRST_PAUSE, _LONGEST_PAUSE = 16, 16, 1024
 _KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
 """The share of the tokens gained in earlier steps that counts after another step, and the least gain worth drafting."""
 _LEAST_CHANCE, _LEAST_SPEED_UP = 0.02, 1.03
@@ -29,10 +29,8 @@ _LEAST_CHANCE, _LEAST_SPEED_UP = 0.02, 1.03
 
 def bucket_of(rows: int) -> int:
     """Return the size class of a step: the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at least `rows`."""
-    size = 1
-    while size < rows:
-        size = size * 4 // 3 if size % 3 == 0 else size * 3 // 2 if size > 1 else 2
-    return size
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if rows <= power * 3 // 4 else power
 
 
 class StepCosts:
@@ -51,7 +49,10 @@ class StepCosts:
         return self._measured_at.get(bucket_of(rows), -_STEPS_UNTIL_STALE) > self._steps - _STEPS_UNTIL_STALE
 
     def record(self, rows: int, started: float, ended: float) -> None:
-        """Record when a step was queued and when it was done. A step starts after the step before it is done."""
+        """Record a step with `rows` rows. `started`: when its planning began. `ended`: when its results were there.
+
+        The time before the previous step ended does not count.
+        """
         seconds, self._ended = ended - max(started, self._ended), ended
         self._steps += 1
         bucket = bucket_of(rows)
@@ -91,31 +92,29 @@ class StepCosts:
 class Pause:
     """The pauses in drafting for one sequence.
 
-    A pause begins after `LEAST` consecutive steps without a gain. Each pause is twice as long as the previous one, up
-    to a limit.
+    Tokens that were gained earlier count less with each step. A pause begins after `_STEPS_IN_VAIN` consecutive steps
+    in which the gain is at most `_LEAST_GAIN` tokens. Each pause is twice as long as the previous one, up to a limit.
 
-    `cost`: the cost of the drafted tokens in flight, as the number of tokens that could have been drawn in that time.
+    `is_over`: whether to draft in the current step.
     """
 
-    LEAST = 16
-
     def __init__(self) -> None:
-        self.cost = 0.0
+        self.is_over = True
         self._gain, self._in_vain, self._left, self._next = 0.0, 0, 0, _FIRST_PAUSE
 
-    def begin_step(self) -> bool:
-        """Return whether the sequence pauses in this step."""
+    def begin_step(self) -> None:
+        """Update `is_over` for the next step."""
         self._left = max(self._left - 1, -1)
-        return self._left >= 0
+        self.is_over = self._left < 0
 
-    def record(self, accepted: int) -> None:
-        """Record the end of a step: how many drafted tokens were accepted. They cost `cost`."""
-        self._gain, self.cost = _KEPT_GAIN * self._gain + accepted - self.cost, 0.0
+    def record(self, gain: float) -> None:
+        """Record what drafts gained in a step: accepted tokens, minus the tokens that could be drawn in that time."""
+        self._gain = _KEPT_GAIN * self._gain + gain
         if self._gain > _LEAST_GAIN:
             self._in_vain, self._next = 0, _FIRST_PAUSE
             return
         self._in_vain += 1
-        if self._in_vain >= self.LEAST:
+        if self._in_vain >= _STEPS_IN_VAIN:
             self._left, self._next, self._in_vain = self._next, min(2 * self._next, _LONGEST_PAUSE), 0
 
 

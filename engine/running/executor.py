@@ -253,7 +253,7 @@ def _buckets(info: EngineInfo) -> dict[str, int]:
     blocks = " + ".join(map(str, info.blocks_by_window))
     buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
     if info.state_bytes:
-        buckets[f"{info.live_states} live states and {info.checkpoints} checkpoints"] = info.state_bytes
+        buckets[f"{info.live_states} live states, {info.checkpoints} checkpoints and drafts"] = info.state_bytes
     if info.route_bytes and info.enable_prefix_caching:
         most = info.num_blocks * info.block_size * info.route_bytes
         buckets[f"routed experts of {info.num_blocks} blocks, on the host, at most"] = most

@@ -136,7 +136,10 @@ class _Graphs:
 
 
 class DecodeGraphs:
-    """Graphs for steps with at most `max_num_seqs` decodes, each of a sequence of at most `max_model_len` tokens."""
+    """Graphs for decode steps with at most `max_num_seqs` rows, rounded up to a power of two.
+
+    Each row belongs to a sequence of at most `max_model_len` tokens.
+    """
 
     def __init__(
         self,

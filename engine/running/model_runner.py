@@ -54,7 +54,7 @@ class ModelRunner:
         num_slots: int = 0,
         journal: tuple[int, int] = (0, 0),
     ) -> None:
-        self.model, self.device = model, model.device
+        self.model = model
         self.block_size = block_size
         windows = model.spec.windows
         mixers = [layer.mixer for layer in model.spec.layers]
@@ -64,8 +64,7 @@ class ModelRunner:
         def build(empty: Empty) -> tuple[list[Memory], list[Tensor | None]]:
             pairs = zip(mixers, blocks, strict=True)
             memories = [_memory(empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
-            rows = [mixer.row_size if isinstance(mixer, DeltaNetSpec) else 0 for mixer in mixers]
-            return memories, [empty(*journal, size) if size else None for size in rows]
+            return memories, [empty(*journal, m.row_size) if isinstance(m, DeltaNetSpec) else None for m in mixers]
 
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return self.arena.empty(dtype, *shape)
@@ -77,6 +76,11 @@ class ModelRunner:
         for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
         self._has_states = bool(model.spec.delta_nets)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights and of all memory."""
+        return self.model.device
 
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
         """Compute a step: update the memories, and return the model's output for the step's tokens.

@@ -165,8 +165,9 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
     if plan.kv_bytes + plan.state_bytes > available:
         blocks = ", ".join(f"{count} blocks of {size} bytes" for count, size in plan.pools)
         raise ConfigError(
-            f"num_blocks, kv_memory: {blocks} and {plan.num_slots} states of {sizes.state} bytes exceed the "
-            f"{available} bytes that are available; lower num_blocks, kv_memory, max_num_seqs or state_budget"
+            f"num_blocks, kv_memory: {blocks} and {plan.num_slots} states of {sizes.state} bytes"
+            f"{f' and {of_drafts} bytes for drafts' if of_drafts else ''} exceed the {available} bytes that are "
+            "available; lower num_blocks, kv_memory, max_num_seqs or state_budget"
         )
     return plan
 

@@ -17,7 +17,7 @@ import numpy as np
 from ...kernels.contract import NO_SLOT
 from ..outputs.open_requests import DRAW, OpenScore
 from ..request import Distribution
-from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
+from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers, ranges
 
 NO_LANE = -1
 """The lane of a draw that is not stored on the device, because the host sees the token before the sequence continues.
@@ -145,14 +145,13 @@ def plan_step(
     """
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()
-    # Chunk i has rows [ends[i] - counts[i], ends[i]) and positions [chunks.ends[i] - counts[i], chunks.ends[i]).
-    owners = np.arange(len(counts)).repeat(counts)
-    positions = np.arange(len(owners)) + (chunks.ends - ends)[owners]
+    owners, positions = np.arange(len(counts)).repeat(counts), ranges(chunks.starts, counts)
     most = lanes.num_blocks[chunks.lanes].max()
     tables = [table[chunks.lanes, :most] for table in lanes.tables]
     blocks, offsets = np.divmod(positions, block_size)
     token_ids, unseen = _tokens(chunks, lanes, ends)
-    drafted = _each(ends - chunks.num_drafted, chunks.num_drafted)
+    num_drafted = chunks.num_drafted
+    drafted = ranges(ends - num_drafted, num_drafted)
     return Step(
         token_ids=token_ids,
         positions=positions,
@@ -161,12 +160,12 @@ def plan_step(
         query_starts=[0, *ends.tolist()],
         context_lens=chunks.ends.tolist(),
         block_tables=tables,
-        states=np.stack((lanes.source[chunks.lanes], lanes.target[chunks.lanes])),
+        states=np.stack((lanes.states.source[chunks.lanes], lanes.states.target[chunks.lanes])),
         block_copies=[_pairs(copies) for copies in block_copies],
         draws=_draws(chunks, lanes, takers, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in takers.scores],
         drafted=drafted,
-        journal=_journal(chunks, lanes, owners, drafted),
+        journal=_journal(chunks, lanes, num_drafted, drafted),
         records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
     )
 
@@ -194,19 +193,22 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
     return token_ids, np.stack((ends[is_last] - 1, of_last))[:, has_unseen]
 
 
-def _journal(chunks: Chunks, lanes: Lanes, owners: np.ndarray, drafted: np.ndarray) -> JournalRows | None:
-    """Return the rows for recurrent layers. `owners`: int64 [M], the chunk of each row."""
-    repeated, num_drafted = lanes.num_repeated[chunks.lanes], chunks.num_drafted
-    has_states = lanes.target[chunks.lanes[0]] != NO_SLOT
+def _journal(chunks: Chunks, lanes: Lanes, num_drafted: np.ndarray, drafted: np.ndarray) -> JournalRows | None:
+    """Return the rows for recurrent layers; None without recurrent layers, drafted and repeated rows.
+
+    `num_drafted`: int64 [N], the number of drafted rows of each chunk. `drafted`: their indices.
+    """
+    repeated = lanes.states.num_repeated[chunks.lanes]
+    has_states = lanes.states.target[chunks.lanes[0]] != NO_SLOT
     if not has_states or not (repeated.any() or len(drafted)):
         return None
     counts = chunks.ends - chunks.starts + repeated
-    starts, before = counts.cumsum() - counts, repeated.cumsum()
+    starts = counts.cumsum() - counts
     return JournalRows(
         query_starts=[0, *counts.cumsum().tolist()],
         num_drafted=num_drafted.tolist(),
-        own=np.arange(len(owners)) + before[owners],
-        repeated=np.stack((*_places(chunks.lanes, repeated), _each(starts, repeated))),
+        own=ranges(starts + repeated, counts - repeated),
+        repeated=np.stack((*_places(chunks.lanes, repeated), ranges(starts, repeated))),
         drafted=np.stack((*_places(chunks.lanes, num_drafted), drafted)),
     )
 
@@ -215,13 +217,7 @@ def _places(lanes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Return two values for each row: its lane, and its index among the rows of that lane. Lane i has counts[i]
     rows.
     """
-    return lanes.repeat(counts), _each(np.zeros_like(lanes), counts)
-
-
-def _each(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the concatenation of one range for each i: the range has counts[i] numbers and begins at starts[i]."""
-    firsts = counts.cumsum() - counts
-    return np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
+    return lanes.repeat(counts), ranges(np.zeros_like(lanes), counts)
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:
@@ -234,14 +230,9 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
     rows, positions, owners = last_rows[places], chunks.ends[places], np.arange(len(places))
     if len(places) < counts.sum():
         takes[counts > 1] = NO_LANE
-        before = np.concatenate([np.arange(1 - count, 1) for count in counts.tolist()])
         owners = owners.repeat(counts)
-        rows, positions, takes, records = (
-            rows[owners] + before,
-            positions[owners] + before,
-            takes[owners],
-            records[owners],
-        )
+        rows, positions = ranges(rows - counts + 1, counts), ranges(positions - counts + 1, counts)
+        takes, records = takes[owners], records[owners]
     bans = np.flatnonzero(positions < records["first_free"]).tolist()
     banned = {i: ids for i in bans if (ids := takers.samples[owners[i]].banned)}
     return Draws(rows, positions, takes, records, banned)

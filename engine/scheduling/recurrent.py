@@ -198,7 +198,6 @@ class Intervals:
 
 
 NO_CHECKPOINTS = Intervals(0, 0)
-_UNLIMITED = 2**62
 
 
 class Slots(NamedTuple):
@@ -260,6 +259,11 @@ class RecurrentStates:
         self._intervals = intervals
         self._pending: dict[tuple[Sequence, int], int] = {}  # checkpoints in flight: (sequence, position) -> slot
 
+    @property
+    def _decode_interval(self) -> int:
+        """The number of tokens between checkpoints while decoding; 0 for no checkpoints."""
+        return self._intervals.decodes if self.slots.budget else 0
+
     def begin(self, hits: list[Entry]) -> Slots | None:
         """Return the slots for a sequence that starts from the state at the end of `hits`.
 
@@ -282,12 +286,12 @@ class RecurrentStates:
         Return None if too few slots are available.
         """
         lanes, lane = self._lanes, parent.lane
-        is_own = lanes.source[lane] == lanes.slot[lane]
+        is_own = lanes.states.source[lane] == lanes.states.slot[lane]
         if self.slots.num_available < 1 + is_own:
             return None
         if is_own:
-            lanes.slot[lane] = lanes.target[lane] = self._taken()
-        return Slots(self._taken(), self.slots.share(int(lanes.source[lane])))
+            lanes.states.slot[lane] = lanes.states.target[lane] = self._taken()
+        return Slots(self._taken(), self.slots.share(int(lanes.states.source[lane])))
 
     def cut(self, sequence: Sequence, size: int) -> int:
         """Return how many of the next `size` tokens to compute in one chunk.
@@ -303,25 +307,25 @@ class RecurrentStates:
             if sequence.num_computed + size >= sequence.branch:
                 self.branches.leave(sequence)
             return size
-        self._lanes.target[sequence.lane] = reserved
+        self._lanes.states.target[sequence.lane] = reserved
         return place - sequence.num_computed
 
     def cuts_decodes(self, lanes: np.ndarray) -> bool:
         """Return whether a sequence in one of these lanes reaches a decode checkpoint with its next token."""
-        interval = self._intervals.decodes if self.slots.budget else 0
+        interval = self._decode_interval
         return interval > 0 and bool(((self._lanes.num_computed[lanes] + 1) % interval == 0).any())
 
-    def room(self, ends: np.ndarray) -> np.ndarray:
-        """Return int64 [N]: how many tokens may be drafted after each chunk. `ends`: int64 [N], the ends of the chunks.
+    def most_drafted(self, ends: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Return how many of `most` tokens may be drafted after chunks that end at `ends`. All arrays are int64 [N].
 
         A checkpoint is taken after a row that is not drafted, so drafts end before the next decode checkpoint.
         """
-        interval = self._intervals.decodes if self.slots.budget else 0
-        return (-ends % interval - 1).clip(0) if interval else np.full(len(ends), _UNLIMITED)
+        interval = self._decode_interval
+        return np.minimum(most, (-ends % interval - 1).clip(0)) if interval else most
 
     def advance(self, chunks: Chunks) -> None:
         """Record that a step writes the states of `chunks` to their target slots, which the next step reads."""
-        slot, source, target = self._lanes.slot, self._lanes.source, self._lanes.target
+        slot, source, target = self._lanes.states.slot, self._lanes.states.source, self._lanes.states.target
         for place in np.flatnonzero(source[chunks.lanes] != target[chunks.lanes]).tolist():
             lane, end = chunks.lanes[place], int(chunks.ends[place])
             if source[lane] != slot[lane]:
@@ -368,7 +372,7 @@ class RecurrentStates:
     def _held(self, sequence: Sequence) -> tuple[int, int, int]:
         """Return slot, source and target of a running sequence."""
         lanes, lane = self._lanes, sequence.lane
-        return int(lanes.slot[lane]), int(lanes.source[lane]), int(lanes.target[lane])
+        return int(lanes.states.slot[lane]), int(lanes.states.source[lane]), int(lanes.states.target[lane])
 
     def _next(self, sequence: Sequence) -> int:
         """Return the position of the next checkpoint within a sequence's tokens, or 0 if there is none."""

@@ -34,6 +34,17 @@ class Generation:
 Purpose: TypeAlias = Generation | OpenScore
 
 
+class StateCounters:
+    """What every step needs to know of recurrent states: arrays with one element per lane, int64 [capacity].
+
+    `slot`, `source`, `target`: the slots of the state (`recurrent`). `num_repeated`: how many of the computed tokens
+    are accepted drafts that the state does not include yet; the next step repeats them.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.slot, self.source, self.target, self.num_repeated = (np.zeros(capacity, np.int64) for _ in range(4))
+
+
 class Counters:
     """The counters of running sequences, which every step needs. Each is an array with one element per lane, int64
     [capacity].
@@ -41,16 +52,14 @@ class Counters:
     `num_tokens`: the number of prompt tokens and decoded tokens so far, including an unseen token. `num_computed`: the
     number of tokens with KV in the sequence's blocks, counting the KV that the steps in flight are computing.
     `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
-    An unseen token is a token that the step in flight draws and that the host does not know yet. `slot`, `source`,
-    `target`: the slots of the recurrent state (`recurrent`). `num_repeated`: how many of the computed tokens are
-    accepted drafts that the recurrent state does not include yet; the next step repeats them.
+    An unseen token is a token that the step in flight draws and that the host does not know yet. `states`: the counters
+    of recurrent states.
     """
 
     def __init__(self, capacity: int) -> None:
         self.num_tokens, self.num_computed, self.num_prompt_tokens = (np.zeros(capacity, np.int64) for _ in range(3))
         self.last_token, self.has_unseen = np.zeros(capacity, np.int64), np.zeros(capacity, np.bool_)
-        self.slot, self.source, self.target = (np.zeros(capacity, np.int64) for _ in range(3))
-        self.num_repeated = np.zeros(capacity, np.int64)
+        self.states = StateCounters(capacity)
 
 
 @dataclass(eq=False, slots=True)
@@ -218,8 +227,9 @@ class Lanes(Counters):
         sequence.counters, sequence.lane = self, lane
         self.sequences[lane] = sequence
         self.num_computed[lane], self.num_prompt_tokens[lane] = num_computed, sequence.num_prompt_tokens
-        self.slot[lane], self.source[lane], self.target[lane] = slot, source, slot
-        self.num_repeated[lane] = 0
+        states = self.states
+        states.slot[lane], states.source[lane], states.target[lane] = slot, source, slot
+        states.num_repeated[lane] = 0
         self.num_blocks[lane] = 0
         for table in self.tables:
             table[lane] = 0
@@ -293,7 +303,7 @@ class Lanes(Counters):
         self.last_token[lanes] = last
         self.num_tokens[lanes] += counts - self.has_unseen[lanes]
         self.num_computed[lanes] += counts - 1
-        self.num_repeated[lanes] = counts - 1
+        self.states.num_repeated[lanes] = counts - 1
         self.has_unseen[lanes] = False
 
     def check(self, running: list[Sequence]) -> None:
@@ -354,6 +364,14 @@ class Takers:
     def num_decode_draws(self) -> int:
         """The number of draws that belong to `decodes`. These draws precede all others."""
         return int(self.counts[: len(self.decodes)].sum())
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the concatenation of one range for each i: the range has counts[i] numbers and begins at starts[i]. All
+    arrays are int64.
+    """
+    firsts = counts.cumsum() - counts
+    return np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
 
 
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:

@@ -143,23 +143,25 @@ class Report:
         the share of drafted tokens that were accepted.
         """
         prompts = [self.ids_of(PROMPTS[name]) for name in work.prompts]
-        speeds, before = list[float](), self.drafts.engine.stats().drafts[0]
+        speeds, drafts, drafted, accepted = list[float](), 0, 0, 0
         for number in range(1 + PAIRS):
             salt = f"{work.name} {number}"
             if work.is_repeated:
                 self.drafts.run(prompts, work, salt)
                 self.plain.commit(self.after)
-                before = self.drafts.engine.stats().drafts[0]
+            before = self.drafts.engine.stats().drafts[0]
             sides = [self.plain, self.drafts][:: 1 if number % 2 else -1]
-            seconds, bits = zip(*(side.run(prompts, work, salt) for side in sides), strict=True)
-            assert bits[0] == bits[1], f"{work.name}: drafts changed bits"
+            runs = {side: side.run(prompts, work, salt) for side in sides}
+            (plain, bits), (quick, found) = runs[self.plain], runs[self.drafts]
+            assert found == bits, f"{work.name}: drafts changed bits"
             if work.is_repeated:
                 self.plain.commit(self.before)
             if number > 0:  # the first pair warms up
-                speeds.append((seconds[0] / seconds[1]) ** (1 if number % 2 else -1))
-        now = self.drafts.engine.stats().drafts[0]
-        drafts, drafted = now.drafts - before.drafts, sum(now.drafted) - sum(before.drafted)
-        accepted = sum(now.accepted) - sum(before.accepted)
+                now = self.drafts.engine.stats().drafts[0]
+                speeds.append(plain / quick)
+                drafts += now.drafts - before.drafts
+                drafted += now.num_drafted - before.num_drafted
+                accepted += now.num_accepted - before.num_accepted
         return speeds, 1 + accepted / max(drafts, 1), accepted / max(drafted, 1)
 
 

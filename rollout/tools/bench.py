@@ -198,10 +198,8 @@ class EngineSystem:
                 arrivals.setdefault(output.request_id, time.perf_counter() - start)
         seconds, after = time.perf_counter() - start, engine.stats()
         hits, queries = after.prefix_hits - before.prefix_hits, after.prefix_queries - before.prefix_queries
-        drafted, accepted = (
-            sum(sum(getattr(each, name)) for each in after.drafts) - sum(sum(getattr(e, name)) for e in before.drafts)
-            for name in ("drafted", "accepted")
-        )
+        drafted = sum(each.num_drafted for each in after.drafts) - sum(each.num_drafted for each in before.drafts)
+        accepted = sum(each.num_accepted for each in after.drafts) - sum(each.num_accepted for each in before.drafts)
         return Timing(seconds, list(arrivals.values()), hits / queries, _digest(samples), drafted, accepted)
 
 

@@ -1,11 +1,11 @@
 """The exactness matrix: the same requests run under many circumstances, and every bit is compared with a baseline.
 
 A cell is one set of circumstances: the content of the cache, the number of other requests, the chunking of prompts, the
-block size, preemption, and the number of threads. The baseline serves each request alone with a cold cache. A cell
-passes only if its premises are proven. A premise states that a circumstance really occurred: for example, that tokens
-were reused, that the other requests ran in the same steps, or that a preemption happened. The baseline must also prove
-that each variation of the sampling parameters had an effect. Each cell has a separate engine; all engines share one
-loaded model.
+block size, preemption, drafts, and the number of threads. The baseline serves each request alone with a cold cache. A
+cell passes only if its premises are proven. A premise states that a circumstance really occurred: for example, that
+tokens were reused, that the other requests ran in the same steps, or that a preemption happened. The baseline must also
+prove that each variation of the sampling parameters had an effect. Each cell has a separate engine; all engines share
+one loaded model.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ CELLS = (
     Cell(drafts="adversarial", budget=64),
     Cell(drafts="adversarial", cache="warm", others=10, block_size=8),
     Cell(drafts="adversarial", others=10, is_starved=True),
-    Cell(drafts="adversarial", others=10, interval=16, states="lost under way"),
+    Cell(drafts="adversarial", others=10, is_interrupted=True),
 )
 # The cells of `--quick`, one for each kind of circumstances that can be combined.
 QUICK_CELLS = (
@@ -114,7 +114,9 @@ Each row is a cell: the same requests, served under the circumstances it names.
     back, other ...  string, min_tokens or other log-probs had an effect
 Circumstances: others are requests that run at the same time; budget is the
 limit of tokens per step, block the number of tokens in a block of the cache;
-score computes the log-probs of given tokens."""
+score computes the log-probs of given tokens; drafts are those of a worker
+(repeats), or right, wrong and too long (adversarial); interrupted requests are
+computed again, as after a push."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
@@ -125,7 +127,7 @@ STATE_CELLS = (
     Cell(cache="warm", others=10, interval=16, checkpoints=3, states="evicted"),
     Cell(cache="warm", others=1, checkpoints=0),
     Cell(cache="warm", interval=16, states="lost in a sleep"),
-    Cell(others=10, interval=16, budget=64, states="lost under way"),
+    Cell(others=10, interval=16, budget=64, is_interrupted=True),
 )
 # Additional cells for models with experts.
 ROUTE_CELLS = (
@@ -283,7 +285,7 @@ class _Lab:
         if cell.states == "lost in a sleep":
             engine.sleep(1, ["kv_cache"], "drain")
             engine.wake_up(["kv_cache"])
-        return run_together(engine, batch, lose_all_after=8 if cell.states == "lost under way" else None)
+        return run_together(engine, batch, lose_all_after=8 if cell.is_interrupted else None)
 
     def _second_turn(self, engine: Engine, subject: GenerateRequest, num_reread: int) -> Run:
         engine.invalidate_prefix_cache()

@@ -17,7 +17,6 @@ from ...engine.request import GenerateRequest, Output, Request, SampleOutput, Sa
 from ...engine.stats import EngineStats
 
 UNLIMITED = 2**20
-DRAFTED = "drafted", "accepted"
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Cell:
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
     - `routes`: for models with experts, whether a warm cache stores the experts chosen for each token: `unknown` (no)
       or `added` (yes, because a later request has added the experts)
+    - `is_interrupted`: all running requests are computed again, as after a commit of weights
     - `drafts`: how tokens are drafted: `repeats`, or `adversarial` (see `verify_drafts`)
     """
 
@@ -47,9 +47,10 @@ class Cell:
     threads: int | None = None
     interval: int | None = None
     checkpoints: int | None = None
-    states: Literal["", "hit", "hit shortened", "skipped", "evicted", "lost in a sleep", "lost under way"] = ""
+    states: Literal["", "hit", "hit shortened", "skipped", "evicted", "lost in a sleep"] = ""
     routes: Literal["", "unknown", "added"] = ""
     drafts: Literal["", "repeats", "adversarial"] = ""
+    is_interrupted: bool = False
 
     @property
     def name(self) -> str:
@@ -79,6 +80,8 @@ class Cell:
             yield f"routes {self.routes}"
         if self.checkpoints == 0:
             yield "no checkpoints"
+        if self.is_interrupted:
+            yield "interrupted"
         if self.drafts:
             yield f"drafts {self.drafts}"
 
@@ -174,7 +177,6 @@ _STATE_COUNTERS = {
     "hit shortened": "shortened_hits",
     "skipped": "checkpoints_skipped",
     "evicted": "checkpoints_evicted",
-    "lost under way": "recomputed",
 }
 
 
@@ -190,6 +192,7 @@ def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool
         _reuse_premise(cell, runs),
         _chunk_premise(cell, runs, cuts),
         *_state_premises(cell, runs),
+        *_interruption_premises(cell, runs),
         *_draft_premises(cell, runs),
         _company_premise(cell, runs),
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
@@ -295,6 +298,13 @@ def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
     return [Premise(f"checkpoint {cell.states}", seen, seen > 0)]
 
 
+def _interruption_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
+    if not cell.is_interrupted:
+        return []
+    recomputed = sum(run.growth("recomputed") for run in runs)
+    return [Premise("interrupted", recomputed, recomputed > 0)]
+
+
 def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
     """Return two premises: some drafted tokens were accepted, and some were rejected. Without drafts, the list is
     empty.
@@ -302,7 +312,8 @@ def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
     if not cell.drafts:
         return []
     ends = [(run.history[0].drafts[0], run.history[-1].drafts[0]) for run in runs]
-    drafted, accepted = (sum(sum(getattr(b, name)) - sum(getattr(a, name)) for a, b in ends) for name in DRAFTED)
+    drafted = sum(last.num_drafted - first.num_drafted for first, last in ends)
+    accepted = sum(last.num_accepted - first.num_accepted for first, last in ends)
     return [
         Premise("accepted", accepted, accepted > 0),
         Premise("rejected", drafted - accepted, drafted > accepted),

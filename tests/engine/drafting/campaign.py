@@ -59,9 +59,14 @@ class Campaign:
             found = {(s.request_id, s.index): s for s in serve(engine, asked, rng, rng.choice([0.0, 0.05]))}
             assert {key: parts(s) for key, s in found.items()} == {k: parts(s) for k, s in expected.items()}, seed
         stats, [drafts] = engine.stats(), engine.stats().drafts
-        accepted = sum(drafts.accepted)
         compared = 2 * sum(len(sample.token_ids) for sample in expected.values())
-        return Seen(compared, accepted, sum(drafts.drafted) - accepted, stats.preemptions, stats.prefix_hits)
+        return Seen(
+            compared,
+            drafts.num_accepted,
+            drafts.num_drafted - drafts.num_accepted,
+            stats.preemptions,
+            stats.prefix_hits,
+        )
 
     def _limits(self, rng: np.random.Generator) -> EngineConfig:
         block_size = int(rng.choice([2, 4, 16]))

@@ -14,7 +14,6 @@ import pytest
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.drafting.drafter import FunctionDrafter
-from trueroll.engine.drafting.rule import Pause
 from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import GenerateRequest, SampleOutput
@@ -33,7 +32,7 @@ FAMILIES = ("llama", "gemma3", "qwen3_moe", "qwen3_5")
 class Prophet:
     """A drafter function that knows the samples. Each draft has `most` tokens, of which the first few are right.
 
-    `samples`: by prompt and sample so far, the tokens that follow.
+    `known`: prompt and sample of each sample.
     """
 
     known: list[array[int]]
@@ -81,7 +80,7 @@ def make(loaded: LoadedModel, config: dict[str, Any], function: Callable[..., An
 def some_were_rejected(engine: Engine) -> bool:
     """Return whether some drafted tokens were accepted and some rejected."""
     [stats] = engine.stats().drafts
-    return 0 < sum(stats.accepted) < sum(stats.drafted)
+    return 0 < stats.num_accepted < stats.num_drafted
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,7 +98,7 @@ def test_drafts_change_no_bit(family: str, steps_ahead: int, tmp_path: Path) -> 
         assert {key: parts(sample) for key, sample in found.items()} == {k: parts(s) for k, s in expected.items()}
         counts = [(sample.num_drafted_tokens, sample.num_accepted_tokens) for sample in found.values()]
         [stats] = engine.stats().drafts
-        assert tuple(map(sum, zip(*counts, strict=True))) == (sum(stats.drafted), sum(stats.accepted))
+        assert tuple(map(sum, zip(*counts, strict=True))) == (stats.num_drafted, stats.num_accepted)
         if not steps_ahead:  # steps ahead compute a token more after a stop
             assert engine.stats().expert_tokens == plain.stats().expert_tokens
             assert engine.stats().computed_tokens == plain.stats().computed_tokens
@@ -163,6 +162,7 @@ def test_drafts_go_on_through_a_commit_of_weights(tmp_path: Path) -> None:
     outputs = [output for _ in range(12) for output in engine.step()]
     outputs += engine.commit_weights(stage(engine, changed), 1, "recompute")
     outputs += drain(engine)
+    assert some_were_rejected(engine)
     spans = {(o.request_id, o.index): o for o in samples_of(outputs)}
     assert all([span.version for span in output.weight_versions] == [0, 1] for output in spans.values())
     old = make(load_model(EngineConfig(**config)), config, None)
@@ -188,6 +188,7 @@ def test_stop_strings_end_a_sample_inside_a_draft(tmp_path: Path) -> None:
         engine = make(loaded, config, lambda so_far, most: text[len(so_far) :][:most], num_speculative_tokens=most)
         assert parts(run(engine, asked)["a", 0]) == parts(expected["a", 0])
         assert engine.stats().generated_tokens == len(expected["a", 0].token_ids)
+        assert engine.stats().drafts[0].num_accepted > 0
 
 
 def test_a_step_has_blocks_and_budget_for_drafts_or_does_without(
@@ -251,5 +252,5 @@ def test_while_drafting_pauses_no_drafter_is_asked_and_steps_run_ahead(steps_ahe
         if len(calls) == before:
             in_flight[engine.stats().steps] = engine._pipeline._queued is not None
     assert parts(outputs[0]) == parts(expected["a", 0])
-    assert 3 * Pause.LEAST <= len(calls) <= 70, "all steps but those of the first pauses"
+    assert 48 <= len(calls) <= 70, "all steps but those of the first pauses"
     assert len(in_flight) >= 30 and any(in_flight.values()) == bool(steps_ahead)

@@ -66,25 +66,26 @@ def test_a_step_that_was_queued_ahead_starts_when_the_step_before_it_is_done() -
     assert costs.seconds(2) == 1.0 and costs.seconds(4) == 2.0
 
 
+def drafts(pause: Pause, gain: float, steps: int) -> list[bool]:
+    """Return for each step whether it drafts. Each draft gains `gain` tokens."""
+    found = list[bool]()
+    for _ in range(steps):
+        pause.begin_step()
+        found.append(pause.is_over)
+        if pause.is_over:
+            pause.record(gain)
+    return found
+
+
 def test_a_sequence_without_gain_pauses_for_longer_each_time() -> None:
-    pause, drafting = Pause(), list[int]()
-    for step in range(2000):
-        if not pause.begin_step():
-            drafting.append(step)
-            pause.record(0)
+    pause = Pause()
+    drafting = [step for step, is_drafting in enumerate(drafts(pause, 0.0, 2000)) if is_drafting]
     gaps = [b - a for a, b in zip(drafting, drafting[1:], strict=False) if b - a > 1]
     assert gaps[:4] == pytest.approx([17, 33, 65, 129], abs=1) and max(gaps) <= 1025
-    while pause.begin_step():
-        pass
-    for _ in range(20):
-        pause.record(3)
-    steps = list[bool]()
-    for _ in range(200):
-        steps.append(pause.begin_step())
-        if not steps[-1]:
-            pause.record(0)
-    first = steps.index(True)
-    assert first > Pause.LEAST and steps[first : first + 15] == [True] * 15 and not all(steps[first : first + 17])
+    drafts(pause, 3.0, 1100)
+    later = drafts(pause, 0.0, 200)
+    first = later.index(False)
+    assert first > 16 and later[first : first + 15] == [False] * 15 and any(later[first : first + 17]), "as at first"
 
 
 def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
@@ -96,11 +97,6 @@ def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
 
 
 def test_accepted_tokens_that_cost_more_than_they_gain_are_in_vain() -> None:
-    costs, cheap, dear = costs_of({8: 1.0, 16: 1.5}), Pause(), Pause()
-    price = costs.price(8, 8, 8)
+    price = costs_of({8: 1.0, 16: 1.5}).price(8, 8, 8)
     assert price == pytest.approx(0.5)
-    for _ in range(Pause.LEAST):
-        cheap.cost = dear.cost = 2 * price
-        cheap.record(2)
-        dear.record(1)
-    assert dear.begin_step() and not cheap.begin_step()
+    assert all(drafts(Pause(), 2 - 2 * price, 100)) and not all(drafts(Pause(), 1 - 2 * price, 100))

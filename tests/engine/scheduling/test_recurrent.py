@@ -49,21 +49,21 @@ class HybridDriver(Driver):
 
     def _write(self, chunks: Chunks) -> None:
         lanes = self.scheduler.running.lanes
-        written = lanes.target[chunks.lanes].tolist()
+        written = lanes.states.target[chunks.lanes].tolist()
         assert len(set(written)) == len(written), "no slot is written twice"
         for chunk in chunks:
             sequence, lane = chunk.sequence, chunk.sequence.lane
-            source, others = lanes.source[lane], set(written) - {lanes.target[lane]}
+            source, others = lanes.states.source[lane], set(written) - {lanes.states.target[lane]}
             assert source not in others, "no slot is written that another sequence reads"
             before = self.holds[sequence][chunk.start - 1] if chunk.start else None
             found = None if source == NO_SLOT else self.states[source]
             assert found == before, "the state is the state after the previous tokens"
-            self.seen["restored"] += source not in (lanes.slot[lane], NO_SLOT)
+            self.seen["restored"] += source not in (lanes.states.slot[lane], NO_SLOT)
         super()._write(chunks)
         for chunk in chunks:
             lane = chunk.sequence.lane
-            self.states[lanes.target[lane]] = self.holds[chunk.sequence][chunk.end - 1]
-            self.seen["checkpoint"] += int(lanes.target[lane] != lanes.slot[lane])
+            self.states[lanes.states.target[lane]] = self.holds[chunk.sequence][chunk.end - 1]
+            self.seen["checkpoint"] += int(lanes.states.target[lane] != lanes.states.slot[lane])
 
     def _check_progress(self, before: list[Sequence], chunks: Chunks) -> None:
         """A waiting sequence may wait for a slot. A running sequence always has a slot."""
@@ -219,7 +219,10 @@ def test_two_requests_restore_one_checkpoint_in_one_step() -> None:
     run(driver, PROMPT, [1])
     both = [driver.add([*PROMPT[:10], *tail], [4]) for tail in ([0, 0], [1, 1])]
     chunks = driver.step()
-    assert len({*driver.scheduler.running.lanes.slot[chunks.lanes].tolist()}) == 2 and driver.slots.stats.restored == 2
+    assert (
+        len({*driver.scheduler.running.lanes.states.slot[chunks.lanes].tolist()}) == 2
+        and driver.slots.stats.restored == 2
+    )
     driver.drain()
     assert [sequence.num_cached_tokens for sequence in both] == [10, 10]
 
@@ -242,7 +245,7 @@ def test_a_checkpoint_being_read_outlives_its_entry() -> None:
     run(driver, PROMPT, [1])
     sequence = driver.add([*PROMPT[:10], 1, 0, 1, 0], [1])
     driver.scheduler.schedule()
-    assert driver.scheduler.running.lanes.source[sequence.lane] != NO_SLOT
+    assert driver.scheduler.running.lanes.states.source[sequence.lane] != NO_SLOT
     driver.cache.invalidate()
     assert driver.slots.stats.ready == 0
     driver.scheduler.check_integrity()
@@ -255,9 +258,9 @@ def test_a_group_forks_from_a_restored_prompt() -> None:
     driver.step()
     assert group.num_cached_tokens == 10
     lanes = [sequence.lane for sequence in driver.scheduler.running.sequences]
-    sources = {*driver.scheduler.running.lanes.source[lanes].tolist()}
+    sources = {*driver.scheduler.running.lanes.states.source[lanes].tolist()}
     assert len(driver.scheduler.running.sequences) == 3 and len(sources) == 1, "all resume from one state"
-    assert not sources & {*driver.scheduler.running.lanes.slot[lanes].tolist()}
+    assert not sources & {*driver.scheduler.running.lanes.states.slot[lanes].tolist()}
     driver.drain()
 
 
@@ -280,7 +283,7 @@ def test_a_commit_between_reserve_and_ready_leaves_no_checkpoint() -> None:
     sequence = driver.add(PROMPT, [1])
     chunks = driver.scheduler.schedule()
     lanes = driver.scheduler.running.lanes
-    assert lanes.target[sequence.lane] != lanes.slot[sequence.lane] and driver.slots.stats.reserved == 1
+    assert lanes.states.target[sequence.lane] != lanes.states.slot[sequence.lane] and driver.slots.stats.reserved == 1
     driver.scheduler.advance(chunks)
     driver.cache.invalidate()
     driver.scheduler.publish(chunks)
