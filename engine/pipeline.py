@@ -29,9 +29,9 @@ from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output, SampleOutput, ScoreOutput
 from .running.executor import Computation, Executor
 from .running.sampler import Drawn
-from .running.step import plan_step
+from .running.step import plan_step, ranges
 from .scheduling.scheduler import Scheduler, SharedPrompts
-from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, ranges, takers_of
+from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
 from .stats import DraftStats
 
 Entry: TypeAlias = OpenSample | OpenScore
@@ -210,8 +210,11 @@ class Pipeline:
     def step(self) -> list[Output]:
         """See `Engine.step`."""
         self._executor.check_ready()
+        # Nothing can be planned before it is known which drafts are accepted, and a drafter reads the last tokens.
+        outputs = self.settle() if self._queued is not None and self._queued.chunks.drafts else []
         drafting = self._drafting if self._drafting and self._drafting.begin_step(self._scheduler.running) else None
-        outputs = [] if drafting is None else self.settle()  # a drafter reads the tokens of the last step
+        if drafting is not None:
+            outputs += self.settle()
         started = time.monotonic()
         chunks = self._scheduler.schedule()
         if drafting is not None:

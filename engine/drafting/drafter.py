@@ -44,7 +44,8 @@ class Drafter(Protocol):
 class FunctionDrafter:
     """Drafts the tokens that `function(tokens, most)` returns. Used in tests and research.
 
-    `tokens`: the tokens of the prompt and of the sample so far. The function must not change `tokens`.
+    `tokens`: the tokens of the prompt and of the sample so far. The function must not change `tokens` or keep a view of
+    it.
     """
 
     name = "function"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence as AnySequence
 
 import numpy as np
@@ -39,7 +38,7 @@ class Drafting:
 
     def __init__(self, drafter: Drafter, most: int, vocab_size: int, adapts: bool = True) -> None:
         self.costs = StepCosts()
-        self._counts, self._pauses = DraftCounts(most), defaultdict[Sequence, Pause](Pause)
+        self._counts, self._pauses = DraftCounts(most), dict[Sequence, Pause]()
         self._drafter, self._most, self._vocab_size, self._adapts = drafter, most, vocab_size, adapts
         self._price = 0.0  # of a drafted token in the step in flight, as a number of tokens
 
@@ -56,10 +55,11 @@ class Drafting:
     def begin_step(self, running: Running) -> bool:
         """Return whether to draft in the next step: False if drafting pauses for all decoding sequences."""
         lanes, order = running.lanes, running.in_order()
-        pauses = [self._pauses[sequence] for sequence in lanes.sequences[order[lanes.is_decoding[order]]].tolist()]
+        pauses = [self._pauses.get(each) for each in lanes.sequences[order[lanes.is_decoding[order]]].tolist()]
         for pause in pauses:
-            pause.begin_step()
-        return any(pause.is_over for pause in pauses)
+            if pause is not None:
+                pause.begin_step()
+        return any(pause is None or pause.is_over for pause in pauses)
 
     def extend(self, chunks: Chunks, scheduler: Scheduler) -> Chunks:
         """Return the chunks of a step, extended with drafted tokens.
@@ -101,7 +101,7 @@ class Drafting:
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
         places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
         for sequence, sample, lane, limit in places:
-            if limit > 0 and (pause := self._pauses[sequence]).is_over:
+            if limit > 0 and (pause := self._pauses.setdefault(sequence, Pause())).is_over:
                 asked[lane] = pause
                 if (draft := self._draft(sequence, sample.seed, limit)).tokens:
                     drafts[lane] = draft
@@ -115,8 +115,9 @@ class Drafting:
 
     def _draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
         draft = self._drafter.draft(sequence, seed, most)
-        valid = next((i for i, token in enumerate(draft.tokens) if not 0 <= token < self._vocab_size), most)
-        return Draft(list(draft.tokens[:valid]), draft.chances[:valid])
+        tokens = list(draft.tokens[:most])
+        valid = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), most)
+        return Draft(tokens[:valid], draft.chances[:valid])
 
     def _choose(self, drafts: dict[int, Draft], rows: int, tokens: int) -> dict[int, int]:
         if not self._adapts:

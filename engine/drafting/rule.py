@@ -53,7 +53,7 @@ class StepCosts:
 
         The time before the previous step ended does not count.
         """
-        seconds, self._ended = ended - max(started, self._ended), ended
+        seconds, self._ended = max(ended - max(started, self._ended), 1e-6), ended
         self._steps += 1
         bucket = bucket_of(rows)
         last = self._last.setdefault(bucket, deque(maxlen=_MOST_KEPT))

@@ -54,7 +54,7 @@ class ModelRunner:
         num_slots: int = 0,
         journal: tuple[int, int] = (0, 0),
     ) -> None:
-        self.model = model
+        self.model, self.device = model, model.device
         self.block_size = block_size
         windows = model.spec.windows
         mixers = [layer.mixer for layer in model.spec.layers]
@@ -71,16 +71,11 @@ class ModelRunner:
 
         # Use small pages, so that a block occupies memory only after it is first used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
-        self.memories, self._journals = build(empty)
+        self.memories, journals = build(empty)
+        self._journals = journals if model.spec.delta_nets else None  # None without recurrent layers
         self._caches: list[list[Tensor]] = [[] for _ in windows]  # for each group
         for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
-        self._has_states = bool(model.spec.delta_nets)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights and of all memory."""
-        return self.model.device
 
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
         """Compute a step: update the memories, and return the model's output for the step's tokens.
@@ -110,13 +105,12 @@ class ModelRunner:
         model with recurrent layers.
         """
         tokens = token_ids, positions, self.memories, [pages[group] for group in self.groups]
-        if self._has_states:
-            assert states is not None
+        if states is not None and self._journals is not None:
             return self.model.forward(ModelInput(*tokens, self._states(pages[0].batch.query_starts, states, journal)))
         return self.model.forward(ModelInput(*tokens))
 
     def _states(self, query_starts: Sequence[int], states: Tensor, rows: JournalRows | None) -> StateBatch:
-        if rows is None:
+        if rows is None or self._journals is None:
             return StateBatch(query_starts, *states)
         places = map(self.to_device, (rows.own, rows.repeated, rows.drafted))
         return StateBatch(rows.query_starts, *states, rows.num_drafted, Journal(self._journals, *places))

@@ -158,6 +158,7 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
         raise ConfigError(
             f"kv_memory: {_budget(config, available)} bytes are not enough for one block of {sizes.block} bytes{beside}"
             f"; raise kv_memory, or lower max_num_seqs{' or state_budget' if budget else ''}"
+            f"{' or num_speculative_tokens' if of_drafts else ''}"
         )
     if not any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
         num_blocks = min(num_blocks, config.max_num_seqs * _blocks(max_model_len, config.block_size))
@@ -179,7 +180,7 @@ def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -
     """
     widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
-    return rows + 2 * 4 * min(config.max_num_seqs, LOGITS_ROWS) * spec.vocab_size
+    return rows + 2 * 4 * min(config.max_num_seqs * (1 + config.num_drafts), LOGITS_ROWS) * spec.vocab_size
 
 
 def _budget(config: EngineConfig, available: int) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from ...kernels.contract import NO_SLOT
 from ..outputs.open_requests import DRAW, OpenScore
 from ..request import Distribution
-from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers, ranges
+from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
 NO_LANE = -1
 """The lane of a draw that is not stored on the device, because the host sees the token before the sequence continues.
@@ -150,7 +150,7 @@ def plan_step(
     tables = [table[chunks.lanes, :most] for table in lanes.tables]
     blocks, offsets = np.divmod(positions, block_size)
     token_ids, unseen = _tokens(chunks, lanes, ends)
-    num_drafted = chunks.num_drafted
+    num_drafted = chunks.num_drafted if chunks.drafts else np.zeros_like(counts)
     drafted = ranges(ends - num_drafted, num_drafted)
     return Step(
         token_ids=token_ids,
@@ -218,6 +218,14 @@ def _places(lanes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     rows.
     """
     return lanes.repeat(counts), ranges(np.zeros_like(lanes), counts)
+
+
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return the concatenation of one range for each i: the range has counts[i] numbers and begins at starts[i]. All
+    arrays are int64.
+    """
+    firsts = counts.cumsum() - counts
+    return np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
 
 
 def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) -> Draws:

@@ -436,7 +436,7 @@ class Scheduler:
         """
         lanes = self.running.lanes
         self.stats.steps += 1
-        lanes.num_computed[chunks.lanes] = chunks.ends
+        lanes.num_computed[chunks.lanes], lanes.states.num_repeated[chunks.lanes] = chunks.ends, 0
         if self.running.states is not None:
             self.running.states.advance(chunks)
         of_prompts = np.minimum(chunks.ends, lanes.num_prompt_tokens[chunks.lanes]) - chunks.starts

@@ -366,14 +366,6 @@ class Takers:
         return int(self.counts[: len(self.decodes)].sum())
 
 
-def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the concatenation of one range for each i: the range has counts[i] numbers and begins at starts[i]. All
-    arrays are int64.
-    """
-    firsts = counts.cumsum() - counts
-    return np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
-
-
 def takers_of(chunks: Chunks, lanes: Lanes) -> Takers:
     """Before `chunks` are computed, return the samples and scores that will receive the chunks' results."""
     is_decoding = lanes.is_decoding[chunks.lanes]

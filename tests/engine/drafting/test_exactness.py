@@ -14,6 +14,8 @@ import pytest
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.drafting.drafter import FunctionDrafter
+from trueroll.engine.drafting.repeats import RepeatsDrafter
+from trueroll.engine.drafting.rule import StepCosts
 from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import GenerateRequest, SampleOutput
@@ -254,3 +256,58 @@ def test_while_drafting_pauses_no_drafter_is_asked_and_steps_run_ahead(steps_ahe
     assert parts(outputs[0]) == parts(expected["a", 0])
     assert 48 <= len(calls) <= 70, "all steps but those of the first pauses"
     assert len(in_flight) >= 30 and any(in_flight.values()) == bool(steps_ahead)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pause_that_begins_while_drafts_are_in_flight_changes_no_bit(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fifteen wrong drafts, then one that is partly right but costs more than it gains: the next step runs ahead."""
+    config = dict(model=str(make_tiny_model(family, tmp_path / "model")), num_blocks=512, num_threads=1)
+    loaded, asked = load_model(EngineConfig(**config)), [generate("a", tokens(9), max_tokens=80)]
+    expected = run(make(loaded, config, None), asked)["a", 0]
+    whole, calls = array("i", [*tokens(9), *expected.token_ids]), list[int]()
+
+    def draft(so_far: array[int], most: int) -> list[int]:
+        calls.append(len(so_far))
+        right = whole[len(so_far) :]
+        return [(right[0] + 1) % 512] if len(calls) < 16 else [*right[:2], (right[2] + 1) % 512] * (len(calls) == 16)
+
+    def dear(costs: StepCosts, rows: int, drafted: int, tokens: int) -> float:
+        return 1.0 if drafted else 0.0
+
+    monkeypatch.setattr(StepCosts, "price", dear)
+    engine = make(loaded, config, draft)
+    drafting = engine._pipeline._drafting
+    assert drafting is not None
+    monkeypatch.setattr(drafting, "_choose", lambda drafts, *_: {lane: len(d.tokens) for lane, d in drafts.items()})
+    monkeypatch.setattr(StepCosts, "is_known", lambda costs, rows: True)
+    drafting._adapts = True
+    found = run(engine, asked)["a", 0]
+    assert engine.stats().drafts[0].num_accepted == 2 and len(calls) < 70, "premise: drafting paused"
+    assert parts(found) == parts(expected)
+    for most in (1, 8):  # never right
+        engine = make(loaded, config, lambda so_far, most: [7] * most, num_speculative_tokens=most)
+        assert parts(run(engine, asked)["a", 0]) == parts(expected)
+
+
+def test_a_draft_that_is_too_long_is_cut(tmp_path: Path) -> None:
+    config, loaded = small("qwen3_5", tmp_path)
+    asked = [generate("a", tokens(9), max_tokens=40)]
+    expected = run(make(loaded, config, None), asked)
+    for last in (-1, 5):
+        engine = make(loaded, config, lambda so_far, most, last=last: [7] * (most + 5) + [last])
+        assert parts(run(engine, asked)["a", 0]) == parts(expected["a", 0])
+        assert len(engine.stats().drafts[0].drafted) == 4 and engine.stats().drafts[0].num_drafted > 0
+
+
+def test_nothing_is_kept_of_samples_that_have_ended(tmp_path: Path) -> None:
+    config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
+    engine = Engine(EngineConfig(**config, speculative="ngram"), load_model(EngineConfig(**config)), RepeatsDrafter())
+    asked = [generate(str(i), tokens(9, seed=i), n=2, max_tokens=20, stop_token_ids=[*range(512)]) for i in range(5)]
+    run(engine, [*asked, generate("long", tokens(9, seed=9), n=3, max_tokens=30)])
+    drafting = engine._pipeline._drafting
+    assert drafting is not None and not drafting._pauses
+    drafter = drafting._drafter
+    assert isinstance(drafter, RepeatsDrafter) and not drafter._keys
+    assert not any(index._running for index in drafter._indexes.values())
