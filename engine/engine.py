@@ -57,8 +57,8 @@ class Engine:
         self._scheduler = _new_scheduler(config, self.info)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
         self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
-        drafting = _new_drafting(config, self.info, drafter)
-        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, drafting)
+        self._drafting = _new_drafting(config, self.info, drafter)
+        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, self._drafting)
 
     @property
     def info(self) -> EngineInfo:
@@ -226,7 +226,7 @@ class Engine:
             checkpoints_reserved=checkpoints.reserved,
             expert_tokens=self._pipeline.experts.counts,
             pools=tables.stats(),
-            drafts=self._pipeline.draft_stats(),
+            drafts=() if self._drafting is None else (self._drafting.stats(),),
             samples_finished=dict(ledger.finished),
         )
 

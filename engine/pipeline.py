@@ -32,7 +32,6 @@ from .running.sampler import Drawn
 from .running.step import plan_step, ranges
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
-from .stats import DraftStats
 
 Entry: TypeAlias = OpenSample | OpenScore
 _NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
@@ -226,10 +225,6 @@ class Pipeline:
             return outputs + self.settle()
         self._expect(queued)
         return outputs
-
-    def draft_stats(self) -> tuple[DraftStats, ...]:
-        """Return the statistics of the drafter, if there is one."""
-        return () if self._drafting is None else (self._drafting.stats(),)
 
     def settle(self) -> list[Output]:
         """Wait for the step in flight, if there is one, and return its outputs."""

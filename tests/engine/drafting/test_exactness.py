@@ -230,7 +230,7 @@ def test_repeats_are_drafted_and_change_no_bit(tmp_path: Path) -> None:
     asked = [generate("a", np.tile(tokens(8), 4), n=4, max_tokens=40)]
     expected = run(make(loaded, config, None), asked)
     engine = Engine(EngineConfig(**config, speculative="ngram"), loaded)
-    drafting = engine._pipeline._drafting
+    drafting = engine._drafting
     assert drafting is not None
     drafting._adapts = False  # no test depends on times
     for _ in range(2):
@@ -278,7 +278,7 @@ def test_a_pause_that_begins_while_drafts_are_in_flight_changes_no_bit(
 
     monkeypatch.setattr(StepCosts, "price", dear)
     engine = make(loaded, config, draft)
-    drafting = engine._pipeline._drafting
+    drafting = engine._drafting
     assert drafting is not None
     monkeypatch.setattr(drafting, "_choose", lambda drafts, *_: {lane: len(d.tokens) for lane, d in drafts.items()})
     monkeypatch.setattr(StepCosts, "is_known", lambda costs, rows: True)
@@ -304,9 +304,9 @@ def test_a_draft_that_is_too_long_is_cut(tmp_path: Path) -> None:
 def test_nothing_is_kept_of_samples_that_have_ended(tmp_path: Path) -> None:
     config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
     engine = Engine(EngineConfig(**config, speculative="ngram"), load_model(EngineConfig(**config)), RepeatsDrafter())
-    asked = [generate(str(i), tokens(9, seed=i), n=2, max_tokens=20, stop_token_ids=[*range(512)]) for i in range(5)]
+    asked = [generate(str(i), tokens(9, seed=i), max_tokens=20, stop_token_ids=[*range(512)]) for i in range(5)]
     run(engine, [*asked, generate("long", tokens(9, seed=9), n=3, max_tokens=30)])
-    drafting = engine._pipeline._drafting
+    drafting = engine._drafting
     assert drafting is not None and not drafting._pauses
     drafter = drafting._drafter
     assert isinstance(drafter, RepeatsDrafter) and not drafter._keys
