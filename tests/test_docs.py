@@ -38,7 +38,7 @@ def definitions() -> dict[str, tuple[Path, str]]:
 def test_every_promise_names_its_tests() -> None:
     promises = list(filter(is_promise, blocks()))
     assert len(promises) > 30
-    assert [block for block in promises if not re.search(r"Tests?: (\[\d+\](, )?)+\.$", block)] == []
+    assert [block for block in promises if not re.search(r"Tests?:\s+(\[\d+\](,\s+)?)+\.$", block)] == []
 
 
 def test_every_named_test_exists() -> None:

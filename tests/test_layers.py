@@ -54,7 +54,8 @@ SPEC = {"specs", "contract"}
 KERNELS = {
     "__init__": set(),
     "specs": set(),
-    "contract": {"specs"},
+    "journal": set(),
+    "contract": {"journal", "specs"},
     "spellings": set(),
     "stacks": {"contract"},
     "shards": {"specs"},
@@ -111,9 +112,11 @@ ENGINE = {
     "drafting.drafter": {"scheduling.sequence"},
     "drafting.repeats": {"drafting.drafter", "scheduling.sequence"},
     "drafting.rule": {"drafting.drafter"},
-    "drafting.drafting": {"drafting.drafter", "drafting.rule", "outputs.open_requests", "scheduling.sequence", "stats"},
+    "drafting.drafting": {"drafting.drafter", "drafting.rule", "outputs.open_requests", "stats"}
+    | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
+    "experts": {"outputs.routes", "scheduling.sequence"},
     "pipeline": OUTPUTS
-    | {"drafting.drafting", "stats"}
+    | {"drafting.drafting", "experts"}
     | {"running.executor", "running.sampler", "running.step"}
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "admission": OUTPUTS
@@ -168,6 +171,7 @@ SHARED_WITH_PUSHES = {"engine.request", "kernels.spellings", "kernels.transfer"}
 RUNS_AN_ENGINE = {
     "rollout.worker.process",
     "rollout.tools.verify",
+    "rollout.tools.verify_drafts",
     "rollout.tools.verify_premises",
     "rollout.tools.bench",
     "rollout.tools.plan",

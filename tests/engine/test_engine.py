@@ -607,5 +607,5 @@ def test_the_log_lists_memory_by_purpose(tiny_qwen3_5: Path, caplog: pytest.LogC
     assert info.scratch_bytes > 0 and info.live_states == 72
     assert caplog.messages == [
         f"memory in bytes: weights {info.weight_bytes}, KV cache of 512 blocks {info.kv_bytes}, "
-        f"72 live states and 7 checkpoints {info.state_bytes}, largest step {info.scratch_bytes}"
+        f"72 live states, 7 checkpoints and drafts {info.state_bytes}, largest step {info.scratch_bytes}"
     ]

@@ -116,7 +116,7 @@ def test_what_the_kernels_do_not_serve(
 def test_the_kernels_compute_products_that_lead_back_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     spec = replace(decoder_spec(layer_spec(size=64)), pieces=4)
-    with pytest.raises(ConfigError, match="in 1 piece .got 4.; use the backend ref"):
+    with pytest.raises(ConfigError, match="in 1 piece .got 4.; use the backend .reference"):
         select_backend("triton", torch.device("cpu"), torch.bfloat16, spec)
     assert select_backend("auto", torch.device("cpu"), torch.bfloat16, spec).name == "reference"
 

@@ -314,19 +314,20 @@ struct Run {
     // one.
     void delta_net(long key_heads, long value_heads, long key_dim, long value_dim, long kernel) const {
         const std::vector<int64_t> starts = {0, 3, 4, 6, 6, 140}, reads = {-1, 5, 1, 5, -1}, writes = {0, 2, 1, 3, 4};
+        const std::vector<int64_t> drafted = {2, 0, 1, 0, 70};
         const long rows = 140, slots = 6, channels = 2 * key_heads * key_dim + value_heads * value_dim;
         Values x = random(rows * channels), weight = random(channels * kernel, false), qkv = random(rows * channels);
         Values tails = random(slots * (kernel - 1) * channels, false), out = random(rows * value_heads * value_dim);
         trueroll_convolve(
             threads, bfloat16, x.data(), rows, channels, weight.data(), kernel, tails.data(), 5, starts.data(),
-            reads.data(), writes.data(), qkv.data()
+            reads.data(), writes.data(), drafted.data(), qkv.data()
         );
         Values b = random(rows * value_heads), a = random(rows * value_heads);
         Values decay = random(value_heads, false), bias = random(value_heads, false);
         std::vector<float> states(static_cast<size_t>(slots * value_heads * key_dim * value_dim), 0.5f);
         trueroll_delta_rule(
             threads, bfloat16, qkv.data(), b.data(), a.data(), decay.data(), bias.data(), key_heads, value_heads,
-            key_dim, value_dim, states.data(), 5, starts.data(), reads.data(), writes.data(), out.data()
+            key_dim, value_dim, states.data(), 5, starts.data(), reads.data(), writes.data(), drafted.data(), out.data()
         );
         digest->add(qkv), digest->add(tails), digest->add(states), digest->add(out);
     }
