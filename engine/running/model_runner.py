@@ -110,10 +110,11 @@ class ModelRunner:
         return self.model.forward(ModelInput(*tokens))
 
     def _states(self, query_starts: Sequence[int], states: Tensor, rows: JournalRows | None) -> StateBatch:
+        reads, writes = states
         if rows is None or self._journals is None:
-            return StateBatch(query_starts, *states)
+            return StateBatch(query_starts, reads, writes)
         places = map(self.to_device, (rows.own, rows.repeated, rows.drafted))
-        return StateBatch(rows.query_starts, *states, rows.num_drafted, Journal(self._journals, *places))
+        return StateBatch(rows.query_starts, reads, writes, rows.num_drafted, Journal(self._journals, *places))
 
     def seen(self, token_ids: Tensor, step: Step, lanes: LaneState | None) -> Tensor:
         """Return `token_ids` with the step's unseen tokens filled in. The previous step draws the unseen tokens.
