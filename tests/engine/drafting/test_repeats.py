@@ -1,4 +1,4 @@
-"""The drafter of repeats: what it finds, its budget, and whose tokens it never looks at."""
+"""The drafter of repeats: what it finds, its budget, and the samples that it never looks at."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ def test_unmeasured_rows_are_tried_and_old_measurements_forgotten() -> None:
     costs = costs_of({2: 1.0})
     assert costs.seconds(1) == 1.0 and 1.0 < costs.seconds(4) < 2.0
     record(costs, 4, 5.0)
-    assert costs.seconds(4) == pytest.approx(5.0)
+    assert costs.seconds(4) == 5.0
     record(costs, 4, 90.0)
     record(costs, 4, 6.0)
-    assert costs.seconds(4) == pytest.approx(6.0), "the median"
+    assert costs.seconds(4) == 6.0, "the median"
     for _ in range(600):
         record(costs, 2, 1.0)
     assert costs.seconds(4) < 2.0
@@ -81,7 +81,7 @@ def test_a_sequence_without_gain_pauses_for_longer_each_time() -> None:
     pause = Pause()
     drafting = [step for step, is_drafting in enumerate(drafts(pause, 0.0, 2000)) if is_drafting]
     gaps = [b - a for a, b in zip(drafting, drafting[1:], strict=False) if b - a > 1]
-    assert gaps[:4] == pytest.approx([17, 33, 65, 129], abs=1) and max(gaps) <= 1025
+    assert gaps[:4] == [17, 33, 65, 129] and max(gaps) <= 1025
     drafts(pause, 3.0, 1100)
     later = drafts(pause, 0.0, 200)
     first = later.index(False)
@@ -98,5 +98,5 @@ def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
 
 def test_accepted_tokens_that_cost_more_than_they_gain_are_in_vain() -> None:
     price = costs_of({8: 1.0, 16: 1.5}).price(8, 8, 8)
-    assert price == pytest.approx(0.5)
+    assert price == 0.5
     assert all(drafts(Pause(), 2 - 2 * price, 100)) and not all(drafts(Pause(), 1 - 2 * price, 100))

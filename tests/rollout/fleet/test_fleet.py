@@ -70,7 +70,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def fleet(cluster: Path, tiny_llama: Path) -> Iterator[Fleet]:
-    """A fleet whose workers draft tokens, so that failovers meet drafts, too."""
+    """A fleet of workers with drafts, so that the tests of failovers cover drafts."""
     file = cluster.parent / "members.json"
     with Fleet(str(tiny_llama), 2, metrics_port=0, file=file, speculative="ngram", **SETTINGS) as fleet:
         yield fleet
