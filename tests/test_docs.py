@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "security.md").read_text()
 WITHOUT_PROMISES = {"What is not promised", "Reporting a problem"}
@@ -51,3 +53,11 @@ def test_every_named_test_exists() -> None:
         if not path.is_file() or not re.search(rf"^(async )?def {test}\(", path.read_text(), re.M)
     ]
     assert missing == []
+
+
+@pytest.mark.parametrize(
+    "page", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda page: page.stem
+)
+def test_every_code_block_begins_and_ends_on_lines_of_their_own(page: Path) -> None:
+    fences = [line for line in page.read_text().splitlines() if "```" in line]
+    assert all(re.fullmatch(r" *```\w*", line) for line in fences) and len(fences) % 2 == 0

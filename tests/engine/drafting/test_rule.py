@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from trueroll.engine.drafting.drafter import Draft
 from trueroll.engine.drafting.rule import Pause, StepCosts, bucket_of, choose
 
