@@ -211,6 +211,7 @@ class AsyncRolloutClient:
         params: ParamsArg = None,
         *,
         deltas: bool,
+        delta_seconds: float = 0.0,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
@@ -223,6 +224,7 @@ class AsyncRolloutClient:
         params: ParamsArg = None,
         *,
         deltas: bool = False,
+        delta_seconds: float = 0.0,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
@@ -237,9 +239,13 @@ class AsyncRolloutClient:
         connection. If a sample is restarted, discard its earlier deltas. If the caller reads slowly, unread deltas of a
         sample are merged into one. If another client already runs the same request, the first delta has all tokens so
         far.
+
+        `delta_seconds`: minimum time between two deltas of a sample, in seconds, from 0 to 60. The next delta contains
+        all tokens that were drawn in the meantime. A finished sample is never delayed. The worker ignores
+        `delta_seconds` while it runs at most 8 such calls.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        demand |= dict(while_connected=self._while_connected, deltas=deltas)
+        demand |= dict(while_connected=self._while_connected, deltas=deltas, delta_seconds=delta_seconds)
         made = generate_requests(prompts, params, seed, request_ids, demand)
         async with aclosing(self.exchange(dict(enumerate(made)), "prompts")) as replies:
             async for position, reply in replies:
@@ -671,6 +677,7 @@ class RolloutClient:
         params: ParamsArg = None,
         *,
         deltas: bool,
+        delta_seconds: float = 0.0,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
@@ -683,6 +690,7 @@ class RolloutClient:
         params: ParamsArg = None,
         *,
         deltas: bool = False,
+        delta_seconds: float = 0.0,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
@@ -690,7 +698,8 @@ class RolloutClient:
     ) -> Iterator[tuple[int, Any]]:
         """See `AsyncRolloutClient.stream`."""
         demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        samples = self._client.stream(prompts, params, deltas=deltas, seed=seed, request_ids=request_ids, **demand)
+        demand |= dict(deltas=deltas, delta_seconds=delta_seconds)
+        samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids, **demand)
         try:
             while (item := self._wait(_next(samples))) is not None:
                 yield item

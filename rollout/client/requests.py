@@ -41,7 +41,8 @@ def generate_requests(
 ) -> list[Any]:
     """Return a message for each prompt. With `errors="return"`, each invalid prompt gets an error instead of a message.
 
-    `demand`: message fields `min_weight_version`, `wait_for_weights`, `while_connected` and optionally `deltas`.
+    `demand`: message fields `min_weight_version`, `wait_for_weights`, `while_connected` and optionally
+    `deltas` and `delta_seconds`.
     """
     if errors not in ("raise", "return"):
         text = f"errors: must be raise or return (got {brief(errors)})"

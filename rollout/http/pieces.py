@@ -5,6 +5,7 @@ An endpoint describes the request with a `Task`, and the format of the answer wi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,11 @@ from .turns import Turns
 
 DECODED_TOKENS = 4096
 """Number of tokens decoded to text in one step. A step takes about a millisecond."""
+
+DELTA_SECONDS = 0.25
+"""Minimum time between the events of a stream while the worker has many streams, in seconds. An event costs as much
+processor time as several tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -149,30 +155,23 @@ class Asker:
     async def events(self, task: Task, form: Form) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a streamed task as soon as they are ready."""
         usage = Usage(sum(map(len, task.prompts)))
-        streams: dict[tuple[int, int], tuple[GrowingText | None, _Told]] = {}
+        choices: defaultdict[tuple[int, int], _Choice] = defaultdict(lambda: _Choice(self._text(task)))
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
-        stream = self._client.stream(task.prompts, task.params, deltas=True, seed=task.seed)
-        async with aclosing(stream) as pieces:
-            async for position, got in pieces:
-                if (choice := (position, got.index)) not in streams:
-                    streams[choice] = self._text(task), _Told()
-                text, before = streams[choice]
+        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed)
+        async with aclosing(self._client.stream(task.prompts, task.params, **wishes)) as stream:
+            async for position, got in stream:
+                choice = choices[position, got.index]
                 if isinstance(got, SampleDelta):
-                    if (rest := before.rest_of(got)) is None:
-                        continue
-                    for i, part in enumerate(parts_of(rest)):
+                    for i, part in enumerate(choice.parts_of(got)):
                         if i:
                             await self._turns.next()
-                        new = text.add(part.token_ids) if text else ""
-                        yield form.event(_piece(position, part, new, part.start, None))
-                else:
-                    finished[position].append(got)
-                    if len(finished[position]) == task.params.n:
-                        self._keep(task, task.prompts[position], finished[position])
-                    check_sample(got)
-                    before.check_whole(got)
-                    usage.add(position, got)
-                    yield form.event(_end(position, got, text.finish(got) if text else ""))
+                        yield form.event(_piece(position, part, choice.add(part), part.start, None))
+                    continue
+                finished[position].append(got)
+                if len(finished[position]) == task.params.n:
+                    self._keep(task, task.prompts[position], finished[position])
+                usage.add(position, got)
+                yield form.event(_end(position, got, choice.finish(got)))
         if task.tells_usage:
             yield form.last_event(usage)
 
@@ -212,20 +211,23 @@ def _cut(delta: SampleDelta, start: int, end: int) -> SampleDelta:
     return replace(delta, start=delta.start + start, token_ids=token_ids, **columns)
 
 
-class _Told:
-    """The tokens and log-probs of a choice that a stream has already sent.
+class _Choice:
+    """A streamed choice, with the tokens and log-probs that the stream has already sent.
+
+    `text`: the decoder of the choice's text; None if the stream contains no text.
 
     A sample may restart from its first token, for example on another worker of a fleet after the first worker was lost.
     The stream continues if the restarted sample has the tokens and log-probs that were already sent. With the same
     weights, a restarted sample always has the same tokens and log-probs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, text: GrowingText | None) -> None:
+        self._text = text
         self._token_ids: list[int] = []
         self._logprobs: list[int] = []  # the bits of the float32 values
 
-    def rest_of(self, delta: SampleDelta) -> SampleDelta | None:
-        """Return the unsent part of a delta; None if the whole delta was already sent.
+    def parts_of(self, delta: SampleDelta) -> Iterator[SampleDelta]:
+        """Yield the unsent part of a delta, in parts that can each be written in one step.
 
         Raise WorkerLostError if the delta differs from the tokens and log-probs that were already sent.
         """
@@ -236,13 +238,24 @@ class _Told:
         self._token_ids += tokens[again:]
         self._logprobs += logprobs[again:]
         if again == 0:
-            return delta
-        return _cut(delta, again, len(tokens)) if tokens[again:] else None
+            yield from parts_of(delta)
+        elif tokens[again:]:
+            yield from parts_of(_cut(delta, again, len(tokens)))
 
-    def check_whole(self, sample: SampleOutput) -> None:
-        """Raise WorkerLostError if the tokens that were sent differ from the tokens of the finished sample."""
+    def add(self, part: SampleDelta) -> str:
+        """Return the new text that a part of a delta completes."""
+        return self._text.add(part.token_ids) if self._text else ""
+
+    def finish(self, sample: SampleOutput) -> str:
+        """Return the remaining text of the finished sample.
+
+        Raise HttpError if the sample ended with an error, and WorkerLostError if it differs from the tokens that were
+        already sent.
+        """
+        check_sample(sample)
         if sample.token_ids != self._token_ids:
             raise _void()
+        return self._text.finish(sample) if self._text else ""
 
 
 def _void() -> WorkerLostError:

@@ -51,6 +51,7 @@ def _is_whole_words(data: bytes) -> bytes:
 
 
 Number: TypeAlias = Annotated[int, Field(ge=-(2**63), lt=2**64)] | float
+MAX_DELTA_SECONDS = 60
 Array = Annotated[bytes, AfterValidator(_is_whole_words)]
 Span: TypeAlias = tuple[Count, Count, Count]
 Spans = Annotated[tuple[ContentSpan, ...], FailFast(), Field(max_length=MAX_SPANS)]
@@ -85,6 +86,8 @@ class Generate(_Request):
     - `prompt_token_ids`: int32 array
     - `num_prior_tokens`, `spans`: see `GenerateRequest`
     - `deltas`: send new tokens to this caller in `Deltas` messages while the samples are generated
+    - `delta_seconds`: minimum time between two `Deltas` messages to this caller, in seconds. The worker ignores
+      `delta_seconds` while it streams to only a few callers.
     - `while_connected`: once every client that waits for the request has disconnected, end the request and drop its
       result
     - other fields: see `_Request`
@@ -97,7 +100,15 @@ class Generate(_Request):
     num_prior_tokens: Count = 0
     spans: Spans = ()
     deltas: bool = False
+    delta_seconds: Annotated[float, Field(ge=0, le=MAX_DELTA_SECONDS)] = 0.0
     while_connected: bool = False
+
+    @field_validator("delta_seconds")
+    @classmethod
+    def _knows_what_it_delays(cls, seconds: float, info: ValidationInfo) -> float:
+        if seconds and not info.data.get("deltas", True):
+            raise ValueError("delta_seconds: requires deltas, which is false; set deltas to true")
+        return seconds
 
 
 class GetScores(_Request):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -44,8 +45,10 @@ from .. import protocol
 from ..config import WorkerConfig
 from ..protocol import Delta, Deltas, Generate, GetScores, Growth, State
 from .engine_thread import Add, Command, End, Ended, Run, Stream
-from .ledger import Calls, Entry, Ledger, Submission, asked_by, num_bytes_of, num_streamed_by, salt_of, scoped
+from .ledger import Calls, Entry, Ledger, Submission, asked_by, num_bytes_of, salt_of, scoped, submission_of
 
+FEW_READERS = 8
+"""While at most this number of readers stream requests, every reader gets every token at once."""
 MOST_CALLERS = 1024
 """Maximum number of callers that can submit the same request."""
 
@@ -182,12 +185,15 @@ class _Progress:
     """The progress of a reader.
 
     `keys`: keys of the requests that the reader streams. `told`: for each sample, the number of tokens that were
-    already sent to the reader. `due`: samples with unsent tokens.
+    already sent to the reader. `due`: samples with unsent tokens. `pause`: see `Streams.add`.
+    `next_at`: earliest time of the next message, in monotonic seconds.
     """
 
     keys: set[str] = field(default_factory=set)
     told: dict[_Place, int] = field(default_factory=dict)
     due: dict[_Place, None] = field(default_factory=dict)
+    pause: float = 0.0
+    next_at: float = 0.0
 
     def forget(self, place: _Place) -> None:
         self.told.pop(place, None)
@@ -220,12 +226,18 @@ class Streams:
         """Return whether a request is streamed."""
         return key in self._streams
 
-    def add(self, key: str, reader: Reader) -> None:
-        """Add a reader of a request. A reader that is added again starts over with the first token."""
+    def add(self, key: str, reader: Reader, pause: float = 0.0) -> None:
+        """Add a reader of a request. A reader that is added again starts over with the first token.
+
+        `pause`: minimum time between two messages to the reader while there are more than `FEW_READERS` readers, in
+        seconds. The latest pause of a reader applies to all requests of the reader.
+        """
         self._remove(key, reader)
         stream = self._streams.setdefault(key, _Stream())
         stream.readers.add(reader)
-        self._progress.setdefault(reader, _Progress()).keys.add(key)
+        progress = self._progress.setdefault(reader, _Progress())
+        progress.keys.add(key)
+        progress.pause = pause
         self._by_identity[reader[0]].add(reader)
         for index in stream.growths:
             self._fall_due(reader, (key, index))
@@ -270,14 +282,23 @@ class Streams:
             for key in list(self._progress[reader].keys):
                 self._remove(key, reader)
 
-    def flush(self) -> None:
-        """Send unsent tokens to each reader that has read all earlier messages."""
-        for reader in list(self._due):
+    def flush(self, now: float) -> float:
+        """Send unsent tokens to each reader that has read all earlier messages and whose pause is over.
+
+        `now`: the current time, in monotonic seconds. Return the time at which the next pause ends; infinity if no
+        reader with unsent tokens pauses.
+        """
+        paused = {reader: self._progress[reader].next_at for reader in self._due}
+        paused = {reader: next_at for reader, next_at in paused.items() if next_at > now}
+        for reader in [reader for reader in self._due if reader not in paused]:
             while reader in self._due and self._takes(reader[0]):
-                if parts := self._take(self._progress[reader]):
+                progress = self._progress[reader]
+                if parts := self._take(progress):
                     self._send(reader[0], Deltas(samples=tuple(parts), caller=reader[1]))
+                    progress.next_at = now + (progress.pause if len(self._progress) > FEW_READERS else 0.0)
                 else:
                     del self._due[reader]
+        return min(paused.values(), default=inf)
 
     def _take(self, progress: _Progress) -> list[Delta]:
         """Return the deltas for one message."""
@@ -490,7 +511,7 @@ class RequestBook:
 
         Raise TruerollError if the submission is refused.
         """
-        submission = Submission(identity, message.caller, num_streamed_by(message))
+        submission = submission_of(identity, message)
         entry = self.ledger.find(user, message)
         is_open = entry is not None and entry.key in self.ledger.open
         if entry is None or not (is_open or entry.serves(message.caller)):
@@ -524,7 +545,7 @@ class RequestBook:
 
     def _stream(self, key: str, submission: Submission) -> None:
         is_streamed = key in self.streams
-        self.streams.add(key, (submission.identity, submission.caller))
+        self.streams.add(key, (submission.identity, submission.caller), submission.delta_seconds)
         if not is_streamed and key not in self.waiting_room:
             self._command(Stream(key))
 
@@ -640,7 +661,7 @@ class RequestBook:
             self.ledger.finish(key)
         else:
             self.ledger.fail(key)
-            for identity, caller, _ in self.ledger.awaited.release(entry, entry.subscribers):
+            for identity, caller, *_ in self.ledger.awaited.release(entry, entry.subscribers):
                 self._send(identity, _error_frame(entry, error, caller))
         self._submit_successors(entry)
 
@@ -697,11 +718,11 @@ class RequestBook:
         """
         if entry.is_aborted and self.ledger.open.get(entry.key) is entry:
             return
-        for identity, caller, num_streamed in self.ledger.awaited.release(entry, entry.successors):
+        for submission in self.ledger.awaited.release(entry, entry.successors):
             try:
-                self.submit(identity, entry.user, asked_by(entry.message, caller, num_streamed > 0))
+                self.submit(submission.identity, entry.user, asked_by(entry.message, submission))
             except TruerollError as error:
-                self._send(identity, _error_frame(entry, error, caller))
+                self._send(submission.identity, _error_frame(entry, error, submission.caller))
 
     def _tell_engine(self, abortion: Abortion) -> None:
         """Tell the engine to abort the sample that the abort call names, or all samples if the call names no sample."""
@@ -724,7 +745,7 @@ class RequestBook:
     def _publish(self, entry: Entry, message: protocol.FinishedSample | protocol.Done | protocol.Scores) -> None:
         reply = protocol.encode_for_anyone(message)
         entry.replies.append(reply)
-        for identity, caller, _ in entry.subscribers:
+        for identity, caller, *_ in entry.subscribers:
             self._send(identity, protocol.address(reply, caller))
 
     def _tell(self, identity: bytes, deltas: protocol.Deltas) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trueroll.errors import IdConflictError, QueueFullError, TruerollError
 
@@ -78,19 +78,15 @@ def num_bytes_to_name(caller: str | None) -> int:
     return NAME_BYTES + _text_bytes(caller)
 
 
-def num_streamed_by(message: Generate | GetScores) -> int:
-    """Return the number of samples for which a submission wants deltas."""
-    return message.params.n if isinstance(message, Generate) and message.deltas else 0
+def asked_by(message: Generate | GetScores, submission: Submission) -> Generate | GetScores:
+    """Return a copy of a request with the caller and the wishes for deltas of `submission`.
 
-
-def asked_by(message: Generate | GetScores, caller: str | None, deltas: bool) -> Generate | GetScores:
-    """Return a copy of a request with the given `caller` and `deltas`.
-
-    Two submissions of the same request are equal once they have the same `caller` and `deltas`.
+    Two submissions of the same request are equal apart from these fields.
     """
+    told: dict[str, Any] = {"caller": submission.caller}
     if isinstance(message, Generate):
-        return message.model_copy(update={"caller": caller, "deltas": deltas})
-    return message.model_copy(update={"caller": caller})
+        told |= {"deltas": submission.num_streamed > 0, "delta_seconds": submission.delta_seconds}
+    return message.model_copy(update=told)
 
 
 def _text_bytes(*texts: str | None) -> int:
@@ -104,17 +100,28 @@ def _text_bytes(*texts: str | None) -> int:
 class Submission(NamedTuple):
     """A recipient of replies: the identity of a connection, and the caller that uses the connection.
 
-    `num_streamed`: number of samples for which the submission requests deltas.
+    `num_streamed`: number of samples for which the submission requests deltas. `delta_seconds`: as in `Generate`.
     """
 
     identity: bytes
     caller: str | None
     num_streamed: int = 0
+    delta_seconds: float = 0.0
 
     @property
     def num_bytes(self) -> int:
         """Estimated memory, in bytes, of this submission while it waits."""
         return num_bytes_to_name(self.caller) + STREAM_BYTES * self.num_streamed
+
+
+_NOBODY = Submission(b"", None)
+
+
+def submission_of(identity: bytes, message: Generate | GetScores) -> Submission:
+    """Return the recipient that a message from connection `identity` names."""
+    if isinstance(message, Generate) and message.deltas:
+        return Submission(identity, message.caller, message.params.n, message.delta_seconds)
+    return Submission(identity, message.caller)
 
 
 class Submissions:
@@ -366,7 +373,7 @@ class Ledger:
         """
         key = scoped(user, message.id)
         entry = self.open.get(key) or self.kept.get(key)
-        if entry is not None and asked_by(entry.message, None, False) != asked_by(message, None, False):
+        if entry is not None and asked_by(entry.message, _NOBODY) != asked_by(message, _NOBODY):
             raise IdConflictError(
                 f"id: {message.id!r} is in use for a request with different content; use a new id, or the same content",
                 field="id",

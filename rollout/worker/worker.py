@@ -382,6 +382,7 @@ class Worker:
         self._on_ready = on_ready
         self._failure: BaseException | None = None
         self._ending = Ending(config.drain_seconds)
+        self._flush_at = float("inf")  # the end of the next pause of a stream
         self._inbox: Inbox[Event | PushNews] = Inbox()
         timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, timings.step)
@@ -471,7 +472,7 @@ class Worker:
             self._take_messages()
             self._follow_ending()
             self._control.follow()
-            self._book.streams.flush()
+            self._flush_at = self._book.streams.flush(time.monotonic())
 
     @property
     def _state(self) -> protocol.State:
@@ -487,7 +488,7 @@ class Worker:
         return self._book.has_unanswered or bool(self._calls.under_way)
 
     def _poll_ms(self) -> int | None:
-        to_deadline = 1000 * (min(self._ending.deadline, self._control.deadline) - time.monotonic())
+        to_deadline = 1000 * (min(self._ending.deadline, self._control.deadline, self._flush_at) - time.monotonic())
         ms = min(max(0.0, to_deadline), self._router.poll_ms)
         return None if ms == float("inf") else round(ms) + 1
 

@@ -80,6 +80,7 @@ class Corpus:
             message["spans"] = [[0, 1, bytes(32)]]
         if params["seed"] % 5 == 0:
             message["deltas"] = True
+            message["delta_seconds"] = params["seed"] % 11 / 8
             message["while_connected"] = params["seed"] % 2 == 0
         return [message | self._named() | self._demand()]
 

@@ -52,6 +52,14 @@ routed = st.integers(0, 3).map(
 from_client = st.one_of(
     st.builds(protocol.Generate, id=ids, prompt_token_ids=arrays, params=params, deltas=st.booleans()),
     st.builds(
+        protocol.Generate,
+        id=ids,
+        prompt_token_ids=arrays,
+        params=params,
+        deltas=st.just(True),
+        delta_seconds=st.floats(0, 60),
+    ),
+    st.builds(
         protocol.GetScores, id=ids, token_ids=arrays, distribution=st.builds(Distribution, min_p=st.floats(0, 1))
     ),
     st.builds(protocol.Abort, id=ids, request_id=ids, index=st.none() | counts),

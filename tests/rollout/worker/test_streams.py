@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from math import inf
 
 import numpy as np
 import pytest
 
 from trueroll.rollout.protocol import Delta, Deltas
 from trueroll.rollout.worker import book as module
-from trueroll.rollout.worker.book import Reader, Streams
+from trueroll.rollout.worker.book import FEW_READERS, Reader, Streams
 
 ANN, BOB = (b"\0ann", "x"), (b"\0bob", None)
 
@@ -59,12 +60,12 @@ def test_a_reader_that_does_not_read_costs_only_its_place(sockets: Sockets) -> N
     sockets.blocked.add(ANN[0])
     for start in range(10_000):
         sockets.grow("a", 0, start)
-        sockets.streams.flush()
+        sockets.streams.flush(0.0)
     assert sockets.messages == [] and list(sockets.streams._progress[ANN].due) == [("a", 0)]
     sockets.blocked.clear()
-    sockets.streams.flush()
+    sockets.streams.flush(0.0)
     assert len(sockets.messages) == 1 and sockets.told[ANN]["a", 0] == list(range(10_000))
-    sockets.streams.flush()
+    sockets.streams.flush(0.0)
     assert len(sockets.messages) == 1
 
 
@@ -73,7 +74,7 @@ def test_many_tokens_are_cut_into_several_messages(sockets: Sockets, monkeypatch
     sockets.streams.add("a", ANN)
     for index in range(3):
         sockets.grow("a", index, 0, 500)
-    sockets.streams.flush()
+    sockets.streams.flush(0.0)
     assert len(sockets.messages) >= 3 * 500 * 8 // 1000
     assert all(sum(delta.num_bytes for delta in message.samples) < 1400 for _, message in sockets.messages)
     assert list(sockets.told[ANN].values()) == [list(range(500))] * 3
@@ -85,8 +86,43 @@ def test_a_token_that_takes_more_than_a_message_is_sent_by_itself(
     monkeypatch.setattr(module, "MOST_BYTES", 1)
     sockets.streams.add("a", ANN)
     sockets.grow("a", 0, 0, 3)
-    sockets.streams.flush()
+    sockets.streams.flush(0.0)
     assert len(sockets.messages) == 3 and sockets.told[ANN]["a", 0] == [0, 1, 2]
+
+
+def test_many_readers_pause_between_messages(sockets: Sockets) -> None:
+    readers: list[Reader] = [(b"\0ann", f"caller-{number}") for number in range(FEW_READERS + 1)]
+    for reader in readers:
+        sockets.streams.add("a", reader, pause=0.5)
+    sockets.streams.add("a", BOB)
+    sockets.grow("a", 0, 0)
+    assert sockets.streams.flush(100.0) == inf and len(sockets.messages) == len(readers) + 1
+    sockets.grow("a", 0, 1)
+    sockets.grow("a", 0, 2)
+    assert sockets.streams.flush(100.25) == 100.5
+    assert sockets.told[BOB]["a", 0] == [0, 1, 2] and all(sockets.told[reader]["a", 0] == [0] for reader in readers)
+    sockets.blocked.add(readers[0][0])
+    assert sockets.streams.flush(100.5) == inf, "a reader that does not read would keep the worker busy"
+    sockets.blocked.clear()
+    assert sockets.streams.flush(100.625) == inf
+    assert all(sockets.told[reader]["a", 0] == [0, 1, 2] for reader in readers)
+    assert len(sockets.messages) == 2 * (len(readers) + 1)
+    sockets.grow("a", 0, 3)
+    assert sockets.streams.flush(100.75) == 101.125
+    sockets.streams.end_sample("a", 0)
+    assert sockets.streams.flush(102.0) == inf and len(sockets.messages) == 2 * (len(readers) + 1) + 1
+    sockets.streams.end("a")
+    assert sockets.is_empty
+
+
+def test_few_readers_never_pause(sockets: Sockets) -> None:
+    readers: list[Reader] = [(b"\0ann", f"caller-{number}") for number in range(FEW_READERS)]
+    for reader in readers:
+        sockets.streams.add("a", reader, pause=60.0)
+    for start in range(3):
+        sockets.grow("a", 0, start)
+        assert sockets.streams.flush(100.0 + start) == inf
+    assert len(sockets.messages) == 3 * len(readers)
 
 
 def test_ended_samples_get_no_deltas(sockets: Sockets) -> None:
@@ -96,7 +132,7 @@ def test_ended_samples_get_no_deltas(sockets: Sockets) -> None:
         sockets.grow(key, 1, 0)
     sockets.streams.end_sample("a", 1)
     sockets.streams.end("b")
-    sockets.streams.flush()
+    sockets.streams.flush(0.0)
     assert sockets.told[ANN] == {("a", 0): [0]}
     sockets.streams.end("a")
     assert sockets.is_empty
@@ -139,7 +175,7 @@ def test_random_readers_get_every_token_in_order(sockets: Sockets, seed: int) ->
                     sockets.forget(key, told)
                 readers[key].clear()
                 lens = {place: count for place, count in lens.items() if place[0] != key}
-        sockets.streams.flush()
+        sockets.streams.flush(0.0)
         for key, found in readers.items():
             for reader in found:
                 for place, count in lens.items():
