@@ -854,7 +854,7 @@ def test_an_error_without_an_id_ends_all_calls(engine: FakeEngine) -> None:
         thread.start()
         while not (entries := list(worker.worker._book.ledger.open.values())) or not entries[0].subscribers:
             time.sleep(0.001)
-        [(identity, _, _)] = entries[0].subscribers
+        [(identity, *_)] = entries[0].subscribers
         error = protocol.error_message(None, UnreadError("read"))
         worker.worker._router.send(identity, protocol.encode(error))
         thread.join(20)
