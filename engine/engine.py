@@ -29,6 +29,7 @@ from .cache.routes import RouteRecords
 from .config import EngineConfig
 from .drafting.drafter import Drafter
 from .drafting.drafting import Drafting
+from .drafting.mtp import MtpDrafter
 from .drafting.repeats import RepeatsDrafter
 from .outputs.open_requests import Commit, OpenScore
 from .pipeline import Ledger, Pipeline
@@ -52,12 +53,17 @@ class Engine:
     def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        assert drafter is None or config.num_drafts, "a drafter needs speculative other than off"
+        adapts = drafter is None
         loaded = load_model(config) if loaded is None else loaded
         self._executor: Executor = LocalExecutor(config, loaded)
         self._scheduler = _new_scheduler(config, self.info)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
         self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
-        self._drafting = _new_drafting(config, self.info, drafter)
+        drafter = drafter or _new_drafter(config, self._executor, self._scheduler)
+        self._drafting: Drafting | None = None
+        if drafter is not None:
+            self._drafting = Drafting(drafter, config.num_drafts, self.info.vocab_size, adapts)
         self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, self._drafting)
 
     @property
@@ -235,12 +241,14 @@ class Engine:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
 
 
-def _new_drafting(config: EngineConfig, info: EngineInfo, drafter: Drafter | None) -> Drafting | None:
-    if not config.num_drafts:
-        assert drafter is None, "a drafter needs speculative other than off"
-        return None
-    adapts = drafter is None
-    return Drafting(drafter or RepeatsDrafter(), config.num_drafts, info.vocab_size, adapts)
+def _new_drafter(config: EngineConfig, executor: Executor, scheduler: Scheduler) -> Drafter | None:
+    match config.speculative:
+        case "off":
+            return None
+        case "ngram":
+            return RepeatsDrafter()
+        case "mtp":
+            return MtpDrafter(executor, scheduler.running)
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

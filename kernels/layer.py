@@ -35,6 +35,7 @@ from .specs import (
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    LayerSpec,
     MlpSpec,
     NormSpec,
     RotationSpec,
@@ -95,10 +96,15 @@ def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
     """Return a layer with the weights that `get` returns. Every call to `make_layer` requests the weights from `get` in
     the same order.
     """
-    spec, hidden = decoder.layers[index], decoder.hidden_size
+    return layer_of(decoder, decoder.layers[index], f"{LAYERS}.{index}", get)
+
+
+def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight) -> Layer:
+    """Return a layer of `decoder`. `prefix`: the names of the layer's weights begin with `prefix` and a dot."""
+    hidden = decoder.hidden_size
 
     def of(role: str, *shape: int, **layout: StackLayout) -> Any:
-        return get(f"{LAYERS}.{index}.{decoder.names[role]}", *shape, held=decoder.held.get(role, PLAIN), **layout)
+        return get(f"{prefix}.{decoder.names[role]}", *shape, held=decoder.held.get(role, PLAIN), **layout)
 
     def norms(role: str) -> Norms:
         before = of(f"{role}.before", hidden) if spec.norm_before else None

@@ -7,7 +7,7 @@ A family (see `families`) converts a config.json to a `DecoderSpec`. `layer` def
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -211,6 +211,10 @@ LAYER_NAMES = {
 }
 
 
+MTP = "mtp."
+"""The prefix of the names of the MTP module's weights in a checkpoint."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """A part of a checkpoint's tensor: the part begins at `start` along axis `dim`, which has length `total`.
@@ -248,7 +252,8 @@ class DecoderSpec:
     prefix. `others`: a tensor of a checkpoint does not belong to the decoder if its name begins with one of these
     prefixes. `pieces`: the number of pieces that `Backend.project_back` cuts K into. `pieces` is a power of two, and
     the same for worker and trainer. `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds
-    the weight. Weights with roles not listed in `held` are whole and in the model's dtype.
+    the weight. Weights with roles not listed in `held` are whole and in the model's dtype. `mtp`: the layer of the
+    model's multi-token prediction (MTP) module, which guesses the token after the next one; None without such a module.
     """
 
     architecture: str
@@ -266,11 +271,17 @@ class DecoderSpec:
     others: tuple[str, ...] = ()
     pieces: int = 1
     held: Mapping[str, WeightSpec] = field(default_factory=dict)
+    mtp: LayerSpec | None = None
 
     @property
     def attentions(self) -> list[AttentionSpec]:
         """The mixers of the layers with a KV cache."""
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+
+    @property
+    def mtp_attentions(self) -> list[AttentionSpec]:
+        """The mixers of the layers of the MTP module."""
+        return [self.mtp.mixer] if self.mtp is not None and isinstance(self.mtp.mixer, AttentionSpec) else []
 
     @property
     def delta_nets(self) -> list[DeltaNetSpec]:
@@ -289,6 +300,12 @@ class DecoderSpec:
         Layers with the same window form a group, and each group has its own blocks.
         """
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
+
+    def with_mtp(self, is_served: bool) -> DecoderSpec:
+        """Return a copy of the spec. `is_served`: whether the MTP module belongs to the decoder."""
+        if not is_served:
+            return replace(self, mtp=None)
+        return replace(self, others=tuple(other for other in self.others if other != MTP))
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return a dict from role to dtype, for the weights that are not held in the model's dtype `dtype`."""

@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AnySequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ..scheduling.sequence import Sequence
 
 
-class Draft(NamedTuple):
-    """Guesses of the next tokens of a sequence.
-
-    `chances`: for each token, the estimated probability that the token is right if all earlier tokens of the draft are
-    right.
-    """
-
-    tokens: AnySequence[int]
-    chances: AnySequence[float]
-
-
-NO_DRAFT = Draft((), ())
-
-
 class Drafter(Protocol):
-    """Guesses the next tokens of sequences. No bit of a sample depends on the guesses. `name`: for statistics."""
+    """Guesses the next tokens of sequences. No bit of a sample depends on the guesses. `name`: for statistics.
+
+    In each step, the engine calls `expect` for each decoding sequence, decides how many tokens to draft, and then calls
+    `draft` once.
+    """
 
     name: str
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
-        """Guess the next tokens of a running sequence, but no more than `most` tokens.
+    def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
+        """Return how many tokens could be drafted now for a running sequence, `most` at most: for each token, the
+        estimated probability that the token is right if all earlier tokens of the draft are right.
 
         `seed`: the seed of the sequence's only sample.
         """
+        ...
+
+    def draft(self, counts: Mapping[Sequence, int]) -> AnySequence[AnySequence[int]]:
+        """Guess the next tokens of some sequences, and return them in the order of `counts`.
+
+        `counts`: how many tokens to draft for each sequence; at most as many as `expect` returned. The sequences have
+        blocks for the drafted tokens.
+        """
+        ...
+
+    def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Learn from a step in which the first `accepted` of `drafted` tokens were right."""
         ...
 
     def end(self, sequence: Sequence, seed: int) -> None:
@@ -52,10 +55,17 @@ class FunctionDrafter:
 
     def __init__(self, function: Callable[[array[int], int], AnySequence[int]]) -> None:
         self._function = function
+        self._guesses: dict[Sequence, AnySequence[int]] = {}
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
-        tokens = self._function(sequence.tokens, most)
-        return Draft(tokens, [1.0] * len(tokens))
+    def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
+        self._guesses[sequence] = self._function(sequence.tokens, most)
+        return [1.0] * len(self._guesses[sequence])
+
+    def draft(self, counts: Mapping[Sequence, int]) -> AnySequence[AnySequence[int]]:
+        return [self._guesses[sequence][:count] for sequence, count in counts.items()]
+
+    def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Do nothing, because the function itself must remember anything that it learns."""
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Do nothing, because the function itself must remember anything that it learns."""
+        self._guesses.pop(sequence, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as AnySequence
+from itertools import takewhile
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from ..outputs.open_requests import OpenSample
 from ..scheduling.scheduler import Running, Scheduler
 from ..scheduling.sequence import Chunks, Sequence
 from ..stats import DraftStats
-from .drafter import Draft, Drafter
+from .drafter import Drafter
 from .rule import Pause, StepCosts, choose
 
 
@@ -67,16 +68,20 @@ class Drafting:
         Drafted tokens use only free blocks and the unused part of the step's token budget. Drafting never preempts a
         sequence. The host must have seen all tokens of the sequences.
         """
-        running, fitting = scheduler.running, dict[int, AnySequence[int]]()
+        running, fitting = scheduler.running, dict[Sequence, int]()
         rows = int((chunks.ends - chunks.starts).sum())
         if self._adapts and not self.costs.is_known(rows):
             return chunks  # the rule compares the costs of drafts with those of a step without
         budget = scheduler.max_num_batched_tokens - rows
-        for lane, tokens in self._propose(chunks, running).items():
-            if count := running.extend_if_free(running.lanes.sequences[lane], min(len(tokens), budget)):
-                fitting[lane] = tokens[:count]
+        for sequence, wanted in self._counts_of(chunks, running).items():
+            if count := running.extend_if_free(sequence, min(wanted, budget)):
+                fitting[sequence] = count
                 budget -= count
-        return chunks.add_drafts(fitting) if fitting else chunks
+        if not fitting:
+            return chunks
+        drafts = zip(fitting.items(), self._drafter.draft(fitting), strict=True)
+        valid = {sequence.lane: self._valid(tokens[:count]) for (sequence, count), tokens in drafts}
+        return chunks.add_drafts({lane: tokens for lane, tokens in valid.items() if tokens})
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
         """Record the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
@@ -85,10 +90,11 @@ class Drafting:
             if draft := decodes.drafts.get(lane):
                 self._counts.add(len(draft), accepted)
                 if sequence in self._pauses:  # it still runs
+                    self._drafter.record(sequence, len(draft), accepted)
                     self._pauses[sequence].record(accepted - len(draft) * self._price)
 
-    def _propose(self, chunks: Chunks, running: Running) -> dict[int, AnySequence[int]]:
-        """Return the drafted tokens for the decoding sequences of a step, by lane."""
+    def _counts_of(self, chunks: Chunks, running: Running) -> dict[Sequence, int]:
+        """Return how many tokens to draft for the decoding sequences of a step."""
         lanes = running.lanes
         decodes = chunks.take(
             np.flatnonzero(lanes.is_decoding[chunks.lanes] & (chunks.ends == lanes.num_tokens[chunks.lanes]))
@@ -96,30 +102,27 @@ class Drafting:
         most = np.minimum(lanes.draws["end"][decodes.lanes] - 1 - decodes.ends, self._most)
         if running.states is not None:
             most = running.states.most_drafted(decodes.ends, most)
-        drafts = dict[int, Draft]()
-        asked = dict[int, Pause]()
+        chances, asked = dict[int, AnySequence[float]](), dict[int, Pause]()
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
         places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
         for sequence, sample, lane, limit in places:
             if limit > 0 and (pause := self._pauses.setdefault(sequence, Pause())).is_over:
                 asked[lane] = pause
-                if (draft := self._draft(sequence, sample.seed, limit)).tokens:
-                    drafts[lane] = draft
+                if expected := self._drafter.expect(sequence, sample.seed, limit)[:limit]:
+                    chances[lane] = expected
         rows, num_decodes = int((chunks.ends - chunks.starts).sum()), len(decodes)
-        counts = self._choose(drafts, rows, num_decodes)
+        counts = self._choose(chances, rows, num_decodes)
         self._price = self.costs.price(rows, sum(counts.values()), num_decodes) if self._adapts else 0.0
         for lane, pause in asked.items():
             if not counts.get(lane):
                 pause.record(0.0)
-        return {lane: drafts[lane].tokens[:count] for lane, count in counts.items() if count}
+        return {lanes.sequences[lane]: count for lane, count in counts.items() if count}
 
-    def _draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
-        draft = self._drafter.draft(sequence, seed, most)
-        tokens = list(draft.tokens[:most])
-        valid = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), most)
-        return Draft(tokens[:valid], draft.chances[:valid])
+    def _valid(self, tokens: AnySequence[int]) -> list[int]:
+        """Return the tokens before the first one outside the vocabulary."""
+        return [*takewhile(lambda token: 0 <= token < self._vocab_size, tokens)]
 
-    def _choose(self, drafts: dict[int, Draft], rows: int, tokens: int) -> dict[int, int]:
+    def _choose(self, chances: dict[int, AnySequence[float]], rows: int, tokens: int) -> dict[int, int]:
         if not self._adapts:
-            return {lane: len(draft.tokens) for lane, draft in drafts.items()}
-        return choose(drafts, self.costs, rows, tokens)
+            return {lane: len(expected) for lane, expected in chances.items()}
+        return choose(chances, self.costs, rows, tokens)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -28,12 +28,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ..scheduling.sequence import Sequence
-from .drafter import NO_DRAFT, Draft
+from .odds import Odds
 
 T = TypeVar("T")
 
 LONGEST_MATCH = 10
-_DECAY, _PRIOR_WEIGHT = 0.95, 3.0
+_KINDS = LONGEST_MATCH + 1
+"""The kinds of guesses: the length of the match, or 0 for an earlier sample with the same seed."""
 _MOST_COMPARED = 16
 _LEAST_EQUAL = 4
 """The last tokens in which a sample must equal an earlier one of the same seed, to be drafted from it."""
@@ -41,30 +42,6 @@ _BITS = 32
 # Of an index, of a text in it with its odds, of a token, and of a pair in the dict of pairs.
 _OVERHEAD_BYTES, _TEXT_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 2560, 2560, 16, 150
 DEFAULT_BUDGET = 64 * 2**20
-
-
-class Odds:
-    """How often matches predicted the next token, by the length of the match. Length 0 stands for an earlier sample
-    with the same seed.
-
-    The first estimate is taken from `prior`, or is 0.5 if there is no `prior`.
-    """
-
-    def __init__(self, prior: Odds | None = None) -> None:
-        self._prior = prior
-        self._right, self._tried = [0.0] * (LONGEST_MATCH + 1), [0.0] * (LONGEST_MATCH + 1)
-
-    def chance(self, length: int) -> float:
-        """Return the estimated probability that a match of this length predicts the next token."""
-        prior = 0.5 if self._prior is None else self._prior.chance(length)
-        return (self._right[length] + _PRIOR_WEIGHT * prior) / (self._tried[length] + _PRIOR_WEIGHT)
-
-    def record(self, length: int, is_right: bool) -> None:
-        """Record whether a prediction was right. Earlier predictions count less."""
-        self._right[length] = _DECAY * self._right[length] + is_right
-        self._tried[length] = _DECAY * self._tried[length] + 1
-        if self._prior is not None:
-            self._prior.record(length, is_right)
 
 
 class Guess(NamedTuple):
@@ -106,7 +83,7 @@ class PromptIndex:
     """The tokens of a prompt and of its samples. A token's place is `text number << 32 | index in the text`."""
 
     def __init__(self, prompt: array[int], odds: Odds) -> None:
-        self._odds = Odds(odds)
+        self._odds = Odds(_KINDS, odds)
         self._texts: list[Text] = []
         self._latest: dict[int, int] = {}
         self._running: dict[Sequence, Text] = {}
@@ -121,11 +98,15 @@ class PromptIndex:
         of_texts = _TEXT_BYTES * len(self._texts) + _TOKEN_BYTES * self._num_tokens
         return _OVERHEAD_BYTES + of_texts + _PAIR_BYTES * len(self._latest)
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
-        """See `Drafter.draft`."""
+    def expect(self, sequence: Sequence, seed: int, most: int) -> list[float]:
+        """See `Drafter.expect`."""
         text = self._read(sequence)
         text.guess = self._from_seed(text, seed, most) or self._from_match(text, most) or Guess((), 0)
-        return Draft(text.guess.tokens, [text.odds.chance(length) for length in text.guess.lengths()])
+        return [text.odds.chance(length) for length in text.guess.lengths()]
+
+    def guessed(self, sequence: Sequence) -> AnySequence[int]:
+        """Return the tokens to which the last call of `expect` for a sequence refers."""
+        return self._running[sequence].guess.tokens
 
     def end(self, sequence: Sequence, seed: int) -> None:
         """See `Drafter.end`."""
@@ -148,7 +129,7 @@ class PromptIndex:
         return text
 
     def _add_text(self) -> Text:
-        self._texts.append(Text(len(self._texts), Odds(self._odds)))
+        self._texts.append(Text(len(self._texts), Odds(_KINDS, self._odds)))
         return self._texts[-1]
 
     def _extend(self, text: Text, tokens: array[int]) -> None:
@@ -208,13 +189,21 @@ class RepeatsDrafter:
 
     def __init__(self, budget: int = DEFAULT_BUDGET) -> None:
         self.num_bytes = 0
-        self._budget, self._odds = budget, Odds()
+        self._budget, self._odds = budget, Odds(_KINDS)
         self._indexes: OrderedDict[bytes, PromptIndex] = OrderedDict()
         self._keys: dict[Sequence, bytes] = {}  # of running sequences
 
-    def draft(self, sequence: Sequence, seed: int, most: int) -> Draft:
+    def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
         index = self._index_of(sequence)
-        return NO_DRAFT if index is None else self._counted(index, lambda: index.draft(sequence, seed, most))
+        return () if index is None else self._counted(index, lambda: index.expect(sequence, seed, most))
+
+    def draft(self, counts: Mapping[Sequence, int]) -> list[AnySequence[int]]:
+        indexes = [self._indexes.get(self._keys[sequence]) for sequence in counts]
+        pairs = zip(indexes, counts.items(), strict=True)
+        return [() if index is None else index.guessed(each)[:count] for index, (each, count) in pairs]
+
+    def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Do nothing, because `expect` compares the last guess with the tokens that followed."""
 
     def end(self, sequence: Sequence, seed: int) -> None:
         index = self._index_of(sequence)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
-
-from .drafter import Draft
 
 _MOST_KEPT = 15
 """The number of durations of which the median is taken. Some steps take much longer, because the machine is busy."""
@@ -118,14 +116,15 @@ class Pause:
             self._left, self._next, self._in_vain = self._next, min(2 * self._next, _LONGEST_PAUSE), 0
 
 
-def choose(drafts: Mapping[int, Draft], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:
+def choose(chances: Mapping[int, Sequence[float]], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:
     """For each lane, return the number of drafted tokens to compute in a step that has `rows` other rows.
 
-    `tokens`: the number of tokens that the step yields without drafts. Rows of drafted tokens are added in descending
-    order of their probability of acceptance, up to the number of rows that yields the most tokens per second. Nothing
-    is drafted unless that is at least `_LEAST_SPEED_UP` times as fast as a step without drafts.
+    `chances`: as `Drafter.expect` returns them. `tokens`: the number of tokens that the step yields without drafts.
+    Rows of drafted tokens are added in descending order of their probability of acceptance, up to the number of rows
+    that yields the most tokens per second. Nothing is drafted unless that is at least `_LEAST_SPEED_UP` times as fast
+    as a step without drafts.
     """
-    heap = [(-draft.chances[0], lane, 0) for lane, draft in drafts.items()]
+    heap = [(-expected[0], lane, 0) for lane, expected in chances.items()]
     heapq.heapify(heap)
     expected, taken, chosen = float(tokens), list[int](), 0
     best = _LEAST_SPEED_UP * tokens / costs.seconds(rows)
@@ -133,11 +132,11 @@ def choose(drafts: Mapping[int, Draft], costs: StepCosts, rows: int, tokens: int
         chance, lane, place = heapq.heappop(heap)
         taken.append(lane)
         expected -= chance
-        if place + 1 < len(drafts[lane].tokens):
-            heapq.heappush(heap, (chance * drafts[lane].chances[place + 1], lane, place + 1))
+        if place + 1 < len(chances[lane]):
+            heapq.heappush(heap, (chance * chances[lane][place + 1], lane, place + 1))
         if (rate := expected / costs.seconds(rows + len(taken))) > best:
             best, chosen = rate, len(taken)
-    counts = dict.fromkeys(drafts, 0)
+    counts = dict.fromkeys(chances, 0)
     for lane in taken[:chosen]:
         counts[lane] += 1
     return counts

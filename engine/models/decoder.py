@@ -15,11 +15,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ...kernels.contract import Backend, Memory, Pages, StateBatch, Weight
+from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.shards import Shard
 from ...kernels.specs import PLAIN, DecoderSpec, ExpertsSpec, WeightSpec
 from ...kernels.stacks import Stack, StackLayout
+from .mtp import MTP_LAYER, Mtp
 
 Empty: TypeAlias = Callable[..., Tensor]
 ROUTES = "routed_experts"
@@ -92,6 +93,7 @@ class Decoder:
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
         self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
+        self.mtp = Mtp(spec, backend, new) if spec.mtp is not None else None
         self._inv_freqs = [
             torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
         ]
@@ -113,9 +115,12 @@ class Decoder:
     def stack_parts(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the parts (`Parts`) that a checkpoint may contain instead of a whole tensor."""
         spec = self.spec
+        layers = {f"{LAYERS}.{i}": layer for i, layer in enumerate(spec.layers)}
+        if spec.mtp is not None:
+            layers[MTP_LAYER] = spec.mtp
         return {
-            f"{LAYERS}.{i}.{spec.names[stack]}": tuple(f"{LAYERS}.{i}.{spec.names[role]}" for role in roles)
-            for i, layer in enumerate(spec.layers)
+            f"{prefix}.{spec.names[stack]}": tuple(f"{prefix}.{spec.names[role]}" for role in roles)
+            for prefix, layer in layers.items()
             for stack, roles in _PARTS.items()
             if isinstance(layer.mlp, ExpertsSpec) and all(role in spec.names for role in roles)
         }
@@ -138,14 +143,19 @@ class Decoder:
         """The size of the weights, in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Return the rotations of tokens. `positions`: as in `ModelInput`."""
+        pairs = zip(self._inv_freqs, self.spec.rotations, strict=True)
+        return [turn(self.ops, rotation, inv_freq, positions) for inv_freq, rotation in pairs]
+
+    def embedded(self, token_ids: Tensor) -> Tensor:
+        """Return the scaled embeddings [M, hidden_size] of tokens, int64 [M]."""
+        return scale_embedding(self.ops.embedding(token_ids, self.embed), self.spec.embed_scale)
+
     def forward(self, tokens: ModelInput) -> ModelOutput:
         """Return the hidden states and the records of the tokens."""
-        ops, spec = self.ops, self.spec
-        rotations = [
-            turn(ops, rotation, inv_freq, tokens.positions)
-            for inv_freq, rotation in zip(self._inv_freqs, spec.rotations, strict=True)
-        ]
-        x = scale_embedding(ops.embedding(tokens.token_ids, self.embed), spec.embed_scale)
+        ops, spec, rotations = self.ops, self.spec, self.rotations(tokens.positions)
+        x = self.embedded(tokens.token_ids)
         if tokens.embedded is not None:
             x = x.index_copy(0, tokens.embedded.places, tokens.embedded.rows)
         routes = self._new_routes(len(x))

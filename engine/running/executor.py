@@ -29,6 +29,7 @@ from .experts import ExpertCounts, StepRoutes, route_format
 from .graphs import DecodeGraphs
 from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
 from .model_runner import LaneState, ModelRunner
+from .mtp import DraftStep, MtpRunner
 from .sampler import Drawing, Drawn, Sampler
 from .step import ScoredRows, Step
 from .warm_up import is_needed, warm_up
@@ -87,6 +88,12 @@ class Executor(Protocol):
 
     def compute(self, step: Step) -> Computation:
         """Queue a step behind the step in flight. The queued step's `unseen` tokens are drawn by the step in flight."""
+        ...
+
+    def draft(self, step: DraftStep) -> list[list[int]]:
+        """Return drafted tokens for each sequence of `step`. The model must have an MTP module. No step may be in
+        flight.
+        """
         ...
 
     def commit(self, staging: WeightStaging) -> None:
@@ -157,6 +164,9 @@ class LocalExecutor:
         journal = config.max_num_seqs, config.num_drafts
         self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare, journal)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
+        self._mtp: MtpRunner | None = None
+        if loaded.model.mtp is not None:
+            self._mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
             parts = self._runner, self._sampler, info.blocks_by_window, info.num_slots
@@ -188,15 +198,24 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
-        self._runner.copy_blocks(step)
+        self._copy_blocks(step.block_copies)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
         hidden, found = (graphs or self._runner).run(step, self._lanes)
+        if self._mtp is not None:
+            token_ids = self._runner.seen(self._runner.to_device(step.token_ids), step, self._lanes)
+            self._mtp.follow(step, token_ids, hidden)
         routes = None if self._experts is None else self._routes(self._experts, found[ROUTES], step)
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
         drawing = self._draw(step, hidden, graphs) if len(step.draws.rows) else None
         if drawing is not None and self._lanes is not None:
             self._lanes.update(step.draws, drawing.token_ids)
         return LocalComputation(drawing, scores, routes)
+
+    @torch.inference_mode()
+    def draft(self, step: DraftStep) -> list[list[int]]:
+        assert self._mtp is not None
+        self._copy_blocks(step.block_copies)
+        return self._mtp.draft(step, self._sampler)
 
     def commit(self, staging: WeightStaging) -> None:
         if "weights" in self._asleep:
@@ -208,6 +227,8 @@ class LocalExecutor:
             self._graphs.forget()
         if "kv_cache" in tags:
             self._runner.arena.drop(keep=False)
+            if self._mtp is not None:
+                self._mtp.arena.drop(keep=False)
         if "weights" in tags:
             self.weights.sleep(level)
         self._asleep.update(tags)
@@ -216,6 +237,8 @@ class LocalExecutor:
         """Reallocate the memory of `tags`. When no memory is asleep anymore, capture the CUDA graphs again."""
         if "kv_cache" in tags:
             self._runner.arena.restore()
+            if self._mtp is not None:
+                self._mtp.arena.restore()
         if "weights" in tags:
             self.weights.wake_up()
         self._asleep.difference_update(tags)
@@ -223,7 +246,13 @@ class LocalExecutor:
             self._graphs.capture()
 
     def memory(self) -> dict[str, int]:
-        return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held}
+        of_mtp = 0 if self._mtp is None else self._mtp.arena.num_held
+        return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held + of_mtp}
+
+    def _copy_blocks(self, block_copies: Sequence[np.ndarray]) -> None:
+        self._runner.copy_blocks(block_copies)
+        if self._mtp is not None:
+            self._mtp.copy_blocks(block_copies[0])
 
     def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
         """Count the experts that a step chose, and start to copy the results to the host. Drafted tokens are not

@@ -178,7 +178,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     Raise ConfigError if the model or the memory cannot support the configuration.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
-    sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size)
+    sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size, config.num_drafts)
     plan = plan_memory(config, sizes, max_model_len, available)
     routes = route_format(model.spec)
     return EngineInfo(
@@ -226,6 +226,12 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     folder = find_folder(config.model)
     raw = read_config(folder)
     spec = _describe(folder, raw)
+    if config.speculative == "mtp" and spec.mtp is None:
+        raise ConfigError(
+            f"speculative: {folder} has no module for multi-token prediction (MTP) that trueroll supports; use ngram "
+            "or off"
+        )
+    spec = spec.with_mtp(config.speculative == "mtp")
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)

@@ -127,9 +127,9 @@ class ModelRunner:
         places, drawing = self.to_device(step.unseen).unbind()
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
-    def copy_blocks(self, step: Step) -> None:
-        """Make the copies of KV cache blocks that a step requires."""
-        for copies, caches in zip(step.block_copies, self._caches, strict=True):
+    def copy_blocks(self, block_copies: Sequence[np.ndarray]) -> None:
+        """Copy blocks of the KV cache. `block_copies`: as in `Step`."""
+        for copies, caches in zip(block_copies, self._caches, strict=True):
             if not len(copies):
                 continue
             sources, destinations = self.to_device(copies).unbind(1)

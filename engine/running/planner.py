@@ -61,17 +61,21 @@ class Sizes:
     draft: int = 0
 
     @classmethod
-    def of(cls, spec: DecoderSpec, storage: Storage, block_size: int) -> Sizes:
+    def of(cls, spec: DecoderSpec, storage: Storage, block_size: int, most: int = 0) -> Sizes:
         """Return the sizes of blocks and states on one rank.
+
+        `most`: the maximum number of tokens drafted for a sequence in a step.
 
         Raise ConfigError if the heads cannot be divided evenly among the ranks.
         """
         _check_ranks(spec, storage.ranks)
         tokens = dict.fromkeys(spec.windows, 0)
-        for m in spec.attentions:
+        for m in (*spec.attentions, *spec.mtp_attentions):
             tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
         state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in spec.delta_nets)
         block, *others = (2 * block_size * token // storage.ranks for token in tokens.values())
+        if spec.mtp is not None:
+            block += kept_states(most, block_size) * spec.hidden_size * storage.kv
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
         draft = storage.tail * sum(m.row_size for m in spec.delta_nets)
         return cls(block_size, block, state // storage.ranks, further, draft // storage.ranks)
@@ -130,6 +134,15 @@ class MemoryPlan:
     def state_bytes(self) -> int:
         """The memory of states and of the inputs of drafted tokens."""
         return self.num_slots * self.sizes.state + self.num_drafts * self.sizes.draft
+
+
+def kept_states(most: int, block_size: int) -> int:
+    """Return how many of its tokens' hidden states each block keeps for an MTP module.
+
+    `most`: the maximum number of tokens drafted for a sequence in a step. After a step with `most` drafted tokens, any
+    of the `most` + 1 tokens may turn out to be the last one that is right.
+    """
+    return min(most + 1, block_size)
 
 
 def _check_ranks(spec: DecoderSpec, ranks: int) -> None:

@@ -161,7 +161,7 @@ def plan_step(
         context_lens=chunks.ends.tolist(),
         block_tables=tables,
         states=np.stack((lanes.states.source[chunks.lanes], lanes.states.target[chunks.lanes])),
-        block_copies=[_pairs(copies) for copies in block_copies],
+        block_copies=pairs_of(block_copies),
         draws=_draws(chunks, lanes, takers, ends - 1),
         scores=[_scored(score, chunks[i], int(ends[i])) for i, score in takers.scores],
         drafted=drafted,
@@ -170,8 +170,12 @@ def plan_step(
     )
 
 
-def _pairs(copies: Mapping[int, int]) -> np.ndarray:
-    return np.array([(source, to) for to, source in copies.items()], np.int64).reshape(-1, 2)
+def pairs_of(block_copies: Sequence[Mapping[int, int]]) -> list[np.ndarray]:
+    """Return the pairs (source, destination) of copies, int64 [C, 2] for each window. `block_copies`: as in
+    `plan_step`.
+    """
+    pairs = [[(source, to) for to, source in copies.items()] for copies in block_copies]
+    return [np.array(each, np.int64).reshape(-1, 2) for each in pairs]
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

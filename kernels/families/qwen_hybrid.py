@@ -6,6 +6,9 @@ a part of each head. Norms multiply by 1 + w, except the norm of a delta net's o
 Qwen3-Next has experts in some or all layers, and Qwen3.5-MoE has experts in all layers. Each layer with experts has a
 shared expert for all tokens. If a Qwen3.5 checkpoint has other parts beside the text model, only the text model is
 described.
+
+A module for multi-token prediction (MTP) with one layer is described. An MTP layer has attention, and the experts or
+the MLP of the last layer.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 
 from trueroll.errors import ModelError, brief
 
-from ..specs import DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from ..specs import MTP, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 from . import Describe
 from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
 
@@ -33,11 +36,12 @@ _QWEN3_5_MOE: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2,
 # Prefix of the text model in a multimodal checkpoint, and the prefix of the same weights in the text model that
 # transformers loads.
 _OF_TEXT = {"model.language_model.": "model."}
-_BESIDE_TEXT = ("model.visual.", "mtp.")
+_BESIDE_TEXT = ("model.visual.", MTP)
+_NUM_MTP_LAYERS = "mtp_num_hidden_layers"
 
 
 def _describe(
-    settings: Any, architecture: str, mlps: list[MlpSpec | ExpertsSpec], joined: bool, **names: Any
+    settings: Any, architecture: str, mlps: list[MlpSpec | ExpertsSpec], joined: bool, num_mtp_layers: Any, **names: Any
 ) -> DecoderSpec:
     part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
     expect(settings, hidden_act="silu", partial_rotary_factor=part)
@@ -55,7 +59,8 @@ def _describe(
         raise ModelError(f"config.json must have at least one {FULL} layer (got {brief(types)}); serve another model")
     mixers = [delta_net if kind == LINEAR else attention for kind in types]
     layers = [LayerSpec(mixer, mlp, norm) for mixer, mlp in zip(mixers, mlps, strict=True)]
-    return settings.decoder(architecture, layers, [rotation], **names)
+    mtp = LayerSpec(attention, mlps[-1], norm) if num_mtp_layers == 1 else None
+    return settings.decoder(architecture, layers, [rotation], mtp=mtp, **names)
 
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
@@ -78,13 +83,15 @@ def _delta_net(settings: Any, joined: bool) -> DeltaNetSpec:
 def _qwen3_next(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_NEXT | raw)
     mlps = settings.mlps(normed=settings.norm_topk_prob, shared_size=settings.shared_expert_intermediate_size)
-    return _describe(settings, architecture, mlps, joined=True, others=("mtp.",))
+    num_mtp_layers = raw.get(_NUM_MTP_LAYERS, 1)  # the files do not tell
+    return _describe(settings, architecture, mlps, joined=True, num_mtp_layers=num_mtp_layers, others=(MTP,))
 
 
 def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_5 | raw)
     mlps: list[Any] = [MlpSpec(settings.intermediate_size)] * settings.num_hidden_layers
-    return _describe(settings, architecture, mlps, joined=False, renamed=_OF_TEXT, others=_BESIDE_TEXT)
+    names: dict[str, Any] = dict(renamed=_OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
+    return _describe(settings, architecture, mlps, joined=False, **names)
 
 
 def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
@@ -93,7 +100,8 @@ def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_5_MOE | raw | {"intermediate_size": 1})
     experts = settings.experts(shared_size=settings.shared_expert_intermediate_size)
     mlps = [experts] * settings.num_hidden_layers
-    return _describe(settings, architecture, mlps, joined=False, renamed=_OF_TEXT, others=_BESIDE_TEXT)
+    names: dict[str, Any] = dict(renamed=_OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
+    return _describe(settings, architecture, mlps, joined=False, **names)
 
 
 def _with_more(describe_text: Describe) -> Describe:

@@ -60,7 +60,7 @@ class _Asked:
         """Sizes of blocks and states. Raise ConfigError if the ranks cannot share the heads equally."""
         itemsize, kv_head = self.model.dtype.itemsize, 4 if self.kv_bytes == 1 else 0
         storage = Storage(kv=self.kv_bytes or itemsize, tail=itemsize, kv_head=kv_head, ranks=self.ranks)
-        return Sizes.of(self.model.spec, storage, self.config.block_size)
+        return Sizes.of(self.model.spec, storage, self.config.block_size, self.config.num_drafts)
 
     @property
     def weights(self) -> int:

@@ -280,7 +280,7 @@ def test_a_pause_that_begins_while_drafts_are_in_flight_changes_no_bit(
     engine = make(loaded, config, draft)
     drafting = engine._drafting
     assert drafting is not None
-    monkeypatch.setattr(drafting, "_choose", lambda drafts, *_: {lane: len(d.tokens) for lane, d in drafts.items()})
+    monkeypatch.setattr(drafting, "_choose", lambda chances, *_: {lane: len(each) for lane, each in chances.items()})
     monkeypatch.setattr(StepCosts, "is_known", lambda costs, rows: True)
     drafting._adapts = True
     found = run(engine, asked)["a", 0]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 from array import array
+from collections.abc import Sequence as Sized
+from typing import NamedTuple
 
 import pytest
 
@@ -18,30 +20,44 @@ def sequence(prompt: list[int], sample: list[int], salt: bytes = b"", spans: tup
     return Sequence((0, 0), array("i", prompt + sample), len(prompt), Chain(0, salt, spans), Generation([]))
 
 
+class Guess(NamedTuple):
+    """Guessed tokens and their chances."""
+
+    tokens: Sized[int]
+    chances: Sized[float]
+
+
+def guess(drafter: RepeatsDrafter, running: Sequence, seed: int, most: int) -> Guess:
+    chances = drafter.expect(running, seed, most)
+    [tokens] = drafter.draft({running: len(chances)})
+    assert len(tokens) == len(chances)
+    return Guess(tokens, chances)
+
+
 def test_tokens_after_the_longest_match_are_drafted() -> None:
     drafter = RepeatsDrafter()
     running = sequence([1, 2, 3, 40, 9, 2, 3, 50, 8, 1, 2, 3], [7, 1, 2, 3])
-    draft = drafter.draft(running, seed=0, most=4)
+    draft = guess(drafter, running, seed=0, most=4)
     assert list(draft.tokens) == [7, 1, 2, 3], "the match of [1, 2, 3] at the end of the prompt is the latest"
     assert draft.chances[0] == 0.5 and len(draft.chances) == 4
 
 
 def test_a_text_that_repeats_itself_goes_on_behind_its_end() -> None:
-    assert list(RepeatsDrafter().draft(sequence([1], [5, 6, 5, 6]), 0, 7).tokens) == [5, 6, 5, 6, 5, 6, 5]
+    assert list(guess(RepeatsDrafter(), sequence([1], [5, 6, 5, 6]), 0, 7).tokens) == [5, 6, 5, 6, 5, 6, 5]
 
 
 def test_nothing_is_drafted_without_a_match() -> None:
-    assert list(RepeatsDrafter().draft(sequence([1, 2, 3], [4, 5]), 0, 4).tokens) == []
-    assert list(RepeatsDrafter().draft(sequence([1], []), 0, 4).tokens) == []
+    assert list(guess(RepeatsDrafter(), sequence([1, 2, 3], [4, 5]), 0, 4).tokens) == []
+    assert list(guess(RepeatsDrafter(), sequence([1], []), 0, 4).tokens) == []
 
 
 def test_siblings_and_earlier_samples_of_the_prompt_are_found() -> None:
     drafter, prompt = RepeatsDrafter(), [1, 2, 3]
     sibling = sequence(prompt, [10, 11, 12, 13, 14])
-    assert not drafter.draft(sibling, 1, 4).tokens
-    assert list(drafter.draft(sequence(prompt, [20, 10, 11]), 2, 2).tokens) == [12, 13]
+    assert not guess(drafter, sibling, 1, 4).tokens
+    assert list(guess(drafter, sequence(prompt, [20, 10, 11]), 2, 2).tokens) == [12, 13]
     drafter.end(sibling, 1)
-    assert list(drafter.draft(sequence(prompt, [30, 11, 12]), 3, 4).tokens) == [13, 14]
+    assert list(guess(drafter, sequence(prompt, [30, 11, 12]), 3, 4).tokens) == [13, 14]
 
 
 def test_a_sample_of_the_same_seed_is_looked_at_first() -> None:
@@ -49,25 +65,25 @@ def test_a_sample_of_the_same_seed_is_looked_at_first() -> None:
     drafter.end(sequence(prompt, [10, 11, 12, 13, 14, 15, 16, 17]), 7)
     drafter.end(sequence(prompt, [10, 11, 12, 13, 99, 98, 97, 96]), 8)
     again = sequence(prompt, [10, 11, 12, 13])
-    assert list(drafter.draft(again, 7, 3).tokens) == [14, 15, 16]
-    assert list(drafter.draft(sequence(prompt, [10, 11, 12, 13]), 9, 2).tokens) == [99, 98], "the latest"
+    assert list(guess(drafter, again, 7, 3).tokens) == [14, 15, 16]
+    assert list(guess(drafter, sequence(prompt, [10, 11, 12, 13]), 9, 2).tokens) == [99, 98], "the latest"
 
 
 def test_chances_follow_the_predictions() -> None:
     drafter = RepeatsDrafter()
     right, wrong = sequence([1], [5, 6] * 8), sequence([2], [5, 6] * 8)
-    first = drafter.draft(right, 0, 2).chances[0]
+    first = guess(drafter, right, 0, 2).chances[0]
     for _ in range(20):
         right.tokens.extend([5, 6])
-        better = drafter.draft(right, 0, 2).chances[0]
+        better = guess(drafter, right, 0, 2).chances[0]
     for i in range(20):
         wrong.tokens.extend([5, 6, 5, 6, 100 + i, 5, 6, 5, 6])
-        drafter.draft(wrong, 1, 2)
+        guess(drafter, wrong, 1, 2)
         wrong.tokens.extend([200 + i])
-        worse = drafter.draft(wrong, 1, 2)
+        worse = guess(drafter, wrong, 1, 2)
     assert better > 0.9 > first and not worse.tokens
     wrong.tokens.extend([5, 6, 5, 6])
-    assert drafter.draft(wrong, 1, 2).chances[0] < first
+    assert guess(drafter, wrong, 1, 2).chances[0] < first
 
 
 def test_prompts_of_another_salt_or_content_are_never_looked_at() -> None:
@@ -83,7 +99,7 @@ def test_prompts_of_another_salt_or_content_are_never_looked_at() -> None:
     drafter = RepeatsDrafter()
     drafter.end(sequence(prompt, sample, b"user:a"), 7)
     for name, (asked, finds) in asking.items():
-        assert bool(drafter.draft(asked, 7, 2).tokens) == finds, name
+        assert bool(guess(drafter, asked, 7, 2).tokens) == finds, name
 
 
 def test_the_indexes_stay_in_their_budget() -> None:
@@ -93,16 +109,16 @@ def test_the_indexes_stay_in_their_budget() -> None:
         assert drafter.num_bytes <= 400_000
     assert drafter.num_bytes == sum(index.num_bytes for index in drafter._indexes.values())
     assert 10 < len(drafter._indexes) < 300
-    assert drafter.draft(sequence([299, 2, 3], [0, 1, 2]), 1, 2).tokens, "the last prompt is there"
-    assert not drafter.draft(sequence([0, 2, 3], [0, 1, 2]), 1, 2).tokens, "the first prompt is not"
+    assert guess(drafter, sequence([299, 2, 3], [0, 1, 2]), 1, 2).tokens, "the last prompt is there"
+    assert not guess(drafter, sequence([0, 2, 3], [0, 1, 2]), 1, 2).tokens, "the first prompt is not"
 
 
 def test_a_prompt_larger_than_the_budget_is_dropped_and_the_next_one_served() -> None:
     drafter = RepeatsDrafter(budget=100_000)
     hostile = sequence([5] * 100_000, [5, 5])
-    assert not drafter.draft(hostile, 1, 3).tokens and drafter.num_bytes == 0
+    assert not guess(drafter, hostile, 1, 3).tokens and drafter.num_bytes == 0
     drafter.end(hostile, 1)
-    assert list(drafter.draft(sequence([1, 2, 3], [1, 2]), 1, 1).tokens) == [3]
+    assert list(guess(drafter, sequence([1, 2, 3], [1, 2]), 1, 1).tokens) == [3]
 
 
 def test_prompts_that_do_not_fit_together_are_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +129,7 @@ def test_prompts_that_do_not_fit_together_are_indexed_once(monkeypatch: pytest.M
     running = [sequence([*range(i, i + 1500)], [1, 2, 1, 2]) for i in range(4)]
     for _ in range(5):
         for seed, each in enumerate(running):
-            drafter.draft(each, seed, 2)
+            guess(drafter, each, seed, 2)
     assert len(made) == 4 and len(drafter._indexes) == 1
     for seed, each in enumerate(running):
         drafter.end(each, seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from trueroll.engine.drafting.drafter import Draft
 from trueroll.engine.drafting.rule import Pause, StepCosts, bucket_of, choose
 
 
@@ -19,29 +18,25 @@ def record(costs: StepCosts, rows: int, seconds: float) -> None:
     costs.record(rows, started, started + seconds)
 
 
-def draft(*chances: float) -> Draft:
-    return Draft([0] * len(chances), chances)
-
-
 def test_buckets() -> None:
     assert [bucket_of(rows) for rows in (1, 2, 3, 4, 5, 6, 7, 9, 13, 17, 100)] == [1, 2, 3, 4, 6, 6, 8, 12, 16, 24, 128]
 
 
 def test_rows_that_cost_nothing_are_all_taken_and_expensive_ones_are_not() -> None:
-    drafts = {0: draft(0.5, 0.5, 0.5), 3: draft(0.1)}
+    drafts = {0: [0.5, 0.5, 0.5], 3: [0.1]}
     assert choose(drafts, costs_of({2: 1.0, 6: 1.0}), 2, 2) == {0: 3, 3: 1}
     assert choose(drafts, costs_of({2: 1.0, 3: 1.5, 4: 2.0, 6: 3.0}), 2, 2) == {0: 0, 3: 0}
 
 
 def test_the_likeliest_rows_are_taken_first() -> None:
     costs = costs_of({4: 1.0, 6: 1.1, 8: 2.0})
-    assert choose({0: draft(0.3), 1: draft(0.9, 0.9), 2: draft(0.2)}, costs, 4, 4) == {0: 0, 1: 2, 2: 0}
+    assert choose({0: [0.3], 1: [0.9, 0.9], 2: [0.2]}, costs, 4, 4) == {0: 0, 1: 2, 2: 0}
 
 
 def test_a_stair_is_climbed_if_the_rows_behind_it_pay_for_it() -> None:
     stairs = costs_of({4: 1.0, 6: 1.4, 8: 1.4})
-    assert choose({0: draft(0.9, 0.9, 0.9, 0.9)}, stairs, 4, 4) == {0: 4}
-    assert choose({0: draft(0.9)}, stairs, 4, 4) == {0: 0}
+    assert choose({0: [0.9, 0.9, 0.9, 0.9]}, stairs, 4, 4) == {0: 4}
+    assert choose({0: [0.9]}, stairs, 4, 4) == {0: 0}
 
 
 def test_unmeasured_rows_are_tried_and_old_measurements_forgotten() -> None:

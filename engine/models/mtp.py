@@ -1,0 +1,51 @@
+"""The module for multi-token prediction (MTP): guesses the token after the next one (DeepSeek-V3, arXiv 2412.19437).
+
+The module has a layer with a KV cache of its own. Row q gets token q, which is known, and the decoder's hidden state of
+token q - 1, and guesses token q + 1. The guess is drafted: the decoder decides whether it is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.contract import Backend, Memory, Pages, Rotation, Weight
+from ...kernels.layer import layer_of
+from ...kernels.specs import MTP, DecoderSpec
+
+MTP_LAYER = f"{MTP}layers.0"
+
+
+class Mtp:
+    """The weights and the forward pass. `new`: allocates the weights, as in `make_layer`. `spec.mtp` must be set.
+
+    The embeddings and the head are those of the decoder.
+    """
+
+    def __init__(self, spec: DecoderSpec, backend: Backend, new: Callable[..., Any]) -> None:
+        assert spec.mtp is not None
+        self._ops, self._spec = backend, spec
+        size = spec.hidden_size
+        self._join: Weight = new(f"{MTP}fc.weight", size, 2 * size)
+        self._embedding_norm: Tensor = new(f"{MTP}pre_fc_norm_embedding.weight", size)
+        self._hidden_norm: Tensor = new(f"{MTP}pre_fc_norm_hidden.weight", size)
+        self._layers = backend.new_layers([layer_of(spec, spec.mtp, MTP_LAYER, new)])
+        self._norm: Tensor = new(f"{MTP}norm.weight", size)
+
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, rotations: list[Rotation], memory: Memory, pages: Pages
+    ) -> Tensor:
+        """Return hidden states [M, hidden_size], from which the head computes the logits of the guesses.
+
+        `embedded`: the embeddings of the tokens, [M, hidden_size]. `hidden`: the hidden state of the token before each
+        token, after the decoder's last norm; or, for a token that was guessed, the result of this method for the token
+        before. `rotations`: of all rotations of the decoder.
+        """
+        ops, norm = self._ops, self._spec.norm
+        parts = ops.rmsnorm(embedded, self._embedding_norm, norm), ops.rmsnorm(hidden, self._hidden_norm, norm)
+        x = ops.linear(torch.cat(parts, 1), self._join)
+        x = ops.layers(x, self._layers, rotations, [memory], [pages])
+        return ops.rmsnorm(x, self._norm, norm)
