@@ -25,6 +25,7 @@ from trueroll.errors import AlignmentError, ConfigError
 from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.plain_models import is_aligned, is_decoder
+from ..kernels.specs import MTP
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
 from ..weight_sync.payload.tensors import dtype_named, tensor_checksum
@@ -364,7 +365,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     """Return the names of the tensors that differ, and the worker's checksums.
 
     Before the comparison, the trainer's tensors are converted to the worker's dtype, and adapters are merged into the
-    weights.
+    weights. The module for multi-token prediction is not compared, because no bit of a sample depends on it.
     """
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)
@@ -377,7 +378,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     # A tensor with a name that the worker lacks may be a copy of another tensor, for example a tied head.
     others = {name for name, value in own.items() if name not in served.checksums and value not in known}
     others |= {name for name, value in served.checksums.items() if own.get(name) != value}
-    return tuple(sorted(others)), served
+    return tuple(sorted(name for name in others if not name.startswith(MTP))), served
 
 
 def _describe_tensors(names: tuple[str, ...], served: protocol.Checksums) -> list[Cause]:

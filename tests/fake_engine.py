@@ -143,6 +143,8 @@ class FakeWeights:
         self.commit_note = ""
         self.tied = dict(tied or {})
         self.ignored = frozenset(ignored)
+        self.optional: Collection[str] = ()
+        self.optional_note = ""
         self.live = {
             name: torch.zeros(shape, dtype=getattr(torch, self.dtypes.get(name, dtype)))
             for name, shape in shapes.items()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.shards import Shard
-from ...kernels.specs import PLAIN, DecoderSpec, ExpertsSpec, WeightSpec
+from ...kernels.specs import MTP, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec
 from ...kernels.stacks import Stack, StackLayout
 from .mtp import MTP_LAYER, Mtp
 
@@ -132,6 +132,10 @@ class Decoder:
     def ignored_tensors(self) -> frozenset[str]:
         """Return the names of tensors that a checkpoint may have, but that the decoder computes itself."""
         return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
+
+    def optional_tensors(self) -> frozenset[str]:
+        """Return the names of the weights on which no bit of a sample depends."""
+        return frozenset(name for name in self._tensors if name.startswith(MTP))
 
     @property
     def record_names(self) -> tuple[str, ...]:

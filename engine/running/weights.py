@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
+from ...kernels.specs import MTP
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
@@ -71,6 +72,8 @@ class WeightStore:
         self.spellings = Spellings(self.shapes, self.parts)
         self.is_whole = True
         self.base = AdapterBase()
+        self._lacked_optional = False
+        self._asleep: dict[str, Tensor] = {}  # optional weights
 
     @property
     def dtype(self) -> str:
@@ -97,6 +100,18 @@ class WeightStore:
     def ignored(self) -> frozenset[str]:
         """The names of tensors that new weights may contain, but that are ignored."""
         return self.model.ignored_tensors()
+
+    @property
+    def optional(self) -> frozenset[str]:
+        """The names of parameters that new weights may lack, but only all of them together. The live ones then stay."""
+        return self.model.optional_tensors()
+
+    @property
+    def optional_note(self) -> str:
+        """Which parameters the last commit did not replace; empty if it replaced all parameters."""
+        if not self._lacked_optional:
+            return ""
+        return f"the last push had no {MTP}* tensors, so the module for multi-token prediction has its earlier weights"
 
     @property
     def num_held(self) -> int:
@@ -162,6 +177,7 @@ class WeightStore:
         incomplete.
         """
         staged = staging.check()
+        has_optional = any(name.startswith(MTP) for name in (*staged, *(name for name, *_ in staging.elements)))
         if (staging.in_place or not self.is_whole) and (missing := self._missing(staged)) is not None:
             raise ValueError(
                 f"weights: {missing} is missing, and the old weights are no longer complete; stage every parameter"
@@ -171,12 +187,15 @@ class WeightStore:
             # The staging's memory belongs to the stream that filled the staging. Without a wait, the memory could be
             # reused too early.
             wait_for_stream(self._device)
+        self._lacked_optional = bool(self.optional) and not has_optional
         self.is_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
-        """Release the device memory. `level`: 1 keeps the weights in host memory, 2 drops the weights."""
+        """Release the device memory. `level`: 1 keeps all weights in host memory, 2 keeps only the optional weights."""
+        if level == 2:
+            self._asleep = {name: self.tensors[name].to_dense().to("cpu", copy=True) for name in self.optional}
         self._arena.drop(keep=level == 1)
         self.is_whole &= level == 1
         if level == 1:  # The base weights stay on the host until adapters need them again.
@@ -187,6 +206,9 @@ class WeightStore:
     def wake_up(self) -> None:
         """Reallocate the memory."""
         self._arena.restore()
+        for name, tensor in self._asleep.items():
+            self.tensors[name].copy_(tensor)
+        self._asleep = {}
 
     def served(self, name: str) -> Tensor:
         """Return a live parameter as a dense tensor. The result may share memory with the live weights."""
@@ -221,14 +243,17 @@ class WeightStore:
 
     def _missing(self, staged: set[str]) -> str | None:
         """Return the first parameter that is not completely staged, or None. A parameter may be staged as a whole or as
-        all of its parts.
+        all of its parts. Optional parameters may be missing.
         """
         parts = self.spellings.parts_among(staged)
-        names = (name for name in self.shapes if name not in staged)
+        names = (name for name in self.shapes if name not in staged and (name in parts or name not in self.optional))
         return next((name for name in names if len(parts.get(name, ())) < (self.spellings.count(name) or 1)), None)
 
     def _install(self, staging: WeightStaging, staged: set[str]) -> None:
         if staging.arena is not None and self._missing(staged) is None:
+            if not any(name.startswith(MTP) for name in staged):
+                for name in self.optional:
+                    self.rows(staging.tensors, name).copy_(self.rows(self.tensors, name))
             self._arena.take(staging.arena)
         else:
             for name in staged:

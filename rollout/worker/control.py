@@ -286,6 +286,7 @@ class Control:
             parts={name: tuple(parts) for name, parts in weights.parts.items()},
             tied=dict(weights.tied),
             ignored=tuple(sorted(weights.ignored)),
+            optional=tuple(sorted(weights.optional)),
             weight_version=self._host.weight_version(),
             push_id=self.pushes.served,
             gpu=gpu,

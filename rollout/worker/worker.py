@@ -119,13 +119,14 @@ class Vitals:
         self._resident.close()
 
     def _engine(self) -> dict[str, Any] | None:
-        """Return `info` with an additional field, `commit_note`. The field has the cause of slow commits, or is
-        empty.
+        """Return `info` with the notes of the weights: `commit_note` has the cause of slow commits, and `optional_note`
+        says which weights the last push lacked. Both are usually empty.
         """
         target = self._control.pushes.target
         if self.info is None or target is None:
             return None
-        return self.info | {"commit_note": target.weights.commit_note}
+        weights = target.weights
+        return self.info | {"commit_note": weights.commit_note, "optional_note": weights.optional_note}
 
     def _memory(self) -> dict[str, int]:
         memory = {"process": self._resident.num_bytes()}

@@ -33,6 +33,7 @@ class Adapted:
     parts: Parts
     tied: Mapping[str, str]
     ignored: Collection[str]
+    optional: Collection[str]
 
 
 def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
@@ -67,4 +68,4 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
             "weights); push the merged weights"
         )
     parts = {} if adapters.is_alone else wanted.parts
-    return Adapted(wanted.dtype, dtypes, shapes, parts, wanted.tied, wanted.ignored)
+    return Adapted(wanted.dtype, dtypes, shapes, parts, wanted.tied, wanted.ignored, wanted.optional)

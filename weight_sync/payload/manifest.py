@@ -269,7 +269,7 @@ class Parameters(Protocol):
 
     `dtype`: dtype of the push. `dtypes`: the parameters that are not pushed in `dtype`, as a map from a parameter's
     name to its own dtype. `parts`: the parts that may be sent instead of a whole parameter. `tied`, `ignored`: names
-    that a push may omit. See `Weights`.
+    that a push may omit. `optional`: parameters that a push may omit, but only all of them together. See `Weights`.
     """
 
     @property
@@ -284,18 +284,22 @@ class Parameters(Protocol):
     def tied(self) -> Mapping[str, str]: ...
     @property
     def ignored(self) -> Collection[str]: ...
+    @property
+    def optional(self) -> Collection[str]: ...
 
 
 def check_complete(names: Collection[str], wanted: Parameters) -> None:
     """Raise PushError unless `names` lists every parameter exactly once, either by the parameter's name or by the names
-    of all its parts.
+    of all its parts. All optional parameters together may be missing.
     """
     spellings = spellings_of(wanted)
     parts = spellings.parts_among(names)
     if doubled := sorted(name for name in parts if name in names):
         text = f"push: tensors sent both whole and in parts: {list_names(doubled)}; send each tensor whole or in parts"
         raise PushError(text)
-    missing = sorted(name for name in wanted.shapes if name not in names and name not in parts)
+    has_optional = any(name in names or name in parts for name in wanted.optional)
+    needed = [name for name in wanted.shapes if has_optional or name not in wanted.optional]
+    missing = sorted(name for name in needed if name not in names and name not in parts)
     missing += [
         next(part for part in spellings.parts(name) if part not in came)
         for name, came in parts.items()

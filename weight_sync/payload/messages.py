@@ -125,7 +125,8 @@ class Weights(Message):
       of one matrix. The names are in the order of the matrix's rows. All parts have the same number of rows. `{}`
       stands for the number of the expert.
     - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a
-      push may omit.
+      push may omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps
+      the ones that it has.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
     - `kin`: a value that is equal for workers that may share the memory of their weights; None if this worker cannot
@@ -141,6 +142,7 @@ class Weights(Message):
     parts: dict[str, tuple[str, ...]]
     tied: dict[str, str]
     ignored: tuple[str, ...]
+    optional: tuple[str, ...] = ()
     weight_version: Count
     push_id: PushId | None
     gpu: Gpu | None

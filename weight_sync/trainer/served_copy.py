@@ -18,13 +18,12 @@ _MAX_ELEMENTS = 2**31
 
 
 class ServedCopy:
-    """A copy of the tensors that workers want. The content is undefined until `replace` has been called for every
-    tensor.
-    """
+    """A copy of the tensors that workers want. The content of a tensor is undefined until it is copied."""
 
     def __init__(self, wanted: Parameters) -> None:
         self._kind, self._spellings, dtype_of = _kind(wanted), spellings_of(wanted), dtypes_of(wanted)
         self._tensors = {name: torch.empty(shape, dtype=dtype_of(name)) for name, shape in wanted.shapes.items()}
+        self._known: set[str] = set()
 
     def fits(self, wanted: Parameters) -> bool:
         """Return whether the copy's tensors have the shapes, dtypes and parts in `wanted`."""
@@ -39,14 +38,18 @@ class ServedCopy:
 
     def replace(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor or part, and return the copy in the workers' dtype."""
+        self._known.add(name)
         return self.tensor(name).copy_(tensor)
 
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copy a tensor or part. Return the flat indices of the changed elements, ascending, and their new values.
 
-        Return None if the whole tensor takes no more bytes than the list of changed elements.
+        Return None if the whole tensor takes no more bytes than the list of changed elements, or was not copied before.
         """
         kept = self.tensor(name)
+        if name not in self._known:
+            self.replace(name, tensor)
+            return None
         most = _most_elements(kept)
         found: list[np.ndarray] | None = [] if most else None
         num_found = 0

@@ -99,7 +99,8 @@ class LendableStagingArea(StagingArea, Protocol):
 class Destination(Parameters, Protocol):
     """A worker's parameters, and the functions that create staging areas for new parameters. `kin`: see `Weights`.
 
-    `commit_note`: why commits take longer than necessary, or an empty string.
+    `commit_note`: why commits take longer than necessary, or an empty string. `optional_note`: which parameters the
+    last push lacked, or an empty string.
     """
 
     @property
@@ -107,6 +108,9 @@ class Destination(Parameters, Protocol):
 
     @property
     def commit_note(self) -> str: ...
+
+    @property
+    def optional_note(self) -> str: ...
 
     @property
     def base(self) -> KeptBase: ...

@@ -20,8 +20,10 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.running.loading import LoadedModel
 from trueroll.engine.running.mtp import MtpRunner
 from trueroll.engine.running.sampler import Sampler
-from trueroll.errors import ConfigError, ModelError
+from trueroll.errors import ConfigError, ModelError, PushError
+from trueroll.weight_sync.payload.manifest import check_complete
 
+from ..checkpoints import read_tensors, stage
 from ..drive import generate, run, tokens
 from .mtp_models import FAMILIES, FILE, make_mtp_model
 from .test_exactness import parts, requests, some_were_rejected
@@ -258,3 +260,45 @@ def loaded_bytes(engine: Engine) -> float:
     mtp, runner = engine._executor._mtp, engine._executor._runner  # type: ignore[attr-defined]
     tensors = [*mtp._memory, mtp._hidden, *runner._caches[0]]
     return sum(tensor.nbytes / len(tensor) for tensor in tensors)
+
+
+def is_of_mtp(name: str) -> bool:
+    return name.startswith("mtp.")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_push_without_the_module_keeps_it(in_place: bool, tmp_path: Path) -> None:
+    """Through a sleep that drops the weights, too. A push with the module replaces it."""
+    model = make_mtp_model("qwen3_5", tmp_path / "model")
+    engine, tensors = make(model), read_tensors(model)
+    asked = [generate("a", tokens(30), n=2, max_tokens=30)]
+    expected = {key: parts(sample) for key, sample in run(engine, asked).items()}
+    first = accepted(engine)
+    without = {name: tensor for name, tensor in tensors.items() if not is_of_mtp(name)}
+    assert engine.weights.optional == tensors.keys() - without.keys() and engine.weights.optional_note == ""
+    if in_place:
+        engine.sleep(2, ["weights"], "drain")
+        engine.wake_up(["weights"])
+    for version, pushed, kept in ((0, without, True), (0, tensors, False), (0, without, True)):
+        engine.commit_weights(stage(engine, pushed, in_place), version, "drain")
+        assert bool(engine.weights.optional_note) == kept
+        before = accepted(engine)
+        assert {key: parts(sample) for key, sample in run(engine, asked).items()} == expected
+        assert accepted(engine, before) == first
+    other = tensors | {name: torch.zeros_like(tensor) for name, tensor in tensors.items() if is_of_mtp(name)}
+    engine.commit_weights(stage(engine, other, in_place), 0, "drain")
+    before = accepted(engine)
+    assert {key: parts(sample) for key, sample in run(engine, asked).items()} == expected
+    assert sum(accepted(engine, before)) < sum(first) / 4, "the module guesses nothing now"
+
+
+def test_half_a_module_is_refused(tmp_path: Path) -> None:
+    model = make_mtp_model("qwen3_5_moe", tmp_path / "model")
+    weights, names = make(model).weights, set(read_tensors(model))
+    check_complete(names, weights)
+    check_complete({name for name in names if not is_of_mtp(name)}, weights)
+    for missing in ("mtp.fc.weight", "mtp.layers.0.mlp.experts.7.down_proj.weight"):
+        with pytest.raises(PushError, match=f"parameters are missing: {missing}"):
+            check_complete(names - {missing}, weights)
+    with pytest.raises(PushError, match="parameters are missing: model.norm.weight"):
+        check_complete({name for name in names if is_of_mtp(name)} | names - {"model.norm.weight"}, weights)

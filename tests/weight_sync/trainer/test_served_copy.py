@@ -17,7 +17,16 @@ VALUES = st.sampled_from([0.0, -0.0, 1.0, float("nan"), float("inf")])
 
 def wanted(shape: tuple[int, ...], dtype: str, own: str | None = None) -> Parameters:
     """Parameters with one tensor `w`. `own`: the dtype of `w`, if it is not the dtype of the push."""
-    return Adapted(dtype, {} if own is None else {"w": own}, {"w": shape}, {}, {}, ())
+    return Adapted(dtype, {} if own is None else {"w": own}, {"w": shape}, {}, {}, (), ())
+
+
+def test_a_tensor_that_was_never_copied_is_sent_whole() -> None:
+    """Even if its values happen to be in the copy's memory."""
+    copy = ServedCopy(wanted((4, 2), "float32"))
+    tensor = copy.tensor("w").clone()
+    assert copy.update("w", tensor) is None
+    changed = copy.update("w", tensor)
+    assert changed is not None and len(changed[0]) == 0
 
 
 @given(st.data(), st.sampled_from(sorted(DTYPES)), st.integers(1, 9), st.integers(1, 9))
