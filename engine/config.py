@@ -64,7 +64,8 @@ class EngineConfig(BaseModel):
 
     `speculative`: how tokens are drafted for speculative decoding; drafting does not change the bits of samples.
     `ngram` drafts tokens that repeat earlier text: the prompt, the sample itself or other samples of the prompt.
-    `mtp` drafts with the model's module for multi-token prediction, if the model has one.
+    `mtp` drafts with the model's module for multi-token prediction. `auto` drafts with whatever promises more tokens,
+    for each sample and step; a model without a module gets repeats only.
     `num_speculative_tokens`: the maximum number of tokens drafted for a sample in one step.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
@@ -89,7 +90,7 @@ class EngineConfig(BaseModel):
     state_budget: int | None = Field(default=None, ge=0)
     enable_prefix_caching: bool = True
     cuda_graphs: bool = True
-    speculative: Literal["off", "ngram", "mtp"] = "off"
+    speculative: Literal["off", "auto", "ngram", "mtp"] = "off"
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 

@@ -46,24 +46,32 @@ class Engine:
     """A model, its KV cache and its requests. Raise ConfigError or ModelError if `config` cannot be served.
 
     `loaded`: the result of `load_model` for a configuration with the same model, dtype, device and backend as `config`.
-    Pass a loaded model to share weights among engines. `drafter`: used in place of the drafter that
-    `config.speculative` names. If `drafter` is given, `config.speculative` must not be `off`.
+    Pass a loaded model to share weights among engines. `drafter`: used in place of the drafters that
+    `config.speculative` names. If `drafter` is given, `config.speculative` must not be `off`. `draft_always`: in each
+    step, draft as many tokens as possible, whatever they cost; always so with `drafter`.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        loaded: LoadedModel | None = None,
+        drafter: Drafter | None = None,
+        *,
+        draft_always: bool = False,
+    ) -> None:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         assert drafter is None or config.num_drafts, "a drafter needs speculative other than off"
-        adapts = drafter is None
         loaded = load_model(config) if loaded is None else loaded
         self._executor: Executor = LocalExecutor(config, loaded)
         self._scheduler = _new_scheduler(config, self.info)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
         self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
-        drafter = drafter or _new_drafter(config, self._executor, self._scheduler)
         self._drafting: Drafting | None = None
-        if drafter is not None:
-            self._drafting = Drafting(drafter, config.num_drafts, self.info.vocab_size, adapts)
+        if config.num_drafts:
+            adapts = drafter is None and not draft_always
+            drafters = [drafter] if drafter is not None else self._new_drafters(config, loaded)
+            self._drafting = Drafting(drafters, config.num_drafts, self.info.vocab_size, adapts)
         self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, self._drafting)
 
     @property
@@ -232,23 +240,17 @@ class Engine:
             checkpoints_reserved=checkpoints.reserved,
             expert_tokens=self._pipeline.experts.counts,
             pools=tables.stats(),
-            drafts=() if self._drafting is None else (self._drafting.stats(),),
+            drafts=() if self._drafting is None else self._drafting.stats(),
             samples_finished=dict(ledger.finished),
         )
+
+    def _new_drafters(self, config: EngineConfig, loaded: LoadedModel) -> list[Drafter]:
+        found: list[Drafter] = [RepeatsDrafter()] if config.speculative != "mtp" else []
+        return found + ([MtpDrafter(self._executor, self._scheduler.running)] if loaded.drafts_with_mtp(config) else [])
 
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
-
-
-def _new_drafter(config: EngineConfig, executor: Executor, scheduler: Scheduler) -> Drafter | None:
-    match config.speculative:
-        case "off":
-            return None
-        case "ngram":
-            return RepeatsDrafter()
-        case "mtp":
-            return MtpDrafter(executor, scheduler.running)
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

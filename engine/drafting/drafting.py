@@ -1,9 +1,12 @@
-"""The drafts of a step: chooses how many tokens to draft for each sequence, and counts drafted and accepted tokens."""
+"""The drafts of a step: chooses the drafter and the number of tokens for each sequence, and counts drafted and accepted
+tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as AnySequence
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from operator import mul
 
 import numpy as np
 
@@ -33,24 +36,30 @@ class Drafting:
     """Drafts at most `most` tokens per sequence and step. `vocab_size`: a draft ends before the first token id outside
     [0, vocab_size).
 
-    `adapts`: whether `rule` chooses the number of drafted tokens. If `adapts` is False, all tokens that the drafter
-    guesses are computed. `costs`: the durations of steps, which the caller records.
+    `drafters`: of several drafters, each sequence gets in each step the one that promises the most tokens. `adapts`:
+    whether `rule` chooses the number of drafted tokens. If `adapts` is False, all tokens that a drafter can guess are
+    computed. `costs`: the durations of steps, which the caller records.
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int, adapts: bool = True) -> None:
+    def __init__(self, drafters: AnySequence[Drafter], most: int, vocab_size: int, adapts: bool = True) -> None:
         self.costs = StepCosts()
-        self._counts, self._pauses = DraftCounts(most), dict[Sequence, Pause]()
-        self._drafter, self._most, self._vocab_size, self._adapts = drafter, most, vocab_size, adapts
+        self._drafters, self._most, self._vocab_size, self._adapts = drafters, most, vocab_size, adapts
+        self._counts = [DraftCounts(most) for _ in drafters]
+        self._pauses = dict[Sequence, Pause]()
+        self._chosen = dict[Sequence, int]()  # the index of the drafter, for each sequence of the step in flight
         self._price = 0.0  # of a drafted token in the step in flight, as a number of tokens
 
-    def stats(self) -> DraftStats:
-        """Return the statistics of the drafter."""
-        counts = self._counts
-        return DraftStats(self._drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
+    def stats(self) -> tuple[DraftStats, ...]:
+        """Return the statistics of each drafter."""
+        return tuple(
+            DraftStats(drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
+            for drafter, counts in zip(self._drafters, self._counts, strict=True)
+        )
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Let the drafter learn from a sequence after its only sample has ended. `seed`: the sample's seed."""
-        self._drafter.end(sequence, seed)
+        """Let the drafters learn from a sequence after its only sample has ended. `seed`: the sample's seed."""
+        for drafter in self._drafters:
+            drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
 
     def begin_step(self, running: Running) -> bool:
@@ -79,18 +88,22 @@ class Drafting:
                 budget -= count
         if not fitting:
             return chunks
-        drafts = zip(fitting.items(), self._drafter.draft(fitting), strict=True)
-        valid = {sequence.lane: self._valid(tokens[:count]) for (sequence, count), tokens in drafts}
-        return chunks.add_drafts({lane: tokens for lane, tokens in valid.items() if tokens})
+        drafts = dict[int, list[int]]()
+        for i, drafter in enumerate(self._drafters):
+            if counts := {sequence: count for sequence, count in fitting.items() if self._chosen[sequence] == i}:
+                found = zip(counts.items(), drafter.draft(counts), strict=True)
+                drafts |= {sequence.lane: self._valid(tokens[:count]) for (sequence, count), tokens in found}
+        return chunks.add_drafts({lane: tokens for lane, tokens in drafts.items() if tokens})
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
         """Record the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
         decided = zip(decodes.sequences, decodes.lanes.tolist(), (counts - 1).tolist(), strict=True)
         for sequence, lane, accepted in decided:
             if draft := decodes.drafts.get(lane):
-                self._counts.add(len(draft), accepted)
+                chosen = self._chosen[sequence]
+                self._counts[chosen].add(len(draft), accepted)
                 if sequence in self._pauses:  # it still runs
-                    self._drafter.record(sequence, len(draft), accepted)
+                    self._drafters[chosen].record(sequence, len(draft), accepted)
                     self._pauses[sequence].record(accepted - len(draft) * self._price)
 
     def _counts_of(self, chunks: Chunks, running: Running) -> dict[Sequence, int]:
@@ -103,13 +116,16 @@ class Drafting:
         if running.states is not None:
             most = running.states.most_drafted(decodes.ends, most)
         chances, asked = dict[int, AnySequence[float]](), dict[int, Pause]()
+        self._chosen.clear()
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
         places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
         for sequence, sample, lane, limit in places:
             if limit > 0 and (pause := self._pauses.setdefault(sequence, Pause())).is_over:
                 asked[lane] = pause
-                if expected := self._drafter.expect(sequence, sample.seed, limit)[:limit]:
-                    chances[lane] = expected
+                found = [drafter.expect(sequence, sample.seed, limit)[:limit] for drafter in self._drafters]
+                self._chosen[sequence] = best = max(range(len(found)), key=lambda i: _promised(found[i]))
+                if found[best]:
+                    chances[lane] = found[best]
         rows, num_decodes = int((chunks.ends - chunks.starts).sum()), len(decodes)
         counts = self._choose(chances, rows, num_decodes)
         self._price = self.costs.price(rows, sum(counts.values()), num_decodes) if self._adapts else 0.0
@@ -126,3 +142,8 @@ class Drafting:
         if not self._adapts:
             return {lane: len(expected) for lane, expected in chances.items()}
         return choose(chances, self.costs, rows, tokens)
+
+
+def _promised(chances: AnySequence[float]) -> float:
+    """Return the number of tokens of a draft that are expected to be accepted."""
+    return sum(accumulate(chances, mul))

@@ -130,6 +130,21 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, checkpoint.get_tensor(name)
 
 
+def checkpoint_names(folder: Path) -> set[str] | None:
+    """Return the names of all tensors in a folder's safetensors files; None if the folder has no such files.
+
+    Raise ModelError in the same cases as `read_checkpoint`.
+    """
+    if not any(os.path.lexists(folder / name) for name in (SINGLE_FILE, INDEX_FILE)):
+        return None
+    files, names = _checkpoint_files(folder), set[str]()
+    _check_headers(folder, files)
+    for file in files:
+        with _open(file) as checkpoint:
+            names.update(checkpoint.keys())
+    return names
+
+
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
     """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack.
 

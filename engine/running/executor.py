@@ -165,7 +165,7 @@ class LocalExecutor:
         self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare, journal)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._mtp: MtpRunner | None = None
-        if loaded.model.mtp is not None:
+        if loaded.drafts_with_mtp(config):
             self._mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):

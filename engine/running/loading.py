@@ -16,13 +16,13 @@ from trueroll.errors import ConfigError, ModelError, brief
 
 from ...kernels.families import describe
 from ...kernels.selection import SelectedBackend, select_backend
-from ...kernels.specs import DecoderSpec
+from ...kernels.specs import MTP, DecoderSpec
 from ..config import EngineConfig
 from ..models.decoder import Decoder, Empty
 from ..models.dummy import fill_randomly
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
-from ..models.loader import Checkpoint, check_checkpoint, copy_checkpoint, read_config
+from ..models.loader import Checkpoint, check_checkpoint, checkpoint_names, copy_checkpoint, read_config
 from ..models.names import find_config, resolve_model
 from .experts import route_format
 from .planner import Sizes, Storage, plan_memory, scratch_bytes
@@ -48,6 +48,10 @@ class LoadedModel:
     def model(self) -> Decoder:
         """The decoder with the live weights."""
         return self.weights.model
+
+    def drafts_with_mtp(self, config: EngineConfig) -> bool:
+        """Return whether an engine with this configuration drafts with the model's MTP module."""
+        return config.speculative in ("mtp", "auto") and self.model.mtp is not None
 
     @property
     def dtype_name(self) -> str:
@@ -178,7 +182,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     Raise ConfigError if the model or the memory cannot support the configuration.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
-    sizes = Sizes.of(model.spec, Storage.of(model.dtype), config.block_size, config.num_drafts)
+    spec = model.spec if loaded.drafts_with_mtp(config) else model.spec.with_mtp(False)
+    sizes = Sizes.of(spec, Storage.of(model.dtype), config.block_size, config.num_drafts)
     plan = plan_memory(config, sizes, max_model_len, available)
     routes = route_format(model.spec)
     return EngineInfo(
@@ -226,16 +231,28 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     folder = find_folder(config.model)
     raw = read_config(folder)
     spec = _describe(folder, raw)
-    if config.speculative == "mtp" and spec.mtp is None:
-        raise ConfigError(
-            f"speculative: {folder} has no module for multi-token prediction (MTP) that trueroll supports; use ngram "
-            "or off"
-        )
-    spec = spec.with_mtp(config.speculative == "mtp")
+    spec = spec.with_mtp(_has_mtp(config, folder, spec))
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)
     return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
+
+
+def _has_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool:
+    """Return whether to load the model's MTP module. A folder without weights is taken for complete.
+
+    Raise ConfigError if `speculative` is `mtp` but the model has no module.
+    """
+    if config.speculative not in ("mtp", "auto"):
+        return False
+    names = checkpoint_names(folder)
+    found = spec.mtp is not None and (names is None or any(name.startswith(MTP) for name in names))
+    if config.speculative == "mtp" and not found:
+        raise ConfigError(
+            f"speculative: {folder} has no module for multi-token prediction (MTP) that trueroll supports; use auto, "
+            "ngram or off"
+        )
+    return found
 
 
 def _describe(folder: Path, raw: dict[str, Any]) -> DecoderSpec:

@@ -406,7 +406,7 @@ def bench(
         Literal["hf"] | None, typer.Option(help="hf: also measure transformers' generate on the same work.")
     ] = None,
     speculative: Annotated[
-        Literal["off", "ngram"], typer.Option(help="ngram: also measure an engine with drafts.")
+        Literal["off", "auto", "ngram", "mtp"], typer.Option(help="Other than off: also measure an engine with drafts.")
     ] = ENGINE["speculative"],
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],

@@ -49,7 +49,8 @@ ENGINE: Table = {
         "Default: 8192 (GPU), 512 (CPU).",
     },
     "Drafts": {
-        "speculative": "Drafted tokens, which change no bit: off, or ngram (repeats of a prompt and its samples).",
+        "speculative": "Drafted tokens, which change no bit: off, ngram (repeats of a prompt and its samples), mtp "
+        "(the model's own module), or auto (the better of both).",
         "num_speculative_tokens": "Maximum number of drafted tokens per sample and step.",
     },
 }

@@ -115,8 +115,8 @@ Each row is a cell: the same requests, served under the circumstances it names.
 Circumstances: others are requests that run at the same time; budget is the
 limit of tokens per step, block the number of tokens in a block of the cache;
 score computes the log-probs of given tokens; drafts are those of a worker
-(repeats), or right, wrong and too long (adversarial); interrupted requests are
-computed again, as after a push."""
+(repeats), of the model's own module (mtp), or right, wrong and too long
+(adversarial); interrupted requests are computed again, as after a push."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
@@ -128,6 +128,13 @@ STATE_CELLS = (
     Cell(cache="warm", others=1, checkpoints=0),
     Cell(cache="warm", interval=16, states="lost in a sleep"),
     Cell(others=10, interval=16, budget=64, is_interrupted=True),
+)
+# Additional cells for models with a module for multi-token prediction (MTP).
+MTP_CELLS = (
+    Cell(drafts="mtp", budget=64),
+    Cell(drafts="mtp", cache="warm", others=10, block_size=8),
+    Cell(drafts="mtp", others=10, is_starved=True),
+    Cell(drafts="mtp", others=10, is_interrupted=True),
 )
 # Additional cells for models with experts.
 ROUTE_CELLS = (
@@ -196,7 +203,11 @@ def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
     `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
     """
     spec = loaded.model.spec
-    more = (STATE_CELLS if spec.delta_nets else (), ROUTE_CELLS if spec.experts else ())
+    more = (
+        STATE_CELLS if spec.delta_nets else (),
+        ROUTE_CELLS if spec.experts else (),
+        MTP_CELLS if spec.mtp else (),
+    )
     if quick:
         return sum((cells[:1] for cells in more), QUICK_CELLS)
     return sum(more, CELLS)
@@ -216,7 +227,7 @@ class _Lab:
         """Run a cell. Return all runs of the cell and the checked premises."""
         with _thread_count(cell.threads):
             drafter = new_drafter(cell.drafts, self._texts(baseline), self.vocab_size)
-            engine = Engine(self._engine_config(cell), self.loaded, drafter)
+            engine = Engine(self._engine_config(cell), self.loaded, drafter, draft_always=True)
             runs = list(self._runs(engine, cell, baseline))
             return runs, check_premises(
                 cell, runs, torch.get_num_threads(), cuts=bool(self.loaded.model.spec.delta_nets)
@@ -244,7 +255,7 @@ class _Lab:
             state_interval=cell.interval,
             state_budget=CHECKPOINTS if cell.checkpoints is None else cell.checkpoints,
             decode_state_interval=cell.block_size if cell.num_reread and not cell.states else 0,
-            speculative="ngram" if cell.drafts else "off",
+            speculative="off" if not cell.drafts else "mtp" if cell.drafts == "mtp" else "ngram",
             num_speculative_tokens=MOST_DRAFTED,
         )
 
@@ -414,7 +425,7 @@ def verify(
     `quick`: run fewer cells with shorter prompts. Raise ConfigError or ModelError if the model cannot be loaded or its
     context is too short for the matrix.
     """
-    loaded = load_model(config)
+    loaded = load_model(config.model_copy(update={"speculative": "auto"}))  # with the MTP module, if there is one
     sizes = sizes or (QUICK_SIZES if quick else SIZES)
     matrix = run_matrix(config, loaded, sizes, quick)
     total = len(cells_of(loaded, quick)) + 1

@@ -1,4 +1,4 @@
-"""Drafters of the exactness matrix: the workers' drafter, and one that knows the samples and misleads the engine."""
+"""A drafter for the exactness matrix that knows the samples and misleads the engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ...engine.drafting.drafter import Drafter, FunctionDrafter
-from ...engine.drafting.repeats import RepeatsDrafter
 
 MOST_DRAFTED = 5
 
@@ -41,10 +40,10 @@ class Adversary:
 
 
 def new_drafter(kind: str, texts: Iterable[array[int]], vocab_size: int) -> Drafter | None:
-    """Return the drafter of a cell; None if `kind` is empty. `texts`: as in `Adversary`."""
-    if kind == "repeats":
-        return RepeatsDrafter()
-    return FunctionDrafter(Adversary(texts, vocab_size)) if kind else None
+    """Return the drafter of a cell; None if the cell has the drafter of the workers, or none. `texts`: as in
+    `Adversary`.
+    """
+    return FunctionDrafter(Adversary(texts, vocab_size)) if kind == "adversarial" else None
 
 
 def _start_of(tokens: array[int]) -> bytes:

@@ -34,7 +34,7 @@ class Cell:
     - `routes`: for models with experts, whether a warm cache stores the experts chosen for each token: `unknown` (no)
       or `added` (yes, because a later request has added the experts)
     - `is_interrupted`: all running requests are computed again, as after a commit of weights
-    - `drafts`: how tokens are drafted: `repeats`, or `adversarial` (see `verify_drafts`)
+    - `drafts`: how tokens are drafted: `repeats`, `mtp`, or `adversarial` (see `verify_drafts`)
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -49,7 +49,7 @@ class Cell:
     checkpoints: int | None = None
     states: Literal["", "hit", "hit shortened", "skipped", "evicted", "lost in a sleep"] = ""
     routes: Literal["", "unknown", "added"] = ""
-    drafts: Literal["", "repeats", "adversarial"] = ""
+    drafts: Literal["", "repeats", "adversarial", "mtp"] = ""
     is_interrupted: bool = False
 
     @property

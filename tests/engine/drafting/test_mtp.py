@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
@@ -33,12 +33,11 @@ pytestmark = pytest.mark.usefixtures("steps_ahead")
 
 def make(model: Path, loaded: LoadedModel | None = None, **settings: Any) -> Engine:
     """Return an engine that drafts with the MTP module, as many tokens as it may."""
-    defaults: dict[str, Any] = dict(num_blocks=512, num_threads=1, max_num_seqs=8, num_speculative_tokens=3)
-    config = EngineConfig(model=str(model), speculative="mtp", **(defaults | settings))
-    engine = Engine(config, loaded)
-    assert engine._drafting is not None
-    engine._drafting._adapts = False  # no test depends on times
-    return engine
+    defaults: dict[str, Any] = dict(
+        speculative="mtp", num_blocks=512, num_threads=1, max_num_seqs=8, num_speculative_tokens=3
+    )
+    config = EngineConfig(model=str(model), **(defaults | settings))
+    return Engine(config, loaded, draft_always=True)
 
 
 def plain(model: Path) -> Engine:
@@ -152,8 +151,6 @@ def test_the_module_computes_what_transformers_layers_compute(tmp_path: Path, mo
 
 
 def randomize(folder: Path) -> None:
-    from safetensors.torch import save_file
-
     weights, generator = load_file(folder / FILE), torch.Generator().manual_seed(3)
     for name, weight in weights.items():
         if name.startswith("mtp."):
@@ -236,11 +233,31 @@ def test_sleep_drops_the_memory_of_the_module(tmp_path: Path) -> None:
 
 
 def test_models_without_a_module_are_refused(tmp_path: Path) -> None:
-    for family in ("llama", "qwen3_5"):
+    for family in ("llama", "qwen3_5", "qwen3_next"):
+        model = make_tiny_model(family, tmp_path / family)
         with pytest.raises(ConfigError, match="speculative: .* has no module for multi-token prediction"):
-            make(make_tiny_model(family, tmp_path / family))
-    with pytest.raises(ModelError, match="missing: mtp.fc.weight, mtp.layers.0"):
-        make(make_tiny_model("qwen3_next", tmp_path / "model"))
+            make(model)
+        assert [drafts.drafter for drafts in make(model, speculative="auto").stats().drafts] == ["repeats"]
+    model = make_mtp_model("qwen3_next", tmp_path / "model")
+    tensors = read_tensors(model)
+    del tensors["mtp.fc.weight"]
+    save_file(tensors, model / FILE, {"format": "pt"})
+    with pytest.raises(ModelError, match="missing: mtp.fc.weight;"):
+        make(model)
+
+
+def test_the_better_drafter_is_chosen_for_each_sample_and_step(tmp_path: Path) -> None:
+    """A prompt that repeats itself and one that does not."""
+    model = make_mtp_model("qwen3_5", tmp_path / "model")
+    asked = [generate("a", np.tile(tokens(6), 6), max_tokens=60), generate("b", tokens(30), n=3, max_tokens=60)]
+    expected = {key: parts(sample) for key, sample in run(plain(model), asked).items()}
+    engine = make(model, speculative="auto")
+    for _ in range(2):
+        assert {key: parts(sample) for key, sample in run(engine, asked).items()} == expected
+    repeats, mtp = engine.stats().drafts
+    assert (repeats.drafter, mtp.drafter) == ("repeats", "mtp")
+    assert min(repeats.num_accepted, mtp.num_accepted) > 10
+    assert sum(sample.num_drafted_tokens for sample in run(engine, asked).values()) > 0
 
 
 def test_the_memory_of_the_module_is_planned(tmp_path: Path) -> None:
