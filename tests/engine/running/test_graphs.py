@@ -24,6 +24,7 @@ from torch import Tensor
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.drafting.drafter import Drafter, FunctionDrafter
+from trueroll.engine.drafting.mtp import MtpDrafter
 from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelInput, ModelOutput
 from trueroll.engine.request import Output, Request, SampleOutput, ScoreRequest
@@ -33,6 +34,7 @@ from trueroll.engine.running.loading import load_dummy, load_model
 from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch
 
+from ..drafting.mtp_models import make_mtp_model
 from ..drive import bits, drain, executor_of, generate, run, tokens, top_bits
 
 NUM_BLOCKS, BLOCK_SIZE = 64, 4
@@ -97,14 +99,19 @@ def make_engine(model: Path, log: list[str], steps_ahead: int, monkeypatch: pyte
     monkeypatch.setattr(executor_module, "DecodeGraphs", partial(DecodeGraphs, new_capture=partial(Recomputed, log)))
 
     def make(
-        cuda_graphs: bool, folder: Path = model, load: Any = load_model, drafter: Drafter | None = None, **changes: Any
+        cuda_graphs: bool,
+        folder: Path = model,
+        load: Any = load_model,
+        drafter: Drafter | None = None,
+        draft_always: bool = False,
+        **changes: Any,
     ) -> Engine:
         settings = dict(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_model_len=64, max_num_seqs=6, num_threads=1)
         settings |= dict(model=str(folder), backend="reference", cuda_graphs=cuda_graphs) | changes
         config = EngineConfig(**settings)
         loaded = load(config)
         backend = dataclasses.replace(loaded.backend, can_capture=True)
-        return Engine(config, dataclasses.replace(loaded, backend=backend), drafter)
+        return Engine(config, dataclasses.replace(loaded, backend=backend), drafter, draft_always=draft_always)
 
     return make
 
@@ -215,6 +222,32 @@ def test_drafts_are_rows_of_graphs(
     assert stats.drafts >= num_decodes - 1, "all steps of the sample have drafts, but the last"
     fitting = num_decodes if max_num_seqs == 6 else num_decodes - stats.drafts
     assert log.count("replay") == 2 * fitting
+
+
+def test_the_module_for_multi_token_prediction_follows_graphs(
+    make_engine: MakeEngine, log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hidden states that graphs compute reach the module, beside padding rows. Every third step has no drafts, and
+    replays a graph.
+    """
+    expect = MtpDrafter.expect
+
+    def expect_sometimes(drafter: MtpDrafter, *others: Any) -> Any:
+        return expect(drafter, *others) if engine.stats().steps % 3 else ()
+
+    monkeypatch.setattr(MtpDrafter, "expect", expect_sometimes)
+    settings: dict[str, Any] = dict(folder=make_mtp_model("qwen3_5", tmp_path / "m"))
+    requests = [generate(str(i), prompt(5 + i), n=3, max_tokens=20) for i in range(2)]
+    expected = serve(make_engine(False, **settings), requests)
+    drafting: dict[str, Any] = dict(speculative="mtp", num_speculative_tokens=2, draft_always=True)
+    found = []
+    for cuda_graphs in (False, True):
+        engine = make_engine(cuda_graphs, **settings, **drafting)
+        del log[:]
+        assert serve(engine, requests) == expected
+        found.append(engine.stats().drafts)
+    assert found[0] == found[1] and found[0][0].num_accepted > 5, "the same drafts"
+    assert log.count("replay") > 3
 
 
 def test_routed_experts_come_out_of_graphs(make_engine: MakeEngine, log: list[str], tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from engine.drafting.mtp_models import make_mtp_model
 from matrix import thinned
 from rich.console import Console
 from torch import Tensor
@@ -283,7 +284,7 @@ def run_alone(folder: Path) -> Run:
 
 
 def test_each_cell_has_a_unique_name() -> None:
-    names = [cell.name for cell in (Cell(), *verify.CELLS, *verify.STATE_CELLS, *verify.ROUTE_CELLS)]
+    names = [cell.name for cell in (Cell(), *verify.CELLS, *verify.STATE_CELLS, *verify.ROUTE_CELLS, *verify.MTP_CELLS)]
     assert len(set(names)) == len(names)
     assert "cache warm, with 1 other, no checkpoints" in names
 
@@ -483,6 +484,18 @@ def test_the_report_says_why_a_slower_backend_was_used(tiny_llama: Path, monkeyp
     text = console.export_text()
     assert "backend reference (torch" in text
     assert "backend reference, not a faster one: native CPU kernels do not support float16" in text
+
+
+def test_drafts_of_a_module_are_verified_if_the_checkpoint_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CELLS", "STATE_CELLS", "ROUTE_CELLS"):
+        monkeypatch.setattr(verify, name, ())
+    console = Console(record=True, width=160)
+    model = make_mtp_model("qwen3_5_moe", tmp_path / "model")
+    assert verify.verify(EngineConfig(model=str(model)), console, None, SMALL)
+    assert f"passed: {len(verify.MTP_CELLS) + 1} cells" in console.export_text()
+    assert all(cell.drafts == "mtp" for cell in verify.MTP_CELLS)
 
 
 def test_a_quick_run_says_what_it_leaves_out(tiny_llama: Path) -> None:
