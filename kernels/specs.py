@@ -254,6 +254,7 @@ class DecoderSpec:
     the same for worker and trainer. `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds
     the weight. Weights with roles not listed in `held` are whole and in the model's dtype. `mtp`: the layer of the
     model's multi-token prediction (MTP) module, which guesses the token after the next one; None without such a module.
+    `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint are ignored.
     """
 
     architecture: str
@@ -272,6 +273,7 @@ class DecoderSpec:
     pieces: int = 1
     held: Mapping[str, WeightSpec] = field(default_factory=dict)
     mtp: LayerSpec | None = None
+    serves_mtp: bool = False
 
     @property
     def attentions(self) -> list[AttentionSpec]:
@@ -280,8 +282,9 @@ class DecoderSpec:
 
     @property
     def mtp_attentions(self) -> list[AttentionSpec]:
-        """The mixers of the layers of the MTP module."""
-        return [self.mtp.mixer] if self.mtp is not None and isinstance(self.mtp.mixer, AttentionSpec) else []
+        """The mixers of the layers of the MTP module, if it belongs to the decoder."""
+        served = self.serves_mtp and self.mtp is not None
+        return [self.mtp.mixer] if served and isinstance(self.mtp.mixer, AttentionSpec) else []
 
     @property
     def delta_nets(self) -> list[DeltaNetSpec]:
@@ -302,10 +305,8 @@ class DecoderSpec:
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
     def with_mtp(self, is_served: bool) -> DecoderSpec:
-        """Return a copy of the spec. `is_served`: whether the MTP module belongs to the decoder."""
-        if not is_served:
-            return replace(self, mtp=None)
-        return replace(self, others=tuple(other for other in self.others if other != MTP))
+        """Return a copy of the spec. `is_served`: whether the MTP module belongs to the decoder, if there is one."""
+        return replace(self, serves_mtp=is_served and self.mtp is not None)
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return a dict from role to dtype, for the weights that are not held in the model's dtype `dtype`."""
@@ -314,7 +315,7 @@ class DecoderSpec:
 
     def own_name(self, name: str) -> str | None:
         """Return the decoder's name for a checkpoint's tensor; None if the tensor does not belong to the decoder."""
-        if name.startswith(self.others):
+        if name.startswith(self.others) and not (self.serves_mtp and name.startswith(MTP)):
             return None
         beginning = next((other for other in self.renamed if name.startswith(other)), "")
         return self.renamed.get(beginning, "") + name.removeprefix(beginning)

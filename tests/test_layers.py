@@ -103,15 +103,19 @@ ENGINE = {
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weights": {"cache.lending", "cache.memory", "models"},
     "running.planner": {"config"},
+    "running.mtp": {"cache.memory", "models", "running.planner", "running.sampler", "running.step"},
     "running.loading": {"config", "models", "running.experts", "running.planner", "running.weights"},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
-    | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "sampler", "step", "warm_up")}
-    | {"running.weights"},
+    | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "sampler", "step")}
+    | {"running.warm_up", "running.weights"},
     "drafting.drafter": {"scheduling.sequence"},
-    "drafting.repeats": {"drafting.drafter", "scheduling.sequence"},
-    "drafting.rule": {"drafting.drafter"},
+    "drafting.odds": set(),
+    "drafting.repeats": {"drafting.odds", "scheduling.sequence"},
+    "drafting.mtp": {"drafting.odds", "running.executor", "running.mtp", "running.step"}
+    | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
+    "drafting.rule": set(),
     "drafting.drafting": {"drafting.drafter", "drafting.rule", "outputs.open_requests", "stats"}
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "experts": {"outputs.routes", "scheduling.sequence"},

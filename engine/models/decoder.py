@@ -93,7 +93,7 @@ class Decoder:
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
         self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
-        self.mtp = Mtp(spec, backend, new) if spec.mtp is not None else None
+        self.mtp = Mtp(spec, backend, new) if spec.serves_mtp else None
         self._inv_freqs = [
             torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
         ]
@@ -116,7 +116,7 @@ class Decoder:
         """Return the names of the parts (`Parts`) that a checkpoint may contain instead of a whole tensor."""
         spec = self.spec
         layers = {f"{LAYERS}.{i}": layer for i, layer in enumerate(spec.layers)}
-        if spec.mtp is not None:
+        if spec.serves_mtp and spec.mtp is not None:
             layers[MTP_LAYER] = spec.mtp
         return {
             f"{prefix}.{spec.names[stack]}": tuple(f"{prefix}.{spec.names[role]}" for role in roles)

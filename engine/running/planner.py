@@ -74,7 +74,7 @@ class Sizes:
             tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
         state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in spec.delta_nets)
         block, *others = (2 * block_size * token // storage.ranks for token in tokens.values())
-        if spec.mtp is not None:
+        if spec.serves_mtp:
             block += kept_states(most, block_size) * spec.hidden_size * storage.kv
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
         draft = storage.tail * sum(m.row_size for m in spec.delta_nets)

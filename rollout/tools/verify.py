@@ -206,7 +206,7 @@ def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
     more = (
         STATE_CELLS if spec.delta_nets else (),
         ROUTE_CELLS if spec.experts else (),
-        MTP_CELLS if spec.mtp else (),
+        MTP_CELLS if spec.serves_mtp else (),
     )
     if quick:
         return sum((cells[:1] for cells in more), QUICK_CELLS)

@@ -19,6 +19,7 @@ from trueroll.engine.outputs.routes import RouteFormat
 from trueroll.engine.request import Distribution, Request, SampleOutput, ScoreRequest, Tag
 from trueroll.engine.running.executor import Computation, Executor, LocalExecutor, StepResults
 from trueroll.engine.running.loading import EngineInfo, LoadedModel, load_model
+from trueroll.engine.running.mtp import DraftStep
 from trueroll.engine.running.step import Step
 from trueroll.engine.running.weights import WeightStaging, WeightStore
 
@@ -100,6 +101,11 @@ class Leader:
     def compute(self, step: Step) -> Both:
         self.steps += 1
         return Both(self._own.compute(step), self._follower.compute(sent(step)))
+
+    def draft(self, step: DraftStep) -> list[list[int]]:
+        drafts = self._own.draft(step)
+        assert self._follower.draft(step) == drafts
+        return drafts
 
     def commit(self, staging: WeightStaging) -> None:
         self._own.commit(staging)

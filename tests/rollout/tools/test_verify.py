@@ -24,7 +24,6 @@ from torch import Tensor
 
 from tiny import MIXTURES, make_tiny_model
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.drafting.drafter import Drafter
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SampleOutput
 from trueroll.engine.running import executor
@@ -294,9 +293,9 @@ def test_no_engine_plans_for_more_tokens_than_a_step_can_have(
 ) -> None:
     budgets: list[int] = []
 
-    def note(config: EngineConfig, loaded: LoadedModel, drafter: Drafter | None = None) -> Engine:
+    def note(config: EngineConfig, *others: Any, **more: Any) -> Engine:
         budgets.append(config.max_num_batched_tokens)
-        return Engine(config, loaded, drafter)
+        return Engine(config, *others, **more)
 
     monkeypatch.setattr(verify, "Engine", note)
     monkeypatch.setattr(verify, "CELLS", (Cell(budget=UNLIMITED),))

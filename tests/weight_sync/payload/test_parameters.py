@@ -17,6 +17,7 @@ WANTED: Any = SimpleNamespace(
     parts={"l.0.up": ("l.0.e.{}.a", "l.0.e.{}.b"), "l.0.down": ("l.0.e.{}.c",)},
     tied={},
     ignored=(),
+    optional=(),
 )
 UP = [f"l.0.e.{expert}.{part}" for expert in range(3) for part in "ab"]
 DOWN = [f"l.0.e.{expert}.c" for expert in range(3)]
