@@ -283,8 +283,9 @@ class DecoderSpec:
     @property
     def mtp_attentions(self) -> list[AttentionSpec]:
         """The mixers of the layers of the MTP module, if it belongs to the decoder."""
-        served = self.serves_mtp and self.mtp is not None
-        return [self.mtp.mixer] if served and isinstance(self.mtp.mixer, AttentionSpec) else []
+        if not self.serves_mtp or self.mtp is None or not isinstance(self.mtp.mixer, AttentionSpec):
+            return []
+        return [self.mtp.mixer]
 
     @property
     def delta_nets(self) -> list[DeltaNetSpec]:

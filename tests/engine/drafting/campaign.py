@@ -22,6 +22,7 @@ from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.rollout.tools.verify_drafts import Adversary
 
 from ..drive import generate, tokens
+from .mtp_models import make_mtp_model
 from .test_exactness import known_texts, parts
 
 
@@ -41,20 +42,22 @@ class Seen:
 
 
 class Campaign:
-    """Rounds with one tiny model in `folder`."""
+    """Rounds with one tiny model in `folder`. `mtp`: whether its module for multi-token prediction drafts."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        self._config: dict[str, Any] = dict(model=str(make_tiny_model(family, folder)), num_threads=1)
+    def __init__(self, family: str, folder: Path, mtp: bool = False) -> None:
+        model = make_mtp_model(family, folder) if mtp else make_tiny_model(family, folder)
+        self._config: dict[str, Any] = dict(model=str(model), num_threads=1, speculative="mtp" if mtp else "ngram")
+        self._mtp = mtp
         self._loaded: LoadedModel = load_model(EngineConfig(**self._config))
-        self._plain = Engine(EngineConfig(**self._config, num_blocks=2048), self._loaded)
+        self._plain = Engine(EngineConfig(**(self._config | dict(speculative="off", num_blocks=2048))), self._loaded)
 
     def round(self, seed: int) -> Seen:
         """Serve random requests with and without drafts. Raise AssertionError if a sample differs."""
         rng = np.random.default_rng(seed)
         asked = self._requests(rng)
         expected = {(s.request_id, s.index): s for s in serve(self._plain, asked, rng, 0.0)}
-        adversary = Adversary(known_texts(asked, expected), vocab_size=512)
-        engine = Engine(self._limits(rng), self._loaded, FunctionDrafter(adversary))
+        adversary = None if self._mtp else FunctionDrafter(Adversary(known_texts(asked, expected), vocab_size=512))
+        engine = Engine(self._limits(rng), self._loaded, adversary, draft_always=True)
         for _ in range(2):  # the second time with prefix hits
             found = {(s.request_id, s.index): s for s in serve(engine, asked, rng, rng.choice([0.0, 0.05]))}
             assert {key: parts(s) for key, s in found.items()} == {k: parts(s) for k, s in expected.items()}, seed
@@ -81,7 +84,6 @@ class Campaign:
             state_interval=block_size * int(rng.choice([1, 4])),
             decode_state_interval=block_size * int(rng.choice([0, 1, 4])),
             state_budget=int(rng.choice([0, 4, 32])),
-            speculative="ngram",
             num_speculative_tokens=int(rng.choice([1, 3, 9])),
         )
 

@@ -227,8 +227,9 @@ def test_drafts_are_rows_of_graphs(
 def test_the_module_for_multi_token_prediction_follows_graphs(
     make_engine: MakeEngine, log: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hidden states that graphs compute reach the module, beside padding rows. Two of four steps have no drafts, and
-    the second one repeats no rows, so that it replays a graph.
+    """The hidden states that graphs compute reach the module, beside padding rows.
+
+    Two of four steps have no drafts, and the second one repeats no rows, so that it replays a graph.
     """
     expect = MtpDrafter.expect
 
