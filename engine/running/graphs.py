@@ -136,7 +136,7 @@ class _Graphs:
 
 
 class DecodeGraphs:
-    """Graphs for decode steps with at most `max_num_seqs` rows, rounded up to a power of two.
+    """Graphs for decode steps. The number of rows of the largest graph is `max_num_seqs`, rounded up to a power of two.
 
     Each row belongs to a sequence of at most `max_model_len` tokens.
     """

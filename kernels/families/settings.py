@@ -214,8 +214,8 @@ class Settings(PreTrainedConfig):
         kind = parameters.get("rope_type")
         if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
             raise ModelError(
-                f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)}, with one rope_type for each "
-                f"type of layer (got {brief([*parameters.items()])}); serve another model"
+                f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)} for each type of layer (got "
+                f"{brief([*parameters.items()])}); serve another model"
             )
         try:
             inv_freq, scale = self._inv_freq(kind, layer_type)

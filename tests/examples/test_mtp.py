@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_the_module_is_trained_and_drafts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    import mtp
-
+    spec = importlib.util.spec_from_file_location("mtp", EXAMPLES / "mtp.py")
+    assert spec is not None and spec.loader is not None
+    mtp = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mtp)
     for name, count in dict(MODEL_STEPS=2, MODULE_STEPS=2, BATCH=2, LENGTH=16, PROMPTS=2, NEW_TOKENS=12).items():
         monkeypatch.setattr(mtp, name, count)
     before = {"model": 0.0, "module": 0.0}

@@ -186,7 +186,7 @@ class Assembly:
         """
         if bucket.word_sum is None:
             if data.device.type != "cpu":
-                raise PushError(f"bucket {bucket.index}: is on {data.device}, but has no word sum")
+                raise PushError(f"bucket {bucket.index}: is on {data.device} but has no word sum")
             return
         found = word_sum(data[: bucket.num_bytes])
         if found != bucket.word_sum:

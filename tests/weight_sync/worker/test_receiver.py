@@ -307,7 +307,7 @@ def test_a_bucket_has_one_kind_of_checksum() -> None:
 def test_a_bucket_on_a_gpu_needs_a_word_sum() -> None:
     weights = FakeWeights(SHAPES)
     assembly = assembly_module.Assembly(weights, weights.new_staging(False), False, False)
-    with pytest.raises(PushError, match="bucket 3: is on meta, but has no word sum"):
+    with pytest.raises(PushError, match="bucket 3: is on meta but has no word sum"):
         assembly.inspect_all(Bucket(index=3, num_bytes=0, pieces=()), torch.empty(8, dtype=torch.uint8, device="meta"))
 
 
