@@ -55,8 +55,8 @@ class AdaptedTensors(Protocol):
 class TrainerAdapters:
     """The tensors that a push of a PEFT model sends: all, or only adapters and `modules_to_save` if `alone`.
 
-    `sent`: the tensors to send, under the names that workers use. `tensors`: the base weights that are not sent,
-    followed by `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and
+    `sent`: the tensors to send, under the names that workers use. `tensors`: first the base weights that stay behind,
+    then the tensors in `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is set and
     no adapter is enabled.
     """
 
