@@ -64,8 +64,8 @@ class EngineConfig(BaseModel):
 
     `speculative`: how tokens are drafted for speculative decoding; drafting does not change the bits of samples.
     `ngram` drafts tokens that repeat earlier text: the prompt, the sample itself or other samples of the prompt.
-    `mtp` drafts with the model's module for multi-token prediction. `auto` drafts with whatever promises more tokens,
-    for each sample and step; a model without a module gets repeats only.
+    `mtp` drafts with the model's module for multi-token prediction. `auto` uses, for each sample and step, the drafter
+    with more expected accepted tokens; a model without a module gets repeats only.
     `num_speculative_tokens`: the maximum number of tokens drafted for a sample in one step.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
@@ -108,6 +108,16 @@ class EngineConfig(BaseModel):
     def num_drafts(self) -> int:
         """The maximum number of tokens drafted for a sample in a step; 0 if `speculative` is `off`."""
         return 0 if self.speculative == "off" else self.num_speculative_tokens
+
+    @property
+    def wants_mtp(self) -> bool:
+        """Return whether to draft with the model's MTP module, if there is one."""
+        return self.speculative in ("mtp", "auto")
+
+    @property
+    def wants_repeats(self) -> bool:
+        """Return whether to draft repeats."""
+        return self.speculative in ("ngram", "auto")
 
     @model_validator(mode="after")
     def _combinations_work(self) -> EngineConfig:

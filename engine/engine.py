@@ -245,8 +245,11 @@ class Engine:
         )
 
     def _new_drafters(self, config: EngineConfig, loaded: LoadedModel) -> list[Drafter]:
-        found: list[Drafter] = [RepeatsDrafter()] if config.speculative != "mtp" else []
-        return found + ([MtpDrafter(self._executor, self._scheduler.running)] if loaded.drafts_with_mtp(config) else [])
+        found: list[Drafter] = [RepeatsDrafter()] if config.wants_repeats else []
+        if loaded.drafts_with_mtp(config):
+            found.append(MtpDrafter(self._executor, self._scheduler.running, config.num_drafts))
+        assert found, "with speculative='mtp', `loaded` must be loaded with it"
+        return found
 
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:

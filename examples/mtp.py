@@ -2,8 +2,8 @@
 
 The model learns the documentation of this repository byte by byte. The module then learns to guess the byte after the
 next one, from the frozen model's hidden states. At the end, the same samples are generated with drafts of the module
-and with drafts of repeated text. Every sample has the same bits as without drafts. The whole example takes a few
-minutes on two cores.
+and with drafts of repeated text, in every step. Every sample has the same bits as without drafts. The whole example
+takes a few minutes on two cores.
 """
 
 import json
@@ -73,8 +73,8 @@ def batches(text: np.ndarray, count: int) -> Tensor:
     return torch.from_numpy(text[starts[..., None] + np.arange(LENGTH + 1)].astype(np.int64))
 
 
-def train(name: str, parameters: nn.Module, text: np.ndarray, steps: int, loss_of) -> None:
-    optimizer, started = torch.optim.AdamW(parameters.parameters(), lr=2e-3), time.perf_counter()
+def train(name: str, trained: nn.Module, text: np.ndarray, steps: int, loss_of) -> None:
+    optimizer, started = torch.optim.AdamW(trained.parameters(), lr=2e-3), time.perf_counter()
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     for step, tokens in enumerate(batches(text, steps), 1):
         loss = loss_of(tokens)
@@ -133,7 +133,7 @@ def compare(folder: Path, text: np.ndarray) -> None:
         [drafts] = engine.stats().drafts
         counts = zip(drafts.accepted, drafts.drafted, strict=True)
         shares = ", ".join(f"{right / tried:.2f}" for right, tried in counts if tried)
-        print(f"{speculative}: {speed:.2f} tokens per step of a sample; accepted by position: {shares}")
+        print(f"{drafts.drafter}: {speed:.2f} tokens per step of a sample; accepted by position: {shares}")
 
 
 def main(folder: Path) -> None:

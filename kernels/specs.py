@@ -211,8 +211,13 @@ LAYER_NAMES = {
 }
 
 
-MTP = "mtp."
+MTP_PREFIX = "mtp."
 """The prefix of the names of the MTP module's weights in a checkpoint."""
+
+
+def is_of_mtp(name: str) -> bool:
+    """Return whether this is the name of a weight of the MTP module."""
+    return name.startswith(MTP_PREFIX)
 
 
 @dataclass(frozen=True)
@@ -282,10 +287,9 @@ class DecoderSpec:
 
     @property
     def mtp_attentions(self) -> list[AttentionSpec]:
-        """The mixers of the layers of the MTP module, if it belongs to the decoder."""
-        if not self.serves_mtp or self.mtp is None or not isinstance(self.mtp.mixer, AttentionSpec):
-            return []
-        return [self.mtp.mixer]
+        """The mixers of the layers of the MTP module, if the module belongs to the decoder."""
+        layers = [] if self.served_mtp is None else [self.served_mtp]
+        return [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
 
     @property
     def delta_nets(self) -> list[DeltaNetSpec]:
@@ -305,9 +309,14 @@ class DecoderSpec:
         """
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
-    def with_mtp(self, is_served: bool) -> DecoderSpec:
+    def serving_mtp(self, is_served: bool) -> DecoderSpec:
         """Return a copy of the spec. `is_served`: whether the MTP module belongs to the decoder, if there is one."""
         return replace(self, serves_mtp=is_served and self.mtp is not None)
+
+    @property
+    def served_mtp(self) -> LayerSpec | None:
+        """The layer of the MTP module, if the module belongs to the decoder."""
+        return self.mtp if self.serves_mtp else None
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return a dict from role to dtype, for the weights that are not held in the model's dtype `dtype`."""
@@ -316,7 +325,7 @@ class DecoderSpec:
 
     def own_name(self, name: str) -> str | None:
         """Return the decoder's name for a checkpoint's tensor; None if the tensor does not belong to the decoder."""
-        if name.startswith(self.others) and not (self.serves_mtp and name.startswith(MTP)):
+        if name.startswith(self.others) and not (self.serves_mtp and is_of_mtp(name)):
             return None
         beginning = next((other for other in self.renamed if name.startswith(other)), "")
         return self.renamed.get(beginning, "") + name.removeprefix(beginning)

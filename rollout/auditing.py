@@ -25,7 +25,7 @@ from trueroll.errors import AlignmentError, ConfigError
 from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.plain_models import is_aligned, is_decoder
-from ..kernels.specs import MTP
+from ..kernels.specs import is_of_mtp
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
 from ..weight_sync.payload.tensors import dtype_named, tensor_checksum
@@ -378,7 +378,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     # A tensor with a name that the worker lacks may be a copy of another tensor, for example a tied head.
     others = {name for name, value in own.items() if name not in served.checksums and value not in known}
     others |= {name for name, value in served.checksums.items() if own.get(name) != value}
-    return tuple(sorted(name for name in others if not name.startswith(MTP))), served
+    return tuple(sorted(name for name in others if not is_of_mtp(name))), served
 
 
 def _describe_tensors(names: tuple[str, ...], served: protocol.Checksums) -> list[Cause]:

@@ -160,7 +160,7 @@ class FakeWeights:
     def new_lendable(self) -> LendableStagingArea:
         raise NotImplementedError("FakeWeights has no kin and shares no memory")
 
-    def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
+    def borrow(self, lent: tuple[int, int, int, int], has_optional: bool) -> StagingArea:
         raise NotImplementedError("FakeWeights has no kin and shares no memory")
 
     def commit(self, staging: FakeStaging) -> None:

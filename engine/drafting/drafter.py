@@ -20,8 +20,8 @@ class Drafter(Protocol):
     name: str
 
     def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
-        """Return how many tokens could be drafted now for a running sequence, `most` at most: for each token, the
-        estimated probability that the token is right if all earlier tokens of the draft are right.
+        """Return one probability for each token that could be drafted now for a running sequence, at most `most`: the
+        estimated chance that the token is right if all earlier drafted tokens are right.
 
         `seed`: the seed of the sequence's only sample.
         """
@@ -31,7 +31,7 @@ class Drafter(Protocol):
         """Guess the next tokens of some sequences, and return them in the order of `counts`.
 
         `counts`: how many tokens to draft for each sequence; at most as many as `expect` returned. The sequences have
-        blocks for the drafted tokens.
+        blocks for the drafted tokens. A drafter may return fewer tokens.
         """
         ...
 

@@ -36,7 +36,7 @@ class Drafting:
     """Drafts at most `most` tokens per sequence and step. `vocab_size`: a draft ends before the first token id outside
     [0, vocab_size).
 
-    `drafters`: of several drafters, each sequence gets in each step the one that promises the most tokens. `adapts`:
+    `drafters`: in each step, each sequence uses the drafter with the most expected accepted tokens. `adapts`:
     whether `rule` chooses the number of drafted tokens. If `adapts` is False, all tokens that a drafter can guess are
     computed. `costs`: the durations of steps, which the caller records.
     """
@@ -61,6 +61,7 @@ class Drafting:
         for drafter in self._drafters:
             drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
+        self._chosen.pop(sequence, None)
 
     def begin_step(self, running: Running) -> bool:
         """Return whether to draft in the next step: False if drafting pauses for all decoding sequences."""
@@ -82,18 +83,21 @@ class Drafting:
         if self._adapts and not self.costs.is_known(rows):
             return chunks  # the rule compares the costs of drafts with those of a step without
         budget = scheduler.max_num_batched_tokens - rows
-        for sequence, wanted in self._counts_of(chunks, running).items():
+        for sequence, wanted in self._wanted(chunks, running).items():
             if count := running.extend_if_free(sequence, min(wanted, budget)):
                 fitting[sequence] = count
                 budget -= count
         if not fitting:
             return chunks
-        drafts = dict[int, list[int]]()
+        drafts = dict[Sequence, list[int]]()
         for i, drafter in enumerate(self._drafters):
             if counts := {sequence: count for sequence, count in fitting.items() if self._chosen[sequence] == i}:
                 found = zip(counts.items(), drafter.draft(counts), strict=True)
-                drafts |= {sequence.lane: self._valid(tokens[:count]) for (sequence, count), tokens in found}
-        return chunks.add_drafts({lane: tokens for lane, tokens in drafts.items() if tokens})
+                drafts |= {sequence: self._valid(tokens[:count]) for (sequence, count), tokens in found}
+        for sequence, tokens in drafts.items():
+            if not tokens:
+                self._pauses[sequence].record(0.0)
+        return chunks.add_drafts({sequence.lane: tokens for sequence, tokens in drafts.items() if tokens})
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
         """Record the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
@@ -106,7 +110,7 @@ class Drafting:
                     self._drafters[chosen].record(sequence, len(draft), accepted)
                     self._pauses[sequence].record(accepted - len(draft) * self._price)
 
-    def _counts_of(self, chunks: Chunks, running: Running) -> dict[Sequence, int]:
+    def _wanted(self, chunks: Chunks, running: Running) -> dict[Sequence, int]:
         """Return how many tokens to draft for the decoding sequences of a step."""
         lanes = running.lanes
         decodes = chunks.take(

@@ -14,27 +14,25 @@ from ..scheduling.scheduler import Running
 from ..scheduling.sequence import Sequence
 from .odds import Odds
 
-_DEPTHS = 16
-"""The number of positions in a draft whose acceptance is estimated separately. Later ones count as the last of them."""
-
 
 class MtpDrafter:
-    """Drafts for the sequences of `running`, on the device of `executor`.
+    """Drafts for the sequences of `running`, on the device of `executor`. `most`: the maximum number of tokens drafted
+    for a sequence in a step.
 
     The probability that a token is right is estimated from earlier drafts, since it has to be known before the token.
     """
 
     name = "mtp"
 
-    def __init__(self, executor: Executor, running: Running) -> None:
+    def __init__(self, executor: Executor, running: Running, most: int) -> None:
         self._executor, self._running = executor, running
-        self._all, self._odds = Odds(_DEPTHS), dict[Sequence, Odds]()
+        self._most, self._prior, self._odds = most, Odds(most), dict[Sequence, Odds]()
 
     def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
         if sequence.num_computed + 1 < sequence.num_tokens:
             return ()  # the module has not computed all earlier tokens either
-        odds = self._odds.setdefault(sequence, Odds(_DEPTHS, self._all))
-        return [odds.chance(min(depth, _DEPTHS - 1)) for depth in range(most)]
+        odds = self._odds.setdefault(sequence, Odds(self._most, self._prior))
+        return [odds.chance(depth) for depth in range(most)]
 
     def draft(self, counts: Mapping[Sequence, int]) -> AnySequence[AnySequence[int]]:
         lanes, chosen = self._running.lanes, np.array([sequence.lane for sequence in counts])
@@ -49,9 +47,9 @@ class MtpDrafter:
         return self._executor.draft(step)
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        odds = self._odds.setdefault(sequence, Odds(_DEPTHS, self._all))
+        odds = self._odds.setdefault(sequence, Odds(self._most, self._prior))
         for depth in range(min(drafted, accepted + 1)):
-            odds.record(min(depth, _DEPTHS - 1), depth < accepted)
+            odds.record(depth, depth < accepted)
 
     def end(self, sequence: Sequence, seed: int) -> None:
         self._odds.pop(sequence, None)

@@ -98,15 +98,11 @@ class PromptIndex:
         of_texts = _TEXT_BYTES * len(self._texts) + _TOKEN_BYTES * self._num_tokens
         return _OVERHEAD_BYTES + of_texts + _PAIR_BYTES * len(self._latest)
 
-    def expect(self, sequence: Sequence, seed: int, most: int) -> list[float]:
-        """See `Drafter.expect`."""
+    def guess(self, sequence: Sequence, seed: int, most: int) -> tuple[AnySequence[int], list[float]]:
+        """Guess the next tokens of a sequence. Return the tokens and their chances, as in `Drafter.expect`."""
         text = self._read(sequence)
         text.guess = self._from_seed(text, seed, most) or self._from_match(text, most) or Guess((), 0)
-        return [text.odds.chance(length) for length in text.guess.lengths()]
-
-    def guessed(self, sequence: Sequence) -> AnySequence[int]:
-        """Return the tokens to which the last call of `expect` for a sequence refers."""
-        return self._running[sequence].guess.tokens
+        return text.guess.tokens, [text.odds.chance(length) for length in text.guess.lengths()]
 
     def end(self, sequence: Sequence, seed: int) -> None:
         """See `Drafter.end`."""
@@ -192,15 +188,17 @@ class RepeatsDrafter:
         self._budget, self._odds = budget, Odds(_KINDS)
         self._indexes: OrderedDict[bytes, PromptIndex] = OrderedDict()
         self._keys: dict[Sequence, bytes] = {}  # of running sequences
+        self._guesses: dict[Sequence, AnySequence[int]] = {}  # of the last calls of `expect`
 
     def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
-        index = self._index_of(sequence)
-        return () if index is None else self._counted(index, lambda: index.expect(sequence, seed, most))
+        index, chances = self._index_of(sequence), list[float]()
+        self._guesses[sequence] = ()
+        if index is not None:
+            self._guesses[sequence], chances = self._counted(index, lambda: index.guess(sequence, seed, most))
+        return chances
 
     def draft(self, counts: Mapping[Sequence, int]) -> list[AnySequence[int]]:
-        indexes = [self._indexes.get(self._keys[sequence]) for sequence in counts]
-        pairs = zip(indexes, counts.items(), strict=True)
-        return [() if index is None else index.guessed(each)[:count] for index, (each, count) in pairs]
+        return [self._guesses[sequence][:count] for sequence, count in counts.items()]
 
     def record(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         """Do nothing, because `expect` compares the last guess with the tokens that followed."""
@@ -208,6 +206,7 @@ class RepeatsDrafter:
     def end(self, sequence: Sequence, seed: int) -> None:
         index = self._index_of(sequence)
         del self._keys[sequence]
+        self._guesses.pop(sequence, None)
         if index is not None:
             self._counted(index, lambda: index.end(sequence, seed))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.shards import Shard
-from ...kernels.specs import MTP, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec
+from ...kernels.specs import PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
 from ...kernels.stacks import Stack, StackLayout
 from .mtp import MTP_LAYER, Mtp
 
@@ -93,7 +93,7 @@ class Decoder:
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
         self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
-        self.mtp = Mtp(spec, backend, new) if spec.serves_mtp else None
+        self.mtp = Mtp(spec, spec.served_mtp, backend, new) if spec.served_mtp else None
         self._inv_freqs = [
             torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
         ]
@@ -116,8 +116,8 @@ class Decoder:
         """Return the names of the parts (`Parts`) that a checkpoint may contain instead of a whole tensor."""
         spec = self.spec
         layers = {f"{LAYERS}.{i}": layer for i, layer in enumerate(spec.layers)}
-        if spec.serves_mtp and spec.mtp is not None:
-            layers[MTP_LAYER] = spec.mtp
+        if spec.served_mtp is not None:
+            layers[MTP_LAYER] = spec.served_mtp
         return {
             f"{prefix}.{spec.names[stack]}": tuple(f"{prefix}.{spec.names[role]}" for role in roles)
             for prefix, layer in layers.items()
@@ -135,7 +135,7 @@ class Decoder:
 
     def optional_tensors(self) -> frozenset[str]:
         """Return the names of the weights on which no bit of a sample depends."""
-        return frozenset(name for name in self._tensors if name.startswith(MTP))
+        return frozenset(name for name in self._tensors if is_of_mtp(name))
 
     @property
     def record_names(self) -> tuple[str, ...]:

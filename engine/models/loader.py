@@ -131,18 +131,18 @@ def read_checkpoint(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def checkpoint_names(folder: Path) -> set[str] | None:
-    """Return the names of all tensors in a folder's safetensors files; None if the folder has no such files.
+    """Return the names of all tensors that a folder's safetensors file or index lists; None if the folder has neither.
 
     Raise ModelError in the same cases as `read_checkpoint`.
     """
-    if not any(os.path.lexists(folder / name) for name in (SINGLE_FILE, INDEX_FILE)):
+    if os.path.lexists(folder / SINGLE_FILE):
+        _check_headers(folder, [folder / SINGLE_FILE])
+        with _open(folder / SINGLE_FILE) as checkpoint:
+            return set(checkpoint.keys())
+    if not os.path.lexists(folder / INDEX_FILE):
         return None
-    files, names = _checkpoint_files(folder), set[str]()
-    _check_headers(folder, files)
-    for file in files:
-        with _open(file) as checkpoint:
-            names.update(checkpoint.keys())
-    return names
+    weight_map = read_json(folder / INDEX_FILE, MAX_HEADER_BYTES).get("weight_map")
+    return set(weight_map) if isinstance(weight_map, dict) else set()
 
 
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:

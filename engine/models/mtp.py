@@ -1,7 +1,7 @@
 """The module for multi-token prediction (MTP): guesses the token after the next one (DeepSeek-V3, arXiv 2412.19437).
 
 The module has a layer with a KV cache of its own. Row q gets token q, which is known, and the decoder's hidden state of
-token q - 1, and guesses token q + 1. The guess is drafted: the decoder decides whether it is right.
+token q - 1, and guesses token q + 1. The guess becomes a drafted token, which the decoder verifies.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from torch import Tensor
 
 from ...kernels.contract import Backend, Memory, Pages, Rotation, Weight
 from ...kernels.layer import layer_of
-from ...kernels.specs import MTP, DecoderSpec
+from ...kernels.specs import MTP_PREFIX, DecoderSpec, LayerSpec
 
-MTP_LAYER = f"{MTP}layers.0"
+MTP_LAYER = f"{MTP_PREFIX}layers.0"
 
 
 class Mtp:
-    """The weights and the forward pass. `new`: allocates the weights, as in `make_layer`. `spec.mtp` must be set.
+    """The weights and the forward pass. `layer`: the module's layer. `new`: allocates the weights, as in `make_layer`.
 
-    The embeddings and the head are those of the decoder.
+    The embeddings and the head are those of the decoder, which `spec` describes.
     """
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, new: Callable[..., Any]) -> None:
-        assert spec.mtp is not None
+    def __init__(self, spec: DecoderSpec, layer: LayerSpec, backend: Backend, new: Callable[..., Any]) -> None:
         self._ops, self._spec = backend, spec
         size = spec.hidden_size
-        self._join: Weight = new(f"{MTP}fc.weight", size, 2 * size)
-        self._embedding_norm: Tensor = new(f"{MTP}pre_fc_norm_embedding.weight", size)
-        self._hidden_norm: Tensor = new(f"{MTP}pre_fc_norm_hidden.weight", size)
-        self._layers = backend.new_layers([layer_of(spec, spec.mtp, MTP_LAYER, new)])
-        self._norm: Tensor = new(f"{MTP}norm.weight", size)
+        self._join: Weight = new(f"{MTP_PREFIX}fc.weight", size, 2 * size)
+        self._embedding_norm: Tensor = new(f"{MTP_PREFIX}pre_fc_norm_embedding.weight", size)
+        self._hidden_norm: Tensor = new(f"{MTP_PREFIX}pre_fc_norm_hidden.weight", size)
+        self._layers = backend.new_layers([layer_of(spec, layer, MTP_LAYER, new)])
+        self._norm: Tensor = new(f"{MTP_PREFIX}norm.weight", size)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, rotations: list[Rotation], memory: Memory, pages: Pages
@@ -41,8 +40,8 @@ class Mtp:
         """Return hidden states [M, hidden_size], from which the head computes the logits of the guesses.
 
         `embedded`: the embeddings of the tokens, [M, hidden_size]. `hidden`: the hidden state of the token before each
-        token, after the decoder's last norm; or, for a token that was guessed, the result of this method for the token
-        before. `rotations`: of all rotations of the decoder.
+        token, after the decoder's last norm; for a guessed token, this method's output for the preceding token.
+        `rotations`: as `Decoder.rotations` returns them.
         """
         ops, norm = self._ops, self._spec.norm
         parts = ops.rmsnorm(embedded, self._embedding_norm, norm), ops.rmsnorm(hidden, self._hidden_norm, norm)

@@ -14,9 +14,11 @@ import torch
 
 from trueroll.errors import ConfigError, ModelError, brief
 
+from ...kernels.contract import Backend
 from ...kernels.families import describe
 from ...kernels.selection import SelectedBackend, select_backend
-from ...kernels.specs import MTP, DecoderSpec
+from ...kernels.specs import DecoderSpec, is_of_mtp
+from ...kernels.spellings import Spellings
 from ..config import EngineConfig
 from ..models.decoder import Decoder, Empty
 from ..models.dummy import fill_randomly
@@ -51,7 +53,7 @@ class LoadedModel:
 
     def drafts_with_mtp(self, config: EngineConfig) -> bool:
         """Return whether an engine with this configuration drafts with the model's MTP module."""
-        return config.speculative in ("mtp", "auto") and self.model.mtp is not None
+        return config.wants_mtp and self.model.mtp is not None
 
     @property
     def dtype_name(self) -> str:
@@ -182,7 +184,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     Raise ConfigError if the model or the memory cannot support the configuration.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
-    spec = model.spec if loaded.drafts_with_mtp(config) else model.spec.with_mtp(False)
+    spec = model.spec if loaded.drafts_with_mtp(config) else model.spec.serving_mtp(False)
     sizes = Sizes.of(spec, Storage.of(model.dtype), config.block_size, config.num_drafts)
     plan = plan_memory(config, sizes, max_model_len, available)
     routes = route_format(model.spec)
@@ -231,28 +233,41 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     folder = find_folder(config.model)
     raw = read_config(folder)
     spec = _describe(folder, raw)
-    spec = spec.with_mtp(_has_mtp(config, folder, spec))
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)
+    spec = spec.serving_mtp(_serves_mtp(config, folder, spec, backend.ops))
     return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
 
 
-def _has_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool:
-    """Return whether to load the model's MTP module. A folder without weights is taken for complete.
+def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
+    """Return whether to load the model's MTP module.
 
-    Raise ConfigError if `speculative` is `mtp` but the model has no module.
+    Raise ConfigError if `speculative` is `mtp` but the model has no supported module.
     """
-    if config.speculative not in ("mtp", "auto"):
+    if not config.wants_mtp:
         return False
-    names = checkpoint_names(folder)
-    found = spec.mtp is not None and (names is None or any(name.startswith(MTP) for name in names))
+    found = spec.mtp is not None and _has_module(folder, spec, ops)
     if config.speculative == "mtp" and not found:
         raise ConfigError(
             f"speculative: {folder} has no module for multi-token prediction (MTP) that trueroll supports; use auto, "
             "ngram or off"
         )
     return found
+
+
+def _has_module(folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
+    """Return whether a folder has exactly the tensors of the MTP module. If the folder has no weight files, assume that
+    the module is present.
+    """
+    if (names := checkpoint_names(folder)) is None:
+        return True
+    model = Decoder(spec.serving_mtp(True), ops, partial(torch.empty, dtype=spec.dtype, device="meta"))
+    wanted = {name: tuple(model.checkpoint_tensors()[name].shape) for name in model.optional_tensors()}
+    parts = {name: each for name, each in model.stack_parts().items() if name in wanted}
+    found, spellings = {name for name in names if is_of_mtp(name)}, Spellings(wanted, parts)
+    whole = {name for name in wanted if name in found or found.issuperset([*spellings.parts(name)] or [name])}
+    return whole == wanted.keys() and all(spellings.shape(name) is not None for name in found)
 
 
 def _describe(folder: Path, raw: dict[str, Any]) -> DecoderSpec:

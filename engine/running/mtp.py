@@ -2,12 +2,12 @@
 
 Owns the module's KV cache and some hidden states of the decoder. Both are stored by block, in the blocks of the layers
 without a window. Slot q holds a value that depends on tokens up to q only, and block b keeps the hidden states of its
-last tokens. Cache hits, forks and preemptions therefore need no other state: whoever has the blocks of a prefix can
-guess what follows it.
+last tokens. Cache hits, forks and preemptions therefore need no other state: the blocks of a prefix are enough to guess
+what follows.
 
 The module computes every token that the decoder computes, a prompt's tokens too. Otherwise, its KV cache would have
-gaps. While it drafts, it writes to slots behind the last token. The decoder's next step computes these tokens, and
-overwrites the slots.
+gaps. While drafting, the module writes to slots after the last token. The decoder's next step computes these tokens,
+and overwrites the slots.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class DraftStep:
     """N sequences for which tokens are drafted. Arrays are int64 unless stated otherwise.
 
     `token_ids`, `positions` [N]: the last token of each sequence, and its position. `counts` [N]: how many tokens to
-    draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. They cover all drafted
-    tokens but the last. `records`: `DRAW` [N], how each sequence draws. `block_copies`: as in `Step`, made before
-    anything is drafted.
+    draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. They have room for
+    every drafted token except the last, whose KV is not computed. `records`: `DRAW` [N], how each sequence draws.
+    `block_copies`: as in `Step`, made before anything is drafted.
     """
 
     token_ids: np.ndarray
@@ -138,7 +138,7 @@ class MtpRunner:
         """Return where the hidden state before each sequence's first token is kept, the rows of a step to keep, and
         where to keep them.
 
-        Of each block, the last tokens are kept that the step computes.
+        In each block, the states of the last tokens that the step computes are kept.
         """
         positions, size = step.positions, self._block_size
         ends = np.minimum((positions // size + 1) * size, np.array(step.context_lens)[step.owners])

@@ -27,9 +27,9 @@ from ..config import EngineConfig, defaults_of
 class Storage:
     """The element sizes of each kind of memory, in bytes.
 
-    `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's tail. `state`: bytes per
-    element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `ranks`: the number of devices that
-    share the heads.
+    `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's tail, and of hidden states.
+    `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `ranks`: the
+    number of devices that share the heads.
     """
 
     kv: int
@@ -49,9 +49,9 @@ class Sizes:
     """The sizes of blocks and states in bytes, summed over layers.
 
     `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
-    group. `windows` has a pair for each further group: its window in tokens, and the size of its blocks. `state`: the
-    size of one sequence's state in all recurrent layers; 0 for models without recurrent layers. `draft`: the size of
-    the inputs that recurrent layers keep for a drafted token.
+    group, and what an MTP module keeps for the block. `windows` has a pair for each further group: its window in
+    tokens, and the size of its blocks. `state`: the size of one sequence's state in all recurrent layers; 0 for models
+    without recurrent layers. `draft`: the size of the inputs that recurrent layers keep for a drafted token.
     """
 
     block_size: int
@@ -75,7 +75,7 @@ class Sizes:
         state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in spec.delta_nets)
         block, *others = (2 * block_size * token // storage.ranks for token in tokens.values())
         if spec.serves_mtp:
-            block += kept_states(most, block_size) * spec.hidden_size * storage.kv
+            block += kept_states(most, block_size) * spec.hidden_size * storage.tail
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
         draft = storage.tail * sum(m.row_size for m in spec.delta_nets)
         return cls(block_size, block, state // storage.ranks, further, draft // storage.ranks)
@@ -137,10 +137,10 @@ class MemoryPlan:
 
 
 def kept_states(most: int, block_size: int) -> int:
-    """Return how many of its tokens' hidden states each block keeps for an MTP module.
+    """Return the number of hidden states that each block keeps for the MTP module.
 
     `most`: the maximum number of tokens drafted for a sequence in a step. After a step with `most` drafted tokens, any
-    of the `most` + 1 tokens may turn out to be the last one that is right.
+    of its `most` + 1 tokens may be the last accepted one.
     """
     return min(most + 1, block_size)
 

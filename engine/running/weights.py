@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
-from ...kernels.specs import MTP
+from ...kernels.specs import MTP_PREFIX, is_of_mtp
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
@@ -58,8 +58,8 @@ class WeightStore:
 
     `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: the names under which parameters and
     `parts` may be pushed. `is_whole`: whether the live weights are complete and of one version. `is_whole` becomes
-    False at a sleep at level 2 or at the first write to an in-place staging, and True again when every parameter is
-    committed.
+    False at a sleep at level 2 or at the first write to an in-place staging, and True again when every required
+    parameter is committed.
     """
 
     def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
@@ -72,8 +72,8 @@ class WeightStore:
         self.spellings = Spellings(self.shapes, self.parts)
         self.is_whole = True
         self.base = AdapterBase()
-        self._lacked_optional = False
-        self._asleep: dict[str, Tensor] = {}  # optional weights
+        self._lacked_optional, self._is_optional_whole = False, True
+        self._kept_optional: dict[str, Tensor] = {}  # on the host, during a sleep
 
     @property
     def dtype(self) -> str:
@@ -103,15 +103,19 @@ class WeightStore:
 
     @property
     def optional(self) -> frozenset[str]:
-        """The names of parameters that new weights may lack, but only all of them together. The live ones then stay."""
-        return self.model.optional_tensors()
+        """The names of parameters that new weights may lack, but only all of them together. The live values are then
+        kept.
+
+        Empty if an in-place staging was dropped after it had written to some of these parameters.
+        """
+        return self.model.optional_tensors() if self._is_optional_whole else frozenset()
 
     @property
     def optional_note(self) -> str:
         """Which parameters the last commit did not replace; empty if it replaced all parameters."""
         if not self._lacked_optional:
             return ""
-        return f"the last push had no {MTP}* tensors, so the module for multi-token prediction has its earlier weights"
+        return f"the last push had no {MTP_PREFIX}* tensors, so the MTP module keeps its earlier weights"
 
     @property
     def num_held(self) -> int:
@@ -159,15 +163,16 @@ class WeightStore:
         """Return a staging in memory that other processes can map when the weights are complete."""
         return LendableStaging(self, LendableArena(self._num_bytes))
 
-    def borrow(self, lent: tuple[int, int, int, int]) -> BorrowedStaging:
+    def borrow(self, lent: tuple[int, int, int, int], has_optional: bool = True) -> BorrowedStaging:
         """Return a staging with the complete weights that a process of the same `kin` lends.
 
-        `lent`: the fields of `LentMemory`. Raise OSError if the lent memory is gone.
+        `lent`: the fields of `LentMemory`. `has_optional`: whether the lent weights include the optional ones. Raise
+        OSError if the lent memory is gone.
         """
         found = LentMemory(*lent)
         if found.num_bytes != self._num_bytes:  # before pages are allocated
             raise FileNotFoundError(f"lent weights must have {self._num_bytes} bytes (got {found.num_bytes})")
-        return BorrowedStaging(self, BorrowedArena(found))
+        return BorrowedStaging(self, BorrowedArena(found), has_optional)
 
     def commit(self, staging: WeightStaging) -> None:
         """Replace the live weights with the staged weights, wait for the device, and free the staging.
@@ -177,7 +182,6 @@ class WeightStore:
         incomplete.
         """
         staged = staging.check()
-        has_optional = any(name.startswith(MTP) for name in (*staged, *(name for name, *_ in staging.elements)))
         if (staging.in_place or not self.is_whole) and (missing := self._missing(staged)) is not None:
             raise ValueError(
                 f"weights: {missing} is missing, and the old weights are no longer complete; stage every parameter"
@@ -187,15 +191,16 @@ class WeightStore:
             # The staging's memory belongs to the stream that filled the staging. Without a wait, the memory could be
             # reused too early.
             wait_for_stream(self._device)
-        self._lacked_optional = bool(self.optional) and not has_optional
-        self.is_whole = True
+        if not staging.is_alone:
+            self._lacked_optional = bool(self.optional) and not staging.has_optional
+        self.is_whole = self._is_optional_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
         """Release the device memory. `level`: 1 keeps all weights in host memory, 2 keeps only the optional weights."""
-        if level == 2:
-            self._asleep = {name: self.tensors[name].to_dense().to("cpu", copy=True) for name in self.optional}
+        if self._arena.num_held:  # awake, or kept in place
+            self._kept_optional = {name: self.tensors[name].to_dense().to("cpu", copy=True) for name in self.optional}
         self._arena.drop(keep=level == 1)
         self.is_whole &= level == 1
         if level == 1:  # The base weights stay on the host until adapters need them again.
@@ -206,9 +211,9 @@ class WeightStore:
     def wake_up(self) -> None:
         """Reallocate the memory."""
         self._arena.restore()
-        for name, tensor in self._asleep.items():
+        for name, tensor in self._kept_optional.items():
             self.tensors[name].copy_(tensor)
-        self._asleep = {}
+        self._kept_optional = {}
 
     def served(self, name: str) -> Tensor:
         """Return a live parameter as a dense tensor. The result may share memory with the live weights."""
@@ -241,6 +246,13 @@ class WeightStore:
         part = self.spellings.part(name)
         return self.tensors[name if part is None else part.stack].dtype
 
+    def note_overwriting(self, name: str) -> None:
+        """Record that a staging overwrites the live parameter or part `name`. The live weights are then incomplete
+        until the next commit.
+        """
+        self.is_whole = False
+        self._is_optional_whole &= not is_of_mtp(name)
+
     def _missing(self, staged: set[str]) -> str | None:
         """Return the first parameter that is not completely staged, or None. A parameter may be staged as a whole or as
         all of its parts. Optional parameters may be missing.
@@ -251,7 +263,7 @@ class WeightStore:
 
     def _install(self, staging: WeightStaging, staged: set[str]) -> None:
         if staging.arena is not None and self._missing(staged) is None:
-            if not any(name.startswith(MTP) for name in staged):
+            if not staging.has_optional:
                 for name in self.optional:
                     self.rows(staging.tensors, name).copy_(self.rows(self.tensors, name))
             self._arena.take(staging.arena)
@@ -272,7 +284,7 @@ class WeightStaging:
 
     `arena`, `tensors`: the memory to which rows are written, allocated by the first call to `rows`. `elements`: new
     values of single elements, which the commit writes. `base`: the base weights to which the adapters are added; None
-    before `adapt`.
+    before `adapt`. `is_alone`: see `adapt`.
     """
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
@@ -284,7 +296,7 @@ class WeightStaging:
         self._staged_rows: Counter[str] = Counter()
         self._others_bytes = 0
         self.base: AdapterBase | None = None
-        self._is_alone = False
+        self.is_alone = False
         self._factors: dict[str, Factors] = {}
         self._by_name: dict[str, Tensor] = {}
 
@@ -312,14 +324,19 @@ class WeightStaging:
             self._factors[name] = Factors(empty((rank, columns)), empty((rows, rank)), scale)
             self._by_name |= {a: self._factors[name].a, b: self._factors[name].b}
         self._others_bytes += sum(tensor.nbytes for tensor in self._by_name.values())
-        self._is_alone = alone
+        self.is_alone = alone
+
+    @property
+    def has_optional(self) -> bool:
+        """Return whether optional parameters are staged."""
+        return any(map(is_of_mtp, (*self._staged_rows, *(name for name, *_ in self.elements))))
 
     def to_merge(self) -> list[str]:
         """Return the parameters for which `merge` must be called after all rows are staged."""
         if self.base is None:
             return []
         store, names = self._store, dict.fromkeys(self._factors)
-        if self._is_alone:
+        if self.is_alone:
             names |= dict.fromkeys((*store.base.kept, *self._staged_rows))
             if 2 * sum(store.tensors[name].nbytes for name in names) > store.model.num_bytes:
                 names |= dict.fromkeys(store.tensors)  # so that the commit moves pages instead of copying
@@ -335,7 +352,7 @@ class WeightStaging:
         if factors is None and not is_staged:
             self.rows(name, 0, store.shape(name)[0]).copy_(store.base.kept.get(name, store.tensors[name]))
             return True
-        plain = store.before_adapters(name) if self._is_alone else store.rows(self.tensors, name).to_dense().clone()
+        plain = store.before_adapters(name) if self.is_alone else store.rows(self.tensors, name).to_dense().clone()
         self.base.kept[name] = plain
         self._others_bytes += 0 if plain is store.base.kept.get(name) else plain.nbytes
         if factors is None:
@@ -356,7 +373,7 @@ class WeightStaging:
             return self._by_name[name].narrow(0, start, length)
         self._store.shape(name)
         if self.in_place:
-            self._store.is_whole = False
+            self._store.note_overwriting(name)
         elif self.arena is None:
             self.arena = self._store.new_arena()
             self.tensors = self._store.model_in(self.arena).checkpoint_tensors()
@@ -428,9 +445,10 @@ class LendableStaging(WeightStaging):
 
 
 class BorrowedStaging(WeightStaging):
-    """A staging with the complete weights that another process has staged."""
+    """A staging with the weights that another process has staged. `has_optional`: see `WeightStore.borrow`."""
 
-    def __init__(self, store: WeightStore, arena: BorrowedArena) -> None:
+    def __init__(self, store: WeightStore, arena: BorrowedArena, has_optional: bool) -> None:
         super().__init__(store, in_place=False)
         self.arena, self.tensors = arena, store.model_in(arena).checkpoint_tensors()
-        self._staged_rows.update({name: shape[0] for name, shape in store.shapes.items()})
+        names = (name for name in store.shapes if has_optional or name not in store.optional)
+        self._staged_rows.update({name: store.shapes[name][0] for name in names})

@@ -7,8 +7,8 @@ Qwen3-Next has experts in some or all layers, and Qwen3.5-MoE has experts in all
 shared expert for all tokens. If a Qwen3.5 checkpoint has other parts beside the text model, only the text model is
 described.
 
-A module for multi-token prediction (MTP) with one layer is described. An MTP layer has attention, and the experts or
-the MLP of the last layer.
+A module for multi-token prediction (MTP) with one layer is described. An MTP layer has attention, and the same
+MLP or experts as the decoder's last layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from trueroll.errors import ModelError, brief
 
-from ..specs import MTP, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from ..specs import MTP_PREFIX, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 from . import Describe
 from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
 
@@ -36,7 +36,7 @@ _QWEN3_5_MOE: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2,
 # Prefix of the text model in a multimodal checkpoint, and the prefix of the same weights in the text model that
 # transformers loads.
 _OF_TEXT = {"model.language_model.": "model."}
-_BESIDE_TEXT = ("model.visual.", MTP)
+_BESIDE_TEXT = ("model.visual.", MTP_PREFIX)
 _NUM_MTP_LAYERS = "mtp_num_hidden_layers"
 
 
@@ -83,8 +83,8 @@ def _delta_net(settings: Any, joined: bool) -> DeltaNetSpec:
 def _qwen3_next(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_NEXT | raw)
     mlps = settings.mlps(normed=settings.norm_topk_prob, shared_size=settings.shared_expert_intermediate_size)
-    num_mtp_layers = raw.get(_NUM_MTP_LAYERS, 1)  # the files do not tell
-    return _describe(settings, architecture, mlps, joined=True, num_mtp_layers=num_mtp_layers, others=(MTP,))
+    num_mtp_layers = raw.get(_NUM_MTP_LAYERS, 1)  # config.json does not state the number
+    return _describe(settings, architecture, mlps, joined=True, num_mtp_layers=num_mtp_layers, others=(MTP_PREFIX,))
 
 
 def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:

@@ -240,9 +240,9 @@ class AsyncRolloutClient:
         sample are merged into one. If another client already runs the same request, the first delta has all tokens so
         far.
 
-        `delta_seconds`: minimum time between two deltas of a sample, in seconds, from 0 to 60. The next delta contains
-        all tokens that were drawn in the meantime. A finished sample is never delayed. The worker ignores
-        `delta_seconds` while it runs at most 8 such calls.
+        `delta_seconds`: minimum time between two messages with deltas for this call, in seconds, from 0 to 60. All
+        samples of the call share it. The worker applies it only while it streams to more than 8 callers. A finished
+        sample is never delayed.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas, delta_seconds=delta_seconds)

@@ -27,8 +27,8 @@ DECODED_TOKENS = 4096
 """Number of tokens decoded to text in one step. A step takes about a millisecond."""
 
 DELTA_SECONDS = 0.25
-"""Minimum time between the events of a stream while the worker has many streams, in seconds. An event costs as much
-processor time as several tokens.
+"""Minimum time between two messages of the worker for a stream, in seconds, while the worker has many streams. The
+events of a message cost processor time.
 """
 
 
@@ -162,10 +162,10 @@ class Asker:
             async for position, got in stream:
                 choice = choices[position, got.index]
                 if isinstance(got, SampleDelta):
-                    for i, part in enumerate(choice.parts_of(got)):
+                    for i, part in enumerate(choice.take_unsent(got)):
                         if i:
                             await self._turns.next()
-                        yield form.event(_piece(position, part, choice.add(part), part.start, None))
+                        yield form.event(_piece(position, part, choice.text_of(part), part.start, None))
                     continue
                 finished[position].append(got)
                 if len(finished[position]) == task.params.n:
@@ -226,8 +226,8 @@ class _Choice:
         self._token_ids: list[int] = []
         self._logprobs: list[int] = []  # the bits of the float32 values
 
-    def parts_of(self, delta: SampleDelta) -> Iterator[SampleDelta]:
-        """Yield the unsent part of a delta, in parts that can each be written in one step.
+    def take_unsent(self, delta: SampleDelta) -> Iterator[SampleDelta]:
+        """Yield the unsent part of a delta, in parts that can each be written in one step, and count it as sent.
 
         Raise WorkerLostError if the delta differs from the tokens and log-probs that were already sent.
         """
@@ -242,7 +242,7 @@ class _Choice:
         elif tokens[again:]:
             yield from parts_of(_cut(delta, again, len(tokens)))
 
-    def add(self, part: SampleDelta) -> str:
+    def text_of(self, part: SampleDelta) -> str:
         """Return the new text that a part of a delta completes."""
         return self._text.add(part.token_ids) if self._text else ""
 

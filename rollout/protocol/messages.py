@@ -105,7 +105,7 @@ class Generate(_Request):
 
     @field_validator("delta_seconds")
     @classmethod
-    def _knows_what_it_delays(cls, seconds: float, info: ValidationInfo) -> float:
+    def _delta_seconds_need_deltas(cls, seconds: float, info: ValidationInfo) -> float:
         if seconds and not info.data.get("deltas", True):
             raise ValueError("delta_seconds: requires deltas, which is false; set deltas to true")
         return seconds

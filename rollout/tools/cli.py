@@ -406,7 +406,8 @@ def bench(
         Literal["hf"] | None, typer.Option(help="hf: also measure transformers' generate on the same work.")
     ] = None,
     speculative: Annotated[
-        Literal["off", "auto", "ngram", "mtp"], typer.Option(help="Other than off: also measure an engine with drafts.")
+        Literal["off", "auto", "ngram", "mtp"],
+        typer.Option(help="Also measure an engine with these drafts, unless off."),
     ] = ENGINE["speculative"],
     dtype: DtypeOption = ENGINE["dtype"],
     device: Device = ENGINE["device"],

@@ -114,9 +114,10 @@ Each row is a cell: the same requests, served under the circumstances it names.
     back, other ...  string, min_tokens or other log-probs had an effect
 Circumstances: others are requests that run at the same time; budget is the
 limit of tokens per step, block the number of tokens in a block of the cache;
-score computes the log-probs of given tokens; drafts are those of a worker
-(repeats), of the model's own module (mtp), or right, wrong and too long
-(adversarial); interrupted requests are computed again, as after a push."""
+score computes the log-probs of given tokens; drafts come from repeated text
+(repeats), from the model's module (mtp), or from a drafter that is right, wrong
+and too long (adversarial); interrupted requests are computed again, as after a
+push."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
@@ -255,7 +256,7 @@ class _Lab:
             state_interval=cell.interval,
             state_budget=CHECKPOINTS if cell.checkpoints is None else cell.checkpoints,
             decode_state_interval=cell.block_size if cell.num_reread and not cell.states else 0,
-            speculative="off" if not cell.drafts else "mtp" if cell.drafts == "mtp" else "ngram",
+            speculative={"": "off", "mtp": "mtp"}.get(cell.drafts, "ngram"),
             num_speculative_tokens=MOST_DRAFTED,
         )
 

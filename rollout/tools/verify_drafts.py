@@ -40,9 +40,7 @@ class Adversary:
 
 
 def new_drafter(kind: str, texts: Iterable[array[int]], vocab_size: int) -> Drafter | None:
-    """Return the drafter of a cell; None if the cell has the drafter of the workers, or none. `texts`: as in
-    `Adversary`.
-    """
+    """Return the adversarial drafter of a cell; None for other cells. `texts`: as in `Adversary`."""
     return FunctionDrafter(Adversary(texts, vocab_size)) if kind == "adversarial" else None
 
 

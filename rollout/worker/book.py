@@ -210,9 +210,9 @@ class Streams:
 
     Guarantees: a reader gets each token once and in order, from the first token on. A reader that joins late also
     starts with the first token. Deltas stop when a sample ends, because the finished sample contains the remaining
-    tokens. Once a reader has read all earlier messages, the stream sends all unsent tokens in one message, or in
-    several messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each sample is
-    stored. A request without readers needs no memory in `Streams`.
+    tokens. Once a reader has read all earlier messages and its pause is over, the stream sends all unsent tokens in one
+    message, or in several messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each
+    sample is stored. A request without readers needs no memory in `Streams`.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
@@ -288,17 +288,20 @@ class Streams:
         `now`: the current time, in monotonic seconds. Return the time at which the next pause ends; infinity if no
         reader with unsent tokens pauses.
         """
-        paused = {reader: self._progress[reader].next_at for reader in self._due}
-        paused = {reader: next_at for reader, next_at in paused.items() if next_at > now}
-        for reader in [reader for reader in self._due if reader not in paused]:
+        next_at, has_many = inf, len(self._progress) > FEW_READERS
+        for reader in list(self._due):
+            if (progress := self._progress.get(reader)) is None:
+                continue  # lost while an earlier message was sent
+            if has_many and progress.next_at > now:
+                next_at = min(next_at, progress.next_at)
+                continue
             while reader in self._due and self._takes(reader[0]):
-                progress = self._progress[reader]
                 if parts := self._take(progress):
                     self._send(reader[0], Deltas(samples=tuple(parts), caller=reader[1]))
-                    progress.next_at = now + (progress.pause if len(self._progress) > FEW_READERS else 0.0)
-                else:
-                    del self._due[reader]
-        return min(paused.values(), default=inf)
+                    progress.next_at = now + progress.pause
+                if not progress.due:
+                    self._due.pop(reader, None)
+        return next_at
 
     def _take(self, progress: _Progress) -> list[Delta]:
         """Return the deltas for one message."""

@@ -34,4 +34,4 @@ def test_the_module_is_trained_and_drafts(
     mtp.main(tmp_path)  # compares the bits of the samples
     assert min(before.values()) > 0, "both were trained"
     lines = re.findall(r"^(\w+): ([0-9.]+) tokens per step of a sample", capsys.readouterr().out, re.MULTILINE)
-    assert [name for name, _ in lines] == ["ngram", "mtp"] and all(float(speed) >= 1 for _, speed in lines)
+    assert [name for name, _ in lines] == ["repeats", "mtp"] and all(float(speed) >= 1 for _, speed in lines)

@@ -152,7 +152,7 @@ class LentSource(_Part):
     can map them without a copy.
 
     The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as
-    descriptor `fd`. The source has no buckets.
+    descriptor `fd`. `has_optional`: whether the weights include the optional parameters. The source has no buckets.
     """
 
     kind: Literal["lent"] = "lent"
@@ -161,6 +161,7 @@ class LentSource(_Part):
     fd: Count
     inode: Count
     num_bytes: Count
+    has_optional: bool = True
 
 
 Source: TypeAlias = Annotated[

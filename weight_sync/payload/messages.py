@@ -126,7 +126,7 @@ class Weights(Message):
       stands for the number of the expert.
     - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a
       push may omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps
-      the ones that it has.
+      its current values.
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
     - `kin`: a value that is equal for workers that may share the memory of their weights; None if this worker cannot

@@ -38,7 +38,7 @@ class ServedCopy:
 
     def replace(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor or part, and return the copy in the workers' dtype."""
-        self._known.update((name, *self._spellings.parts(name)) if name in self._tensors else (name,))
+        self._known.update(self._leaves(name))
         return self.tensor(name).copy_(tensor)
 
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -47,7 +47,7 @@ class ServedCopy:
         Return None if the whole tensor takes no more bytes than the list of changed elements, or was not copied before.
         """
         kept = self.tensor(name)
-        if not self._is_known(name):
+        if not self._known.issuperset(self._leaves(name)):
             self.replace(name, tensor)
             return None
         most = _most_elements(kept)
@@ -69,10 +69,10 @@ class ServedCopy:
         indices = torch.from_numpy(np.concatenate(found)) if found else torch.empty(0, dtype=torch.int64)
         return indices.to(INDEX_DTYPE), kept.view(-1)[indices]
 
-    def _is_known(self, name: str) -> bool:
-        """Return whether a tensor or part was copied before, as a whole or in parts."""
-        parts = self._spellings.parts(name) if name in self._tensors else iter(())
-        return name in self._known or (next(parts, None) in self._known and self._known.issuperset(parts))
+    def _leaves(self, name: str) -> list[str]:
+        """Return the names of a tensor's parts; for a part, or a tensor without parts, its own name."""
+        parts = self._spellings.parts(name) if name in self._tensors else ()
+        return [*parts] or [name]
 
 
 def _kind(wanted: Parameters) -> tuple[object, ...]:

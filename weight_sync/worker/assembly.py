@@ -85,7 +85,12 @@ class KeptBase(Protocol):
 
 
 class LendableStagingArea(StagingArea, Protocol):
-    """A staging area that other workers can map once it is complete."""
+    """A staging area that other workers can map once it is complete. `has_optional`: whether optional parameters are
+    staged.
+    """
+
+    @property
+    def has_optional(self) -> bool: ...
 
     def lend(self) -> tuple[int, int, int, int]:
         """Return `pid`, `fd`, `inode` and `num_bytes` for `LentSource`. Nothing is written afterwards."""
@@ -127,8 +132,9 @@ class Destination(Parameters, Protocol):
 
     def new_lendable(self) -> LendableStagingArea: ...
 
-    def borrow(self, lent: tuple[int, int, int, int]) -> StagingArea:
-        """Return all weights that another worker of the same `kin` lends. Raise OSError if the lent memory no longer
+    def borrow(self, lent: tuple[int, int, int, int], has_optional: bool) -> StagingArea:
+        """Return the weights that another worker of the same `kin` lends. `has_optional`: whether they include the
+        optional ones. Raise OSError if the lent memory no longer
         exists.
         """
         ...
@@ -223,11 +229,11 @@ class Assembly:
         if isinstance(piece, Rows):
             self._staging.rows(piece.name, piece.start, piece.length).copy_(values.view(piece.length, *piece.shape[1:]))
             tally.arrived += piece.length
-        elif piece.count:
+        else:
             indices = _indices(piece, data)
             self._staging.put(piece.name, indices.to(torch.int64), values)
             tally.arrived += piece.count
-            tally.last_index = int(indices[-1])
+            tally.last_index = int(indices[-1]) if piece.count else tally.last_index
 
     def finish(self) -> None:
         """Raise PushError unless every parameter has arrived completely."""

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -363,7 +363,8 @@ class Receiver(threading.Thread):
     def _lend(self, staging: LendableStagingArea) -> LentSource:
         assert self._weights.kin is not None
         pid, fd, inode, num_bytes = staging.lend()
-        return LentSource(kin=self._weights.kin, pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
+        place: dict[str, Any] = dict(pid=pid, fd=fd, inode=inode, num_bytes=num_bytes)
+        return LentSource(kin=self._weights.kin, **place, has_optional=staging.has_optional)
 
     def _borrow(self, source: LentSource) -> None:
         """Map the weights that another worker has verified. Only the location of the weights needs a check."""
@@ -374,7 +375,9 @@ class Receiver(threading.Thread):
                 "push without lent memory"
             )
         try:
-            self.staging = self._weights.borrow((source.pid, source.fd, source.inode, source.num_bytes))
+            self.staging = self._weights.borrow(
+                (source.pid, source.fd, source.inode, source.num_bytes), source.has_optional
+            )
         except (OSError, OverflowError) as error:
             log.warning("cannot map the weights that process %d lends: %s", source.pid, error)
             raise PushError(

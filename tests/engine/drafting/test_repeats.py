@@ -121,6 +121,20 @@ def test_a_prompt_larger_than_the_budget_is_dropped_and_the_next_one_served() ->
     assert list(guess(drafter, sequence([1, 2, 3], [1, 2]), 1, 1).tokens) == [3]
 
 
+def test_a_guess_stays_when_its_index_is_dropped_and_made_again() -> None:
+    """In one step: a guess for one sequence, then its index goes, and comes back for another sequence."""
+    drafter = RepeatsDrafter(budget=38_000)
+    first, second = sequence([*range(100)], [1, 2, 1, 2]), sequence([*range(500, 600)], [1, 2, 1, 2])
+    assert drafter.expect(first, 0, 2)
+    assert drafter.expect(second, 1, 2) and len(drafter._indexes) == 1, "premise: the first index is dropped"
+    third = sequence([*range(100)], [3, 4])
+    drafter.expect(third, 2, 2)
+    assert list(drafter.draft({first: 2})[0]) == [1, 2]
+    for each in (first, second, third):
+        drafter.end(each, 0)
+    assert not drafter._guesses and not drafter._keys
+
+
 def test_prompts_that_do_not_fit_together_are_indexed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     index = repeats.PromptIndex

@@ -115,6 +115,18 @@ def test_many_readers_pause_between_messages(sockets: Sockets) -> None:
     assert sockets.is_empty
 
 
+def test_a_pause_ends_when_few_readers_are_left(sockets: Sockets) -> None:
+    readers: list[Reader] = [(b"\0ann", f"caller-{number}") for number in range(FEW_READERS + 1)]
+    for number, reader in enumerate(readers):
+        sockets.streams.add(str(number), reader, pause=60.0)
+        sockets.grow(str(number), 0, 0)
+    assert sockets.streams.flush(100.0) == inf
+    sockets.grow("0", 0, 1)
+    assert sockets.streams.flush(101.0) == 160.0
+    sockets.streams.end("8")
+    assert sockets.streams.flush(102.0) == inf and sockets.told[readers[0]]["0", 0] == [0, 1]
+
+
 def test_few_readers_never_pause(sockets: Sockets) -> None:
     readers: list[Reader] = [(b"\0ann", f"caller-{number}") for number in range(FEW_READERS)]
     for reader in readers:

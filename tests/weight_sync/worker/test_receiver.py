@@ -445,8 +445,13 @@ def test_changed_elements_are_staged(sparse_feed: Feed) -> None:
     staging = sparse_feed.receiver.staging
     assert isinstance(staging, FakeStaging)
     sparse_feed.slots.slots[0].fill_(7)
-    [(name, indices, put)] = staging.elements
-    assert name == "embed.weight" and indices.dtype == torch.int64 and indices.tolist() == [0, 5, 383]
+    [(name, indices, put), (unchanged, none, _)] = staging.elements
+    assert (
+        (unchanged, len(none)) == ("norm.weight", 0)
+        and name == "embed.weight"
+        and indices.dtype == torch.int64
+        and indices.tolist() == [0, 5, 383]
+    )
     assert torch.equal(put.view(torch.int16), values.view(torch.int16))
     assert staging.staged == {"layer.weight"}
 
