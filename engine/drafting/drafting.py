@@ -43,8 +43,8 @@ class Drafting:
 
     def __init__(self, drafters: AnySequence[Drafter], most: int, vocab_size: int, adapts: bool = True) -> None:
         self.costs = StepCosts()
-        self._drafters, self._most, self._vocab_size, self._adapts = drafters, most, vocab_size, adapts
-        self._counts = [DraftCounts(most) for _ in drafters]
+        self._drafters = [(drafter, DraftCounts(most)) for drafter in drafters]
+        self._most, self._vocab_size, self._adapts = most, vocab_size, adapts
         self._pauses = dict[Sequence, Pause]()
         self._chosen = dict[Sequence, int]()  # the index of the drafter, for each sequence of the step in flight
         self._price = 0.0  # of a drafted token in the step in flight, as a number of tokens
@@ -53,12 +53,12 @@ class Drafting:
         """Return the statistics of each drafter."""
         return tuple(
             DraftStats(drafter.name, counts.drafts, tuple(counts.drafted), tuple(counts.accepted))
-            for drafter, counts in zip(self._drafters, self._counts, strict=True)
+            for drafter, counts in self._drafters
         )
 
     def end(self, sequence: Sequence, seed: int) -> None:
         """Let the drafters learn from a sequence after its only sample has ended. `seed`: the sample's seed."""
-        for drafter in self._drafters:
+        for drafter, _ in self._drafters:
             drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
         self._chosen.pop(sequence, None)
@@ -90,7 +90,7 @@ class Drafting:
         if not fitting:
             return chunks
         drafts = dict[Sequence, list[int]]()
-        for i, drafter in enumerate(self._drafters):
+        for i, (drafter, _) in enumerate(self._drafters):
             if counts := {sequence: count for sequence, count in fitting.items() if self._chosen[sequence] == i}:
                 found = zip(counts.items(), drafter.draft(counts), strict=True)
                 drafts |= {sequence: self._valid(tokens[:count]) for (sequence, count), tokens in found}
@@ -100,15 +100,17 @@ class Drafting:
         return chunks.add_drafts({sequence.lane: tokens for sequence, tokens in drafts.items() if tokens})
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
-        """Record the drafts of a step. `counts` (int64): the number of draws that each decode accepts."""
+        """Record the drafts of a step. Drafts of sequences that were aborted in the meantime do not count. `counts`
+        (int64): the number of draws that each decode accepts.
+        """
         decided = zip(decodes.sequences, decodes.lanes.tolist(), (counts - 1).tolist(), strict=True)
         for sequence, lane, accepted in decided:
-            if draft := decodes.drafts.get(lane):
-                chosen = self._chosen[sequence]
-                self._counts[chosen].add(len(draft), accepted)
-                if sequence in self._pauses:  # it still runs
-                    self._drafters[chosen].record(sequence, len(draft), accepted)
-                    self._pauses[sequence].record(accepted - len(draft) * self._price)
+            draft = decodes.drafts.get(lane)
+            if draft and sequence in self._pauses:
+                drafter, counted = self._drafters[self._chosen[sequence]]
+                counted.add(len(draft), accepted)
+                drafter.record(sequence, len(draft), accepted)
+                self._pauses[sequence].record(accepted - len(draft) * self._price)
 
     def _wanted(self, chunks: Chunks, running: Running) -> dict[Sequence, int]:
         """Return how many tokens to draft for the decoding sequences of a step."""
@@ -126,7 +128,7 @@ class Drafting:
         for sequence, sample, lane, limit in places:
             if limit > 0 and (pause := self._pauses.setdefault(sequence, Pause())).is_over:
                 asked[lane] = pause
-                found = [drafter.expect(sequence, sample.seed, limit)[:limit] for drafter in self._drafters]
+                found = [drafter.expect(sequence, sample.seed, limit)[:limit] for drafter, _ in self._drafters]
                 self._chosen[sequence] = best = max(range(len(found)), key=lambda i: _promised(found[i]))
                 if found[best]:
                     chances[lane] = found[best]

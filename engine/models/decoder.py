@@ -92,11 +92,17 @@ class Decoder:
         self.embed = new(EMBEDDING, spec.vocab_size, spec.hidden_size)
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
-        self.head = self.embed if spec.tie_word_embeddings else new(HEAD, spec.vocab_size, spec.hidden_size)
+        if not spec.tie_word_embeddings:
+            new(HEAD, spec.vocab_size, spec.hidden_size)
         self.mtp = Mtp(spec, spec.served_mtp, backend, new) if spec.served_mtp else None
         self._inv_freqs = [
             torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
         ]
+
+    @property
+    def head(self) -> Any:
+        """The weight [vocab_size, hidden_size] that computes logits: that of the embeddings, if the two are tied."""
+        return self.embed if self.spec.tie_word_embeddings else self._tensors[HEAD]
 
     @property
     def dtype(self) -> torch.dtype:

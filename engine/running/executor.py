@@ -162,11 +162,11 @@ class LocalExecutor:
         )  # one block per window and one state slot, for the padding rows of graphs
         num_blocks = [count + spare for count in info.blocks_by_window]
         journal = config.max_num_seqs, config.num_drafts
-        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare, journal)
-        self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
-        self._mtp: MtpRunner | None = None
+        mtp = None
         if loaded.drafts_with_mtp(config):
-            self._mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
+            mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
+        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare, journal, mtp)
+        self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
             parts = self._runner, self._sampler, info.blocks_by_window, info.num_slots
@@ -198,12 +198,10 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
-        self._copy_blocks(step.block_copies)
+        self._runner.copy_blocks(step.block_copies)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
         hidden, found = (graphs or self._runner).run(step, self._lanes)
-        if self._mtp is not None:
-            token_ids = self._runner.seen(self._runner.to_device(step.token_ids), step, self._lanes)
-            self._mtp.follow(step, token_ids, hidden)
+        self._runner.follow(step, self._lanes, hidden)
         routes = None if self._experts is None else self._routes(self._experts, found[ROUTES], step)
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
         drawing = self._draw(step, hidden, graphs) if len(step.draws.rows) else None
@@ -213,9 +211,9 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def draft(self, step: DraftStep) -> list[list[int]]:
-        assert self._mtp is not None
-        self._copy_blocks(step.block_copies)
-        return self._mtp.draft(step, self._sampler)
+        assert self._runner.mtp is not None
+        self._runner.copy_blocks(step.block_copies)
+        return self._runner.mtp.draft(step, self._sampler)
 
     def commit(self, staging: WeightStaging) -> None:
         if "weights" in self._asleep:
@@ -226,9 +224,7 @@ class LocalExecutor:
         if self._graphs is not None:
             self._graphs.forget()
         if "kv_cache" in tags:
-            self._runner.arena.drop(keep=False)
-            if self._mtp is not None:
-                self._mtp.arena.drop(keep=False)
+            self._runner.sleep()
         if "weights" in tags:
             self.weights.sleep(level)
         self._asleep.update(tags)
@@ -236,9 +232,7 @@ class LocalExecutor:
     def wake_up(self, tags: Collection[Tag]) -> None:
         """Reallocate the memory of `tags`. When no memory is asleep anymore, capture the CUDA graphs again."""
         if "kv_cache" in tags:
-            self._runner.arena.restore()
-            if self._mtp is not None:
-                self._mtp.arena.restore()
+            self._runner.wake_up()
         if "weights" in tags:
             self.weights.wake_up()
         self._asleep.difference_update(tags)
@@ -246,13 +240,7 @@ class LocalExecutor:
             self._graphs.capture()
 
     def memory(self) -> dict[str, int]:
-        of_mtp = 0 if self._mtp is None else self._mtp.arena.num_held
-        return {"weights": self.weights.num_held, "kv_cache": self._runner.arena.num_held + of_mtp}
-
-    def _copy_blocks(self, block_copies: Sequence[np.ndarray]) -> None:
-        self._runner.copy_blocks(block_copies)
-        if self._mtp is not None:
-            self._mtp.copy_blocks(block_copies[0])
+        return {"weights": self.weights.num_held, "kv_cache": self._runner.num_held}
 
     def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
         """Count the experts that a step chose, and start to copy the results to the host. Drafted tokens are not

@@ -16,8 +16,9 @@ from ...kernels.contract import AttentionBatch, Memory, Pages, StateBatch
 from ...kernels.journal import Journal
 from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import all_to_device, to_device
-from ..cache.memory import bytes_needed, new_arena
+from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
+from .mtp import MtpRunner
 from .step import Draws, JournalRows, Step
 
 
@@ -42,8 +43,8 @@ class ModelRunner:
 
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
     `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
-    and the number of drafted tokens per sequence. `memories`: the memory of each layer. `groups`: for each layer, the
-    index of its window; 0 for layers without a KV cache.
+    and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `memories`: the
+    memory of each layer. `groups`: for each layer, the index of its window; 0 for layers without a KV cache.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class ModelRunner:
         block_size: int,
         num_slots: int = 0,
         journal: tuple[int, int] = (0, 0),
+        mtp: MtpRunner | None = None,
     ) -> None:
-        self.model, self.device = model, model.device
-        self.block_size = block_size
+        self.model, self.mtp, self.block_size = model, mtp, block_size
         windows = model.spec.windows
         mixers = [layer.mixer for layer in model.spec.layers]
         self.groups = [windows.index(m.window) if isinstance(m, AttentionSpec) else 0 for m in mixers]
@@ -76,6 +77,26 @@ class ModelRunner:
         self._caches: list[list[Tensor]] = [[] for _ in windows]  # for each group
         for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
             self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model and its memory."""
+        return self.model.device
+
+    @property
+    def num_held(self) -> int:
+        """The bytes that the memory holds now, including that of the MTP module."""
+        return sum(arena.num_held for arena in self._arenas)
+
+    def sleep(self) -> None:
+        """Release the memory. Its content is lost."""
+        for arena in self._arenas:
+            arena.drop(keep=False)
+
+    def wake_up(self) -> None:
+        """Reallocate the memory."""
+        for arena in self._arenas:
+            arena.restore()
 
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
         """Compute a step: update the memories, and return the model's output for the step's tokens.
@@ -127,6 +148,11 @@ class ModelRunner:
         places, drawing = self.to_device(step.unseen).unbind()
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
+    def follow(self, step: Step, lanes: LaneState | None, hidden: Tensor) -> None:
+        """After a step, bring the memory of the MTP module up to date. `hidden`: the hidden states of the step."""
+        if self.mtp is not None:
+            self.mtp.follow(step, self.seen(self.to_device(step.token_ids), step, lanes), hidden)
+
     def copy_blocks(self, block_copies: Sequence[np.ndarray]) -> None:
         """Copy blocks of the KV cache. `block_copies`: as in `Step`."""
         for copies, caches in zip(block_copies, self._caches, strict=True):
@@ -135,6 +161,12 @@ class ModelRunner:
             sources, destinations = self.to_device(copies).unbind(1)
             for cache in caches:
                 cache[destinations] = cache[sources]
+        if self.mtp is not None:
+            self.mtp.copy_blocks(block_copies[0])
+
+    @property
+    def _arenas(self) -> list[Arena]:
+        return [self.arena] if self.mtp is None else [self.arena, self.mtp.arena]
 
     def to_device(self, values: np.ndarray) -> Tensor:
         """Copy values to the model's device without synchronizing. On a CPU, the result shares memory with `values`."""

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
-from ...kernels.specs import MTP_PREFIX, is_of_mtp
+from ...kernels.specs import is_of_mtp
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
 from ..cache.lending import BorrowedArena, LendableArena, LentMemory, place_to_lend
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty
+from .optional_weights import OptionalWeights
 
 
 @dataclass
@@ -72,8 +73,7 @@ class WeightStore:
         self.spellings = Spellings(self.shapes, self.parts)
         self.is_whole = True
         self.base = AdapterBase()
-        self._lacked_optional, self._is_optional_whole = False, True
-        self._kept_optional: dict[str, Tensor] = {}  # on the host, during a sleep
+        self.optional_weights = OptionalWeights(self.model.optional_tensors())
 
     @property
     def dtype(self) -> str:
@@ -103,19 +103,13 @@ class WeightStore:
 
     @property
     def optional(self) -> frozenset[str]:
-        """The names of parameters that new weights may lack, but only all of them together. The live values are then
-        kept.
-
-        Empty if an in-place staging was dropped after it had written to some of these parameters.
-        """
-        return self.model.optional_tensors() if self._is_optional_whole else frozenset()
+        """See `OptionalWeights.names`. The live values are kept if new weights lack them."""
+        return self.optional_weights.names
 
     @property
     def optional_note(self) -> str:
-        """Which parameters the last commit did not replace; empty if it replaced all parameters."""
-        if not self._lacked_optional:
-            return ""
-        return f"the last push had no {MTP_PREFIX}* tensors, so the MTP module keeps its earlier weights"
+        """See `OptionalWeights.note`."""
+        return self.optional_weights.note
 
     @property
     def num_held(self) -> int:
@@ -192,15 +186,15 @@ class WeightStore:
             # reused too early.
             wait_for_stream(self._device)
         if not staging.is_alone:
-            self._lacked_optional = bool(self.optional) and not staging.has_optional
-        self.is_whole = self._is_optional_whole = True
+            self.optional_weights.note_commit(staging.has_optional)
+        self.is_whole = True
         self.base = AdapterBase() if staging.base is None else staging.base
         staging.drop()
 
     def sleep(self, level: int) -> None:
         """Release the device memory. `level`: 1 keeps all weights in host memory, 2 keeps only the optional weights."""
         if self._arena.num_held:  # awake, or kept in place
-            self._kept_optional = {name: self.tensors[name].to_dense().to("cpu", copy=True) for name in self.optional}
+            self.optional_weights.keep(self.tensors)
         self._arena.drop(keep=level == 1)
         self.is_whole &= level == 1
         if level == 1:  # The base weights stay on the host until adapters need them again.
@@ -211,9 +205,7 @@ class WeightStore:
     def wake_up(self) -> None:
         """Reallocate the memory."""
         self._arena.restore()
-        for name, tensor in self._kept_optional.items():
-            self.tensors[name].copy_(tensor)
-        self._kept_optional = {}
+        self.optional_weights.put_back(self.tensors)
 
     def served(self, name: str) -> Tensor:
         """Return a live parameter as a dense tensor. The result may share memory with the live weights."""
@@ -245,13 +237,6 @@ class WeightStore:
         """Return the dtype of a parameter or of a part."""
         part = self.spellings.part(name)
         return self.tensors[name if part is None else part.stack].dtype
-
-    def note_overwriting(self, name: str) -> None:
-        """Record that a staging overwrites the live parameter or part `name`. The live weights are then incomplete
-        until the next commit.
-        """
-        self.is_whole = False
-        self._is_optional_whole &= not is_of_mtp(name)
 
     def _missing(self, staged: set[str]) -> str | None:
         """Return the first parameter that is not completely staged, or None. A parameter may be staged as a whole or as
@@ -373,7 +358,9 @@ class WeightStaging:
             return self._by_name[name].narrow(0, start, length)
         self._store.shape(name)
         if self.in_place:
-            self._store.note_overwriting(name)
+            self._store.is_whole = False
+            if is_of_mtp(name):
+                self._store.optional_weights.note_overwriting()
         elif self.arena is None:
             self.arena = self._store.new_arena()
             self.tensors = self._store.model_in(self.arena).checkpoint_tensors()

@@ -305,6 +305,25 @@ def test_nothing_is_kept_of_samples_that_have_ended(tmp_path: Path) -> None:
     run(engine, [*asked, generate("long", tokens(9, seed=9), n=3, max_tokens=30)])
     drafting = engine._drafting
     assert drafting is not None and not drafting._pauses
-    [drafter] = drafting._drafters
+    [(drafter, _)] = drafting._drafters
     assert isinstance(drafter, RepeatsDrafter) and not drafter._keys
     assert not any(index._running for index in drafter._indexes.values())
+
+
+def test_a_sample_that_is_aborted_with_drafts_in_flight_is_counted_nowhere(steps_ahead: int, tmp_path: Path) -> None:
+    """Neither in the sample nor in the statistics, whose sums are those of the samples."""
+    config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
+    loaded = load_model(EngineConfig(**config))
+    asked = [generate(name, tokens(9, seed=seed), max_tokens=40) for seed, name in enumerate("ab")]
+    known = known_texts(asked, run(make(loaded, config, None), asked))
+    engine = make(loaded, config, Prophet(known, np.random.default_rng(0)))
+    for request in asked:
+        engine.add(request)
+    outputs = [output for _ in range(5) for output in engine.step()]
+    queued = engine._pipeline._queued
+    assert (queued is not None and bool(queued.chunks.drafts)) == bool(steps_ahead), "premise: drafts are in flight"
+    outputs += engine.abort("a")
+    outputs += drain(engine)
+    [stats] = engine.stats().drafts
+    assert stats.num_drafted == sum(sample.num_drafted_tokens for sample in samples_of(outputs)) > 0
+    assert stats.num_accepted == sum(sample.num_accepted_tokens for sample in samples_of(outputs))

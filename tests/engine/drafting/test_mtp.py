@@ -197,7 +197,7 @@ def test_drafted_tokens_are_drawn_with_the_noise_of_their_sample(tmp_path: Path)
             draws = replace(draws, records=records)
         return draw(sampler, hidden, draws)
 
-    mtp = greedy._executor._mtp  # type: ignore[attr-defined]
+    mtp = greedy._executor._runner.mtp  # type: ignore[attr-defined]
     drafting = mtp.draft
     mtp.draft = lambda step, sampler: drafting(step, _Argmax(sampler))
     run(greedy, asked)
@@ -288,8 +288,8 @@ def test_the_memory_of_the_module_is_planned(tmp_path: Path) -> None:
 
 def loaded_bytes(engine: Engine) -> float:
     """Return the bytes of a block, from the shapes of the tensors."""
-    mtp, runner = engine._executor._mtp, engine._executor._runner  # type: ignore[attr-defined]
-    tensors = [*mtp._memory, mtp._hidden, *runner._caches[0]]
+    runner = engine._executor._runner  # type: ignore[attr-defined]
+    tensors = [*runner.mtp._memory, runner.mtp._hidden, *runner._caches[0]]
     return sum(tensor.nbytes / len(tensor) for tensor in tensors)
 
 
@@ -374,7 +374,7 @@ def test_every_state_that_is_read_is_that_of_the_token_before(tmp_path: Path) ->
     """With every draft wrong, each step goes on from the state of its first row; 9 + 20 tokens fill several blocks."""
     model = make_mtp_model("qwen3_5", tmp_path / "model", scale=0.5)
     engine = make(model, num_speculative_tokens=3, block_size=4)
-    mtp = engine._executor._mtp  # type: ignore[attr-defined]
+    mtp = engine._executor._runner.mtp  # type: ignore[attr-defined]
     draft, states, seen = mtp.draft, mtp._states, list[Tensor]()
     mtp.draft = lambda step, sampler: [[(token + 1) % 512 for token in found] for found in draft(step, sampler)]
     mtp._states = lambda places: seen.append(states(places)) or seen[-1]
