@@ -201,7 +201,8 @@ class LocalExecutor:
         self._runner.copy_blocks(step.block_copies)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
         hidden, found = (graphs or self._runner).run(step, self._lanes)
-        self._runner.follow(step, self._lanes, hidden)
+        if self._runner.mtp is not None:
+            self._runner.follow(self._runner.mtp, step, self._lanes, hidden)
         routes = None if self._experts is None else self._routes(self._experts, found[ROUTES], step)
         scores = [self._score(rows, hidden[rows.start : rows.end]) for rows in step.scores]
         drawing = self._draw(step, hidden, graphs) if len(step.draws.rows) else None

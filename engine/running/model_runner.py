@@ -148,10 +148,9 @@ class ModelRunner:
         places, drawing = self.to_device(step.unseen).unbind()
         return token_ids.index_copy(0, places, lanes.last_tokens[drawing])
 
-    def follow(self, step: Step, lanes: LaneState | None, hidden: Tensor) -> None:
-        """After a step, bring the memory of the MTP module up to date. `hidden`: the hidden states of the step."""
-        if self.mtp is not None:
-            self.mtp.follow(step, self.seen(self.to_device(step.token_ids), step, lanes), hidden)
+    def follow(self, mtp: MtpRunner, step: Step, lanes: LaneState | None, hidden: Tensor) -> None:
+        """After a step, bring the memory of `mtp` up to date. `hidden`: the hidden states of the step."""
+        mtp.follow(step, self.seen(self.to_device(step.token_ids), step, lanes), hidden)
 
     def copy_blocks(self, block_copies: Sequence[np.ndarray]) -> None:
         """Copy blocks of the KV cache. `block_copies`: as in `Step`."""

@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
-from ...kernels.specs import is_of_mtp
+from ...kernels.specs import MTP_PREFIX
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
 from ..cache.lending import BorrowedArena, LendableArena, LentMemory, place_to_lend
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty
-from .optional_weights import OptionalWeights
 
 
 @dataclass
@@ -52,6 +51,52 @@ class Factors(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
+
+
+class OptionalWeights:
+    """The weights `names` of a model, which new weights may lack: those of an MTP module, on which no sample depends.
+
+    transformers drops the module when it loads a model, so most trainers cannot push it. The worker then keeps its own.
+    Owns what is known about the weights, and their values during a sleep.
+    """
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names, self._is_whole, self._is_stale = names, True, False
+        self._kept: dict[str, Tensor] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The weights that the next commit may lack, but only all of them together.
+
+        Empty if an in-place staging was dropped after it had written to some of the weights.
+        """
+        return self._names if self._is_whole else frozenset()
+
+    @property
+    def note(self) -> str:
+        """Which weights the last commit did not replace; empty if it replaced all weights."""
+        if not self._is_stale:
+            return ""
+        return f"the last push had no {MTP_PREFIX}* tensors, so the MTP module keeps its earlier weights"
+
+    def note_overwriting(self) -> None:
+        """Record that a staging overwrites live values."""
+        self._is_whole = False
+
+    def note_commit(self, were_staged: bool) -> None:
+        """Record a commit. `were_staged`: whether it replaced these weights."""
+        self._is_stale = bool(self._names) and not were_staged
+        self._is_whole = True
+
+    def keep(self, tensors: Mapping[str, Weight]) -> None:
+        """Copy the live values to the host."""
+        self._kept = {name: tensors[name].to_dense().to("cpu", copy=True) for name in self._names}
+
+    def put_back(self, tensors: Mapping[str, Weight]) -> None:
+        """Copy the kept values to the live weights."""
+        for name, tensor in self._kept.items():
+            tensors[name].copy_(tensor)
+        self._kept = {}
 
 
 class WeightStore:
@@ -314,7 +359,7 @@ class WeightStaging:
     @property
     def has_optional(self) -> bool:
         """Return whether optional parameters are staged."""
-        return any(map(is_of_mtp, (*self._staged_rows, *(name for name, *_ in self.elements))))
+        return any(name.startswith(MTP_PREFIX) for name in (*self._staged_rows, *(name for name, *_ in self.elements)))
 
     def to_merge(self) -> list[str]:
         """Return the parameters for which `merge` must be called after all rows are staged."""
@@ -359,7 +404,7 @@ class WeightStaging:
         self._store.shape(name)
         if self.in_place:
             self._store.is_whole = False
-            if is_of_mtp(name):
+            if name.startswith(MTP_PREFIX):
                 self._store.optional_weights.note_overwriting()
         elif self.arena is None:
             self.arena = self._store.new_arena()
