@@ -217,7 +217,7 @@ def test_half_precision_is_as_close_to_float32_as_transformers(tmp_path: Path, d
         ),
         (
             dict(rope_parameters=dict(full_attention=dict(rope_type="yarn", factor=2.0))),
-            "one rope_type for each type of layer",
+            "for each type of layer",
         ),
         (dict(rms_norm_eps=float("nan")), "config.json has .*'rms_norm_eps'.* must be a finite number"),
         (dict(hidden_size=2**63), "config.json has .*'hidden_size'.* at most 1048576 .got"),

@@ -40,3 +40,22 @@ def test_pushes_of_a_trainer_with_and_without_the_module(tmp_path: Path) -> None
             assert not note() and served("mtp.fc.weight") != before
             with pytest.raises(PushError, match="parameters are missing: mtp.norm.weight"):
                 publisher.push({name: tensor for name, tensor in moved.items() if name != "mtp.norm.weight"}, 6)
+
+
+def test_a_borrower_keeps_its_module(tmp_path: Path) -> None:
+    """Two workers of one machine: the second maps the memory of the first, which has no module in it."""
+    model = make_mtp_model("qwen3_5", tmp_path / "model", dtype="bfloat16")
+    tensors = read_tensors(model)
+    without = {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")}
+    settings: dict[str, Any] = dict(device="cpu", num_blocks=128, num_threads=1, speculative="mtp")
+    with launch_worker(str(model), **settings) as one, launch_worker(str(model), **settings) as other:
+        with RolloutClient(one.address) as first, RolloutClient(other.address) as second:
+            before = second.weight_checksums().checksums
+            with WeightPublisher("shared") as publisher:
+                publisher.connect([one.address, other.address])
+                for version, pushed in enumerate((without, tensors), 1):
+                    publisher.push(dict(pushed), version)
+                    for client in (first, second):
+                        health = client.health().engine
+                        assert health is not None and bool(health["optional_note"]) == (pushed is without)
+                        assert client.weight_checksums().checksums == before
