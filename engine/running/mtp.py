@@ -34,7 +34,7 @@ class DraftStep:
 
     `token_ids`, `positions` [N]: the last token of each sequence, and its position. `counts` [N]: how many tokens to
     draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. They have room for
-    every drafted token except the last, whose KV is not computed. `records`: `DRAW` [N], how each sequence draws.
+    every drafted token except the last: no step computes its KV. `records`: `DRAW` [N], how each sequence draws.
     `block_copies`: as in `Step`, made before anything is drafted.
     """
 

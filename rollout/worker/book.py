@@ -283,7 +283,7 @@ class Streams:
                 self._remove(key, reader)
 
     def flush(self, now: float) -> float:
-        """Send unsent tokens to each reader that has read all earlier messages and whose pause is over.
+        """Send unsent tokens to each reader that has read all earlier messages and does not pause.
 
         `now`: the current time, in monotonic seconds. Return the time at which the next pause ends; infinity if no
         reader with unsent tokens pauses.

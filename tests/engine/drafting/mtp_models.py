@@ -1,4 +1,4 @@
-"""Tiny models with a module for multi-token prediction (MTP) whose guesses are often right."""
+"""Tiny models with a module for multi-token prediction (MTP) that often guesses right."""
 
 from __future__ import annotations
 

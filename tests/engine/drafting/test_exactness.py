@@ -311,7 +311,7 @@ def test_nothing_is_kept_of_samples_that_have_ended(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_is_aborted_with_drafts_in_flight_is_counted_nowhere(steps_ahead: int, tmp_path: Path) -> None:
-    """Neither in the sample nor in the statistics, whose sums are those of the samples."""
+    """Neither in the sample nor in the statistics: their sums equal those of the samples."""
     config = dict(model=str(make_tiny_model("llama", tmp_path / "model")), num_blocks=512, num_threads=1)
     loaded = load_model(EngineConfig(**config))
     asked = [generate(name, tokens(9, seed=seed), max_tokens=40) for seed, name in enumerate("ab")]
