@@ -47,6 +47,7 @@ class Drafting:
         self._most, self._vocab_size, self._adapts = most, vocab_size, adapts
         self._pauses = dict[Sequence, Pause]()
         self._chosen = dict[Sequence, int]()  # the index of the drafter, for each sequence of the step in flight
+        self._step = 0
         self._price = 0.0  # of a drafted token in the step in flight, as a number of tokens
 
     def stats(self) -> tuple[DraftStats, ...]:
@@ -67,9 +68,10 @@ class Drafting:
         """Return whether to draft in the next step: False if drafting pauses for all decoding sequences."""
         lanes, order = running.lanes, running.in_order()
         pauses = [self._pauses.get(each) for each in lanes.sequences[order[lanes.is_decoding[order]]].tolist()]
+        self._step += 1
         for pause in pauses:
             if pause is not None:
-                pause.begin_step()
+                pause.begin_step(self._step)
         return any(pause is None or pause.is_over for pause in pauses)
 
     def extend(self, chunks: Chunks, scheduler: Scheduler) -> Chunks:

@@ -19,7 +19,7 @@ _MOST_KEPT = 15
 _STEPS_UNTIL_FORGOTTEN, _STEPS_UNTIL_STALE = 512, 32
 _OPTIMISM = 0.25
 """An unmeasured row is assumed to cost this share of an average measured row, so that it is tried and then measured."""
-_STEPS_IN_VAIN, _FIRST_PAUSE, _LONGEST_PAUSE = 16, 16, 1024
+_STEPS_IN_VAIN, _STEPS_PER_TRIAL = 16, 16
 _KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
 """The share of the tokens gained in earlier steps that counts after another step, and the least gain worth drafting."""
 _LEAST_CHANCE, _LEAST_SPEED_UP = 0.02, 1.03
@@ -90,30 +90,26 @@ class StepCosts:
 class Pause:
     """The pauses in drafting for one sequence.
 
-    Tokens that were gained earlier count less with each step. A pause begins after `_STEPS_IN_VAIN` consecutive steps
-    in which the gain is at most `_LEAST_GAIN` tokens. Each pause is twice as long as the previous one, up to a limit.
+    Tokens that were gained earlier count less with each step. Drafting pauses after `_STEPS_IN_VAIN` consecutive steps
+    in which the gain is at most `_LEAST_GAIN` tokens. During the pause, the sequence drafts only in every
+    `_STEPS_PER_TRIAL`th step. The pause ends with the first such step that gains more. All sequences make their trials
+    in the same steps, so that the steps between trials can be planned ahead.
 
     `is_over`: whether to draft in the current step.
     """
 
     def __init__(self) -> None:
         self.is_over = True
-        self._gain, self._in_vain, self._left, self._next = 0.0, 0, 0, _FIRST_PAUSE
+        self._gain, self._in_vain = 0.0, 0
 
-    def begin_step(self) -> None:
-        """Update `is_over` for the next step."""
-        self._left = max(self._left - 1, -1)
-        self.is_over = self._left < 0
+    def begin_step(self, number: int) -> None:
+        """Update `is_over` for the next step. `number`: the number of this step."""
+        self.is_over = self._in_vain < _STEPS_IN_VAIN or number % _STEPS_PER_TRIAL == 0
 
     def record(self, gain: float) -> None:
         """Record what drafts gained in a step: accepted tokens, minus the tokens that could be drawn in that time."""
         self._gain = _KEPT_GAIN * self._gain + gain
-        if self._gain > _LEAST_GAIN:
-            self._in_vain, self._next = 0, _FIRST_PAUSE
-            return
-        self._in_vain += 1
-        if self._in_vain >= _STEPS_IN_VAIN:
-            self._left, self._next, self._in_vain = self._next, min(2 * self._next, _LONGEST_PAUSE), 0
+        self._in_vain = 0 if self._gain > _LEAST_GAIN else self._in_vain + 1
 
 
 def choose(chances: Mapping[int, Sequence[float]], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:

@@ -34,7 +34,7 @@ from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.engine.scheduling.sequence import Generation, Sequence
 from trueroll.rollout import resolve_model
 
-PAIRS, NEW_TOKENS = 5, 160
+PAIRS, NEW_TOKENS, LANES = 5, 160, 8
 STEP = 1e-5
 """The standard deviation of the change of each weight in a small step of training."""
 CODE = """\
@@ -62,24 +62,28 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Work:
-    """`n` samples of each prompt, one prompt after the other. `is_repeated`: whether the same requests were served
-    before, see above.
+    """`n` samples of each prompt. `is_repeated`: whether the same requests were served before, see above.
+
+    `is_queue`: whether all requests are submitted at once. The engine then starts a waiting sample whenever one of its
+    `LANES` running samples ends. Otherwise a request is submitted after the previous request has ended.
     """
 
     prompts: tuple[str, ...]
     n: int
     temperature: float
     is_repeated: bool = False
+    is_queue: bool = False
 
     @property
     def name(self) -> str:
-        what = f"{' and '.join(self.prompts)}{', again' if self.is_repeated else ''}"
+        what = " and ".join(self.prompts) + ", again" * self.is_repeated + ", as a queue" * self.is_queue
         return f"{what}, {self.n} sample{'s' * (self.n > 1)}, temperature {self.temperature:g}"
 
 
 WORKS = (
     Work(("chat",), 8, 1.0),
     Work(tuple(PROMPTS), 8, 1.0, is_repeated=True),
+    Work(tuple(PROMPTS), 8, 1.0, is_repeated=True, is_queue=True),
     Work(("chat",), 1, 0.0),
     Work(("code",), 1, 0.0),
     Work(("json",), 1, 0.0),
@@ -102,7 +106,7 @@ class Side:
         samples, start = list[SampleOutput](), time.perf_counter()
         for i, prompt in enumerate(prompts):
             self.engine.add(GenerateRequest(str(i), prompt, params))
-            while self.engine.has_unfinished:
+            while self.engine.has_unfinished and (i == len(prompts) - 1 or not work.is_queue):
                 samples += [output for output in self.engine.step() if isinstance(output, SampleOutput)]
         seconds = time.perf_counter() - start
         found = [(s.request_id, s.index, *s.token_ids, s.logprobs.tobytes()) for s in samples if s.logprobs is not None]
@@ -120,7 +124,7 @@ class Report:
 
     def __init__(self, model: str) -> None:
         folder = resolve_model(model)
-        config = EngineConfig(model=str(folder), num_blocks=2048)
+        config = EngineConfig(model=str(folder), num_blocks=2048, max_num_seqs=LANES)
         loaded = load_model(config)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.plain = Side(config, loaded)

@@ -59,26 +59,30 @@ def test_a_step_that_was_queued_ahead_starts_when_the_step_before_it_is_done() -
     assert costs.seconds(2) == 1.0 and costs.seconds(4) == 2.0
 
 
-def drafts(pause: Pause, gain: float, steps: int) -> list[bool]:
-    """Return for each step whether it drafts. Each draft gains `gain` tokens."""
-    found = list[bool]()
-    for _ in range(steps):
-        pause.begin_step()
-        found.append(pause.is_over)
+def drafts(pause: Pause, gain: float, steps: range) -> list[int]:
+    """Return the numbers of the steps that draft. Each draft gains `gain` tokens."""
+    found = list[int]()
+    for step in steps:
+        pause.begin_step(step)
         if pause.is_over:
+            found.append(step)
             pause.record(gain)
     return found
 
 
-def test_a_sequence_without_gain_pauses_for_longer_each_time() -> None:
+def test_after_16_steps_without_gain_only_every_16th_step_drafts() -> None:
+    assert drafts(Pause(), 0.0, range(5, 100)) == [*range(5, 21), 32, 48, 64, 80, 96]
+
+
+def test_a_gain_ends_a_pause() -> None:
     pause = Pause()
-    drafting = [step for step, is_drafting in enumerate(drafts(pause, 0.0, 2000)) if is_drafting]
-    gaps = [b - a for a, b in zip(drafting, drafting[1:], strict=False) if b - a > 1]
-    assert gaps[:4] == [17, 33, 65, 129] and max(gaps) <= 1025
-    drafts(pause, 3.0, 1100)
-    later = drafts(pause, 0.0, 200)
-    first = later.index(False)
-    assert first > 16 and later[first : first + 15] == [False] * 15 and any(later[first : first + 17]), "as at first"
+    drafts(pause, 0.0, range(40))
+    assert drafts(pause, 3.0, range(40, 60)) == [*range(48, 60)]
+
+
+def test_sequences_make_their_trials_in_the_same_steps() -> None:
+    early, late = drafts(Pause(), 0.0, range(0, 200)), drafts(Pause(), 0.0, range(70, 200))
+    assert [step for step in early if step > 90] == [step for step in late if step > 90] != []
 
 
 def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
@@ -92,4 +96,4 @@ def test_the_cost_of_a_step_is_measured_again_now_and_then() -> None:
 def test_accepted_tokens_that_cost_more_than_they_gain_are_in_vain() -> None:
     price = costs_of({8: 1.0, 16: 1.5}).price(8, 8, 8)
     assert price == 0.5
-    assert all(drafts(Pause(), 2 - 2 * price, 100)) and not all(drafts(Pause(), 1 - 2 * price, 100))
+    assert len(drafts(Pause(), 2 - 2 * price, range(100))) == 100 > len(drafts(Pause(), 1 - 2 * price, range(100)))
