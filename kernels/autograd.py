@@ -41,7 +41,7 @@ from .contract import (
     Wanted,
     Weight,
 )
-from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
+from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec, Pieces
 
 # Block size of the cache; any even size gives the same bits.
 _BLOCK_SIZE = 16
@@ -229,6 +229,7 @@ class _Experts(Function):
         spec: ExpertsSpec,
         weights: ExpertsWeights,
         experts: Tensor,
+        groups: int,
         x: Tensor,
         gates: Tensor,
         shared: Tensor | None,
@@ -240,7 +241,7 @@ class _Experts(Function):
         ctx.save_for_backward(experts, x, gates, gate_up, gate_up_bias, down, down_bias)
         ctx.ops, ctx.activation = ops, spec.activation
         matrices = {name: _backend_weight(ops, x.flatten(0, 1)) for name, x in (("gate_up", gate_up), ("down", down))}
-        return ops.experts(x, spec, replace(weights, **matrices), experts, gates, shared)
+        return ops.experts(x, spec, replace(weights, **matrices), experts, gates, shared, groups)
 
     @staticmethod
     @once_differentiable
@@ -250,7 +251,7 @@ class _Experts(Function):
         keep.
         """
         experts, x, gates, *parameters = ctx.saved_tensors
-        needed = ctx.needs_input_grad[4:]
+        needed = ctx.needs_input_grad[5:]
         grad_x, grad_gates = torch.zeros_like(x, dtype=torch.float32), torch.zeros_like(gates)
         found = [torch.zeros_like(p) if wanted else None for p, wanted in zip(parameters, needed[3:], strict=True)]
         for expert, rows, places in _rows_by_expert(experts, len(parameters[0])):
@@ -263,7 +264,7 @@ class _Experts(Function):
                 if whole is not None:
                     whole[expert] = part
         shared = grad if needed[2] else None
-        return *(None,) * 4, grad_x.to(x.dtype), grad_gates, shared, *found
+        return *(None,) * 5, grad_x.to(x.dtype), grad_gates, shared, *found
 
 
 def _expert_gradients(
@@ -635,7 +636,12 @@ class GradientOps:
         return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
 
     def project_back(
-        self, x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        pieces: Pieces = WHOLE,
     ) -> Tensor:
         """`Backend.project_back`. The backward pass is the same as for `linear`, whatever the number of pieces along
         K.
@@ -681,13 +687,14 @@ class GradientOps:
         experts: Tensor,
         gates: Tensor,
         shared: Tensor | None = None,
+        groups: int = 1,
     ) -> Tensor:
         """Pass each row of x [M, H] through the experts that `route` returned for the row, and add `shared` [M, H].
 
         `weights` has matrices [E, rows, columns]. The backward pass holds the inner rows of one expert at a time.
         """
         parameters = weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias
-        return _Experts.apply(self.backend, spec, weights, experts, x, gates, shared, *parameters)  # type: ignore[return-value]
+        return _Experts.apply(self.backend, spec, weights, experts, groups, x, gates, shared, *parameters)  # type: ignore[return-value]
 
     def convolve(self, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
         """Convolve each channel of x [M, C] causally within each sequence, and return the SiLU of the result.

@@ -16,6 +16,8 @@ the result either. Equality means equal bits.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
 - The outputs of a row's experts are added in ascending order of expert id. Products with an expert's matrix are
   accumulated in the same order for any number of rows.
+- Where tensor parallelism splits a sum, the sum is computed in pieces, which are added as a balanced binary tree. The
+  number of pieces depends on the decoder, and not on the number of devices (`kernels.pieces`).
 - Among equal logits, the lower vocabulary id or the lower expert id wins.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
@@ -37,7 +39,7 @@ import torch
 from torch import Tensor
 
 from .journal import Journal
-from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec
+from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec, Pieces
 
 KV_SPLIT = 128  # split length of the backends reference and cpu; triton uses another length
 
@@ -212,14 +214,17 @@ class Norms:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a decoder with its weights. `pieces`: see `DecoderSpec`."""
+    """One layer of a decoder with its weights. `mixer_pieces`: the pieces of the mixer's `o`. `mlp_pieces`: the pieces
+    of `down` in the MLP or in the shared expert. The number of these pieces is also the number of groups of experts.
+    """
 
     spec: LayerSpec
     mixer_norms: Norms
     mixer: AttentionWeights | DeltaNetWeights
     mlp_norms: Norms
     mlp: MlpWeights | ExpertsWeights
-    pieces: int = 1
+    mixer_pieces: Pieces = WHOLE
+    mlp_pieces: Pieces = WHOLE
 
 
 SAMPLE, GREEDY = -1, -2
@@ -374,7 +379,12 @@ class Backend(Protocol):
         ...
 
     def project_back(
-        self, x: Tensor, weight: Weight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+        self,
+        x: Tensor,
+        weight: Weight,
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        pieces: Pieces = WHOLE,
     ) -> Tensor:
         """Return linear(x, weight, bias) [M, N]. If residual [M, N] is given, it is added after linear's result is
         rounded.
@@ -382,11 +392,11 @@ class Backend(Protocol):
         The weight is `o` of an attention or a delta net, or `down` of an MLP. Tensor parallelism splits this product
         along K.
 
-        `pieces` is a power of two. With several pieces, piece i is the float32 product over columns [i L, (i + 1) L),
-        where L is K / pieces, rounded up. The pieces are added in float32 as a balanced binary tree. For example, four
-        pieces are added as (0 + 1) + (2 + 3). The bias is added to the sum of the pieces in float32, and the result is
-        rounded once. A process can therefore compute any subtree of the sum without changing the bits. Raise
-        ConfigError for a number of pieces that the backend does not support.
+        With several `pieces`, the sum of a piece is the float32 product over the columns of the piece, as if the piece
+        were a weight of its own; the sum of an empty piece is +0.0. The sums are added in float32 as a balanced binary
+        tree. For example, four sums are added as (0 + 1) + (2 + 3). The bias is added to the result in float32, and the
+        result is rounded once. A process can therefore compute any subtree of the sum without changing the bits.
+        `pieces.length` is a multiple of 16.
         """
         ...
 
@@ -424,6 +434,7 @@ class Backend(Protocol):
         experts: Tensor,
         gates: Tensor,
         shared: Tensor | None = None,
+        groups: int = 1,
     ) -> Tensor:
         """For each row of x [M, H], apply the experts that `route` returned for the row. The result is [M, H].
 
@@ -432,6 +443,11 @@ class Backend(Protocol):
         also in float32. The outputs of a row's experts are added in ascending order of expert id, then `shared` [M, H]
         is added, and the result is rounded once. The op reads neither the router's weights nor the shared expert's
         weights.
+
+        `groups`: a power of two that divides the number of experts. With several groups, group i holds the experts
+        [i G, (i + 1) G), where G is the number of experts divided by `groups`. The outputs of a row's experts in a
+        group are added to +0.0 in ascending order of expert id. The sums of the groups are added as a balanced binary
+        tree, before `shared` is added.
         """
         ...
 

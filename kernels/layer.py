@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from trueroll.errors import ConfigError
-
 from .contract import (
     AttentionWeights,
     Backend,
@@ -29,7 +27,9 @@ from .contract import (
     Weight,
 )
 from .specs import (
+    PIECE_UNIT,
     PLAIN,
+    WHOLE,
     Activation,
     AttentionSpec,
     DecoderSpec,
@@ -38,7 +38,9 @@ from .specs import (
     LayerSpec,
     MlpSpec,
     NormSpec,
+    Pieces,
     RotationSpec,
+    pieces_of,
 )
 from .stacks import StackLayout
 
@@ -68,7 +70,12 @@ class LayerOps(Protocol):
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor: ...
 
     def project_back(
-        self, x: Tensor, weight: Any, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+        self,
+        x: Tensor,
+        weight: Any,
+        residual: Tensor | None = None,
+        bias: Tensor | None = None,
+        pieces: Pieces = WHOLE,
     ) -> Tensor: ...
 
     def gate_up(self, x: Tensor, gate: Any, up: Any, activation: Activation) -> Tensor: ...
@@ -85,6 +92,7 @@ class LayerOps(Protocol):
         experts: Tensor,
         gates: Tensor,
         shared: Tensor | None = None,
+        groups: int = 1,
     ) -> Tensor: ...
 
 
@@ -111,7 +119,19 @@ def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight)
         return Norms(before, of(f"{role}.after", hidden) if spec.norm_after else None)
 
     mixer = norms("mixer_norm"), _mixer_weights(spec.mixer, hidden, of)
-    return Layer(spec, *mixer, norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of), decoder.pieces)
+    mlp = norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of)
+    return Layer(spec, *mixer, *mlp, _mixer_pieces(spec.mixer, decoder.pieces), _mlp_pieces(spec.mlp, decoder.pieces))
+
+
+def _mixer_pieces(spec: AttentionSpec | DeltaNetSpec, count: int) -> Pieces:
+    """Return the pieces of `o`, which consist of whole heads."""
+    if isinstance(spec, AttentionSpec):
+        return pieces_of(count, spec.num_heads * spec.head_dim, spec.head_dim)
+    return pieces_of(count, spec.value_size, spec.value_size // spec.num_key_heads)
+
+
+def _mlp_pieces(spec: MlpSpec | ExpertsSpec, count: int) -> Pieces:
+    return pieces_of(count, spec.intermediate_size if isinstance(spec, MlpSpec) else spec.shared_size, PIECE_UNIT)
 
 
 def _mixer_weights(
@@ -172,14 +192,6 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
     return AttentionWeights(q, k, v, biases, norms, o, o_bias, sinks)  # type: ignore[arg-type]
 
 
-def check_pieces(pieces: int) -> None:
-    """Raise ConfigError unless `pieces` is 1. Backends that support only one piece in `Backend.project_back` call this
-    check.
-    """
-    if pieces != 1:
-        raise ConfigError(f"project_back: this backend supports 1 piece (got {pieces}); use the backend 'reference'")
-
-
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
     """Return x [M, H] multiplied by `scale`. `scale` is first rounded to x's dtype."""
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
@@ -209,14 +221,15 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
     else:
         mixed = _delta_net(ops, hidden, spec.mixer, cast(DeltaNetWeights, layer.mixer), recur)
     bias = layer.mixer.o_bias if isinstance(layer.mixer, AttentionWeights) else None
-    x = _added(ops, layer, x, mixed, layer.mixer.o, layer.mixer_norms.after, bias)
+    o = layer.mixer.o, layer.mixer_pieces, layer.mixer_norms.after
+    x = _added(ops, x, mixed, *o, spec.norm, bias)
     hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
     if isinstance(spec.mlp, ExpertsSpec):
         mixture, after = _mixture(ops, layer, hidden, spec.mlp, choose), layer.mlp_norms.after
         return x + (mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
     mlp = cast(MlpWeights, mlp)
     active = ops.gate_up(hidden, mlp.gate, mlp.up, spec.mlp.activation)
-    return _added(ops, layer, x, active, mlp.down, layer.mlp_norms.after)
+    return _added(ops, x, active, mlp.down, layer.mlp_pieces, layer.mlp_norms.after, spec.norm)
 
 
 def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:
@@ -227,9 +240,9 @@ def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: 
     if weights.shared is not None:
         mlp, score = weights.shared, ops.linear(x, weights.shared_score)
         active = ops.gate_up(x, mlp.gate, mlp.up, spec.activation)
-        shared = ops.project_back(active, mlp.down, pieces=layer.pieces)
+        shared = ops.project_back(active, mlp.down, pieces=layer.mlp_pieces)
         shared = ops.gate_mul(score.expand_as(shared), shared, "sigmoid")
-    return ops.experts(x, spec, weights, experts, gates, shared)
+    return ops.experts(x, spec, weights, experts, gates, shared, layer.mlp_pieces.count)
 
 
 def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> Tensor:
@@ -238,19 +251,20 @@ def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> 
 
 def _added(
     ops: LayerOps,
-    layer: Layer,
     x: Tensor,
     inner: Tensor,
     weight: Weight,
+    pieces: Pieces,
     after: Tensor | None,
+    norm: NormSpec,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return x plus the matrix product of `inner` and `weight`. If the norm `after` is given, the product is normalized
     before the sum.
     """
     if after is None:
-        return ops.project_back(inner, weight, x, bias, layer.pieces)
-    return x + ops.rmsnorm(ops.project_back(inner, weight, None, bias, layer.pieces), after, layer.spec.norm)
+        return ops.project_back(inner, weight, x, bias, pieces)
+    return x + ops.rmsnorm(ops.project_back(inner, weight, None, bias, pieces), after, norm)
 
 
 def project(

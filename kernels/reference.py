@@ -23,8 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trueroll.errors import ConfigError
-
 from .contract import (
     CLAMP,
     CLAMPED_SLOPE,
@@ -46,7 +44,7 @@ from .contract import (
     Weight,
 )
 from .layer import project, run_layers
-from .specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
+from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec, Pieces
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -172,22 +170,22 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
 
 
 def project_back(
-    x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+    x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
 ) -> Tensor:
-    out = linear(x, weight, bias) if pieces == 1 else _product_in_pieces(x, weight, bias, pieces)
+    if pieces.count == 1:
+        out = linear(x, weight, bias)
+    else:
+        bounds = pieces.bounds(x.shape[1])
+        total = _tree([lm_head(x[:, start:end], weight[:, start:end]) for start, end in bounds])
+        out = (total if bias is None else total + bias.float()).to(x.dtype)
     return out if residual is None else out + residual
 
 
-def _product_in_pieces(x: Tensor, weight: Tensor, bias: Tensor | None, pieces: int) -> Tensor:
-    if pieces < 1 or pieces & (pieces - 1):
-        raise ConfigError(f"pieces must be a power of two (got {pieces}); set it to 1, 2, 4 or 8")
-    columns = x.shape[1]
-    length = -(-columns // pieces)
-    bounds = [(min(i * length, columns), min((i + 1) * length, columns)) for i in range(pieces)]
-    sums = [lm_head(x[:, start:end], weight[:, start:end]) for start, end in bounds]
+def _tree(sums: list[Tensor]) -> Tensor:
+    """Add tensors as a balanced binary tree."""
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    return (sums[0] if bias is None else sums[0] + bias.float()).to(x.dtype)
+    return sums[0]
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -223,10 +221,11 @@ def experts(
     experts: Tensor,
     gates: Tensor,
     shared: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     matrices = cast(Tensor, weights.gate_up), cast(Tensor, weights.down)
     gate_ups, downs = (matrix.unflatten(0, (spec.num_experts, -1)) for matrix in matrices)
-    out = torch.zeros_like(x, dtype=torch.float32)
+    sums = [torch.zeros_like(x, dtype=torch.float32) for _ in range(groups)]
     for expert in experts.unique().tolist():  # ascending
         rows, places = (experts == expert).nonzero(as_tuple=True)
         bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
@@ -234,7 +233,8 @@ def experts(
         made = lm_head(gate_mul(gate, up, spec.activation), downs[expert])
         if weights.down_bias is not None:
             made = made + weights.down_bias[expert].float()
-        out[rows] += gates[rows, places, None] * made
+        sums[expert * groups // spec.num_experts][rows] += gates[rows, places, None] * made
+    out = _tree(sums)
     return (out if shared is None else out + shared.float()).to(x.dtype)
 
 

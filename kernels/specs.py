@@ -16,6 +16,41 @@ import torch
 Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_silu"]
 
 
+PIECE_UNIT = 128
+"""The columns of an MLP's `down` are cut into pieces at multiples of this number."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces into which the columns of a weight are cut. `count` is a power of two.
+
+    Piece i holds the columns [i * length, (i + 1) * length). The last pieces may be shorter or empty. `length` is not
+    read if there is only one piece.
+    """
+
+    count: int = 1
+    length: int = 0
+
+    def bounds(self, columns: int) -> list[tuple[int, int]]:
+        """Return the first column of each piece, and the column after its last column, for a weight with this many
+        columns.
+        """
+        if self.count == 1:
+            return [(0, columns)]
+        ends = [min(i * self.length, columns) for i in range(self.count + 1)]
+        return list(zip(ends[:-1], ends[1:], strict=True))
+
+
+WHOLE = Pieces()
+
+
+def pieces_of(count: int, columns: int, unit: int) -> Pieces:
+    """Return `count` pieces of equal length, rounded up to a multiple of `unit`, for a weight with this many
+    columns.
+    """
+    return Pieces(count, -(-columns // (count * unit)) * unit)
+
+
 @dataclass(frozen=True)
 class NormSpec:
     """A root mean square norm (Zhang and Sennrich 2019). `zero_centered`: multiply by 1 + weight."""
@@ -255,11 +290,12 @@ class DecoderSpec:
     first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names
     by role, without `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard
     prefix. `others`: a tensor of a checkpoint does not belong to the decoder if its name begins with one of these
-    prefixes. `pieces`: the number of pieces that `Backend.project_back` cuts K into. `pieces` is a power of two, and
-    the same for worker and trainer. `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds
-    the weight. Weights with roles not listed in `held` are whole and in the model's dtype. `mtp`: the layer of the
-    model's multi-token prediction (MTP) module, which guesses the token after the next one; None without such a module.
-    `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint are ignored.
+    prefixes. `pieces`: the number of pieces in which each product that leads back to the hidden states is summed, and
+    the number of groups in which the outputs of a row's experts are added (see `pieces`). `held`: maps the role of a
+    weight to the `WeightSpec` that says how a layer holds the weight. Weights with roles not listed in `held` are whole
+    and in the model's dtype. `mtp`: the layer of the model's multi-token prediction (MTP) module, which guesses the
+    token after the next one; None without such a module. `serves_mtp`: whether the MTP module belongs to the decoder;
+    otherwise, its tensors in a checkpoint are ignored.
     """
 
     architecture: str

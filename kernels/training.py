@@ -51,6 +51,7 @@ from .autograd import GradientOps, Packed
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
 from .layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, gated, make_layer, project, run_layer, scale_embedding, turn
+from .pieces import with_pieces
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed
 from .selection import SelectedBackend, select_backend
@@ -102,8 +103,8 @@ class _Rows:
 
 
 class Arithmetic(NamedTuple):
-    """What determines the bits of an aligned model: `backend`, its instruction set `isa`, and `dtype`, such as
-    `bfloat16`.
+    """What determines the bits of an aligned model: `backend`, its instruction set `isa`, `dtype`, such as `bfloat16`,
+    and `pieces`, the number of pieces in which sums are computed.
 
     Names and values are the same as in a worker's `health().engine`.
     """
@@ -111,23 +112,27 @@ class Arithmetic(NamedTuple):
     backend: str
     isa: str
     dtype: str
+    pieces: int
 
 
-def align(model: Any, backend: str = "auto") -> None:
+def align(model: Any, backend: str = "auto", pieces: int | None = None) -> None:
     """Make a model of transformers use the ops of `backend`. The model must belong to one of the `families`.
 
-    `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. A PEFT model with a
-    LoRA adapter uses the weights of `merged_weights`, and gradients reach the adapter's matrices A and B. After
-    alignment, `model(...)` returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no KV cache.
-    `fully_shard` or DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap the model
-    only after `align`.
+    `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. `pieces`: the number
+    of pieces in which sums are computed (`kernels.pieces`); None, as for a worker: the number that suits the model. A
+    PEFT model with a LoRA adapter uses the weights of `merged_weights`, and gradients reach the adapter's matrices A
+    and B. After alignment, `model(...)` returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no
+    KV cache. `fully_shard` or DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap
+    the model only after `align`.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
     pass with an unknown argument. A later release of transformers may add an argument that `align` does not know. Raise
-    ConfigError for a backend that cannot serve the model. When the aligned model is called with an unsupported
-    argument, the call raises AlignmentError.
+    ConfigError for a backend that cannot serve the model, and for `pieces` into which it cannot be cut. When the
+    aligned model is called with an unsupported argument, the call raises AlignmentError.
     """
     spec, model = _check_model(model), unwrapped(model)
+    if pieces is not None:
+        spec = with_pieces(spec, pieces)
     weight = model.lm_head.weight
     # Under autocast, float32 parameters are computed in 16 bits. The forward pass knows that dtype and selects the
     # backend again.
@@ -163,7 +168,8 @@ def aligned_with(model: Any) -> Arithmetic:
 
     def tell(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Arithmetic:
         name = _chosen(current(head), hidden.device, hidden.dtype).name
-        return Arithmetic(name, ops.backend.instruction_set(), str(hidden.dtype).removeprefix("torch."))
+        dtype = str(hidden.dtype).removeprefix("torch.")
+        return Arithmetic(name, ops.backend.instruction_set(), dtype, head._aligned.spec.pieces)
 
     token = torch.zeros(1, 1, dtype=torch.int64, device=head.weight.device)
     with torch.no_grad():

@@ -34,7 +34,7 @@ from . import protocol
 from .client.client import RolloutClient
 
 CauseName: TypeAlias = Literal[
-    "alignment", "dtype", "backend", "instruction set", "weights", "version", "distribution", "unknown"
+    "alignment", "dtype", "backend", "instruction set", "pieces", "weights", "version", "distribution", "unknown"
 ]
 LogProbs: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(input_ids int64 [B, T], attention_mask bool [B, T]) -> log-prob of each token given the tokens before it [B, T]."""
@@ -284,10 +284,10 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
-    """Compare the trainer's model with the worker: alignment, dtype, backend and instruction set. `dtypes`: the dtypes
-    that `_watched` collected; used only if the model is not aligned.
+    """Compare the trainer's model with the worker: alignment, dtype, backend, instruction set and pieces. `dtypes`: the
+    dtypes that `_watched` collected; used only if the model is not aligned.
     """
-    served = Arithmetic(*(str(engine.get(name)) for name in Arithmetic._fields))
+    served = Arithmetic(**{name: engine[name] for name in Arithmetic._fields})
     if not _is_aligned(model):
         text = (
             "the model uses the ops of transformers, which round differently from the worker's; call "
@@ -312,6 +312,10 @@ def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dt
         advice = advice if own.backend == "cpu" else "use processors of one architecture, with the same settings"
         text = f"the worker uses the instruction set {served.isa}, the trainer uses {own.isa}; {advice}"
         return [*causes, Cause("instruction set", text)]
+    if own.pieces != served.pieces:
+        text = f"the worker computes sums in {served.pieces} pieces, the trainer in {own.pieces}; call "
+        text += f"align(model, pieces={served.pieces}), or serve with pieces={own.pieces}"
+        return [*causes, Cause("pieces", text)]
     return causes
 
 

@@ -16,6 +16,7 @@ from trueroll.errors import ConfigError, ModelError, brief
 
 from ...kernels.contract import Backend
 from ...kernels.families import describe
+from ...kernels.pieces import with_pieces
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec, is_of_mtp
 from ...kernels.spellings import Spellings
@@ -65,8 +66,8 @@ class LoadedModel:
 class EngineInfo:
     """The properties and limits of an engine, fixed at start-up.
 
-    `isa`: the instruction set that the backend uses. `backend_note`: the reason why a faster backend is not used, or
-    empty. `torch_version`: the version of the torch package.
+    `isa`: the instruction set that the backend uses. `pieces`: as in `DecoderSpec`. `backend_note`: the reason why a
+    faster backend is not used, or empty. `torch_version`: the version of the torch package.
 
     `windows`: the attention windows of the model's layers, in tokens. None stands for the layers without a window, and
     comes first. Layers with the same window share a pool of blocks. `num_blocks`: the number of KV blocks for the first
@@ -87,6 +88,7 @@ class EngineInfo:
     dtype: str
     backend: str
     isa: str
+    pieces: int
     torch_version: str
     backend_note: str
     num_threads: int
@@ -195,6 +197,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         dtype=loaded.dtype_name,
         backend=loaded.backend.name,
         isa=loaded.backend.ops.instruction_set(),
+        pieces=model.spec.pieces,
         torch_version=str(torch.__version__),
         backend_note=loaded.backend.note,
         num_threads=torch.get_num_threads(),
@@ -233,6 +236,8 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     folder = find_folder(config.model)
     raw = read_config(folder)
     spec = _describe(folder, raw)
+    if config.pieces is not None:
+        spec = with_pieces(spec, config.pieces)
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)

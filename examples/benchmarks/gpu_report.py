@@ -52,7 +52,7 @@ from trueroll.engine.running.loading import load_dummy
 from trueroll.kernels.contract import GREEDY, AttentionBatch, AttentionWeights, Backend, Pages, Rotation, Wanted
 from trueroll.kernels.layer import run_layers
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, AttentionSpec
+from trueroll.kernels.specs import Activation, AttentionSpec, Pieces
 from trueroll.kernels.triton import products
 from trueroll.kernels.triton.products import Way, factor_of, way_of, ways_of
 from trueroll.rollout.tools.bench import EngineSystem, Workload
@@ -199,7 +199,7 @@ def measure_tiles(ops: Backend, machine: Machine) -> Iterator[Row]:
         for rows in (rows for rows in TILE_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
             x, limit = random(rows, k), machine.limit(*product_cost(rows, n, k))
             inputs, op = [(x, weight) for weight in weights], special.get(name, ops.linear)
-            ways = ways_of(rows, factor.columns, factor.rows, max(factor.pieces))
+            ways = ways_of(rows, factor.columns, factor.rows, factor.most_pieces)
             times = {way: time_in(way, op, inputs, limit) for way in ways}
             yield tile_row(f"{name} {n}x{k}", rows, times, way_of(rows, factor))
 
@@ -297,7 +297,7 @@ def torch_ops(ops: Backend) -> Any:
     def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return ops.gate_mul(F.linear(x, gate), F.linear(x, up), activation)
 
-    def project_back(x: Tensor, weight: Tensor, residual: Tensor, bias: None, pieces: int) -> Tensor:
+    def project_back(x: Tensor, weight: Tensor, residual: Tensor, bias: None, pieces: Pieces) -> Tensor:
         return torch.addmm(residual, x, weight.T)
 
     def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:

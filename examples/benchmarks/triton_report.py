@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -36,7 +37,16 @@ from trueroll.kernels.contract import (
     StateBatch,
     Wanted,
 )
-from trueroll.kernels.specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec
+from trueroll.kernels.specs import (
+    PIECE_UNIT,
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    NormSpec,
+    Pieces,
+    pieces_of,
+)
 from trueroll.kernels.triton import backend, machine
 from trueroll.kernels.triton.launch import Launch, compile_form, recording
 
@@ -84,6 +94,13 @@ class Model:
             qkv_bias=self.biases,
             qk_norm=self.norm if self.qk_norms else None,
         )
+
+    @property
+    def pieces(self) -> tuple[Pieces, Pieces]:
+        """The pieces of `o` and of `down`."""
+        count = math.gcd(self.heads, self.kv_heads, 8)
+        whole = self.heads * self.head_dim
+        return pieces_of(count, whole, self.head_dim), pieces_of(count, self.intermediate, PIECE_UNIT)
 
 
 MODELS = {
@@ -172,10 +189,10 @@ class Calls:
         x, heads = self.empty(rows, m.hidden), self.empty(rows, m.heads * m.head_dim)
         backend.linear(x, self.weight(m.hidden, m.hidden))
         backend.linear(x, self.weight(m.hidden, m.hidden), self.empty(m.hidden))
-        backend.project_back(heads, self.weight(m.hidden, m.heads * m.head_dim), x)
-        if m.sinks:
-            backend.project_back(heads, self.weight(m.hidden, m.heads * m.head_dim), x, self.empty(m.hidden))
-        backend.project_back(self.empty(rows, m.intermediate), self.weight(m.hidden, m.intermediate), x)
+        of_o, of_down = m.pieces
+        bias = self.empty(m.hidden) if m.sinks else None
+        backend.project_back(heads, self.weight(m.hidden, m.heads * m.head_dim), x, bias, of_o)
+        backend.project_back(self.empty(rows, m.intermediate), self.weight(m.hidden, m.intermediate), x, None, of_down)
         gate, up = self.weight(m.intermediate, m.hidden), self.weight(m.intermediate, m.hidden)
         backend.gate_up(x, gate, up, m.activation)
 
@@ -194,11 +211,11 @@ class Calls:
             "norms": lambda: [backend.rmsnorm(x, self.empty(m.hidden), m.norm) for _ in range(2)],
             "q, k, v": lambda: self.qkv(rows),
             "attention": lambda: self.attention(queries, lens, context),
-            "o": lambda: backend.project_back(heads, self.weight(m.hidden, heads.shape[1]), x),
+            "o": lambda: backend.project_back(heads, self.weight(m.hidden, heads.shape[1]), x, None, m.pieces[0]),
             "gate, up": lambda: backend.gate_up(
                 x, *(self.weight(m.intermediate, m.hidden) for _ in range(2)), m.activation
             ),
-            "down": lambda: backend.project_back(inner, self.weight(m.hidden, m.intermediate), x),
+            "down": lambda: backend.project_back(inner, self.weight(m.hidden, m.intermediate), x, None, m.pieces[1]),
             "head": lambda: self.next_tokens(hidden),
         }
         return {name: launches_of(op) for name, op in ops.items()}
@@ -277,7 +294,7 @@ def mix(spec: ExpertsSpec, hidden: int) -> None:
         x, logits = empty(rows, hidden), empty(rows, count)
         chosen, gates = backend.route(logits, spec)
         backend.route(logits, spec, chosen)
-        backend.experts(x, spec, weights, chosen, gates, x if spec.shared_size else None)
+        backend.experts(x, spec, weights, chosen, gates, x if spec.shared_size else None, math.gcd(count, 8))
 
 
 def launches_of(call: Callable[[], object]) -> list[Launch]:

@@ -45,8 +45,6 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
         if size % 16:
             expected = "experts of intermediate and hidden sizes that are multiples of 16"
             return f"{expected} (got {size}); use the backend 'reference'"
-    if spec.pieces != 1:
-        return f"products back to hidden states in 1 piece (got {spec.pieces}); use the backend 'reference'"
     for role, own in spec.own_dtypes(dtype).items():
         return f"all weights in {dtype} (got {role} in {own}); use the backend 'reference'"
     return ""

@@ -37,10 +37,20 @@ from ..contract import (
     Wanted,
     Weight,
 )
-from ..layer import check_pieces, project, run_layers
+from ..layer import project, run_layers
 from ..reference import prepare as prepare
 from ..reference import rope as rope
-from ..specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from ..specs import (
+    WHOLE,
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    Pieces,
+)
 from .library import load_library
 
 PANEL_ROWS = 16
@@ -128,8 +138,7 @@ class PackedLayers(tuple[Layer, ...]):
     steps, in the order in which the kernel takes the buffers. `has_states`: whether any layer is a delta net.
 
     Addresses are not kept, since a storage's memory may be freed and allocated again elsewhere. Raise ValueError for a
-    tensor that is not contiguous, and for experts with rows that do not fill whole panels. Raise ConfigError for layers
-    with several `pieces`.
+    tensor that is not contiguous, and for experts with rows that do not fill whole panels.
     """
 
     def __init__(self, layers: Sequence[Layer]) -> None:
@@ -248,10 +257,10 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 
 def _layer_numbers(layer: Layer) -> tuple[float, ...]:
     """Return the values of `LayerNumbers`, in the order of the struct's fields."""
-    check_pieces(layer.pieces)
     spec, mixer = layer.spec, layer.spec.mixer
     mlp = (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
-    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp), layer.pieces
+    pieces = layer.mlp_pieces.count, layer.mixer_pieces.length, layer.mlp_pieces.length
+    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp), *pieces
     if isinstance(mixer, AttentionSpec):
         return False, *attention_numbers(mixer), *others
     return True, *_delta_net_numbers(mixer), *others
@@ -348,21 +357,17 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    return _linear(x, weight, None if bias is None else bias.contiguous(), None)
+    return project_back(x, weight, None, bias)
 
 
 def project_back(
-    x: Tensor, weight: PackedWeight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: int = 1
+    x: Tensor, weight: PackedWeight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
 ) -> Tensor:
-    check_pieces(pieces)
-    bias, residual = (None if extra is None else extra.contiguous() for extra in (bias, residual))
-    return _linear(x, weight, bias, residual)
-
-
-def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     x, rows = x.contiguous(), weight.shape[0]
+    bias, residual = (None if extra is None else extra.contiguous() for extra in (bias, residual))
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
-    _library.linear(*_rows(x), weight.pointer, rows, _pointer(bias), _pointer(residual), out.data_ptr())
+    extras = _pointer(bias), _pointer(residual), pieces.count, pieces.length
+    _library.linear(*_rows(x), weight.pointer, rows, *extras, out.data_ptr())
     return out
 
 
@@ -399,6 +404,7 @@ def experts(
     experts: Tensor,
     gates: Tensor,
     shared: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     inputs = experts.contiguous(), gates.contiguous(), None if shared is None else shared.contiguous()
@@ -406,7 +412,7 @@ def experts(
     stacks = [None if tensor is None else tensor.contiguous() for tensor in stacks]
     _library.experts(
         *(*_rows(x), *map(_pointer, stacks), spec.num_experts, spec.intermediate_size, spec.top_k),
-        *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), out.data_ptr()),
+        *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
     )
     return out
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 from trueroll.errors import ModelError, brief
 
+from ..pieces import with_pieces
 from ..specs import DecoderSpec
 
 Describe: TypeAlias = Callable[[dict[str, Any], str], DecoderSpec]
@@ -39,4 +40,4 @@ def describe(raw: dict[str, Any]) -> DecoderSpec:
     if not isinstance(name, str) or name not in families():
         supported = ", ".join(sorted(families()))
         raise ModelError(f"architecture must be one of {supported} (got {brief(name)}); serve another model")
-    return families()[name](raw, name)
+    return with_pieces(families()[name](raw, name))

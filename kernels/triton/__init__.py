@@ -60,7 +60,7 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
             return unserved
     for role, own in spec.own_dtypes(dtype).items():
         return f"all weights in {dtype} (got {role} in {own})"
-    return "" if spec.pieces == 1 else f"products back to hidden states in 1 piece (got {spec.pieces})"
+    return ""
 
 
 def _unserved_mixer(mixer: AttentionSpec | DeltaNetSpec) -> str:

@@ -93,9 +93,10 @@ def experts(
     experts: Tensor,
     gates: Tensor,
     shared: Tensor | None = None,
+    groups: int = 1,
 ) -> Tensor:
     """Apply each row's experts to x [M, H], add the outputs in float32 by ascending expert id, add `shared` [M, H], and
-    return the sum [M, H].
+    return the sum [M, H]. With several `groups`, the sums of the groups are added as a balanced binary tree.
 
     Rows are processed in groups, so that the products of one group take at most MOST_MADE bytes.
     """
@@ -105,7 +106,7 @@ def experts(
     for start in range(0, len(x), most):
         part = slice(start, start + most)
         others = None if shared is None else shared[part]
-        _mix(aligned(x[part]), spec, weights, aligned(experts[part]), aligned(gates[part]), others, out[part])
+        _mix(aligned(x[part]), spec, weights, aligned(experts[part]), aligned(gates[part]), others, groups, out[part])
     return out
 
 
@@ -116,6 +117,7 @@ def _mix(
     experts: Tensor,
     gates: Tensor,
     shared: Tensor | None,
+    groups: int,
     out: Tensor,
 ) -> None:
     """Compute `experts` into `out`."""
@@ -131,7 +133,8 @@ def _mix(
     _multiply(_down_kernel, tile, lists, *down, gates, made, sides=1)
     others, grid = x if shared is None else aligned(shared), (rows, divide_up(hidden, FOLD_COLUMNS))
     options = dict(SHARED=shared is not None, TOP_K=spec.top_k, COLUMNS=FOLD_COLUMNS)
-    launch(_add_kernel, grid, made, others, out, hidden, warps=4, **options)
+    options |= dict(GROUPS=groups, GROUP=spec.num_experts // groups)
+    launch(_add_kernel, grid, made, experts, others, out, hidden, warps=4, **options)
 
 
 def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
@@ -179,7 +182,11 @@ def _multiply(
     count, columns = len(lists.counts) - 1, x.shape[1]
     rows = len(weight) // (count * sides)
     pieces, width_unit = k_splits(rows, columns), unit(rows)
-    numbers = rows // width_unit, columns // unit(columns), divide_up(columns, pieces * PIECE_UNIT.value)
+    numbers = (
+        rows // width_unit,
+        columns // unit(columns),
+        divide_up(columns, pieces * PIECE_UNIT) * PIECE_UNIT // unit(columns),
+    )
     constants |= dict(E=count, BIAS=bias is not None, CUT=pieces > 1, UNIT=unit(columns), WIDTH_UNIT=width_unit)
     constants |= dict(FEATURES=tile.features, TOKENS=tile.tokens, DEPTH=tile.depth)
     args = x, weight, x if bias is None else aligned(bias), *lists, *others, *numbers
@@ -409,7 +416,7 @@ def _product(
     [rows, tokens].
     """
     w = w_ptr + w_row.to(tl.int64) * columns
-    total = sums_of_pieces(w, (x_row, x_row), columns, piece * PIECE_UNIT, CUT, 0, UNIT, DEPTH)[0]
+    total = sums_of_pieces(w, (x_row, x_row), columns, piece * UNIT, CUT, 0, UNIT, DEPTH)[0]
     if BIAS:
         total += tl.load(bias_ptr + w_row).to(tl.float32)[:, None]
     return total
@@ -417,16 +424,58 @@ def _product(
 
 @exact_jit
 def _add_kernel(
-    made_ptr, shared_ptr, out_ptr, features, SHARED: tl.constexpr, TOP_K: tl.constexpr, COLUMNS: tl.constexpr
+    made_ptr,
+    experts_ptr,
+    shared_ptr,
+    out_ptr,
+    features,
+    SHARED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
-    """Program (row, i) adds the outputs of a row's experts in block i of the columns. The outputs are added in the
-    order in which the row lists the experts.
+    """Program (row, i) adds the outputs of a row's experts in block i of the columns. The outputs of a group of `GROUP`
+    experts are added in the order in which the row lists the experts.
     """
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features
-    total = fold_parts(made_ptr + row * TOP_K * features, 1, features, 0, feature, inside, TOP_K)
+    made_ptr += row * TOP_K * features
+    if GROUPS > 1:
+        total = _tree_of_groups(made_ptr, experts_ptr + row * TOP_K, features, feature, inside, 0, GROUPS, GROUP, TOP_K)
+    else:
+        total = fold_parts(made_ptr, 1, features, 0, feature, inside, TOP_K)
     at = row * features + feature
     if SHARED:
         total += tl.load(shared_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@device_function
+def _tree_of_groups(
+    made_ptr,
+    experts_ptr,
+    features,
+    feature,
+    inside,
+    FIRST: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TOP_K: tl.constexpr,
+):
+    """Add the outputs of a row's experts in the groups [FIRST, FIRST + GROUPS). The outputs of a group are added to
+    +0.0 in the order in which the row lists the experts, and the sums of the groups as a balanced binary tree.
+    """
+    if GROUPS == 1:
+        total = tl.zeros(inside.shape, tl.float32)
+        for i in range(TOP_K):  # unrolled, the loads of all groups would take too many registers
+            mine = inside & (tl.load(experts_ptr + i) // GROUP == FIRST)
+            total += tl.load(made_ptr + i * features + feature, mask=mine, other=0.0)
+    else:
+        total = _tree_of_groups(
+            made_ptr, experts_ptr, features, feature, inside, FIRST, GROUPS // 2, GROUP, TOP_K
+        ) + _tree_of_groups(
+            made_ptr, experts_ptr, features, feature, inside, FIRST + GROUPS // 2, GROUPS // 2, GROUP, TOP_K
+        )
+    return total

@@ -1,13 +1,14 @@
 """Products of tokens with weights. The bits of a product's elements do not depend on the number of tokens.
 
-An element of a product is the sum over K of a weight row times a token. Only the shape of the weight determines how K
-is cut into pieces (split-K, `k_splits`). One chain of matrix instructions sums a piece: the chain starts from zero and
-adds 16 columns at a time, in ascending order of the columns. The sums of the pieces are added to +0.0 in the order of
-the pieces. The tile of a program, and the number of columns that a program loads at a time, may depend on the number of
-tokens. The tile and the number of columns loaded at a time do not affect the order in which an element's products are
-added. One program may sum all pieces of its tile, or each piece may have its own program, which writes the sum (a
-"part") to a workspace. Features are on the M side of the instruction, which holds 64 features (sm_80: 16; sm_100: 64 or
-128, depending on the tile). Tokens are on the N side of the instruction, which holds all tokens of the tile.
+An element of a product is the sum over K of a weight row times a token. Only the shape of the weight, or the `Pieces`
+of the call, determine how K is cut into pieces (split-K, `k_splits`). One chain of matrix instructions sums a piece:
+the chain starts from zero and adds 16 columns at a time, in ascending order of the columns. The sums of the pieces are
+added to +0.0 in the order of the pieces; the sums of given `Pieces` are added as a balanced binary tree. The tile of a
+program, and the number of columns that a program loads at a time, may depend on the number of tokens. The tile and the
+number of columns loaded at a time do not affect the order in which an element's products are added. One program may sum
+all pieces of its tile, or each piece may have its own program, which writes the sum (a "part") to a workspace. Features
+are on the M side of the instruction, which holds 64 features (sm_80: 16; sm_100: 64 or 128, depending on the tile).
+Tokens are on the N side of the instruction, which holds all tokens of the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
 part that is +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts
@@ -42,9 +43,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import CLAMP, CLAMPED_SLOPE
-from ..layer import check_pieces
 from ..reference import GELU_CUBIC, GELU_SLOPE
-from ..specs import Activation
+from ..specs import WHOLE, Activation, Pieces, pieces_of
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
 from .machine import H100
 
@@ -90,7 +90,7 @@ FOLD_COLUMNS = 1024
 FEW_TOKENS = 192  # up to this number of tokens, one token tile is preferred to several tiles
 TWO_ACCUMULATORS = 1.2  # relative time of two accumulators for the same work; fitted
 FOLD_PASSES = 3  # how often parts pass through memory; fitted
-PIECE_UNIT = tl.constexpr(128)  # piece lengths are multiples of this number, which is a multiple of every depth
+PIECE_UNIT = 128  # the pieces of `k_splits` are multiples of this number, which is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs process in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
@@ -103,11 +103,13 @@ Way: TypeAlias = tuple[Tile, bool]
 
 class Factor(NamedTuple):
     """The weights that one kernel multiplies side by side. All weights have the same number of columns. `pieces`: for
-    each weight, the number of pieces that its columns are cut into.
+    each weight, the pieces that its columns are cut into. `is_tree`: whether the sums of the pieces are added as a
+    balanced binary tree.
     """
 
     weights: tuple[Tensor, ...]
-    pieces: tuple[int, ...]
+    pieces: tuple[Pieces, ...]
+    is_tree: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -118,11 +120,24 @@ class Factor(NamedTuple):
         return self.weights[0].shape[1]
 
     @property
+    def most_pieces(self) -> int:
+        """The largest number of pieces of any weight."""
+        return max(pieces.count for pieces in self.pieces)
+
+    @property
+    def unit(self) -> int:
+        """`unit` of the columns and of the lengths of all pieces."""
+        return unit(math.gcd(self.columns, *(pieces.length for pieces in self.pieces)))
+
+    @property
     def piece_lengths(self) -> list[int]:
-        """The length of each weight's pieces, in units of `PIECE_UNIT`. The last piece of each weight may be
-        shorter.
-        """
-        return [divide_up(self.columns, pieces * PIECE_UNIT.value) for pieces in self.pieces]
+        """The length of each weight's pieces, in units. The last piece of each weight may be shorter."""
+        return [pieces.length // self.unit for pieces in self.pieces]
+
+    @property
+    def tree(self) -> int:
+        """The number of pieces whose sums are added as a tree; 1 if the sums are added in the order of the pieces."""
+        return self.most_pieces if self.is_tree else 1
 
 
 def k_splits(rows: int, columns: int) -> int:
@@ -145,18 +160,16 @@ def project_back(
     weight: Tensor,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    pieces: int = 1,
+    pieces: Pieces = WHOLE,
     *,
     full_rows: int | None = None,
 ) -> Tensor:
     """Return linear(x, weight, bias) [M, N], plus `residual` [M, N] if it is given. The product is rounded before the
     residual is added, and the sum is rounded again.
 
-    Raise ConfigError unless `pieces` is 1. `pieces` has the same meaning as in `Backend.project_back`. `k_splits` cuts
-    K independently of `pieces`.
+    With several `pieces`, K is cut into these pieces instead of those of `k_splits`.
     """
-    check_pieces(pieces)
-    return _linear(x, weight, bias, residual, x.dtype, full_rows)
+    return _linear(x, weight, bias, residual, x.dtype, full_rows, pieces)
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
@@ -200,29 +213,32 @@ def _linear(
     residual: Tensor | None,
     dtype: torch.dtype,
     full_rows: int | None,
+    pieces: Pieces = WHOLE,
 ) -> Tensor:
     """Return the product in this dtype, with the epilogue of `_finish`."""
     x, factor = aligned(x), factor_of((weight,), (full_rows,))
+    if pieces.count > 1:
+        factor = Factor((weight,), (pieces,), is_tree=True)
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     # A pointer must be valid even if the kernel does not read it.
     extras = [x if extra is None else aligned(extra) for extra in (bias, residual)]
     which = dict(BIAS=bias is not None, RESIDUAL=residual is not None)
     tile, apart = way_of(len(x), factor)
     if apart:
-        _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), *extras, out, **which)
+        _launch_fold(_fold_kernel, _parts(x, factor, tile, apart), *extras, out, **which, TREE=factor.tree)
     else:
-        _launch_whole(_linear_kernel, tile, x, factor, *extras, out, **which)
+        _launch_whole(_linear_kernel, tile, x, factor, *extras, out, **which, TREE=factor.tree)
     return out
 
 
 def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) -> Factor:
-    full = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=True))
-    return Factor(weights, tuple(k_splits(rows, weights[0].shape[1]) for rows in full))
+    full, columns = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=True)), weights[0].shape[1]
+    return Factor(weights, tuple(pieces_of(k_splits(rows, columns), columns, PIECE_UNIT) for rows in full))
 
 
 def way_of(tokens: int, factor: Factor) -> Way:
     """For a product with this many tokens, return the way that is fastest according to the cost model."""
-    return _fastest(tokens, factor.columns, factor.rows, max(factor.pieces))
+    return _fastest(tokens, factor.columns, factor.rows, factor.most_pieces)
 
 
 @lru_cache(maxsize=4096)
@@ -237,6 +253,8 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> li
     """
     tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
     whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
+    if pieces > 4:
+        whole = CUT_TILES[:1]  # each level of the tree needs an accumulator, and larger tiles would spill
     if columns % 8:
         whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
     if tokens > APART_TOKENS:
@@ -286,7 +304,7 @@ def divide_up(number: int, divisor: int) -> int:
 def _constants(tile: Tile, factor: Factor) -> dict[str, Any]:
     """Return the constants that the kernels of products are compiled for."""
     sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
-    return dict(UNIT=unit(factor.columns), **sizes, warps=tile.warps, stages=tile.stages)
+    return dict(UNIT=factor.unit, **sizes, warps=tile.warps, stages=tile.stages)
 
 
 def unit(size: int) -> int:
@@ -300,8 +318,8 @@ def _launch_whole(kernel: Any, tile: Tile, x: Tensor, factor: Factor, *others: T
     """Launch a kernel that sums and finishes the products of x with each weight."""
     tokens, columns, features = len(x), factor.columns, factor.rows[0]
     width_unit = unit(features)
-    numbers = (tokens, features // width_unit, columns // unit(columns), factor.piece_lengths[0])
-    constants |= _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, WIDTH_UNIT=width_unit)
+    numbers = (tokens, features // width_unit, columns // factor.unit, factor.piece_lengths[0])
+    constants |= _constants(tile, factor) | dict(CUT=factor.most_pieces > 1, WIDTH_UNIT=width_unit)
     launch(kernel, _grid(tile, tokens, [sum(factor.rows)]), x, *factor.weights, *others, *numbers, **constants)
 
 
@@ -318,14 +336,14 @@ def _parts(x: Tensor, factor: Factor, tile: Tile, apart: bool) -> Tensor:
     separate part for each piece; otherwise it has one part.
     """
     tokens, columns, rows = len(x), factor.columns, factor.rows
-    out = x.new_empty(max(factor.pieces) if apart else 1, tokens, sum(rows), dtype=torch.float32)
+    out = x.new_empty(factor.most_pieces if apart else 1, tokens, sum(rows), dtype=torch.float32)
     absent = [0] * (3 - len(rows))  # weights without rows, which no program reads
     tensors = (x, *factor.weights, *[factor.weights[0] for _ in absent], out)
     width_unit = unit(math.gcd(*rows))
     sizes = [n // width_unit for n in rows]
-    numbers = (tokens, columns // unit(columns), *sizes, *absent, *factor.piece_lengths, *absent)
+    numbers = (tokens, columns // factor.unit, *sizes, *absent, *factor.piece_lengths, *absent)
     grid = (*_grid(tile, tokens, rows), len(out))
-    constants = _constants(tile, factor) | dict(CUT=max(factor.pieces) > 1, APART=apart, WIDTH_UNIT=width_unit)
+    constants = _constants(tile, factor) | dict(CUT=factor.most_pieces > 1, APART=apart, WIDTH_UNIT=width_unit)
     launch(_parts_kernel, grid, *tensors, *numbers, **constants)
     return out
 
@@ -365,23 +383,22 @@ def _places(tile, TOKENS: tl.constexpr, MORE: tl.constexpr):
 
 
 @device_function
-def _sums(w_row, x_rows, start, stop, columns, MORE: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
+def _sums(w_row, x_rows, start, stop, MORE: tl.constexpr, UNIT: tl.constexpr, DEPTH: tl.constexpr):
     """Multiply weight rows by the tokens of both accumulators over columns [start, stop). Return the sums of each
     accumulator: float32 [rows, tokens].
 
-    `columns` is a multiple of `UNIT`. `start` is a multiple of `DEPTH`; `stop` is a multiple of `DEPTH` or equals
-    `columns`. Without `MORE`, the sums of the second accumulator are zeros.
+    `start` and `stop` are multiples of `UNIT`. Without `MORE`, the sums of the second accumulator are zeros.
     """
     step = tl.arange(0, DEPTH)
     w_tile = w_row[:, None] + step[None, :]
     x_tile, more_tile = x_rows[0][None, :] + step[:, None], x_rows[1][None, :] + step[:, None]
     total, more = _zeros(w_row, x_rows)
     for k in range(start, stop, DEPTH):
-        w = _load(w_tile + k, (step < columns - k)[None, :], UNIT, DEPTH)
-        x = _load(x_tile + k, (step < columns - k)[:, None], UNIT, DEPTH)
+        w = _load(w_tile + k, (step < stop - k)[None, :], UNIT, DEPTH)
+        x = _load(x_tile + k, (step < stop - k)[:, None], UNIT, DEPTH)
         total = tl.dot(w, x, total, input_precision="ieee")
         if MORE:
-            x = _load(more_tile + k, (step < columns - k)[:, None], UNIT, DEPTH)
+            x = _load(more_tile + k, (step < stop - k)[:, None], UNIT, DEPTH)
             more = tl.dot(w, x, more, input_precision="ieee")
     return total, more
 
@@ -419,13 +436,41 @@ def sums_of_pieces(
     if CUT:
         for start in range(0, columns, piece):
             stop = tl.minimum(start + piece, columns)
-            sums = _sums(w_row, x_rows, start, stop, columns, MORE, UNIT, DEPTH)
+            sums = _sums(w_row, x_rows, start, stop, MORE, UNIT, DEPTH)
             total += sums[0]
             if MORE:
                 more += sums[1]
     else:
-        sums = _sums(w_row, x_rows, 0, columns, columns, MORE, UNIT, DEPTH)
+        sums = _sums(w_row, x_rows, 0, columns, MORE, UNIT, DEPTH)
         total, more = sums[0] + 0.0, sums[1] + 0.0
+    return total, more
+
+
+@device_function
+def _tree_of_pieces(
+    w_row,
+    x_rows,
+    first,
+    columns,
+    piece,
+    PIECES: tl.constexpr,
+    MORE: tl.constexpr,
+    UNIT: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Sum the pieces [first, first + PIECES) of `piece` columns, and add the sums to +0.0 as a balanced binary tree.
+    Each level of the tree is a loop, so that the compiled kernel contains one copy of the innermost loop.
+    """
+    if PIECES == 1:
+        start, stop = tl.minimum(first * piece, columns), tl.minimum((first + 1) * piece, columns)
+        total, more = _sums(w_row, x_rows, start, stop, MORE, UNIT, DEPTH)
+    else:
+        total, more = _zeros(w_row, x_rows)
+        for half in range(0, PIECES, PIECES // 2):
+            sums = _tree_of_pieces(w_row, x_rows, first + half, columns, piece, PIECES // 2, MORE, UNIT, DEPTH)
+            total += sums[0]
+            if MORE:
+                more += sums[1]
     return total, more
 
 
@@ -439,6 +484,18 @@ def fold_parts(parts_ptr, tokens, width, token, column, inside, PIECES: tl.const
     for piece in tl.static_range(PIECES):  # type: ignore[reportGeneralTypeIssues]
         row = (tl.cast(piece, tl.int64) * tokens + token) * width
         total += tl.load(parts_ptr + row + column, mask=inside, other=0.0)
+    return total
+
+
+@device_function
+def _tree_of_parts(parts_ptr, tokens, width, token, column, inside, FIRST: tl.constexpr, PIECES: tl.constexpr):
+    """Like `fold_parts` for the parts [FIRST, FIRST + PIECES), but add them as a balanced binary tree."""
+    if PIECES == 1:
+        row = (tl.cast(FIRST, tl.int64) * tokens + token) * width
+        total = tl.load(parts_ptr + row + column, mask=inside, other=0.0)
+    else:
+        total = _tree_of_parts(parts_ptr, tokens, width, token, column, inside, FIRST, PIECES // 2)
+        total += _tree_of_parts(parts_ptr, tokens, width, token, column, inside, FIRST + PIECES // 2, PIECES // 2)
     return total
 
 
@@ -533,6 +590,7 @@ def _linear_kernel(
     piece,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    TREE: tl.constexpr,
     CUT: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH_UNIT: tl.constexpr,
@@ -542,14 +600,17 @@ def _linear_kernel(
     DEPTH: tl.constexpr,
 ):
     """Computes one tile of a product: sums all pieces, then applies the epilogue. `features`, `columns` and `piece` are
-    counted in units.
+    counted in units. `TREE`: `Factor.tree`.
     """
-    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
+    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     feature = tile[1] * FEATURES + tl.arange(0, FEATURES)
     w_row, x_rows = _row(w_ptr, feature, features, columns), _token_rows(x_ptr, places, tokens, columns)
-    sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
+    if TREE > 1:
+        sums = _tree_of_pieces(w_row, x_rows, 0, columns, piece, TREE, MORE, UNIT, DEPTH)
+    else:
+        sums = sums_of_pieces(w_row, x_rows, columns, piece, CUT, MORE, UNIT, DEPTH)
     _finish_tile(sums[0], bias_ptr, residual_ptr, out_ptr, feature, places[0], features, tokens, BIAS, RESIDUAL)
     if MORE:
         _finish_tile(sums[1], bias_ptr, residual_ptr, out_ptr, feature, places[1], features, tokens, BIAS, RESIDUAL)
@@ -575,7 +636,7 @@ def _gate_up_kernel(
     DEPTH: tl.constexpr,
 ):
     """Like `_linear_kernel`, for tiles with `gate` in the upper half and `up` in the lower half."""
-    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * PIECE_UNIT
+    features, columns, piece = features * WIDTH_UNIT, columns * UNIT, piece * UNIT
     tile = _tile_of_program()
     places = _places(tile[0], TOKENS, MORE)
     half: tl.constexpr = FEATURES // 2
@@ -636,11 +697,11 @@ def _parts_kernel(
     feature = tile * FEATURES + tl.arange(0, FEATURES)
     w_row, x_rows = _row(w_ptr, feature, rows, columns), _token_rows(x_ptr, places, tokens, columns)
     if APART:
-        start = tl.program_id(2) * piece * PIECE_UNIT
-        stop = tl.minimum(start + piece * PIECE_UNIT, columns)
-        sums = _sums(w_row, x_rows, start, stop, columns, MORE, UNIT, DEPTH)
+        start = tl.program_id(2) * piece * UNIT
+        stop = tl.minimum(start + piece * UNIT, columns)
+        sums = _sums(w_row, x_rows, start, stop, MORE, UNIT, DEPTH)
     else:
-        sums = sums_of_pieces(w_row, x_rows, columns, piece * PIECE_UNIT, CUT, MORE, UNIT, DEPTH)
+        sums = sums_of_pieces(w_row, x_rows, columns, piece * UNIT, CUT, MORE, UNIT, DEPTH)
     width = a_rows + b_rows + c_rows
     inside = feature < rows
     _store_part(sums[0], parts_ptr + first, feature, places[0], width, tokens, inside)
@@ -658,6 +719,7 @@ def _fold_kernel(
     features,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    TREE: tl.constexpr,
     PIECES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -665,7 +727,10 @@ def _fold_kernel(
     token = tl.program_id(1)
     feature = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features
-    total = fold_parts(parts_ptr, tokens, features, token, feature, inside, PIECES)
+    if TREE > 1:
+        total = _tree_of_parts(parts_ptr, tokens, features, token, feature, inside, 0, TREE)
+    else:
+        total = fold_parts(parts_ptr, tokens, features, token, feature, inside, PIECES)
     _finish(total, bias_ptr, residual_ptr, out_ptr, feature, token, features, inside, BIAS, RESIDUAL)
 
 

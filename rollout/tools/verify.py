@@ -432,7 +432,8 @@ def verify(
     total = len(cells_of(loaded, quick)) + 1
     results = list(tracked(matrix, "verifying", total))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
-    console.print(make_table(results, f"{config.model}, {loaded.dtype_name}, {loaded.model.device}, {backend}"))
+    arithmetic = f"{loaded.dtype_name}, {loaded.model.device}, {backend}, pieces {loaded.model.spec.pieces}"
+    console.print(make_table(results, f"{config.model}, {arithmetic}"))
     console.print(LEGEND, markup=False, highlight=False)
     if quick:
         run, every = (len(cells_of(loaded, each)) + 1 for each in (True, False))

@@ -121,6 +121,21 @@ def test_a_trainer_computes_the_bits_of_the_rollout(any_model: Path, dtype: str,
     }
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_moe"])
+def test_a_trainer_computes_the_bits_of_a_rollout_in_as_many_pieces(family: str, backend: str, tmp_path: Path) -> None:
+    """No piece of the wide model is empty."""
+    name = "intermediate_size" if family == "llama" else "shared_expert_intermediate_size"
+    inner: dict[str, Any] = {name: 512}
+    folder, found = make_tiny_model(family, tmp_path, **inner), {}
+    counts = (1, 2, 4) if family == "llama" else (1, 2)
+    rollouts = {count: roll_out(folder, (80, 40, 5), backend=backend, pieces=count) for count in counts}
+    for count in counts:
+        model = trainer_model(folder, "float32")
+        align(model, backend, count)
+        found |= {(count, of): count_differences(packed(model, rollout), rollout) for of, rollout in rollouts.items()}
+    assert [pair for pair, differences in found.items() if differences == 0] == [(count, count) for count in counts]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_trainer_computes_the_top_logprobs_of_the_rollout(tiny_llama: Path, dtype: str, backend: str) -> None:
     rollout = roll_out(tiny_llama, (80, 40, 5), top=4, dtype=dtype, backend=backend)

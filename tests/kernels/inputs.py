@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trueroll.kernels.contract import AttentionBatch, Backend, ExpertsWeights, Layer, Rotation, Weight
 from trueroll.kernels.layer import make_layer
+from trueroll.kernels.pieces import with_pieces
 from trueroll.kernels.specs import (
     LAYER_NAMES,
     PLAIN,
@@ -99,7 +100,10 @@ _QWEN3_NEXT: dict[str, Any] = dict(norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, ou
 EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_moe": [layer_spec(4, 2, 32, qk_norm=NORM, experts=EXPERTS), layer_spec(4, 2, 32, qk_norm=NORM)] * 2,
     "gpt_oss": [layer_spec(4, 2, 16, window=9, **_GPT_OSS), layer_spec(4, 2, 16, **_GPT_OSS)],
-    "qwen3_5_moe": [layer_spec(4, 2, 32, experts=replace(EXPERTS, normed=False, shared_size=40), **_QWEN3_NEXT)] * 2,
+    "qwen3_5_moe": [
+        layer_spec(4, 2, 32, experts=replace(EXPERTS, num_experts=8, normed=False, shared_size=40), **_QWEN3_NEXT)
+    ]
+    * 2,
     "norms after": [layer_spec(4, 2, 16, before=False, after=True, o_bias=True, experts=EXPERTS)],
 }
 
@@ -110,12 +114,12 @@ def hidden_size(layers: Sequence[LayerSpec]) -> int:
 
 
 def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
-    """Return a decoder of these layers with two rotations."""
+    """Return a decoder of these layers with two rotations, in as many pieces as suit the layers."""
     attentions = (layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec))
     attention = next(attentions, AttentionSpec(1, 1, 16, scale=1.0))
     size = attention.rotated or attention.head_dim
     rotations = [tuple((theta ** (-torch.arange(0, size, 2) / size)).tolist()) for theta in (1e4, 3e2)]
-    return DecoderSpec(
+    spec = DecoderSpec(
         architecture="",
         dtype=torch.float32,
         vocab_size=17,
@@ -126,6 +130,7 @@ def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
         norm=layers[0].norm,
         names={role: role for role in (*LAYER_NAMES, "mixer_norm.after", "mlp_norm.after")},
     )
+    return with_pieces(spec)
 
 
 def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, seed: int = 0) -> list[Layer]:

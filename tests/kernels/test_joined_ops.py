@@ -15,8 +15,6 @@ import torch
 from mixers import attention_of
 from torch import Tensor
 
-from trueroll.errors import ConfigError
-from trueroll.kernels import reference
 from trueroll.kernels.contract import (
     GREEDY,
     NO_SLOT,
@@ -35,7 +33,16 @@ from trueroll.kernels.contract import (
     Weight,
 )
 from trueroll.kernels.layer import project, run_layers
-from trueroll.kernels.specs import Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
+from trueroll.kernels.specs import (
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    Pieces,
+)
 
 from .backends import Served, for_served
 from .inputs import (
@@ -102,37 +109,45 @@ def test_project_back(served: Served, n: int, k: int) -> None:
     product = served.ops.linear(x, weight)
     assert same_bits(served.ops.project_back(x, weight), product)
     assert same_bits(served.ops.project_back(x, weight, residual), product + residual)
-    if served.ops is not reference:
-        with pytest.raises(ConfigError, match=r"this backend supports 1 piece \(got 4\); use the backend 'reference'"):
-            served.ops.project_back(x, weight, residual, pieces=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k,pieces", [(128, 2), (130, 4), (576, 8), (33, 8)])
-def test_pieces_of_a_product_are_added_as_a_balanced_tree(k: int, pieces: int, dtype: torch.dtype) -> None:
-    x, weight, residual, bias = (randn(*shape, dtype=dtype) for shape in ((ROWS, k), (70, k), (ROWS, 70), (70,)))
-    length = -(-k // pieces)
-    sums = [reference.lm_head(*parts) for parts in zip(x.split(length, 1), weight.split(length, 1), strict=True)]
-    sums += [torch.zeros_like(sums[0])] * (pieces - len(sums))
+CUTS = {
+    "two": (128, Pieces(2, 64)),
+    "an empty piece": (130, Pieces(4, 48)),
+    "odd heads": (560, Pieces(4, 144)),
+    "single heads of 16": (64, Pieces(4, 16)),
+    "eight": (1100, Pieces(8, 144)),
+    "several blocks of a panel": (4160, Pieces(4, 1040)),
+}
 
-    def tree(parts: list[Tensor]) -> Tensor:
-        half = len(parts) // 2
-        return parts[0] if half == 0 else tree(parts[:half]) + tree(parts[half:])
 
-    found = reference.project_back(x, weight, residual, bias, pieces)
+@for_served("name", [(name,) for name in CUTS], interpreted=1)
+def test_pieces_of_a_product_are_added_as_a_balanced_tree(served: Served, name: str) -> None:
+    """The sum of a piece is the product with the piece as a weight of its own, as another device stores it."""
+    ops, dtype, (k, pieces) = served.ops, served.dtype, CUTS[name]
+    shapes = (ROWS, k), (70, k), (ROWS, 70), (70,)
+    x, dense, residual, bias = (randn(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
+    weight = stored(ops, dense)
+    sums = [
+        ops.lm_head(x[:, start:end], stored(ops, dense[:, start:end])) if start < end else torch.zeros(ROWS, 70)
+        for start, end in pieces.bounds(k)
+    ]
+
+    found = ops.project_back(x, weight, residual, bias, pieces)
+
     assert same_bits(found, (tree(sums) + bias.float()).to(dtype) + residual)
-    assert same_bits(reference.project_back(x, weight, pieces=pieces), tree(sums).to(dtype))
-    if pieces > 2 and dtype == torch.float32:
+    assert same_bits(ops.project_back(x, weight, pieces=pieces), tree(sums).to(dtype))
+    if pieces.count > 2 and name != "an empty piece" and dtype == torch.float32:
         from_the_left = functools.reduce(torch.add, sums)
         assert not same_bits(from_the_left, tree(sums)), "the order makes a difference"
     for rows in (1, 3, 8):
-        assert same_bits(reference.project_back(x[:rows], weight, residual[:rows], bias, pieces), found[:rows])
+        assert same_bits(ops.project_back(x[:rows], weight, residual[:rows], bias, pieces), found[:rows])
 
 
-@pytest.mark.parametrize("pieces", [0, -1, 3, 6])
-def test_the_number_of_pieces_is_a_power_of_two(pieces: int) -> None:
-    with pytest.raises(ConfigError, match=f"pieces must be a power of two .got {pieces}"):
-        reference.project_back(randn(2, 12), randn(3, 12), pieces=pieces)
+def tree(parts: Sequence[Tensor]) -> Tensor:
+    """Add tensors as a balanced binary tree."""
+    half = len(parts) // 2
+    return parts[0] if half == 0 else tree(parts[:half]) + tree(parts[half:])
 
 
 @pytest.mark.parametrize("n,k,activation", [(7, 40, "silu"), (130, 577, "silu"), (130, 577, "gelu_tanh")])
@@ -174,6 +189,36 @@ def test_experts(mixing: Served, name: str, has_shared: bool) -> None:
     assert same_bits(found, summed(terms, shared, dtype))
     if dtype == torch.float32:
         assert not same_bits(found, summed(terms.flip(0), shared, dtype)), "another order has other bits"
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_the_sums_of_groups_of_experts_are_added_as_a_balanced_tree(mixing: Served, groups: int) -> None:
+    spec = ExpertsSpec(num_experts=8, top_k=5, intermediate_size=48, bias=True)
+    ops, dtype = mixing.ops, mixing.dtype
+    weights, x, shared = (
+        make_experts(mixing, spec),
+        randn(ROWS, 144, dtype=dtype),
+        randn(ROWS, 144, dtype=dtype, seed=8),
+    )
+    experts, gates = ops.route(ops.linear(x, weights.router), spec)
+    own = (experts * groups // spec.num_experts)[..., None]
+    assert any(len(row.unique()) < groups for row in own) or groups == 2, "premise: a row without experts of a group"
+    terms = [gates[:, [i]] * of_experts(ops, x, spec, weights, experts[:, i]) for i in range(spec.top_k)]
+    sums = []
+    for group in range(groups):
+        total = torch.zeros(ROWS, 144)
+        for i, term in enumerate(terms):
+            total = total + torch.where(own[:, i] == group, term, 0.0)
+        sums.append(total)
+
+    found = ops.experts(x, spec, weights, experts, gates, shared, groups)
+
+    assert same_bits(found, (tree(sums) + shared.float()).to(dtype))
+    if dtype == torch.float32:
+        assert not same_bits(found, ops.experts(x, spec, weights, experts, gates, shared)), "premise: another order"
+    for rows in (1, 3):
+        some = ops.experts(x[:rows], spec, weights, experts[:rows], gates[:rows], shared[:rows], groups)
+        assert same_bits(some, found[:rows])
 
 
 def of_experts(ops: Backend, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor) -> Tensor:
@@ -246,11 +291,11 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
         attended = ops.paged_attention(q, k_cache, v_cache, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
         if mixer.output_gate:
             attended = ops.gate_mul(gate.flatten(1), attended, "sigmoid")
-        mixed = ops.linear(attended, weights.o)
+        mixed = ops.project_back(attended, weights.o, pieces=layer.mixer_pieces)
         x = x + (mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm))
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
         active = ops.gate_mul(ops.linear(hidden, mlp.gate), ops.linear(hidden, mlp.up), spec.mlp.activation)
-        down = ops.linear(active, mlp.down)
+        down = ops.project_back(active, mlp.down, pieces=layer.mlp_pieces)
         x = x + (down if after.after is None else ops.rmsnorm(down, after.after, spec.norm))
     return x
 

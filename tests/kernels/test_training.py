@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -90,8 +91,11 @@ def error(found: Tensor, expected: Tensor) -> float:
 def test_gradients_are_as_good_as_those_of_the_unaligned_model(
     tiny_model: Path, dtype: torch.dtype, backend: str, temperature: float
 ) -> None:
-    expected, unaligned, found = three_gradients(tiny_model, dtype, backend, temperature)
-    check_errors(expected, unaligned, found)
+    """The median of several batches is compared: at a low temperature, the rounding of a few logits decides."""
+    batches = [three_gradients(tiny_model, dtype, backend, temperature, seed=seed) for seed in range(5)]
+    for name in batches[0][0]:
+        errors = [[error(each[name], exact[name]) for each in (found, plain)] for exact, plain, found in batches]
+        assert statistics.median(ours / theirs for ours, theirs in errors) < 2, name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -716,7 +720,7 @@ def test_a_fallback_is_logged_as_a_worker_logs_it(
     model = load(tiny_llama, torch.float16, "auto")
     for _ in range(2):
         token_log_probs(model, IDS)
-    assert aligned_with(model) == Arithmetic("reference", reference.instruction_set(), "float16")
+    assert aligned_with(model) == Arithmetic("reference", reference.instruction_set(), "float16", pieces=4)
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [f"backend reference, not a faster one: {FLOAT16_NOTE}"]
 
@@ -728,7 +732,8 @@ def test_a_fallback_under_autocast_is_logged(
     assert aligned_with(model).backend == "cpu" and not caplog.records, "premise: float32 logs nothing"
     with torch.autocast("cpu", torch.float16):
         token_log_probs(model, IDS)
-        assert aligned_with(model)[::2] == ("reference", "float16")
+        found = aligned_with(model)
+        assert (found.backend, found.dtype) == ("reference", "float16")
     assert FLOAT16_NOTE in caplog.text
 
 

@@ -103,19 +103,32 @@ def test_another_backend_is_found(model: Any, client: RolloutClient) -> None:
     assert 'the worker uses the backend cpu, the trainer uses reference; call align(model, "cpu")' in text
 
 
-def test_another_instruction_set_is_found(model: Any, client: RolloutClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two instruction sets may give the same bits for this model, so the test changes the trainer's bits."""
+@pytest.fixture
+def other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change the trainer's bits. Two instruction sets or numbers of pieces may give the same bits for a small model."""
 
     def log_probs(*arguments: Any, **options: Any) -> torch.Tensor:
         found = token_log_probs(*arguments, **options)
         return torch.where(found == 0, found, torch.nextafter(found, torch.tensor(-torch.inf)))
 
     monkeypatch.setattr(auditing, "token_log_probs", log_probs)
+
+
+def test_another_instruction_set_is_found(model: Any, client: RolloutClient, other_bits: None) -> None:
     best = load_library().instruction_set()
     assert best != "portable", "premise: the worker uses a better instruction set"
     with Implementation("cpu", "portable").chosen():
         text = the_cause(run(model, client), "instruction set")
     assert f"the worker uses the instruction set {best}, the trainer uses portable; set TRUEROLL_CPU_ISA" in text
+
+
+def test_another_number_of_pieces_is_found(model: Any, client: RolloutClient, other_bits: None) -> None:
+    unalign(model)
+    align(model, pieces=1)
+    text = the_cause(run(model, client), "pieces")
+    assert text == (
+        "the worker computes sums in 4 pieces, the trainer in 1; call align(model, pieces=4), or serve with pieces=1"
+    )
 
 
 def test_a_changed_tensor_is_found(model: Any, client: RolloutClient) -> None:

@@ -312,18 +312,25 @@ LayerArgs<T> layer_args(
                                           : args.attention.heads * args.attention.caches.head_dim;
     const Matrix<T> o = {as<T>(from.o), k, width};
     const T* const o_bias = as<const T>(from.o_bias);
-    args.o = {input<T>(run.mixed, run.count, width), o, o_bias, as<const T>(x), as<T>(run.middle)};
+    const auto pieces = [&](double length) {
+        return Pieces{static_cast<long>(numbers.pieces), static_cast<long>(length)};
+    };
+    const Input<T> mixed = input<T>(run.mixed, run.count, width);
+    args.o = {mixed, o, o_bias, as<const T>(x), as<T>(run.middle), pieces(numbers.o_length)};
     args.after_mixer = norm(from.mixer_norms[1]), args.after_mlp = norm(from.mlp_norms[1]);
     args.has_experts = numbers.experts != 0.0;
     if (args.has_experts) {
         args.mixture = mixture_args(run, before_mlp, numbers, from.experts, routes);
+        args.mixture.shared_pieces = pieces(numbers.down_length);
+        args.mixture.experts.groups = args.mixture.shared_pieces.count;
         return args;
     }
     const Matrix<T> gate = {as<T>(from.mlp.gate), n, k}, up = {as<T>(from.mlp.up), n, k};
     const Matrix<T> down = {as<T>(from.mlp.down), k, n};
     const Activation activation = static_cast<Activation>(static_cast<int>(numbers.activation));
     args.gate_up = {before_mlp, gate, up, activation, as<T>(run.active)};
-    args.down = {input<T>(run.active, run.count, n), down, nullptr, as<const T>(run.middle), as<T>(run.out)};
+    const Input<T> active = input<T>(run.active, run.count, n);
+    args.down = {active, down, nullptr, as<const T>(run.middle), as<T>(run.out), pieces(numbers.down_length)};
     return args;
 }
 
@@ -481,14 +488,17 @@ void trueroll_embedding(
 
 void trueroll_linear(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const void* bias,
-    const void* residual, void* out
+    const void* residual, long pieces, long length, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         const Matrix<T> weight = {as<T>(w), n, k};
         const Input<T> rows = input<T>(x, count, k);
-        chosen->ops(type).linear({rows, weight, as<const T>(bias), as<const T>(residual), as<T>(out)});
+        const LinearArgs<T> args = {
+            rows, weight, as<const T>(bias), as<const T>(residual), as<T>(out), {pieces, length}
+        };
+        chosen->ops(type).linear(args);
     });
 }
 
@@ -668,7 +678,7 @@ void trueroll_route(
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
     const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
-    const float* gates, const void* shared, void* out
+    const float* gates, const void* shared, long groups, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
@@ -677,7 +687,7 @@ void trueroll_experts(
         const Activation function = static_cast<Activation>(activation);
         chosen->ops(type).experts(
             {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
-             function, ids, gates, as<const T>(shared), nullptr, as<T>(out)}
+             function, ids, gates, as<const T>(shared), nullptr, as<T>(out), groups}
         );
     });
 }

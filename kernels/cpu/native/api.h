@@ -74,9 +74,9 @@ struct LayerNumbers {
     };
     double intermediate, activation, norm_eps, norm_zero_centered;
     double experts, top_k, is_normed, shared;  // 0 without experts
-    double pieces;  // of products back to hidden states: always 1, which Python checks
+    double pieces, o_length, down_length;  // of products back to hidden states, as in `Pieces`
 };
-static_assert(sizeof(LayerNumbers) == 22 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 24 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -132,7 +132,7 @@ void trueroll_embedding(
 
 void trueroll_linear(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, const void* bias,
-    const void* residual, void* out
+    const void* residual, long pieces, long length, void* out
 );
 
 void trueroll_logits(
@@ -215,7 +215,7 @@ void trueroll_route(
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
     const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
-    const float* gates, const void* shared, void* out
+    const float* gates, const void* shared, long groups, void* out
 );
 
 // Cosines and sines [count, half] of the angles positions times inv_freq, multiplied by scale.

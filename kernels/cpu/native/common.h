@@ -59,12 +59,23 @@ struct Input {
     Norm<T> norm;
 };
 
+// As in kernels/specs.py.
+struct Pieces {
+    long count = 1, length = 0;
+
+    // The first of `steps` steps of a weight with this many columns that belongs to a piece. A step has `pair` columns.
+    long first_step(long piece, long columns, long steps, long pair) const {
+        return piece == 0 ? 0 : piece == count || piece * length >= columns ? steps : piece * length / pair;
+    }
+};
+
 template <class T>
 struct LinearArgs {
     Input<T> x;
     Matrix<T> weight;
     const T *bias, *residual;  // or null
     T* out;
+    Pieces pieces = {};
 };
 
 enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU };
@@ -104,7 +115,10 @@ struct ExpertsArgs {
     const float* gates;     // [count, top_k]
     const T *shared, *residual;  // or null
     T* out;
+    long groups = 1;  // at most MOST_GROUPS
 };
+
+constexpr long MOST_GROUPS = 8;
 
 // The steps of a mixture up to `experts`. The members x, chosen, gates and shared of `experts` are not set yet. Without
 // a shared expert, `shared_gate` has no rows. `active`: memory for the shared expert's inner rows.
@@ -117,6 +131,7 @@ struct MixtureArgs {
     int32_t* routes;  // or null
     ExpertsArgs<T> experts;
     Matrix<T> shared_gate, shared_up, shared_down, shared_score;
+    Pieces shared_pieces;  // of shared_down
     T* active;
 };
 

@@ -105,7 +105,7 @@ class RoutedRows {
           rows_(args.chosen + start * args.top_k, count, args.top_k, args.experts),
           gathered_(scratch<T>(GATHERED, rows_.pairs() * stride_)),
           inner_(scratch<T>(INNER, rows_.pairs() * inner_stride_)),
-          sums_(scratch<float>(SUMS, count * args.down.rows / args.experts)) {}
+          sums_(scratch<float>(SUMS, args.groups * count * args.down.rows / args.experts)) {}
 
     void run() const {
         gather();
@@ -171,6 +171,7 @@ class RoutedRows {
         parallel(groups, [&](long group) {
             const long first = group * width, n = smaller(width, panels - first);
             const auto panel = [&](long piece) { return args_.down.panel(panels * rows_.piece(piece).expert + first); };
+            clear_groups(first * LANES, n * LANES);
             for (long i = 0; i < rows_.num_pieces(); ++i) {
                 const Piece& piece = rows_.piece(i);
                 const T* b[MAX_PANELS];
@@ -193,14 +194,26 @@ class RoutedRows {
         return width;
     }
 
+    // The sums of a group's experts, for one row.
+    float* sums_of(long group, long row) const {
+        return sums_ + (group * count_ + row) * (args_.down.rows / args_.experts);
+    }
+
+    // With several groups, a group may have none of a row's experts.
+    void clear_groups(long first, long columns) const {
+        for (long group = 0; args_.groups > 1 && group < args_.groups; ++group)
+            for (long row = 0; row < count_; ++row)
+                memset(sums_of(group, row) + first, 0, static_cast<size_t>(columns) * sizeof(float));
+    }
+
     // Adds the products c [piece.count, columns], with `first` as their first column, to the sums of their rows.
     void add_products(const Piece& piece, long first, long columns, const float* c) const {
-        const long N = args_.down.rows / args_.experts;
+        const long N = args_.down.rows / args_.experts, group = piece.expert * args_.groups / args_.experts;
         for (long i = 0; i < piece.count; ++i) {
             const long pair = rows_.pair(piece.first + i);
             const F gate = set1(args_.gates[start_ * args_.top_k + pair]);
-            float* sums = sums_ + pair / args_.top_k * N + first;
-            const bool is_first = pair % args_.top_k == 0;
+            float* sums = sums_of(group, pair / args_.top_k) + first;
+            const bool is_first = args_.groups == 1 && pair % args_.top_k == 0;
             for (long j = 0; j < columns; j += LANES) {
                 F x = load(c + i * columns + j);
                 if (args_.down_bias != nullptr) x = add(x, load(args_.down_bias + piece.expert * N + first + j));
@@ -214,11 +227,20 @@ class RoutedRows {
         const long N = args_.down.rows / args_.experts;
         for (long i = first; i < end; i += LANES) {
             const long at = (start_ + row) * N + i;
-            F x = load(sums_ + row * N + i);
+            F x = sum_of_groups(row, i);
             if (args_.shared != nullptr) x = add(x, load(args_.shared + at));
             if (args_.residual != nullptr) x = add(rounded<T>(x), load(args_.residual + at));
             store(args_.out + at, x);
         }
+    }
+
+    // Adds the sums of a row's groups in 16 columns as a balanced binary tree.
+    F sum_of_groups(long row, long column) const {
+        F sums[MOST_GROUPS];
+        for (long group = 0; group < args_.groups; ++group) sums[group] = load(sums_of(group, row) + column);
+        for (long count = args_.groups / 2; count > 0; count /= 2)
+            for (long i = 0; i < count; ++i) sums[i] = add(sums[2 * i], sums[2 * i + 1]);
+        return sums[0];
     }
 
     const ExpertsArgs<T>& args_;
@@ -246,7 +268,8 @@ template <class T>
 void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* scores, T* out) {
     const long N = x.columns;
     gate_up<T>({x, args.shared_gate, args.shared_up, args.experts.activation, args.active});
-    linear<T>({{args.active, x.count, args.shared_gate.rows, {}}, args.shared_down, nullptr, nullptr, out});
+    const Input<T> active = {args.active, x.count, args.shared_gate.rows, {}};
+    linear<T>({active, args.shared_down, nullptr, nullptr, out, args.shared_pieces});
     parallel(round_up(x.count, NORM_ROWS) / NORM_ROWS, [&](long task) {
         for (long row = task * NORM_ROWS; row < smaller(x.count, (task + 1) * NORM_ROWS); ++row)
             for (long i = row * N; i < (row + 1) * N; i += LANES) {

@@ -73,15 +73,45 @@ inline long panels_in_group(long count) { return count > ACCUMULATORS / 4 ? 2 : 
 template <class T>
 long hop(const Matrix<T>& weight, long width) { return num_threads() * width * (weight.panel(1) - weight.panel(0)); }
 
+// Returns the products c [rows, 16 * n] of some rows with n panels of a weight. The pieces of the weight are summed one
+// by one, and the sums are added as a balanced binary tree. `sums` holds the sums of the tree's subtrees that are not
+// added yet, as in a binary counter.
+template <class T>
+const float* multiply_pieces(
+    const Matrix<T>& weight, const Pieces& pieces, const T* a, long lda, long rows, const T* const* panels, long n,
+    long hop
+) {
+    constexpr long STRIDE = LANES * PAIR<T>;
+    const long steps = weight.steps(), size = rows * n * LANES;
+    long subtrees = 1;
+    for (long count = pieces.count; count > 1; count /= 2) ++subtrees;
+    float *const sums = scratch<float>(PRODUCT, subtrees * size), *next = sums;
+    for (long piece = 0; piece < pieces.count; ++piece, next += size) {
+        const long first = pieces.first_step(piece, weight.columns, steps, PAIR<T>);
+        const long end = pieces.first_step(piece + 1, weight.columns, steps, PAIR<T>);
+        const T* b[MAX_PANELS];
+        for (long i = 0; i < n; ++i) b[i] = panels[i] + first * STRIDE;
+        const long to_next = end < steps ? (end - first) * STRIDE : hop - first * STRIDE;
+        if (first == end)
+            memset(next, 0, static_cast<size_t>(size) * sizeof(float));
+        else
+            multiply_all(a + first * PAIR<T>, lda, rows, b, n, end - first, to_next, next, n * LANES);
+        for (long done = piece + 1; done % 2 == 0; done /= 2) {
+            next -= size;
+            for (long i = 0; i < size; i += LANES) store(next + i, add(load(next + i), load(next + size + i)));
+        }
+    }
+    return sums;
+}
+
 // Some rows of a product, and `width` panels of its columns (fewer at the end).
 template <class T>
 void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, long rows, long first, long width) {
     const long N = args.weight.rows, n = smaller(width, args.weight.panels() - first), ldc = n * LANES;
     const T* b[MAX_PANELS];
     for (long i = 0; i < n; ++i) b[i] = args.weight.panel(first + i);
-    float* c = scratch<float>(PRODUCT, rows * ldc);
     const T* a = left.data + start * left.stride;
-    multiply_all(a, left.stride, rows, b, n, args.weight.steps(), hop(args.weight, width), c, ldc);
+    const float* c = multiply_pieces(args.weight, args.pieces, a, left.stride, rows, b, n, hop(args.weight, width));
     for (long row = 0; row < rows; ++row)
         for (long i = 0; i < ldc; i += LANES) {
             const long column = first * LANES + i, rest = N - column;

@@ -35,6 +35,7 @@ SPILLS_ALLOWED = {
     ("attention._prefill_kernel", 100): (NOT_TUNED, 208),
     ("attention._prefill_kernel", 80): (NOT_FOR_80, 264),
     ("products._linear_kernel", 100): (NOT_TUNED, 56),
+    ("experts._add_kernel", 100): (NOT_TUNED, 8),
     ("attention._fold_kernel", 80): ("in one form, for heads of 80", 8),
     ("products._linear_kernel", 80): (NOT_FOR_80, 240),
     ("products._gate_up_kernel", 80): (NOT_FOR_80, 240),

@@ -52,10 +52,16 @@ def inputs(
 
 
 def step_by_step(
-    x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, chosen: Tensor, gates: Tensor, shared: Tensor
+    x: Tensor,
+    spec: ExpertsSpec,
+    weights: ExpertsWeights,
+    chosen: Tensor,
+    gates: Tensor,
+    shared: Tensor,
+    groups: int = 1,
 ) -> Tensor:
     """Compute `experts` with separate products of each expert's rows."""
-    total = torch.zeros_like(x, dtype=torch.float32)
+    totals = [torch.zeros_like(x, dtype=torch.float32) for _ in range(groups)]
     gate_ups, downs = (w.to_dense().unflatten(0, (spec.num_experts, -1)) for w in (weights.gate_up, weights.down))
     for expert in range(spec.num_experts):
         mine, places = (chosen == expert).nonzero(as_tuple=True)
@@ -65,8 +71,10 @@ def step_by_step(
         made = products.lm_head(rows.gate_mul(gate, up, spec.activation), downs[expert].clone())
         if weights.down_bias is not None:
             made += weights.down_bias[expert].float()
-        total[mine] += gates[mine, places, None] * made
-    return (total + shared.float()).to(x.dtype)
+        totals[expert * groups // spec.num_experts][mine] += gates[mine, places, None] * made
+    while len(totals) > 1:
+        totals = [left + right for left, right in zip(totals[::2], totals[1::2], strict=True)]
+    return (totals[0] + shared.float()).to(x.dtype)
 
 
 def cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +112,19 @@ def test_experts(spec: ExpertsSpec, hidden: int, dtype: torch.dtype) -> None:
     assert same_bits(without, step_by_step(*asked[:-1], torch.zeros_like(found)))
 
 
+@pytest.mark.parametrize("groups", [2, 4, 8])
+def test_the_sums_of_groups_are_added_as_a_balanced_tree(groups: int) -> None:
+    """The sum is subtracted, as the shared expert's output, so that the rounding to bfloat16 hides no bit of it."""
+    x, spec, weights, chosen, gates, _ = inputs(ExpertsSpec(8, 5, INNER, bias=True), 37, torch.bfloat16)
+    shared = -experts.experts(x, spec, weights, chosen, gates)
+    asked = x, spec, weights, chosen, gates, shared
+    found = experts.experts(*asked, groups)
+    assert same_bits(found, step_by_step(*asked, groups))
+    assert not same_bits(found, experts.experts(*asked)), "premise: another order"
+    alone = experts.experts(x[5:6], spec, weights, chosen[5:6], gates[5:6], shared[5:6], groups)
+    assert same_bits(alone, found[5:6])
+
+
 @both_dtypes
 def test_a_row_does_not_depend_on_the_others_or_on_how_many_there_are(dtype: torch.dtype) -> None:
     x, spec, weights, chosen, gates, shared = inputs(BIASED, 80, dtype)
@@ -130,7 +151,7 @@ def test_rows_may_lie_anywhere_in_memory_and_many_are_taken_in_parts(monkeypatch
     x, spec, weights, chosen, gates, shared = inputs(ODD, 40, torch.bfloat16, hidden=35)
     expected, shapes, list_pairs = experts.experts(x, spec, weights, chosen, gates, shared), [], experts._list
     moved = [strided(each) for each in (x, chosen, gates, shared)]
-    assert same_bits(experts.experts(moved[0], spec, weights, *moved[1:]), expected)
+    assert same_bits(experts.experts(moved[0], spec, weights, moved[1], moved[2], moved[3]), expected)
     monkeypatch.setattr(experts, "MOST_MADE", 4 * 2 * 35 * 16)
     monkeypatch.setattr(
         experts, "_list", lambda chosen, *sizes: shapes.append(len(chosen)) or list_pairs(chosen, *sizes)

@@ -14,7 +14,7 @@ import torch
 from matrix import thinned
 from torch import Tensor
 
-from trueroll.kernels.specs import Activation
+from trueroll.kernels.specs import Activation, Pieces
 from trueroll.kernels.triton import launch, products, rows
 from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
 
@@ -145,6 +145,38 @@ def test_epilogues_have_the_bits_of_their_steps(dtype: torch.dtype, monkeypatch:
         assert same_bits(both, products.linear(x, weight, bias) + residual)
 
 
+# Pieces with whole steps of a tile, pieces of odd heads with masks, and an empty piece.
+PIECES_BACK = {"whole": (512, Pieces(4, 128)), "masked": (400, Pieces(8, 48)), "empty": (300, Pieces(4, 112))}
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
+@pytest.mark.parametrize("tile", [*CUT_TILES, NARROW_TILE], ids=str)
+@pytest.mark.parametrize("name", PIECES_BACK)
+@thinned(lambda name, tile, apart: tile == CUT_TILES[0] or (name == "whole" and not apart))
+def test_pieces_are_added_as_a_balanced_tree_from_every_tile(
+    name: str, tile: Tile, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns, pieces = PIECES_BACK[name]
+    x, weight, _, residual = inputs(tile.width + 1, columns, torch.bfloat16)
+    use_tile(monkeypatch, tile, apart)
+    monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1)
+    sums = [
+        products.lm_head(x[:, start:end], weight[:, start:end].contiguous()) if start < end else torch.zeros(1)
+        for start, end in pieces.bounds(columns)
+    ]
+    from_the_left = sum(sums[1:], sums[0])
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    bias = -sums[0][0].to(x.dtype)  # leaves those bits of the first row that are usually rounded
+    if name != "empty":
+        assert not same_bits((from_the_left + bias)[0].to(x.dtype), (sums[0] + bias)[0].to(x.dtype)), "premise"
+    product = (sums[0] + bias.float()).to(x.dtype)
+    for tokens in (1, tile.width + 1):
+        found = products.project_back(x[:tokens], weight, residual[:tokens], bias, pieces)
+        assert same_bits(found, product[:tokens] + residual[:tokens]), tokens
+        assert same_bits(products.project_back(x[:tokens], weight, None, bias, pieces), product[:tokens])
+
+
 @both_dtypes
 @pytest.mark.parametrize("tokens", [1, 17, 129])
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "in_registers"])
@@ -217,7 +249,7 @@ def test_no_tokens(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows,columns", [(512, 3584), (3584, 18944), (1024, 1024), (8191, 1537), (152064, 3584)])
 def test_pieces_are_whole_steps_and_none_is_empty(rows: int, columns: int) -> None:
     factor = weights_of((rows, columns))
-    pieces, length = factor.pieces[0], factor.piece_lengths[0] * 128
+    pieces, length = factor.pieces[0].count, factor.pieces[0].length
     assert (pieces - 1) * length < columns <= pieces * length
     assert all(length % tile.depth == 0 for tile in (*TILES, *CUT_TILES, NARROW_TILE))
 
@@ -231,7 +263,7 @@ def weights_of(*shapes: tuple[int, int]) -> products.Factor:
 @pytest.mark.parametrize("weight", ["o", "down"])
 def test_weights_with_few_rows_stay_cut_in_four(weight: str) -> None:
     """The weights have the sizes of Qwen2.5-7B. A different split would give other bits."""
-    assert weights_of(LAYER[weight][0]).pieces == (4,)
+    assert weights_of(LAYER[weight][0]).most_pieces == 4
 
 
 # Measured with Qwen2.5-7B.
@@ -255,7 +287,7 @@ def test_up_to_128_tokens_are_one_tile(weight: str) -> None:
     for tokens in (count for count in COUNTS if count <= 128):
         tile, apart = products.way_of(tokens, factor)
         assert tokens <= tile.width, tokens
-        assert apart == (max(factor.pieces) > 1) or tokens > 96, tokens
+        assert apart == (factor.most_pieces > 1) or tokens > 96, tokens
 
 
 def test_the_tiles_that_are_chosen_are_fast_on_an_h100() -> None:

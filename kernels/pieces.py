@@ -1,0 +1,73 @@
+"""The number of pieces in which a decoder's sums are computed.
+
+Tensor parallelism splits some sums over the devices: the products that lead back to the hidden states, and the sum over
+a row's experts. A sum of float32 numbers depends on the order of the additions. Each of these sums is therefore cut
+into pieces, and the pieces are added as a balanced binary tree. One device computes all pieces; a device of several
+computes a subtree. The bits are the same.
+
+The number of pieces depends only on the decoder, so that a worker on several devices, a worker on one device and a
+trainer agree to the bit. A different number gives different bits. A decoder in n pieces can run on at most n devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from trueroll.errors import ConfigError
+
+from .layer import EMBEDDING, HEAD, LAST_NORM, make_layer
+from .specs import DecoderSpec
+
+MOST_PIECES = 8
+_USUAL_PIECES = 4
+_LARGE = 40e9
+"""Decoders with more parameters are cut into `MOST_PIECES`, because few single devices have room for them."""
+
+
+def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
+    """Return a copy of the spec with this many pieces; None: the number that suits the decoder.
+
+    That number is 4, or 8 for decoders with more than 40e9 parameters, halved until the decoder can be cut. Raise
+    ConfigError for a number into which the decoder cannot be cut.
+    """
+    if count is not None:
+        if found := obstacle(spec, count):
+            raise ConfigError(f"pieces must suit the model ({found}, got {count}); leave it unset", field="pieces")
+        return replace(spec, pieces=count)
+    count = MOST_PIECES if num_parameters(spec) > _LARGE else _USUAL_PIECES
+    while obstacle(spec, count):
+        count //= 2
+    return replace(spec, pieces=count)
+
+
+def obstacle(spec: DecoderSpec, count: int) -> str:
+    """Return the reason why a decoder cannot be cut into this many pieces; empty if it can."""
+    if count < 1 or count > MOST_PIECES or count & (count - 1):
+        return "1, 2, 4 or 8"
+    for mixer in spec.attentions:
+        if mixer.num_heads % count:
+            return f"a divisor of {mixer.num_heads} heads"
+        if mixer.num_kv_heads % count and count % mixer.num_kv_heads:
+            return f"a divisor or a multiple of {mixer.num_kv_heads} key-value heads"
+    for mixer in spec.delta_nets:
+        if mixer.num_key_heads % count:
+            return f"a divisor of {mixer.num_key_heads} key heads"
+    for experts in spec.experts:
+        if experts.num_experts % count:
+            return f"a divisor of {experts.num_experts} experts"
+    return ""
+
+
+def num_parameters(spec: DecoderSpec) -> int:
+    """Return the number of a decoder's parameters, without an MTP module."""
+    sizes = [] if spec.tie_word_embeddings else [(HEAD, spec.vocab_size * spec.hidden_size)]
+    found = dict([(EMBEDDING, spec.vocab_size * spec.hidden_size), (LAST_NORM, spec.hidden_size), *sizes])
+
+    def get(name: str, *shape: int, **_: Any) -> None:
+        found[name] = math.prod(shape)
+
+    for index in range(len(spec.layers)):
+        make_layer(spec, index, get)
+    return sum(found.values())
