@@ -400,6 +400,12 @@ class Backend(Protocol):
         """
         ...
 
+    def back_sums(self, x: Tensor, weight: Weight, pieces: Pieces) -> Tensor:
+        """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. A single piece is
+        summed as any other piece.
+        """
+        ...
+
     def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Activation) -> Tensor:
         """Return gate_mul(linear(x, gate), linear(x, up), activation) [M, I], for gate and up [I, H]."""
         ...
@@ -448,6 +454,15 @@ class Backend(Protocol):
         [i G, (i + 1) G), where G is the number of experts divided by `groups`. The outputs of a row's experts in a
         group are added to +0.0 in ascending order of expert id. The sums of the groups are added as a balanced binary
         tree, before `shared` is added.
+        """
+        ...
+
+    def expert_sums(
+        self, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
+    ) -> Tensor:
+        """Return the float32 sums [M, H] of `experts` over the experts that `spec.own` names, before the shared expert
+        and before rounding. `weights` has these experts, and `groups` divides their number. The outputs of a group are
+        added to +0.0, even if there is only one group. `experts` has ids of all experts.
         """
         ...
 

@@ -27,7 +27,6 @@ from .contract import (
     Weight,
 )
 from .specs import (
-    PIECE_UNIT,
     PLAIN,
     WHOLE,
     Activation,
@@ -120,7 +119,8 @@ def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight)
 
     mixer = norms("mixer_norm"), _mixer_weights(spec.mixer, hidden, of)
     mlp = norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of)
-    return Layer(spec, *mixer, *mlp, _mixer_pieces(spec.mixer, decoder.pieces), _mlp_pieces(spec.mlp, decoder.pieces))
+    own = decoder.pieces // decoder.ranks
+    return Layer(spec, *mixer, *mlp, _mixer_pieces(spec.mixer, own), _mlp_pieces(spec.mlp, own))
 
 
 def _mixer_pieces(spec: AttentionSpec | DeltaNetSpec, count: int) -> Pieces:
@@ -131,7 +131,7 @@ def _mixer_pieces(spec: AttentionSpec | DeltaNetSpec, count: int) -> Pieces:
 
 
 def _mlp_pieces(spec: MlpSpec | ExpertsSpec, count: int) -> Pieces:
-    return pieces_of(count, spec.intermediate_size if isinstance(spec, MlpSpec) else spec.shared_size, PIECE_UNIT)
+    return pieces_of(count, spec.intermediate_size if isinstance(spec, MlpSpec) else spec.shared_size, spec.unit)
 
 
 def _mixer_weights(
@@ -145,17 +145,17 @@ def _mixer_weights(
 def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> MlpWeights | ExpertsWeights:
     if isinstance(spec, MlpSpec):
         return _gated_weights("mlp", spec.intermediate_size, hidden, of)
-    count, inner = spec.num_experts, spec.intermediate_size
+    count, inner = spec.own[1], spec.intermediate_size
     gate_up, down = StackLayout(spec.transposed, spec.transposed), StackLayout(spec.transposed)
     return ExpertsWeights(
-        of("router", count, hidden),
-        of("router_bias", count) if spec.bias else None,
+        of("router", spec.num_experts, hidden),
+        of("router_bias", spec.num_experts) if spec.bias else None,
         of("experts.gate_up", count, 2 * inner, hidden, layout=gate_up),
         of("experts.gate_up_bias", count, 2 * inner, layout=gate_up) if spec.bias else None,
         of("experts.down", count, hidden, inner, layout=down),
         of("experts.down_bias", count, hidden, layout=down) if spec.bias else None,
-        _gated_weights("shared", spec.shared_size, hidden, of) if spec.shared_size else None,
-        of("shared.score", 1, hidden) if spec.shared_size else None,
+        _gated_weights("shared", spec.shared_size, hidden, of) if spec.has_shared else None,
+        of("shared.score", 1, hidden) if spec.has_shared else None,
     )
 
 
@@ -268,12 +268,18 @@ def _added(
 
 
 def project(
-    ops: LayerOps, x: Tensor, spec: AttentionSpec, weights: AttentionWeights, rotation: Rotation
+    ops: LayerOps,
+    x: Tensor,
+    spec: AttentionSpec,
+    weights: AttentionWeights,
+    rotation: Rotation,
+    norm: Callable[[str, Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute queries, keys and values from hidden states x [M, H]. Queries are [M, heads, D], and keys and values are
     [M, kv_heads, D].
 
-    With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D].
+    With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D]. `norm(part, x, weight)`:
+    normalizes q and k in place of `_norm_heads`; `part` is "q" or "k".
     """
     biases = weights.biases or (None, None, None)
     matrices = zip((weights.q, weights.k, weights.v), biases, strict=True)
@@ -282,7 +288,10 @@ def project(
     q = q.flatten(1)
     if spec.qk_norm is not None and weights.qk_norms is not None:
         q_norm, k_norm = weights.qk_norms
-        q, k = _norm_heads(ops, q, q_norm, spec.qk_norm), _norm_heads(ops, k, k_norm, spec.qk_norm)
+        if norm is None:
+            q, k = _norm_heads(ops, q, q_norm, spec.qk_norm), _norm_heads(ops, k, k_norm, spec.qk_norm)
+        else:
+            q, k = norm("q", q, q_norm), norm("k", k, k_norm)
     q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
     q = ops.rope(q, rotation)
     return torch.cat((q, gate), 2) if spec.output_gate else q, ops.rope(k, rotation), v

@@ -175,10 +175,14 @@ def project_back(
     if pieces.count == 1:
         out = linear(x, weight, bias)
     else:
-        bounds = pieces.bounds(x.shape[1])
-        total = _tree([lm_head(x[:, start:end], weight[:, start:end]) for start, end in bounds])
+        total = back_sums(x, weight, pieces)
         out = (total if bias is None else total + bias.float()).to(x.dtype)
     return out if residual is None else out + residual
+
+
+def back_sums(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+    bounds = pieces.bounds(x.shape[1])
+    return _tree([lm_head(x[:, start:end], weight[:, start:end]) for start, end in bounds])
 
 
 def _tree(sums: list[Tensor]) -> Tensor:
@@ -223,19 +227,27 @@ def experts(
     shared: Tensor | None = None,
     groups: int = 1,
 ) -> Tensor:
-    matrices = cast(Tensor, weights.gate_up), cast(Tensor, weights.down)
-    gate_ups, downs = (matrix.unflatten(0, (spec.num_experts, -1)) for matrix in matrices)
+    out = expert_sums(x, spec, weights, experts, gates, groups)
+    return (out if shared is None else out + shared.float()).to(x.dtype)
+
+
+def expert_sums(
+    x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
+) -> Tensor:
+    (first, count), matrices = spec.own, (cast(Tensor, weights.gate_up), cast(Tensor, weights.down))
+    gate_ups, downs = (matrix.unflatten(0, (count, -1)) for matrix in matrices)
     sums = [torch.zeros_like(x, dtype=torch.float32) for _ in range(groups)]
-    for expert in experts.unique().tolist():  # ascending
-        rows, places = (experts == expert).nonzero(as_tuple=True)
+    for expert in range(count):
+        rows, places = (experts == first + expert).nonzero(as_tuple=True)
+        if not len(rows):
+            continue
         bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
         gate, up = linear(x[rows], gate_ups[expert], bias).chunk(2, 1)
         made = lm_head(gate_mul(gate, up, spec.activation), downs[expert])
         if weights.down_bias is not None:
             made = made + weights.down_bias[expert].float()
-        sums[expert * groups // spec.num_experts][rows] += gates[rows, places, None] * made
-    out = _tree(sums)
-    return (out if shared is None else out + shared.float()).to(x.dtype)
+        sums[expert * groups // count][rows] += gates[rows, places, None] * made
+    return _tree(sums)
 
 
 def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:

@@ -84,7 +84,7 @@ class AttentionSpec:
     multiplied by the sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate.
     `rotated`: the number of leading elements of a head that are rotated; None for all elements. `sinks`: the softmax of
     each head includes an extra score, which is a learned weight. The score has no value vector (Xiao et al. 2023).
-    `o_bias`: the output projection has a bias.
+    `o_bias`: the output projection has a bias. `kv_sharers`: the number of ranks that hold the same key-value heads.
     """
 
     num_heads: int
@@ -101,6 +101,7 @@ class AttentionSpec:
     rotated: int | None = None
     sinks: bool = False
     o_bias: bool = False
+    kv_sharers: int = 1
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,14 @@ class DeltaNetSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP: down(activation(gate(x)) * up(x)). `gelu_tanh` is the approximation of GELU by a tanh."""
+    """A gated MLP: down(activation(gate(x)) * up(x)). `gelu_tanh` is the approximation of GELU by a tanh.
+
+    `unit`: the columns of `down` are cut into pieces at multiples of this number.
+    """
 
     intermediate_size: int
     activation: Activation = "silu"
+    unit: int = PIECE_UNIT
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,10 @@ class ExpertsSpec:
     shared expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router
     and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], and rows of
     gate and rows of up alternate.
+
+    `held`: the experts that this rank holds, as a pair of the first id and the number; None for all experts.
+    `shared_elsewhere`: there is a shared expert, but this rank holds none of its inner features. `unit`: as in
+    `MlpSpec`, for the shared expert.
     """
 
     num_experts: int
@@ -182,6 +191,19 @@ class ExpertsSpec:
     shared_size: int = 0
     bias: bool = False
     transposed: bool = False
+    held: tuple[int, int] | None = None
+    shared_elsewhere: bool = False
+    unit: int = PIECE_UNIT
+
+    @property
+    def has_shared(self) -> bool:
+        """Return whether there is a shared expert."""
+        return self.shared_size > 0 or self.shared_elsewhere
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The first of the experts that this rank holds, and their number."""
+        return (0, self.num_experts) if self.held is None else self.held
 
 
 @dataclass(frozen=True)
@@ -257,14 +279,20 @@ def is_of_mtp(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of a checkpoint's tensor: the part begins at `start` along axis `dim`, which has length `total`.
+    """A part of a checkpoint's tensor: some `ranges` along axis `dim`, which has length `total`.
 
-    The length of the part is the weight's length along axis `dim`.
+    A range is a pair (start, length). Ranges are in ascending order and do not overlap. The part holds the ranges one
+    after the other.
     """
 
     dim: int
-    start: int
     total: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def length(self) -> int:
+        """The length of the part along its axis."""
+        return sum(length for _, length in self.ranges)
 
 
 @dataclass(frozen=True)
@@ -291,11 +319,12 @@ class DecoderSpec:
     by role, without `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard
     prefix. `others`: a tensor of a checkpoint does not belong to the decoder if its name begins with one of these
     prefixes. `pieces`: the number of pieces in which each product that leads back to the hidden states is summed, and
-    the number of groups in which the outputs of a row's experts are added (see `pieces`). `held`: maps the role of a
-    weight to the `WeightSpec` that says how a layer holds the weight. Weights with roles not listed in `held` are whole
-    and in the model's dtype. `mtp`: the layer of the model's multi-token prediction (MTP) module, which guesses the
-    token after the next one; None without such a module. `serves_mtp`: whether the MTP module belongs to the decoder;
-    otherwise, its tensors in a checkpoint are ignored.
+    the number of groups in which the outputs of a row's experts are added (see `pieces`). `ranks`: the number of ranks
+    of which this spec describes one (see `ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how
+    a layer holds the weight. Weights with roles not listed in `held` are whole and in the model's dtype. `mtp`: the
+    layer of the model's multi-token prediction (MTP) module, which guesses the token after the next one; None without
+    such a module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint
+    are ignored.
     """
 
     architecture: str
@@ -312,6 +341,7 @@ class DecoderSpec:
     renamed: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     pieces: int = 1
+    ranks: int = 1
     held: Mapping[str, WeightSpec] = field(default_factory=dict)
     mtp: LayerSpec | None = None
     serves_mtp: bool = False

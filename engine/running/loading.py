@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import torch
@@ -17,6 +17,7 @@ from trueroll.errors import ConfigError, ModelError, brief
 from ...kernels.contract import Backend
 from ...kernels.families import describe
 from ...kernels.pieces import with_pieces
+from ...kernels.ranks import Exchange, RankedOps, part_of
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec, is_of_mtp
 from ...kernels.spellings import Spellings
@@ -142,13 +143,13 @@ class _Plan:
         return self.build(partial(torch.empty, dtype=self.dtype, device="meta"))
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """Load a model and its backend.
+def load_model(config: EngineConfig, exchange: Exchange | None = None) -> LoadedModel:
+    """Load a model and its backend. `exchange`: load only the part of its rank, whose layers exchange their sums.
 
     Raise ConfigError if the device or the backend is missing or cannot serve the model. Raise ModelError if the model
     cannot be loaded. The checkpoint is checked before memory is allocated.
     """
-    plan = _plan(config, _find_model)
+    plan = _plan(config, _find_model, exchange)
     outline = plan.outline()
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
     checkpoint = check_checkpoint(
@@ -231,7 +232,7 @@ def _find_model(name: str) -> Path:
     return folder
 
 
-def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
+def _plan(config: EngineConfig, find_folder: Callable[[str], Path], exchange: Exchange | None = None) -> _Plan:
     device = _device(config.device)
     folder = find_folder(config.model)
     raw = read_config(folder)
@@ -242,6 +243,11 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path]) -> _Plan:
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)
     spec = spec.serving_mtp(_serves_mtp(config, folder, spec, backend.ops))
+    if exchange is not None:
+        spec, backend = (
+            part_of(spec, exchange.rank),
+            replace(backend, ops=cast(Backend, RankedOps(backend.ops, exchange))),
+        )
     return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
 
 

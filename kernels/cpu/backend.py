@@ -371,6 +371,13 @@ def project_back(
     return out
 
 
+def back_sums(x: Tensor, weight: PackedWeight, pieces: Pieces) -> Tensor:
+    x, rows = x.contiguous(), weight.shape[0]
+    out = torch.empty(x.shape[0], rows, dtype=torch.float32)
+    _library.back_sums(*_rows(x), weight.pointer, rows, pieces.count, pieces.length, out.data_ptr())
+    return out
+
+
 def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     gate, up, out = gate.contiguous(), up.contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
     inputs = gate.data_ptr(), up.data_ptr(), gate.numel(), ACTIVATIONS[activation]
@@ -412,6 +419,19 @@ def experts(
     stacks = [None if tensor is None else tensor.contiguous() for tensor in stacks]
     _library.experts(
         *(*_rows(x), *map(_pointer, stacks), spec.num_experts, spec.intermediate_size, spec.top_k),
+        *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
+    )
+    return out
+
+
+def expert_sums(
+    x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
+) -> Tensor:
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.float32)
+    inputs, (first, count) = (experts.contiguous(), gates.contiguous()), spec.own
+    stacks = [None if tensor is None else tensor.contiguous() for tensor in stack_tensors(weights, count)]
+    _library.expert_sums(
+        *(*_rows(x), *map(_pointer, stacks), first, count, spec.intermediate_size, spec.top_k),
         *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
     )
     return out

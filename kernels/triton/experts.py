@@ -101,13 +101,34 @@ def experts(
     Rows are processed in groups, so that the products of one group take at most MOST_MADE bytes.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # A multiple of 16 rows keeps each part aligned to 16 bytes.
-    most = max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)
+    most = _most_rows(spec, x)
     for start in range(0, len(x), most):
         part = slice(start, start + most)
         others = None if shared is None else shared[part]
         _mix(aligned(x[part]), spec, weights, aligned(experts[part]), aligned(gates[part]), others, groups, out[part])
     return out
+
+
+def expert_sums(
+    x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
+) -> Tensor:
+    """Return the float32 sums [M, H] of `experts` over the experts that `spec.own` names, before the shared expert and
+    before rounding.
+    """
+    (first, count), out = spec.own, torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    # No kernel reads the outputs of experts with the id `count`.
+    experts = torch.where((experts >= first) & (experts < first + count), experts - first, count).int()
+    most = _most_rows(spec, x)
+    for start in range(0, len(x), most):
+        part = slice(start, start + most)
+        inputs = aligned(x[part]), spec, weights, aligned(experts[part]), aligned(gates[part])
+        _mix(*inputs, None, groups, out[part], count)
+    return out
+
+
+def _most_rows(spec: ExpertsSpec, x: Tensor) -> int:
+    """Return the maximum number of rows in a group. A multiple of 16 rows keeps each part aligned to 16 bytes."""
+    return max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)
 
 
 def _mix(
@@ -119,11 +140,14 @@ def _mix(
     shared: Tensor | None,
     groups: int,
     out: Tensor,
+    held: int | None = None,
 ) -> None:
-    """Compute `experts` into `out`."""
-    (rows, hidden), inner = x.shape, spec.intermediate_size
-    tile = _tile(experts.numel(), spec.num_experts, hidden, inner)
-    lists = _list(experts, spec.num_experts, tile.tokens)
+    """Compute `experts` into `out`. `held`: the number of experts in `weights`, if a row may have other experts; these
+    have the id `held` in `experts`.
+    """
+    (rows, hidden), inner, count = x.shape, spec.intermediate_size, held or spec.num_experts
+    tile = _tile(experts.numel(), count, hidden, inner)
+    lists = _list(experts, count, tile.tokens)
     active = x.new_empty(experts.numel(), inner)
     made = x.new_empty(experts.numel(), hidden, dtype=torch.float32)
     constants = dict(TOP_K=spec.top_k, ACTIVATION=spec.activation)
@@ -133,7 +157,7 @@ def _mix(
     _multiply(_down_kernel, tile, lists, *down, gates, made, sides=1)
     others, grid = x if shared is None else aligned(shared), (rows, divide_up(hidden, FOLD_COLUMNS))
     options = dict(SHARED=shared is not None, TOP_K=spec.top_k, COLUMNS=FOLD_COLUMNS)
-    options |= dict(GROUPS=groups, GROUP=spec.num_experts // groups)
+    options |= dict(GROUPS=groups, GROUP=count // groups, GAPS=groups > 1 or held is not None)
     launch(_add_kernel, grid, made, experts, others, out, hidden, warps=4, **options)
 
 
@@ -434,15 +458,17 @@ def _add_kernel(
     COLUMNS: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    GAPS: tl.constexpr,
 ):
     """Program (row, i) adds the outputs of a row's experts in block i of the columns. The outputs of a group of `GROUP`
-    experts are added in the order in which the row lists the experts.
+    experts are added in the order in which the row lists the experts. `GAPS`: whether a row may have none of a group's
+    experts.
     """
     row = tl.program_id(0).to(tl.int64)
     feature = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = feature < features
     made_ptr += row * TOP_K * features
-    if GROUPS > 1:
+    if GAPS:
         total = _tree_of_groups(made_ptr, experts_ptr + row * TOP_K, features, feature, inside, 0, GROUPS, GROUP, TOP_K)
     else:
         total = fold_parts(made_ptr, 1, features, 0, feature, inside, TOP_K)

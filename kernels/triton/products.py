@@ -172,6 +172,13 @@ def project_back(
     return _linear(x, weight, bias, residual, x.dtype, full_rows, pieces)
 
 
+def back_sums(x: Tensor, weight: Tensor, pieces: Pieces, *, full_rows: int | None = None) -> Tensor:
+    """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual."""
+    if pieces.count == 1:
+        pieces = pieces_of(1, x.shape[1], PIECE_UNIT)  # one chain, whatever `k_splits` says
+    return _linear(x, weight, None, None, torch.float32, full_rows, pieces)
+
+
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
     """Return gate_mul(linear(x, gate), linear(x, up), activation), to the bit. `gate` and `up` are [I, H]; the result
     is [M, I].
@@ -215,9 +222,9 @@ def _linear(
     full_rows: int | None,
     pieces: Pieces = WHOLE,
 ) -> Tensor:
-    """Return the product in this dtype, with the epilogue of `_finish`."""
+    """Return the product in this dtype, with the epilogue of `_finish`. `pieces`: `WHOLE` for those of `k_splits`."""
     x, factor = aligned(x), factor_of((weight,), (full_rows,))
-    if pieces.count > 1:
+    if pieces != WHOLE:
         factor = Factor((weight,), (pieces,), is_tree=True)
     out = x.new_empty(len(x), len(weight), dtype=dtype)
     # A pointer must be valid even if the kernel does not read it.

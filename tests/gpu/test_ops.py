@@ -73,7 +73,7 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Six tests have separate cases in this file, because the original cases name backends that run on a CPU.
+# Seven tests have separate cases in this file, because the original cases name backends that run on a CPU.
 
 
 @pytest.mark.parametrize("with_", joined.WITH)
@@ -85,6 +85,11 @@ def test_qkv(served: Served, heads: int, kv_heads: int, size: int, with_: str) -
 @pytest.mark.parametrize("name", joined.LAYERS)
 def test_layers(served: Served, name: str) -> None:
     joined.test_layers(served, name)
+
+
+@pytest.mark.parametrize("name", joined.CUTS)
+def test_pieces_of_a_product_are_added_as_a_balanced_tree(served: Served, name: str) -> None:
+    joined.test_pieces_of_a_product_are_added_as_a_balanced_tree(served, name)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 512, 1001, 1040, 49153])

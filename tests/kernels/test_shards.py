@@ -15,8 +15,12 @@ from trueroll.kernels.stacks import Stack, StackLayout
 from .backends import Served
 
 ROWS, COLUMNS = 80, 70
-PARTS = {"rows": Slice(0, 16, ROWS), "the last rows": Slice(0, 48, ROWS), "columns": Slice(1, 32, COLUMNS)}
-LENGTHS = {"rows": 48, "the last rows": 32, "columns": 38}
+PARTS = {
+    "rows": Slice(0, ROWS, ((16, 48),)),
+    "the last rows": Slice(0, ROWS, ((48, 32),)),
+    "columns": Slice(1, COLUMNS, ((32, 38),)),
+    "three ranges of rows": Slice(0, ROWS, ((0, 16), (32, 16), (64, 16))),
+}
 
 
 def whole(seed: int = 0) -> Tensor:
@@ -25,7 +29,7 @@ def whole(seed: int = 0) -> Tensor:
 
 def of(tensor: Tensor, which: str) -> Tensor:
     part = PARTS[which]
-    return tensor.narrow(part.dim, part.start, LENGTHS[which])
+    return torch.cat([tensor.narrow(part.dim, start, length) for start, length in part.ranges], part.dim)
 
 
 def new_shard(served: Served, which: str) -> Shard:
@@ -78,7 +82,7 @@ def test_a_shard_of_a_stack_has_some_experts(layout: StackLayout) -> None:
     shape = layout.shape((6, 4, 5))
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     shard = Shard(
-        Stack.new(lambda rows, columns, empty: empty(rows, columns), empty, (2, 4, 5), layout), Slice(0, 3, 6)
+        Stack.new(lambda rows, columns, empty: empty(rows, columns), empty, (2, 4, 5), layout), Slice(0, 6, ((3, 2),))
     )
     assert shard.shape == shape and shard.nbytes == 2 * 4 * 5 * 4
     for expert in range(6):
@@ -91,7 +95,7 @@ def test_a_shard_of_a_stack_has_some_experts(layout: StackLayout) -> None:
 
 
 def test_a_shard_of_a_vector() -> None:
-    shard, tensor = Shard(torch.zeros(3), Slice(0, 4, 9)), torch.arange(9.0)
+    shard, tensor = Shard(torch.zeros(3), Slice(0, 9, ((4, 3),))), torch.arange(9.0)
     shard.narrow(0, 2, 4).copy_(tensor[2:6])
     assert shard.own.tolist() == [4.0, 5.0, 0.0]
     shard.put_(torch.tensor([0, 6, 8]), torch.tensor([1.0, 2.0, 3.0]))

@@ -502,6 +502,19 @@ void trueroll_linear(
     });
 }
 
+void trueroll_back_sums(
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, long pieces, long length,
+    float* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        LinearArgs<T> args = {input<T>(x, count, k), {as<T>(w), n, k}, nullptr, nullptr, nullptr, {pieces, length}};
+        args.sums = out;
+        chosen->ops(type).linear(args);
+    });
+}
+
 void trueroll_logits(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float* out
 ) {
@@ -688,6 +701,22 @@ void trueroll_experts(
         chosen->ops(type).experts(
             {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
              function, ids, gates, as<const T>(shared), nullptr, as<T>(out), groups}
+        );
+    });
+}
+
+void trueroll_expert_sums(
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
+    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int activation,
+    const int32_t* ids, const float* gates, long groups, float* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        const Matrix<T> inner = {as<T>(gate_up), experts * 2 * n, k}, outer = {as<T>(down), experts * k, n};
+        chosen->ops(type).experts(
+            {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
+             static_cast<Activation>(activation), ids, gates, nullptr, nullptr, nullptr, groups, first, out}
         );
     });
 }

@@ -135,6 +135,11 @@ void trueroll_linear(
     const void* residual, long pieces, long length, void* out
 );
 
+void trueroll_back_sums(
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, long pieces, long length,
+    float* out
+);
+
 void trueroll_logits(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float* out
 );
@@ -216,6 +221,12 @@ void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
     const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
     const float* gates, const void* shared, long groups, void* out
+);
+
+void trueroll_expert_sums(
+    long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
+    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int activation,
+    const int32_t* ids, const float* gates, long groups, float* out
 );
 
 // Cosines and sines [count, half] of the angles positions times inv_freq, multiplied by scale.

@@ -76,6 +76,7 @@ struct LinearArgs {
     const T *bias, *residual;  // or null
     T* out;
     Pieces pieces = {};
+    float* sums = nullptr;  // receives the sums instead of `out`, without bias and residual
 };
 
 enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU };
@@ -116,6 +117,8 @@ struct ExpertsArgs {
     const T *shared, *residual;  // or null
     T* out;
     long groups = 1;  // at most MOST_GROUPS
+    long first = 0;   // the id of the first expert; rows of experts with other ids are left out
+    float* sums = nullptr;  // receives the sums instead of `out`
 };
 
 constexpr long MOST_GROUPS = 8;

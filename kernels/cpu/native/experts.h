@@ -60,13 +60,18 @@ struct Piece {
 // that created the object.
 class SortedRows {
   public:
-    SortedRows(const int32_t* chosen, long rows, long top_k, long experts)
-        : pairs_(rows * top_k), order_(scratch<long>(ORDER, pairs_)) {
+    // The experts have the ids [first, first + experts). Pairs of experts with other ids are left out.
+    SortedRows(const int32_t* chosen, long rows, long top_k, long first, long experts)
+        : order_(scratch<long>(ORDER, rows * top_k)) {
         long* ends = scratch<long>(ENDS, experts + 1);
         memset(ends, 0, static_cast<size_t>(experts + 1) * sizeof(long));
-        for (long pair = 0; pair < pairs_; ++pair) ++ends[chosen[pair] + 1];
+        const auto is_held = [&](long pair) { return chosen[pair] >= first && chosen[pair] < first + experts; };
+        for (long pair = 0; pair < rows * top_k; ++pair)
+            if (is_held(pair)) ++ends[chosen[pair] - first + 1];
         for (long expert = 0; expert < experts; ++expert) ends[expert + 1] += ends[expert];
-        for (long pair = 0; pair < pairs_; ++pair) order_[ends[chosen[pair]]++] = pair;
+        pairs_ = ends[experts];
+        for (long pair = 0; pair < rows * top_k; ++pair)
+            if (is_held(pair)) order_[ends[chosen[pair] - first]++] = pair;
         cut(ends, experts);
     }
 
@@ -88,7 +93,7 @@ class SortedRows {
         }
     }
 
-    const long pairs_;
+    long pairs_;
     long* const order_;
     Piece* pieces_;
     long num_pieces_ = 0;
@@ -102,7 +107,7 @@ class RoutedRows {
         : args_(args), start_(start), count_(count), inner_size_(args.gate_up.rows / args.experts / 2),
           inner_stride_(round_up(inner_size_, COLUMN_MULTIPLE<T>)),
           stride_(round_up(args.gate_up.columns, COLUMN_MULTIPLE<T>)),
-          rows_(args.chosen + start * args.top_k, count, args.top_k, args.experts),
+          rows_(args.chosen + start * args.top_k, count, args.top_k, args.first, args.experts),
           gathered_(scratch<T>(GATHERED, rows_.pairs() * stride_)),
           inner_(scratch<T>(INNER, rows_.pairs() * inner_stride_)),
           sums_(scratch<float>(SUMS, args.groups * count * args.down.rows / args.experts)) {}
@@ -199,9 +204,11 @@ class RoutedRows {
         return sums_ + (group * count_ + row) * (args_.down.rows / args_.experts);
     }
 
-    // With several groups, a group may have none of a row's experts.
+    // Whether a row may have none of a group's experts.
+    bool has_gaps() const { return args_.groups > 1 || args_.sums != nullptr; }
+
     void clear_groups(long first, long columns) const {
-        for (long group = 0; args_.groups > 1 && group < args_.groups; ++group)
+        for (long group = 0; has_gaps() && group < args_.groups; ++group)
             for (long row = 0; row < count_; ++row)
                 memset(sums_of(group, row) + first, 0, static_cast<size_t>(columns) * sizeof(float));
     }
@@ -213,7 +220,7 @@ class RoutedRows {
             const long pair = rows_.pair(piece.first + i);
             const F gate = set1(args_.gates[start_ * args_.top_k + pair]);
             float* sums = sums_of(group, pair / args_.top_k) + first;
-            const bool is_first = args_.groups == 1 && pair % args_.top_k == 0;
+            const bool is_first = !has_gaps() && pair % args_.top_k == 0;
             for (long j = 0; j < columns; j += LANES) {
                 F x = load(c + i * columns + j);
                 if (args_.down_bias != nullptr) x = add(x, load(args_.down_bias + piece.expert * N + first + j));
@@ -228,6 +235,10 @@ class RoutedRows {
         for (long i = first; i < end; i += LANES) {
             const long at = (start_ + row) * N + i;
             F x = sum_of_groups(row, i);
+            if (args_.sums != nullptr) {
+                store(args_.sums + at, x);
+                continue;
+            }
             if (args_.shared != nullptr) x = add(x, load(args_.shared + at));
             if (args_.residual != nullptr) x = add(rounded<T>(x), load(args_.residual + at));
             store(args_.out + at, x);

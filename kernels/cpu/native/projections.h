@@ -116,6 +116,10 @@ void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, lon
         for (long i = 0; i < ldc; i += LANES) {
             const long column = first * LANES + i, rest = N - column;
             F x = load(c + row * ldc + i);
+            if (args.sums != nullptr) {
+                store(args.sums + (start + row) * N + column, x, rest);
+                continue;
+            }
             if (args.bias != nullptr) x = add(x, load(args.bias + column, rest));
             const long at = (start + row) * N + column;
             if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at, rest));

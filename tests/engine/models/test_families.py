@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2F
 from tiny import TINY, WINDOWED, make_tiny_model, save_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.engine.models.decoder import ModelInput
-from trueroll.engine.models.loader import read_config
 from trueroll.errors import ModelError
 from trueroll.kernels import families
 from trueroll.kernels.contract import AttentionBatch, Pages
@@ -159,28 +157,6 @@ def test_a_new_family_needs_only_a_description(tmp_path: Path, backend: str, mon
     ids = tokens(100)
     trained = token_log_probs(model, torch.from_numpy(ids)[None])[0, 1:].detach().numpy()
     assert np.array_equal(trained.view(np.int32), score(make_engine(folder, backend=backend), ids).view(np.int32))
-
-
-@pytest.mark.parametrize("family", ["llama", "olmo3"])
-def test_worker_and_trainer_take_the_number_of_pieces_from_the_family(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pieces belong to the products that project back to the hidden size, with and without a norm after the
-    product.
-    """
-    folder, ids = make_tiny_model(family, tmp_path), tokens(100)
-    whole = score(make_engine(folder, backend="reference"), ids)
-    (name,) = read_config(folder)["architectures"]
-    describe_whole = families.families()[name]
-    monkeypatch.setitem(families.families(), name, lambda *given: replace(describe_whole(*given), pieces=4))
-    engine = make_engine(folder, backend="auto")
-    assert engine.info.backend == "reference" and "in 1 piece (got 4)" in engine.info.backend_note
-    found = score(engine, ids)
-    assert not np.array_equal(found, whole) and np.allclose(found, whole, atol=1e-4)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    align(model)
-    trained = token_log_probs(model, torch.from_numpy(ids)[None])[0, 1:].detach().numpy()
-    assert np.array_equal(trained.view(np.int32), found.view(np.int32))
 
 
 @pytest.mark.parametrize(

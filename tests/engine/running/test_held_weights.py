@@ -203,7 +203,7 @@ def half(spec: DecoderSpec) -> DecoderSpec:
     """Return the decoder with only half of the inner features of each MLP."""
     total = TINY["intermediate_size"]
     layers = tuple(replace(layer, mlp=MlpSpec(INNER)) for layer in spec.layers)
-    rows, columns = WeightSpec(part=Slice(0, START, total)), WeightSpec(part=Slice(1, START, total))
+    rows, columns = (WeightSpec(part=Slice(dim, total, ((START, INNER),))) for dim in (0, 1))
     return replace(spec, layers=layers, held={"mlp.gate": rows, "mlp.up": rows, "mlp.down": columns})
 
 

@@ -113,14 +113,6 @@ def test_what_the_kernels_do_not_serve(
     assert select_backend("auto", torch.device("cpu"), dtype, decoder_spec(layers[0])).name in ("cpu", "reference")
 
 
-def test_the_kernels_compute_products_that_lead_back_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    spec = replace(decoder_spec(layer_spec(size=64)), pieces=4)
-    with pytest.raises(ConfigError, match="in 1 piece .got 4.; use the backend .reference"):
-        select_backend("triton", torch.device("cpu"), torch.bfloat16, spec)
-    assert select_backend("auto", torch.device("cpu"), torch.bfloat16, spec).name == "reference"
-
-
 def test_a_group_of_heads_fits_into_a_tile() -> None:
     device, rows = torch.device("cpu"), attention.ROWS
     groups = [decoder_spec(layer_spec(2 * heads, 2)) for heads in (rows, rows + 1)]

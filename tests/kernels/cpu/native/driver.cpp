@@ -132,11 +132,18 @@ struct Run {
         merge(n, k, 3);
         for (void* b : {static_cast<void*>(nullptr), bias.data()})
             for (void* r : {static_cast<void*>(nullptr), residual.data()}) {
-                trueroll_linear(
-                    threads, bfloat16, x.data(), rows, k, weight.data(), n, b, r, out.data()
-                );
-                digest->add(out);
+                for (long pieces : {1, 2, 8}) {
+                    trueroll_linear(
+                        threads, bfloat16, x.data(), rows, k, weight.data(), n, b, r, pieces, 48, out.data()
+                    );
+                    digest->add(out);
+                }
             }
+        std::vector<float> sums(static_cast<size_t>(rows * n));
+        for (long pieces : {1, 4}) {
+            trueroll_back_sums(threads, bfloat16, x.data(), rows, k, weight.data(), n, pieces, 16, sums.data());
+            digest->add(sums);
+        }
         for (int activation : {0, 1, 2, 3}) {
             trueroll_gate_up(
                 threads, bfloat16, x.data(), rows, k, weight.data(), up.data(), n, activation, out.data()
@@ -288,7 +295,7 @@ struct Run {
             specs.push_back(0.0);
             specs.insert(specs.end(), more.begin(), more.end());
             specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
-            specs.insert(specs.end(), {0.0, 0.0, 0.0, 0.0, 1.0});
+            specs.insert(specs.end(), {0.0, 0.0, 0.0, 0.0, 2.0, 16.0, 16.0});
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
             layers.insert(layers.end(), {o.data(), extra(o_bias), extra(sinks)});
@@ -348,9 +355,17 @@ struct Run {
         }
         trueroll_experts(
             threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(), extra(down_bias),
-            count, n, top_k, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), out.data()
+            count, n, top_k, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), extras ? 2 : 1, out.data()
         );
         digest->add(out);
+        std::vector<float> sums(static_cast<size_t>(rows * k));
+        for (long first : {0L, 1L, count}) {  // all experts, all but one, and none
+            trueroll_expert_sums(
+                threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(),
+                extra(down_bias), first, count, n, top_k, 0, chosen.data(), gates.data(), extras ? 4 : 1, sums.data()
+            );
+            digest->add(sums);
+        }
     }
 
     // A delta net, attention with an output gate and another delta net, for the first tokens of three sequences and a
@@ -392,7 +407,7 @@ struct Run {
                 specs.insert(specs.end(), {whole(count), whole(top_k), 1.0, whole(n)});
             else
                 specs.insert(specs.end(), 4, 0.0);
-            specs.push_back(1.0);
+            specs.insert(specs.end(), {2.0, 16.0, 16.0});
             layers.insert(layers.end(), {norm.data(), nullptr});
             if (is_delta_net)
                 layers.insert(layers.end(), {qkv.data(), z.data(), b.data(), a.data()}),

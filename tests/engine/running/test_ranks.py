@@ -1,0 +1,182 @@
+"""A decoder on several ranks gives the bits of one device.
+
+The steps of an engine on one device are recorded. Ranks in threads of this process compute the same steps again, with
+their parts of the weights and of the memory, and draw the same tokens with the same log-probs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from tiny import make_tiny_model
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.request import ScoreRequest
+from trueroll.engine.running.executor import LocalComputation, LocalExecutor, StepResults
+from trueroll.engine.running.loading import load_model
+from trueroll.engine.running.step import Step
+from trueroll.kernels import ranks
+from trueroll.kernels.ranks import Rank, RankedOps
+from trueroll.kernels.specs import AttentionSpec
+
+from ..drive import generate, run, tokens
+
+WIDE: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4)
+_DELTA_NET: dict[str, Any] = dict(linear_num_key_heads=4, linear_num_value_heads=8)
+_MIXTURE: dict[str, Any] = WIDE | dict(moe_intermediate_size=32)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": WIDE,
+    "qwen2": WIDE,
+    "gemma3": WIDE | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "olmo3": WIDE | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "qwen3_5": WIDE | _DELTA_NET,
+    "qwen3_next": WIDE | _DELTA_NET | dict(mlp_only_layers=[0, 1, 2, 3]),
+    "qwen3_moe": _MIXTURE,
+    "qwen3_5_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=512),
+    "qwen3_next_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=128),
+    "gpt_oss": WIDE | dict(intermediate_size=64, layer_types=["sliding_attention", "full_attention"] * 2),
+}
+
+
+class ThreadExchange:
+    """Moves tensors between threads of one process. `meeting`: where the threads wait for each other."""
+
+    def __init__(self, rank: Rank, shelf: list[Any], meeting: threading.Barrier) -> None:
+        self.rank, self._shelf, self._meeting = rank, shelf, meeting
+
+    def gather(self, x: Tensor) -> Sequence[Tensor]:
+        self._shelf[self.rank.index] = x
+        self._meeting.wait()
+        found = list(self._shelf)
+        self._meeting.wait()
+        return found
+
+
+def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, StepResults]]:
+    """Return the steps of an engine on one device, and their results. The steps have chunks of prompts, prefix hits,
+    groups, preemptions, filters, scores and top log-probs.
+    """
+    found = list[tuple[Step, StepResults]]()
+    compute: Callable[[LocalExecutor, Step], LocalComputation] = LocalExecutor.compute
+
+    def recorded(executor: LocalExecutor, step: Step) -> LocalComputation:
+        computation = compute(executor, step)
+        found.append((step, computation.wait()))
+        return computation
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalExecutor, "compute", recorded)
+        engine = Engine(config)
+        shared = tokens(40)
+        asked = [
+            generate("a", np.concatenate((shared, tokens(9, seed=1))), n=3, max_tokens=24),
+            generate("b", np.concatenate((shared, tokens(30, seed=2))), n=2, max_tokens=20, temperature=0.7, top_k=9),
+            generate("c", tokens(70, seed=3), max_tokens=30, temperature=0.0, top_logprobs=3),
+        ]
+        run(engine, asked[:1])
+        run(engine, [*asked[1:], ScoreRequest("d", tokens(50, seed=4))])
+        assert engine.stats().preemptions > 0 and engine.stats().prefix_hits > 0, "premise"
+    return found
+
+
+def replay(config: EngineConfig, steps: Sequence[tuple[Step, StepResults]], size: int) -> list[int]:
+    """Compute the steps again on `size` ranks. Return the number of steps with other results, for each rank."""
+    shelf, meeting = [None] * size, threading.Barrier(size, timeout=120)
+
+    def compute(index: int) -> int:
+        try:
+            loaded = load_model(config, ThreadExchange(Rank(index, size), shelf, meeting))
+            executor, differences = LocalExecutor(config, loaded), 0
+            for step, expected in steps:
+                differences += bits(executor.compute(step).wait()) != bits(expected)
+            return differences
+        except BaseException:
+            meeting.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(compute, range(size)))
+
+
+def bits(results: StepResults) -> tuple[Any, ...]:
+    drawn = results.drawn
+    found = None
+    if drawn is not None:
+        found = drawn.token_ids, np.array(drawn.logprobs, np.float64).tobytes(), drawn.is_finite, drawn.records
+    scores = [[column.tobytes() for column in columns] for columns in results.scores]
+    return found, scores, None if results.routes is None else bytes(results.routes), results.expert_tokens
+
+
+def config_of(family: str, folder: Path, **settings: Any) -> EngineConfig:
+    model = str(make_tiny_model(family, folder, **FAMILIES[family]))
+    sizes = dict(
+        num_blocks=20,
+        block_size=8,
+        state_interval=8 if "linear_num_key_heads" in FAMILIES[family] else None,
+        max_num_batched_tokens=48,
+        max_num_seqs=16,
+        num_threads=1,
+    )
+    return EngineConfig(model=model, **(sizes | settings))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_give_the_bits_of_one_device(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(family, tmp_path)
+    steps = record(config, monkeypatch)
+    assert load_model(config).model.spec.pieces == 4 and len(steps) > 50, "premise"
+    for size in (2, 4):
+        assert replay(config, steps, size) == [0] * size
+
+
+def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model has an empty piece for some ranks: 128 inner features of the shared expert."""
+    for settings in (dict(dtype="bfloat16"), dict(backend="reference")):
+        config = config_of("qwen3_next_moe", tmp_path, **settings)
+        assert replay(config, record(config, monkeypatch), 4) == [0] * 4
+
+
+of_attention, of_gated = ranks._part_of_attention, ranks._part_of_gated
+
+
+def add_from_the_left(ops: RankedOps, own: Tensor) -> Tensor:
+    first, *others = ops.exchange.gather(own)
+    return sum(others, first)
+
+
+def take_keys_of_another_head(spec: AttentionSpec, rank: Rank) -> Any:
+    (own, parts), (_, others) = (
+        of_attention(spec, rank),
+        of_attention(spec, Rank(rank.size - 1 - rank.index, rank.size)),
+    )
+    return own, parts | {"mixer.k": others["mixer.k"]}
+
+
+def take_the_features_of_another_rank(role: str, inner: int, pieces: int, rank: Rank) -> Any:
+    (own, unit, parts), other = of_gated(role, inner, pieces, rank), Rank((rank.index + 1) % rank.size, rank.size)
+    return own, unit, parts | {f"{role}.down": of_gated(role, inner, pieces, other)[2][f"{role}.down"]}
+
+
+SABOTAGE: list[tuple[Any, str, Any]] = [
+    (RankedOps, "_added", add_from_the_left),
+    (ranks, "_part_of_attention", take_keys_of_another_head),
+    (ranks, "_part_of_gated", take_the_features_of_another_rank),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "other"), SABOTAGE, ids=[other.__name__ for *_, other in SABOTAGE])
+def test_these_tests_find(owner: Any, name: str, other: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("llama", tmp_path)
+    steps = record(config, monkeypatch)
+    monkeypatch.setattr(owner, name, other)
+    assert min(replay(config, steps, 4)) > 0
