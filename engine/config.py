@@ -68,6 +68,9 @@ class EngineConfig(BaseModel):
     with more expected accepted tokens; a model without a module gets repeats only.
     `num_speculative_tokens`: the maximum number of tokens drafted for a sample in one step.
 
+    `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`. The
+    bits do not depend on this number.
+
     `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
 
@@ -95,6 +98,7 @@ class EngineConfig(BaseModel):
     cuda_graphs: bool = True
     speculative: Literal["off", "auto", "ngram", "mtp"] = "off"
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
+    tensor_parallel_size: int = Field(default=1, ge=1, le=8)
     pieces: int | None = Field(default=None, ge=1, le=8)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 

@@ -32,6 +32,7 @@ from .drafting.drafting import Drafting
 from .drafting.mtp import MtpDrafter
 from .drafting.repeats import RepeatsDrafter
 from .outputs.open_requests import Commit, OpenScore
+from .parallel.leader import RankedExecutor
 from .pipeline import Ledger, Pipeline
 from .request import InFlight, Output, Request, SampleDelta, Tag
 from .running.executor import Executor, LocalExecutor
@@ -62,8 +63,7 @@ class Engine:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         assert drafter is None or config.num_drafts, "a drafter needs speculative other than off"
-        loaded = load_model(config) if loaded is None else loaded
-        self._executor: Executor = LocalExecutor(config, loaded)
+        self._executor, loaded = _new_executor(config, loaded)
         self._scheduler = _new_scheduler(config, self.info)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
         self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
@@ -196,6 +196,10 @@ class Engine:
             outputs += [self._pipeline.abort(entry) for entry in entries]
         return outputs
 
+    def close(self) -> None:
+        """End other processes of the engine. No call may follow. They also end with this process."""
+        self._executor.close()
+
     def memory(self) -> dict[str, int]:
         """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep.
 
@@ -254,6 +258,15 @@ class Engine:
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
+
+
+def _new_executor(config: EngineConfig, loaded: LoadedModel | None) -> tuple[Executor, LoadedModel]:
+    if config.tensor_parallel_size > 1:
+        assert loaded is None, "each rank loads its own part of the model"
+        ranked = RankedExecutor(config)
+        return ranked, ranked.loaded
+    loaded = load_model(config) if loaded is None else loaded
+    return LocalExecutor(config, loaded), loaded
 
 
 def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:

@@ -58,9 +58,11 @@ KERNELS = {
     "contract": {"journal", "specs"},
     "spellings": set(),
     "stacks": {"contract"},
-    "shards": {"specs"},
+    "shards": {"specs", "stacks"},
     "layer": SPEC | {"stacks"},
-    "families": {"families", "specs"},
+    "pieces": {"layer", "specs"},
+    "ranks": SPEC | {"layer"},
+    "families": {"families", "pieces", "specs"},
     "transfer": set(),
     "reference": SPEC | {"layer"},
     "cpu": SPEC | {"cpu", "layer", "reference"},
@@ -74,8 +76,8 @@ KERNELS = {
     "adapters": SPEC | {"wrappers"},
     "arguments": set(),
     "training": SPEC
-    | {"adapters", "arguments", "autograd", "batches", "layer", "plain_models", "replay", "selection", "stacks"}
-    | {"wrappers"},
+    | {"adapters", "arguments", "autograd", "batches", "layer", "pieces", "plain_models", "replay", "selection"}
+    | {"stacks", "wrappers"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}
@@ -110,6 +112,12 @@ ENGINE = {
     "running.executor": {"config", "models", "outputs.routes", "request"}
     | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "sampler", "step")}
     | {"running.warm_up", "running.weights"},
+    "parallel.exchange": set(),
+    "parallel.agreement": {"parallel.exchange", "running.executor"},
+    "parallel.wire": {"outputs.open_requests", "request", "running.mtp", "running.step"},
+    "parallel.follower": {"config", "parallel", "running.executor", "running.loading"},
+    "parallel.leader": {"config", "outputs.routes", "parallel", "request"}
+    | {f"running.{name}" for name in ("executor", "loading", "mtp", "step", "weights")},
     "drafting.drafter": {"scheduling.sequence"},
     "drafting.odds": set(),
     "drafting.repeats": {"drafting.odds", "scheduling.sequence"},

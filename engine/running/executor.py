@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.ranks import Exchange
 from ...kernels.transfer import HostCopies, to_device
 from ..config import EngineConfig
 from ..models.decoder import ROUTES
@@ -116,6 +117,10 @@ class Executor(Protocol):
         """Return how many bytes `weights` and `kv_cache` hold now: 0 for memory that is asleep."""
         ...
 
+    def close(self) -> None:
+        """End other processes of the executor. No call may follow."""
+        ...
+
 
 def runs_ahead(device: torch.device) -> bool:
     """Return whether steps on this device are queued before the host has seen the previous step's tokens."""
@@ -143,12 +148,13 @@ class LocalComputation:
 
 
 class LocalExecutor:
-    """The executor of one process on one device. Construction includes the warm-up.
+    """The executor of one process on one device. Construction includes the warm-up. `exchange`: the executor is one of
+    several ranks.
 
     Raise ConfigError if `config` cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, exchange: Exchange | None = None) -> None:
         device = loaded.model.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # events and graphs are created on the thread's current device
@@ -156,6 +162,8 @@ class LocalExecutor:
         if is_needed(device):
             log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
+        if exchange is not None:
+            available = _least(available, device, exchange)
         info = engine_info(config, loaded, available)
         spare = (
             1 if uses_graphs(config, loaded) else 0
@@ -240,6 +248,9 @@ class LocalExecutor:
         if self._graphs is not None and not self._asleep:
             self._graphs.capture()
 
+    def close(self) -> None:
+        """Do nothing, because the executor has no other processes."""
+
     def memory(self) -> dict[str, int]:
         return {"weights": self.weights.num_held, "kv_cache": self._runner.num_held}
 
@@ -264,6 +275,12 @@ class LocalExecutor:
         if graphs is not None and graphs.draws(step):
             return graphs.draw(step)
         return self._sampler.draw(hidden, step.draws)
+
+
+def _least(available: int, device: torch.device, exchange: Exchange) -> int:
+    """Return the memory that is available to each rank, in bytes. Ranks on a CPU share the memory of the machine."""
+    least = min(int(each) for each in exchange.gather(torch.tensor([available])))
+    return least // exchange.rank.size if device.type == "cpu" else least
 
 
 def _buckets(info: EngineInfo) -> dict[str, int]:

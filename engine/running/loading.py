@@ -79,6 +79,9 @@ class EngineInfo:
     `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the size of one
     token's recorded experts, in bytes. The four fields about experts are 0 for models without experts.
 
+    `tensor_parallel_size`: the number of ranks. With several ranks, `weight_bytes`, `kv_bytes` and `state_bytes` are
+    those of one rank.
+
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
     """
@@ -115,6 +118,7 @@ class EngineInfo:
     window_blocks: tuple[int, ...] = ()
     scratch_bytes: int = 0
     warm_up_seconds: float = 0.0
+    tensor_parallel_size: int = 1
 
     @property
     def num_slots(self) -> int:

@@ -51,6 +51,7 @@ ENGINE: Table = {
     "Drafts": {
         "speculative": "Drafted tokens, which change no bit: off, ngram (repeats of a prompt and its samples), mtp "
         "(the model's own module), or auto (the better of both).",
+        "tensor_parallel_size": "Processes among which each layer is divided; the bits stay the same. Only on a CPU.",
         "pieces": "Pieces in which sums are computed: 1, 2, 4 or 8; the trainer's number. Default: suits the model.",
         "num_speculative_tokens": "Maximum number of drafted tokens per sample and step.",
     },

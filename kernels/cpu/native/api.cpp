@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -425,6 +426,18 @@ int trueroll_set_isa(const char* name) {
             chosen = set;
             return 1;
         }
+    return 0;
+}
+
+int trueroll_meet(int64_t* counters, long rank, long size, long turn, long spins) {
+    constexpr long STRIDE = 64 / sizeof(int64_t), LOOKS = 64;
+    __atomic_store_n(counters + rank * STRIDE, turn, __ATOMIC_RELEASE);
+    for (long spin = 1; spin <= spins; ++spin) {
+        long arrived = 0;
+        while (arrived < size && __atomic_load_n(counters + arrived * STRIDE, __ATOMIC_ACQUIRE) >= turn) ++arrived;
+        if (arrived == size) return 1;
+        if (spin % LOOKS == 0) std::this_thread::yield();  // ranks may share a core
+    }
     return 0;
 }
 

@@ -112,6 +112,10 @@ const char* trueroll_isa();
 // Uses the instruction set of this name for all later calls. Returns false if this machine lacks the instruction set.
 int trueroll_set_isa(const char* name);
 
+// Sets the counter of a rank to `turn`, then looks up to `spins` times whether the counters of all ranks have reached
+// it. Returns whether they have. A counter is 64 bytes from the next. What a rank wrote before is visible afterwards.
+int trueroll_meet(int64_t* counters, long rank, long size, long turn, long spins);
+
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);
 
 void trueroll_unpack(int bfloat16, const void* packed, void* rows, long n, long k);

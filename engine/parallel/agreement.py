@@ -1,0 +1,34 @@
+"""Checks that all ranks have the same results."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+
+from ...kernels.ranks import Exchange
+from ..running.executor import StepResults
+from .exchange import RankError
+
+STEPS = 64
+"""The number of steps between two comparisons."""
+
+
+class Agreement:
+    """Compares a checksum of the drawn tokens and of the bits of their log-probs, every `STEPS` steps."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._checksum, self._steps = exchange, 0, 0
+
+    def add(self, results: StepResults) -> None:
+        """Add the results of a step. All ranks call this after the same step. Raise RankError if a rank differs."""
+        if results.drawn is not None:
+            tokens = np.array(results.drawn.token_ids, np.int64).tobytes()
+            logprobs = np.array(results.drawn.logprobs, np.float64).tobytes()
+            self._checksum = zlib.crc32(logprobs, zlib.crc32(tokens, self._checksum))
+        self._steps += 1
+        if self._steps % STEPS == 0:
+            found = [int(each) for each in self._exchange.gather(torch.tensor([self._checksum]))]
+            if odd := [index for index, checksum in enumerate(found) if checksum != found[0]]:
+                raise RankError(f"ranks {odd} have other tokens or log-probs than rank 0, after step {self._steps}")

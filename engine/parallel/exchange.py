@@ -1,0 +1,96 @@
+"""Exchange of tensors between processes of one machine, through shared memory.
+
+The memory is an unnamed file that the leader creates and that the followers inherit. It has a counter for each rank and
+two sides with a slot for each rank. A rank writes its tensor to its slot, sets its counter to the number of the call,
+and waits until all counters have reached this number. A rank can only be one call ahead of another rank, so that two
+sides suffice.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.library import load_library
+from ...kernels.ranks import Rank
+
+MOST_SECONDS, MOST_SECONDS_TO_START = 60.0, 1800.0
+"""How long a rank waits for the others in a step, and while ranks load and warm up."""
+SLOT_BYTES = 4 * 2**20
+_COUNTER_BYTES = 64  # a cache line each, so that ranks do not slow each other down
+_SPINS = 20_000
+"""How often a rank looks at the counters before it checks whether the other ranks are alive."""
+
+
+class RankError(RuntimeError):
+    """A rank has failed or hangs, or ranks have different results. The engine cannot go on."""
+
+
+def segment_bytes(size: int) -> int:
+    """Return the size of the shared memory of `size` ranks, in bytes."""
+    return size * (_COUNTER_BYTES + 2 * SLOT_BYTES)
+
+
+def new_segment(size: int) -> int:
+    """Return the descriptor of new shared memory for `size` ranks. The caller closes it."""
+    segment = os.memfd_create("trueroll-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(segment, segment_bytes(size))
+    return segment
+
+
+class SharedExchange:
+    """The `Exchange` of one rank. `segment`: the descriptor of the shared memory; closed by the caller.
+
+    `check()`: called while the rank waits; raises an exception if another rank has ended. `most_seconds`: how long a
+    rank waits for the other ranks. After that, a call raises RankError.
+    """
+
+    def __init__(self, rank: Rank, segment: int, check: Callable[[], object], most_seconds: float) -> None:
+        self.rank, self.check, self.most_seconds = rank, check, most_seconds
+        self.seconds = 0.0
+        self._library = load_library()
+        self._memory = mmap.mmap(segment, segment_bytes(rank.size))
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._turn = 0
+
+    def gather(self, x: Tensor) -> Sequence[Tensor]:
+        """See `Exchange.gather`."""
+        started, flat = time.perf_counter(), x.contiguous().view(-1).view(torch.uint8)
+        if len(flat) <= SLOT_BYTES:
+            parts = self._gather(flat)
+        else:
+            parts = [torch.empty_like(flat) for _ in range(self.rank.size)]
+            for start in range(0, len(flat), SLOT_BYTES):
+                some = self._gather(flat[start : start + SLOT_BYTES])
+                for part, found in zip(parts, some, strict=True):
+                    part[start : start + len(found)] = found
+        self.seconds += time.perf_counter() - started
+        return [part.view(x.dtype).view(x.shape) for part in parts]
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """Exchange bytes that fit into a slot. The result is valid until the next call."""
+        self._turn += 1
+        self._slot(self.rank.index)[: len(own)] = own
+        self._meet()
+        return [self._slot(index)[: len(own)] for index in range(self.rank.size)]
+
+    def _slot(self, index: int) -> Tensor:
+        size = self.rank.size
+        start = size * _COUNTER_BYTES + (self._turn % 2 * size + index) * SLOT_BYTES
+        return self._bytes[start : start + SLOT_BYTES]
+
+    def _meet(self) -> None:
+        """Wait until all ranks have made this call."""
+        counters, until = self._bytes.data_ptr(), time.monotonic() + self.most_seconds
+        while not self._library.meet(counters, *self.rank, self._turn, _SPINS):
+            self.check()
+            if time.monotonic() > until:
+                raise RankError(
+                    f"rank {self.rank.index} of {self.rank.size} waited {self.most_seconds:.0f} s for the other ranks; "
+                    "one of them hangs"
+                )

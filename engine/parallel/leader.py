@@ -1,0 +1,215 @@
+"""The leader: starts the followers, and is the executor of an engine with several ranks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from trueroll.errors import ConfigError
+
+from ...kernels.ranks import Rank
+from ..config import EngineConfig
+from ..outputs.routes import RouteFormat
+from ..request import Tag
+from ..running.executor import LocalComputation, LocalExecutor, StepResults
+from ..running.loading import EngineInfo, LoadedModel, load_model
+from ..running.mtp import DraftStep
+from ..running.step import Step
+from ..running.weights import WeightStaging, WeightStore
+from . import exchange
+from .agreement import Agreement
+from .exchange import MOST_SECONDS_TO_START, RankError, SharedExchange, new_segment
+from .wire import Channel
+
+SECONDS_TO_END = 5.0
+
+
+class Follower(NamedTuple):
+    """A follower: its rank, its process, and the messages to it."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    channel: Channel
+
+
+class Followers:
+    """The followers of an engine. When the object is closed or lost, or this process ends, the followers end."""
+
+    def __init__(self, config: EngineConfig, size: int, segment: int) -> None:
+        self._size = size
+        self._all = list[Follower]()
+        self.close = weakref.finalize(self, _end, self._all)
+        for index in range(1, size):
+            own, other = socket.socketpair()
+            with other:
+                command = [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "trueroll.engine.parallel.follower",
+                    str(other.fileno()),
+                    str(segment),
+                ]
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), segment))
+            self._all.append(Follower(index, process, Channel(own)))
+        for follower in self._all:
+            follower.channel.send("start", [config.model_dump(), follower.index, size])
+
+    def send(self, name: str, content: object = None) -> None:
+        """Send a command to all followers."""
+        for follower in self._all:
+            try:
+                follower.channel.send(name, content)
+            except OSError:
+                self._raise_failure(follower)
+
+    def confirm(self) -> None:
+        """Wait until all followers have confirmed the last command. Raise RankError if one of them fails."""
+        for follower in self._all:
+            try:
+                name, content = follower.channel.receive()
+            except (EOFError, OSError):
+                self._raise_failure(follower)
+            if name != "done":
+                raise RankError(f"{self._name(follower)} failed: {content}")
+
+    def check(self) -> None:
+        """Raise RankError if a follower has failed or ended."""
+        for follower in self._all:
+            if follower.channel.has_news():
+                self._raise_failure(follower)
+
+    def _raise_failure(self, follower: Follower) -> None:
+        try:
+            _, content = follower.channel.receive()
+        except (EOFError, OSError):
+            code = _exit_code(follower.process)
+            raise RankError(f"{self._name(follower)} ended with exit code {code}") from None
+        raise RankError(f"{self._name(follower)} failed: {content}")
+
+    def _name(self, follower: Follower) -> str:
+        return f"rank {follower.index} of {self._size} (process {follower.process.pid})"
+
+
+def _exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return process.wait(SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _end(followers: list[Follower]) -> None:
+    """Close the channels, which ends the followers, and kill the followers that do not end in time."""
+    for follower in followers:
+        follower.channel.close()
+    until = time.monotonic() + SECONDS_TO_END
+    for follower in followers:
+        try:
+            follower.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            follower.process.kill()
+            follower.process.wait()
+
+
+@dataclass(frozen=True)
+class _Computation:
+    """A step in flight on all ranks."""
+
+    own: LocalComputation
+    agreement: Agreement
+
+    def wait(self) -> StepResults:
+        results = self.own.wait()
+        self.agreement.add(results)
+        return results
+
+
+class RankedExecutor:
+    """The executor of an engine with several ranks, in the process of rank 0. Construction starts the followers.
+
+    Raise ConfigError or ModelError if `config` cannot be served, and RankError if a rank fails.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        size = config.tensor_parallel_size
+        config = of_each_rank(config)
+        segment = new_segment(size)
+        try:
+            self._followers = Followers(config, size, segment)
+            self._exchange = SharedExchange(Rank(0, size), segment, self._followers.check, MOST_SECONDS_TO_START)
+        finally:
+            os.close(segment)
+        self.loaded: LoadedModel = load_model(config, self._exchange)
+        self._own = LocalExecutor(config, self.loaded, self._exchange)
+        self._followers.confirm()
+        self._exchange.most_seconds = exchange.MOST_SECONDS
+        self._agreement = Agreement(self._exchange)
+
+    @property
+    def info(self) -> EngineInfo:
+        return replace(self._own.info, tensor_parallel_size=self._exchange.rank.size)
+
+    @property
+    def weights(self) -> WeightStore:
+        return self._own.weights
+
+    @property
+    def routes(self) -> RouteFormat | None:
+        return self._own.routes
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._own.runs_ahead
+
+    def check_ready(self) -> None:
+        self._own.check_ready()
+
+    def compute(self, step: Step) -> _Computation:
+        self._followers.send("compute", step)
+        return _Computation(self._own.compute(step), self._agreement)
+
+    def draft(self, step: DraftStep) -> list[list[int]]:
+        self._followers.send("draft", step)
+        return self._own.draft(step)
+
+    def commit(self, staging: WeightStaging) -> None:
+        raise RuntimeError("engine: the weights of several ranks cannot be replaced")  # no staging exists
+
+    def sleep(self, level: int, tags: Collection[Tag]) -> None:
+        self._followers.send("sleep", [level, sorted(tags)])
+        self._own.sleep(level, tags)
+        self._followers.confirm()
+
+    def wake_up(self, tags: Collection[Tag]) -> None:
+        self._followers.send("wake_up", sorted(tags))
+        self._own.wake_up(tags)
+        self._followers.confirm()
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that rank 0 holds."""
+        return self._own.memory()
+
+    def close(self) -> None:
+        self._followers.close()
+
+
+def of_each_rank(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of each rank. The ranks share the cores of the machine."""
+    if torch.device(config.device).type != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size must be 1 on {config.device} (got {config.tensor_parallel_size}); only a CPU can "
+            "have several ranks",
+            field="tensor_parallel_size",
+            value=config.tensor_parallel_size,
+        )
+    cores = config.num_threads or len(os.sched_getaffinity(0))
+    return config.model_copy(update=dict(num_threads=max(1, cores // config.tensor_parallel_size)))

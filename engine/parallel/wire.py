@@ -1,0 +1,102 @@
+"""Messages from the leader to the followers, and their answers: MessagePack, with arrays as bytes.
+
+A message is a pair: the name of a command, and its content. `Channel` sends messages through a socket.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ..outputs.open_requests import DRAW
+from ..request import Distribution
+from ..running.mtp import DraftStep
+from ..running.step import Draws, JournalRows, ScoredRows, Step
+
+_ARRAY, _OBJECT = 1, 2
+_CLASSES: dict[str, Any] = {each.__name__: each for each in (Step, Draws, ScoredRows, JournalRows, DraftStep)}
+_DTYPES = {"draw": DRAW, "int64": np.dtype(np.int64), "int32": np.dtype(np.int32)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LENGTH = struct.Struct("<Q")
+
+
+class Channel:
+    """Sends and receives messages through one end of a socket pair."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    def send(self, name: str, content: object = None) -> None:
+        """Send a message. Raise OSError if the other process has ended."""
+        message: bytes = msgpack.packb((name, content), default=_packed)  # type: ignore[assignment]
+        self._socket.sendall(_LENGTH.pack(len(message)) + message)
+
+    def receive(self) -> tuple[str, Any]:
+        """Wait for the next message. Raise EOFError if the other process has ended."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        name, content = msgpack.unpackb(
+            self._read(length), ext_hook=_unpacked, strict_map_key=False, max_ext_len=length, max_bin_len=length
+        )
+        return name, content
+
+    def has_news(self) -> bool:
+        """Return whether a message has arrived or the other process has ended."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            pass
+        return True
+
+    def is_closed(self) -> bool:
+        """Return whether the other process has closed its end or has ended, and every message has been received."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Close the socket. The other process then receives EOFError."""
+        self._socket.close()
+
+    def _read(self, length: int) -> memoryview:
+        found, done = memoryview(bytearray(length)), 0
+        while done < length:
+            if not (count := self._socket.recv_into(found[done:])):
+                raise EOFError
+            done += count
+        return found
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        content = _NAMES[value.dtype], value.shape, np.ascontiguousarray(value).tobytes()
+        return msgpack.ExtType(_ARRAY, msgpack.packb(content))
+    if isinstance(value, Distribution):
+        return msgpack.ExtType(_OBJECT, msgpack.packb(("Distribution", value.model_dump())))
+    if type(value).__name__ in _CLASSES:
+        content = {field.name: getattr(value, field.name) for field in fields(value)}
+        return msgpack.ExtType(_OBJECT, msgpack.packb((type(value).__name__, content), default=_packed))
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value)  # a range, or an array of banned ids
+
+
+def _unpacked(code: int, content: bytes) -> Any:
+    if code == _ARRAY:
+        name, shape, values = msgpack.unpackb(content, max_bin_len=len(content))
+        return np.frombuffer(values, _DTYPES[name]).reshape(shape).copy()  # torch needs writable memory
+    name, values = msgpack.unpackb(
+        content, ext_hook=_unpacked, strict_map_key=False, max_ext_len=len(content), max_bin_len=len(content)
+    )
+    make: Callable[..., Any] = Distribution if name == "Distribution" else _CLASSES[name]
+    return make(**values)

@@ -1,0 +1,176 @@
+"""An engine with several ranks, each in a process of its own, gives the bits of an engine on one device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tiny import make_tiny_model
+from trueroll.engine.config import EngineConfig
+from trueroll.engine.engine import Engine
+from trueroll.engine.parallel import exchange, leader
+from trueroll.engine.parallel.exchange import RankError
+from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
+from trueroll.errors import ConfigError, ModelError
+
+from .drive import generate, tokens
+from .running.test_ranks import FAMILIES
+
+SIZES: dict[str, Any] = dict(
+    num_blocks=24,
+    block_size=8,
+    state_interval=8,
+    state_budget=24,
+    max_num_batched_tokens=64,
+    max_num_seqs=16,
+    num_threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_model("qwen3_5_moe", tmp_path_factory.mktemp("model"), **FAMILIES["qwen3_5_moe"]))
+
+
+@contextmanager
+def engine_of(model: str, size: int, **settings: Any) -> Iterator[Engine]:
+    engine = Engine(EngineConfig(model=model, tensor_parallel_size=size, **(SIZES | settings)))
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def asked() -> list[GenerateRequest | ScoreRequest]:
+    shared = tokens(40)
+    return [
+        generate("a", np.concatenate((shared, tokens(9, seed=1))), n=3, max_tokens=40, return_routed_experts=True),
+        generate("b", np.concatenate((shared, tokens(30, seed=2))), n=2, max_tokens=30, temperature=0.7, top_p=0.9),
+        generate("c", tokens(70, seed=3), max_tokens=40, temperature=0.0, top_logprobs=3),
+        ScoreRequest("d", tokens(50, seed=4)),
+    ]
+
+
+def run(engine: Engine) -> list[tuple[Any, ...]]:
+    """Run the requests twice, and return the bits of their outputs. The second run hits the prefix cache."""
+    found = []
+    for _ in range(2):
+        for request in asked():
+            engine.add(request)
+        while engine.has_unfinished:
+            found += [bits(output) for output in engine.step()]
+    return sorted(found)
+
+
+def bits(output: Any) -> tuple[Any, ...]:
+    if isinstance(output, ScoreOutput):
+        assert output.logprobs is not None
+        return output.request_id, 0, output.logprobs.tobytes()
+    assert isinstance(output, SampleOutput) and output.logprobs is not None
+    routes = b"" if output.routed_experts is None else output.routed_experts.tobytes()
+    tops = b"" if output.top_logprobs is None else output.top_logprobs.tobytes()
+    return output.request_id, output.index, tuple(output.token_ids), output.logprobs.tobytes(), routes, tops
+
+
+def test_engines_with_several_ranks_give_the_same_bits_and_statistics(model: str) -> None:
+    found, stats = dict[int, Any](), dict[int, Any]()
+    for size in (1, 4):
+        with engine_of(model, size) as engine:
+            found[size], stats[size] = run(engine), engine.stats()
+            assert engine.info.tensor_parallel_size == size and engine.info.pieces == 4
+    assert found[4] == found[1] and len(found[1]) == 14
+    assert stats[4] == stats[1] and stats[1].steps > 2 * 64, "premise: the ranks compared their checksums"
+    assert stats[1].preemptions > 0 and stats[1].prefix_hits > 0 and stats[1].checkpoints_restored > 0, "premise"
+
+
+def test_each_rank_holds_its_part(model: str) -> None:
+    with engine_of(model, 1) as one, engine_of(model, 4) as four:
+        assert four.info.weight_bytes < one.info.weight_bytes
+        assert four.info.kv_bytes * 2 == one.info.kv_bytes, "two of four ranks share a key-value head"
+        assert four.info.state_bytes * 4 == one.info.state_bytes
+
+
+def test_ranks_sleep_and_wake_up_together(model: str) -> None:
+    with engine_of(model, 2) as engine:
+        before = run(engine)
+        engine.sleep(1, ["weights", "kv_cache"], "drain")
+        assert engine.memory()["kv_cache"] == 0
+        engine.wake_up(["weights", "kv_cache"])
+        assert run(engine) == before
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "trueroll.engine.parallel.follower" in child.cmdline()]
+
+
+def test_a_killed_rank_is_named_and_no_process_is_left(model: str) -> None:
+    with engine_of(model, 4) as engine:
+        for request in asked():
+            engine.add(request)
+        for _ in range(5):
+            engine.step()
+        killed = children()[1]
+        killed.send_signal(signal.SIGKILL)
+        with pytest.raises(RankError, match=rf"rank 2 of 4 \(process {killed.pid}\) ended with exit code -9"):
+            while engine.has_unfinished:
+                engine.step()
+    assert children() == []
+
+
+def test_a_rank_that_hangs_is_told(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MOST_SECONDS", 1.0)
+    monkeypatch.setattr(leader, "SECONDS_TO_END", 0.5)
+    with engine_of(model, 2) as engine:
+        engine.add(asked()[0])
+        engine.step()
+        (stopped,) = children()
+        stopped.send_signal(signal.SIGSTOP)
+        with pytest.raises(RankError, match="rank 0 of 2 waited 1 s for the other ranks; one of them hangs"):
+            while engine.has_unfinished:
+                engine.step()
+    assert children() == []
+
+
+def test_followers_end_with_the_leader(model: str) -> None:
+    """The leader is a process that is killed."""
+    pid = os.fork()
+    if pid == 0:
+        os.execv(
+            sys.executable,
+            [
+                sys.executable,
+                "-c",
+                "import sys, time; from trueroll.engine.engine import Engine; from trueroll.engine.config import "
+                f"EngineConfig; e = Engine(EngineConfig(model={model!r}, tensor_parallel_size=2, num_blocks=24)); "
+                "time.sleep(600)",
+            ],
+        )
+    process = psutil.Process(pid)
+    until = time.monotonic() + 60
+    while not (found := [c for c in process.children() if "trueroll.engine.parallel.follower" in c.cmdline()]):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.kill()
+    os.waitpid(pid, 0)
+    _, alive = psutil.wait_procs(found, 30)
+    assert alive == []
+
+
+def test_what_cannot_be_served_is_refused(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a power of two up to 4, the number of pieces .* .got 8"):
+        Engine(EngineConfig(model=model, tensor_parallel_size=8))
+    with pytest.raises(ConfigError, match="up to 1, the number of pieces"):
+        Engine(EngineConfig(model=model, tensor_parallel_size=2, pieces=1))
+    with pytest.raises(ModelError, match="nothing"):
+        Engine(EngineConfig(model=str(tmp_path / "nothing"), tensor_parallel_size=2))
+    assert children() == []
