@@ -3,7 +3,7 @@
 Every package has the version in LOCK, the file of versions that continuous integration tests. Without a compiler the
 installation fails, unless TRUEROLL_NATIVE=0 requests the reference kernels.
 
-While the native kernels are compiled, the other packages are already being installed.
+Other packages are installed while the native kernels compile.
 
 `install.py FOLDER REQUIREMENTS.txt` makes an environment in which these packages shadow the packages of `.venv`.
 trueroll itself comes from `.venv`. Prints a line for each stage. On a terminal, the line shows the stage's progress.

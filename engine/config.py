@@ -36,8 +36,8 @@ _OF_DEVICE: Any = None  # a placeholder until the device is known
 class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    Of the settings, only `model`, `dtype`, `device` and `backend` affect the bits of samples. The instruction set that
-    the backend uses also affects the bits of samples.
+    Of the settings, only `model`, `dtype`, `device`, `backend` and `pieces` affect the bits of samples. The instruction
+    set that the backend uses also affects the bits of samples.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
@@ -75,7 +75,7 @@ class EngineConfig(BaseModel):
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
-    uses; None: torch's default.
+    uses, for all ranks together; None: torch's default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

@@ -9,7 +9,8 @@ Guarantees:
 - Every accepted request gets exactly one output per sample, or exactly one output if it is a score request. Outputs are
   returned by `step`, `settle`, `abort`, `commit_weights`, `sleep` and `interrupt`.
 - The concatenated deltas of a sample are a bitwise-identical prefix of the sample's output.
-- The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set and dtype.
+- The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set, dtype
+  and pieces.
 - The output records the version of the weights that produced each token. Each token is computed from KV that was
   computed with the same version of the weights.
 - The engine computes a prompt once for all samples and requests that share the prompt.
@@ -196,8 +197,12 @@ class Engine:
             outputs += [self._pipeline.abort(entry) for entry in entries]
         return outputs
 
+    def check(self) -> None:
+        """Raise RuntimeError if another process of the engine has failed."""
+        self._executor.check()
+
     def close(self) -> None:
-        """End other processes of the engine. No call may follow. They also end with this process."""
+        """End the engine's other processes. No call may follow. Without this call, they end with this process."""
         self._executor.close()
 
     def memory(self) -> dict[str, int]:

@@ -14,8 +14,8 @@ the result either. Equality means equal bits.
 - A recurrence processes a sequence's tokens one by one and in order, both in prompts and in decodes. The state of a
   recurrence is float32 and never rounded, so the state does not depend on how a prompt is cut into chunks.
 - Reductions and elementwise functions have no code path that depends on a row's place in memory.
-- The outputs of a row's experts are added in ascending order of expert id. Products with an expert's matrix are
-  accumulated in the same order for any number of rows.
+- Within a group of experts, the outputs of a row's experts are added in ascending order of expert id. Products with an
+  expert's matrix are accumulated in the same order for any number of rows.
 - Where tensor parallelism splits a sum, the sum is computed in pieces, which are added as a balanced binary tree. The
   number of pieces depends on the decoder, and not on the number of devices (`kernels.pieces`).
 - Among equal logits, the lower vocabulary id or the lower expert id wins.
@@ -396,13 +396,13 @@ class Backend(Protocol):
         were a weight of its own; the sum of an empty piece is +0.0. The sums are added in float32 as a balanced binary
         tree. For example, four sums are added as (0 + 1) + (2 + 3). The bias is added to the result in float32, and the
         result is rounded once. A process can therefore compute any subtree of the sum without changing the bits.
-        `pieces.length` is a multiple of 16.
+        For the backend `cpu`, `pieces.length` is a multiple of 16.
         """
         ...
 
     def back_sums(self, x: Tensor, weight: Weight, pieces: Pieces) -> Tensor:
-        """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. A single piece is
-        summed as any other piece.
+        """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single
+        piece is summed as a piece, which may give other bits than `linear`.
         """
         ...
 
@@ -446,14 +446,12 @@ class Backend(Protocol):
 
         An expert's inner row is `gate_mul` of the expert's two `linear` products, which include the biases. The product
         of the inner row with `down` stays in float32. The addition of the bias and the multiplication by the gate are
-        also in float32. The outputs of a row's experts are added in ascending order of expert id, then `shared` [M, H]
-        is added, and the result is rounded once. The op reads neither the router's weights nor the shared expert's
-        weights.
+        also in float32. The outputs of a row's experts are added by groups, then `shared` [M, H] is added, and the
+        result is rounded once. The op reads neither the router's weights nor the shared expert's weights.
 
-        `groups`: a power of two that divides the number of experts. With several groups, group i holds the experts
-        [i G, (i + 1) G), where G is the number of experts divided by `groups`. The outputs of a row's experts in a
-        group are added to +0.0 in ascending order of expert id. The sums of the groups are added as a balanced binary
-        tree, before `shared` is added.
+        `groups`: a power of two that divides the number of experts. Group i holds the experts [i G, (i + 1) G), where G
+        is the number of experts divided by `groups`. Within a group, the outputs are added in ascending order of expert
+        id; with several groups, they are added to +0.0. The sums of the groups are added as a balanced binary tree.
         """
         ...
 

@@ -273,13 +273,13 @@ def project(
     spec: AttentionSpec,
     weights: AttentionWeights,
     rotation: Rotation,
-    norm: Callable[[str, Tensor, Tensor], Tensor] | None = None,
+    norm_heads: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute queries, keys and values from hidden states x [M, H]. Queries are [M, heads, D], and keys and values are
     [M, kv_heads, D].
 
-    With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D]. `norm(part, x, weight)`:
-    normalizes q and k in place of `_norm_heads`; `part` is "q" or "k".
+    With an output gate, each head's query is followed by its gate values: [M, heads, 2 * D]. `norm_heads(q, k)`:
+    replaces the norms of q [M, heads * D] and k [M, kv_heads * D].
     """
     biases = weights.biases or (None, None, None)
     matrices = zip((weights.q, weights.k, weights.v), biases, strict=True)
@@ -288,10 +288,10 @@ def project(
     q = q.flatten(1)
     if spec.qk_norm is not None and weights.qk_norms is not None:
         q_norm, k_norm = weights.qk_norms
-        if norm is None:
+        if norm_heads is None:
             q, k = _norm_heads(ops, q, q_norm, spec.qk_norm), _norm_heads(ops, k, k_norm, spec.qk_norm)
         else:
-            q, k = norm("q", q, q_norm), norm("k", k, k_norm)
+            q, k = norm_heads(q, k)
     q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
     q = ops.rope(q, rotation)
     return torch.cat((q, gate), 2) if spec.output_gate else q, ops.rope(k, rotation), v

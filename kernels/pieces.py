@@ -2,11 +2,12 @@
 
 Tensor parallelism splits some sums over the devices: the products that lead back to the hidden states, and the sum over
 a row's experts. A sum of float32 numbers depends on the order of the additions. Each of these sums is therefore cut
-into pieces, and the pieces are added as a balanced binary tree. One device computes all pieces; a device of several
-computes a subtree. The bits are the same.
+into pieces, and the pieces are added as a balanced binary tree. With several devices, each
+device computes a subtree. The bits are the same.
 
 The number of pieces depends only on the decoder, so that a worker on several devices, a worker on one device and a
-trainer agree to the bit. A different number gives different bits. A decoder in n pieces can run on at most n devices.
+trainer agree to the bit. A different number may give different bits. A decoder in n pieces can run on at most n
+devices.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from .layer import EMBEDDING, HEAD, LAST_NORM, make_layer
 from .specs import DecoderSpec
 
 MOST_PIECES = 8
+_MULTIPLE = 16
+"""The native kernels multiply neighbouring columns together, so that a piece must not end between them."""
 _USUAL_PIECES = 4
 _LARGE = 40e9
-"""Decoders with more parameters are cut into `MOST_PIECES`, because few single devices have room for them."""
+"""Decoders with more parameters are cut into `MOST_PIECES`, because most of them need several devices."""
 
 
 def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
@@ -33,17 +36,18 @@ def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
     ConfigError for a number into which the decoder cannot be cut.
     """
     if count is not None:
-        if found := obstacle(spec, count):
-            raise ConfigError(f"pieces must suit the model ({found}, got {count}); leave it unset", field="pieces")
+        if found := requirement(spec, count):
+            text = f"pieces must be {found} (got {count}); leave it unset to use the model's number"
+            raise ConfigError(text, field="pieces", value=count)
         return replace(spec, pieces=count)
     count = MOST_PIECES if num_parameters(spec) > _LARGE else _USUAL_PIECES
-    while obstacle(spec, count):
+    while requirement(spec, count):
         count //= 2
     return replace(spec, pieces=count)
 
 
-def obstacle(spec: DecoderSpec, count: int) -> str:
-    """Return the reason why a decoder cannot be cut into this many pieces; empty if it can."""
+def requirement(spec: DecoderSpec, count: int) -> str:
+    """Return what the number of pieces of a decoder must be, if it cannot be `count`; empty if it can."""
     if count < 1 or count > MOST_PIECES or count & (count - 1):
         return "1, 2, 4 or 8"
     for mixer in spec.attentions:
@@ -51,9 +55,13 @@ def obstacle(spec: DecoderSpec, count: int) -> str:
             return f"a divisor of {mixer.num_heads} heads"
         if mixer.num_kv_heads % count and count % mixer.num_kv_heads:
             return f"a divisor or a multiple of {mixer.num_kv_heads} key-value heads"
+        if count > 1 and mixer.num_heads // count * mixer.head_dim % _MULTIPLE:
+            return f"1, or a number for which pieces of o have a multiple of {_MULTIPLE} columns"
     for mixer in spec.delta_nets:
         if mixer.num_key_heads % count:
             return f"a divisor of {mixer.num_key_heads} key heads"
+        if count > 1 and mixer.value_size // count % _MULTIPLE:
+            return f"1, or a number for which pieces of o have a multiple of {_MULTIPLE} columns"
     for experts in spec.experts:
         if experts.num_experts % count:
             return f"a divisor of {experts.num_experts} experts"
@@ -62,12 +70,14 @@ def obstacle(spec: DecoderSpec, count: int) -> str:
 
 def num_parameters(spec: DecoderSpec) -> int:
     """Return the number of a decoder's parameters, without an MTP module."""
-    sizes = [] if spec.tie_word_embeddings else [(HEAD, spec.vocab_size * spec.hidden_size)]
-    found = dict([(EMBEDDING, spec.vocab_size * spec.hidden_size), (LAST_NORM, spec.hidden_size), *sizes])
+    vocabulary = spec.vocab_size * spec.hidden_size
+    found = {EMBEDDING: vocabulary, LAST_NORM: spec.hidden_size}
+    if not spec.tie_word_embeddings:
+        found[HEAD] = vocabulary
 
-    def get(name: str, *shape: int, **_: Any) -> None:
+    def count(name: str, *shape: int, **_: Any) -> None:
         found[name] = math.prod(shape)
 
     for index in range(len(spec.layers)):
-        make_layer(spec, index, get)
+        make_layer(spec, index, count)
     return sum(found.values())

@@ -1,9 +1,9 @@
 """A decoder on several ranks: what each rank holds and computes, and what the ranks exchange.
 
 A rank is a process with a device. Each rank holds a part of each large weight and computes a part of each layer:
-neighbouring heads of attention and of delta nets, neighbouring columns of an MLP's inner features, and neighbouring
-experts. Norms, routers, embeddings and the head are whole on every rank, so that every rank has the same hidden states,
-routes and tokens.
+neighbouring heads of attention and of delta nets, neighbouring inner features of an MLP, and neighbouring experts.
+Norms of hidden states, routers, embeddings and the head are whole on every rank, so that every rank has the same hidden
+states, routes and tokens.
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
 subtree of its own pieces in float32. The ranks exchange these sums, and every rank adds all of them as the rest of the
@@ -76,7 +76,7 @@ def part_of(spec: DecoderSpec, rank: Rank) -> DecoderSpec:
         )
     held = dict(spec.held)
     layers = tuple(_part_of_layer(layer, spec.pieces, rank, held, spec.held) for layer in spec.layers)
-    mtp = None if spec.mtp is None else _part_of_layer(spec.mtp, spec.pieces, rank, held, spec.held)
+    mtp = spec.mtp if spec.served_mtp is None else _part_of_layer(spec.served_mtp, spec.pieces, rank, held, spec.held)
     return replace(spec, layers=layers, mtp=mtp, held=held, ranks=size)
 
 
@@ -91,7 +91,12 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
     for role, part in (of_roles | others).items():
         found = WeightSpec(whole[role].dtype if role in whole else None, part)
         if held.setdefault(role, found) != found and held[role].part is not None:
-            raise ConfigError(f"tensor_parallel_size must be 1 for a model whose layers differ in the size of {role}")
+            raise ConfigError(
+                f"tensor_parallel_size must be 1 for a model in which layers differ in the size of {role} (got "
+                f"{rank.size})",
+                field="tensor_parallel_size",
+                value=rank.size,
+            )
         held[role] = found
     return replace(layer, mixer=mixer, mlp=mlp)
 
@@ -237,20 +242,23 @@ class RankedOps:
         """See `Backend.qkv`. A norm over all heads needs the queries and keys of all ranks."""
         if spec.qk_norm is None or not spec.qk_norm_over_heads:
             return self.backend.qkv(x, spec, weights, rotation, k_cache, v_cache, slots)
-        sharers = {"q": 1, "k": spec.kv_sharers}
+        q_norm, k_norm = cast(tuple[Tensor, Tensor], weights.qk_norms)
+        of_heads = spec.qk_norm
 
-        def norm(part: str, x: Tensor, weight: Tensor) -> Tensor:
-            rows, (weights,) = self._joined(x, sharers[part]), self._joined(weight[None], sharers[part])
-            start = self.exchange.rank.index // sharers[part] * x.shape[1]
-            return self.backend.rmsnorm(rows, weights, cast(NormSpec, spec.qk_norm))[:, start : start + x.shape[1]]
+        def norm_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+            return self._normed(q, q_norm, of_heads, 1), self._normed(k, k_norm, of_heads, spec.kv_sharers)
 
-        q, k, v = project(self.backend, x, spec, weights, rotation, norm)
+        q, k, v = project(self.backend, x, spec, weights, rotation, norm_heads)
         self.backend.write_kv(k, v, k_cache, v_cache, slots)
         return q
 
-    def _joined(self, x: Tensor, sharers: int) -> Tensor:
-        """Join the columns of all ranks. `sharers`: the number of neighbouring ranks that hold the same columns."""
-        return torch.cat(list(self.exchange.gather(x))[::sharers], 1)
+    def _normed(self, x: Tensor, weight: Tensor, norm: NormSpec, sharers: int) -> Tensor:
+        """Return this rank's columns of a norm over the columns of all ranks. `sharers`: the number of neighbouring
+        ranks that hold the same columns.
+        """
+        rows, (whole,) = (torch.cat(list(self.exchange.gather(each))[::sharers], 1) for each in (x, weight[None]))
+        start = self.exchange.rank.index // sharers * x.shape[1]
+        return self.backend.rmsnorm(rows, whole, norm)[:, start : start + x.shape[1]]
 
     def _added(self, own: Tensor) -> Tensor:
         """Add the sums of all ranks as a balanced binary tree."""

@@ -45,9 +45,7 @@ WHOLE = Pieces()
 
 
 def pieces_of(count: int, columns: int, unit: int) -> Pieces:
-    """Return `count` pieces of equal length, rounded up to a multiple of `unit`, for a weight with this many
-    columns.
-    """
+    """Cut this many columns into `count` pieces of equal length, rounded up to a multiple of `unit`."""
     return Pieces(count, -(-columns // (count * unit)) * unit)
 
 
@@ -202,7 +200,7 @@ class ExpertsSpec:
 
     @property
     def own(self) -> tuple[int, int]:
-        """The first of the experts that this rank holds, and their number."""
+        """The id of the first expert that this rank holds, and the number of its experts."""
         return (0, self.num_experts) if self.held is None else self.held
 
 
@@ -319,12 +317,12 @@ class DecoderSpec:
     by role, without `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard
     prefix. `others`: a tensor of a checkpoint does not belong to the decoder if its name begins with one of these
     prefixes. `pieces`: the number of pieces in which each product that leads back to the hidden states is summed, and
-    the number of groups in which the outputs of a row's experts are added (see `pieces`). `ranks`: the number of ranks
-    of which this spec describes one (see `ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how
-    a layer holds the weight. Weights with roles not listed in `held` are whole and in the model's dtype. `mtp`: the
-    layer of the model's multi-token prediction (MTP) module, which guesses the token after the next one; None without
-    such a module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint
-    are ignored.
+    the number of groups in which the outputs of a row's experts are added (see `kernels.pieces`). `ranks`: the number
+    of ranks of which this spec describes one (see `kernels.ranks`). `held`: maps the role of a weight to the
+    `WeightSpec` that says how a layer holds the weight. Weights with roles not listed in `held` are whole and in the
+    model's dtype. `mtp`: the layer of the model's multi-token prediction (MTP) module, which guesses the token after
+    the next one; None without such a module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise,
+    its tensors in a checkpoint are ignored.
     """
 
     architecture: str

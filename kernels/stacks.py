@@ -78,6 +78,11 @@ class Stack:
         return cls(new_weight(count * rows, columns, empty), shape, layout)
 
     @property
+    def experts(self) -> range:
+        """The experts in this stack."""
+        return range(self.own_shape[0])
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the elements."""
         return self.matrix.dtype

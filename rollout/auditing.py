@@ -173,7 +173,7 @@ def audit_folder(
     loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
     most = loaded.config.get_text_config().vocab_size
     prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]
-    align(loaded)
+    align(loaded, pieces=(client.health().engine or {}).get("pieces"))
     audits = [audit(loaded, client, prompts, params)]
     if with_plain:
         unalign(loaded)

@@ -293,6 +293,9 @@ class FakeEngine:
     def invalidate_prefix_cache(self) -> None:
         self.actions.append(("invalidate",))
 
+    def check(self) -> None:
+        """Do nothing."""
+
     def memory(self) -> dict[str, int]:
         return {"weights": 1000, "kv_cache": 2000}
 

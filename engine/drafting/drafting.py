@@ -69,10 +69,7 @@ class Drafting:
         lanes, order = running.lanes, running.in_order()
         pauses = [self._pauses.get(each) for each in lanes.sequences[order[lanes.is_decoding[order]]].tolist()]
         self._step += 1
-        for pause in pauses:
-            if pause is not None:
-                pause.begin_step(self._step)
-        return any(pause is None or pause.is_over for pause in pauses)
+        return any(pause is None or pause.allows_drafts(self._step) for pause in pauses)
 
     def extend(self, chunks: Chunks, scheduler: Scheduler) -> Chunks:
         """Return the chunks of a step, extended with drafted tokens.
@@ -128,7 +125,7 @@ class Drafting:
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
         places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
         for sequence, sample, lane, limit in places:
-            if limit > 0 and (pause := self._pauses.setdefault(sequence, Pause())).is_over:
+            if limit > 0 and (pause := self._pauses.setdefault(sequence, Pause())).allows_drafts(self._step):
                 asked[lane] = pause
                 found = [drafter.expect(sequence, sample.seed, limit)[:limit] for drafter, _ in self._drafters]
                 self._chosen[sequence] = best = max(range(len(found)), key=lambda i: _promised(found[i]))

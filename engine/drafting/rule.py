@@ -94,22 +94,21 @@ class Pause:
     in which the gain is at most `_LEAST_GAIN` tokens. During the pause, the sequence drafts only in every
     `_STEPS_PER_TRIAL`th step. The pause ends with the first such step that gains more. All sequences make their trials
     in the same steps, so that the steps between trials can be planned ahead.
-
-    `is_over`: whether to draft in the current step.
     """
 
     def __init__(self) -> None:
-        self.is_over = True
         self._gain, self._in_vain = 0.0, 0
 
-    def begin_step(self, number: int) -> None:
-        """Update `is_over` for the next step. `number`: the number of this step."""
-        self.is_over = self._in_vain < _STEPS_IN_VAIN or number % _STEPS_PER_TRIAL == 0
+    def allows_drafts(self, step: int) -> bool:
+        """Return whether to draft in the step with this number."""
+        return self._in_vain < _STEPS_IN_VAIN or step % _STEPS_PER_TRIAL == 0
 
     def record(self, gain: float) -> None:
         """Record what drafts gained in a step: accepted tokens, minus the tokens that could be drawn in that time."""
         self._gain = _KEPT_GAIN * self._gain + gain
         self._in_vain = 0 if self._gain > _LEAST_GAIN else self._in_vain + 1
+        if self._in_vain >= _STEPS_IN_VAIN:
+            self._gain = max(self._gain, 0.0)  # so that the first trial that gains tokens ends the pause
 
 
 def choose(chances: Mapping[int, Sequence[float]], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:

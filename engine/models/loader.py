@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from trueroll.errors import ModelError, brief, said
 
 from ...kernels.contract import Weight
+from ...kernels.shards import is_stack
 from ...kernels.spellings import Parts, Shape, Spellings
-from ...kernels.stacks import Stack
 from .files import check_file, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
 from .mxfp4 import dequantize, packed_shapes
@@ -96,7 +96,7 @@ class _Wanted(NamedTuple):
     def of(cls, expected: Mapping[str, Weight], found: Set[str], spellings: Spellings) -> _Wanted:
         wanted, parts = cls({}, {}, {}, {}, {}), spellings.parts_among(found)
         for name, weight in expected.items():
-            packed = packed_shapes(name, weight.own_shape) if isinstance(weight, Stack) else {}
+            packed = packed_shapes(name, weight.own_shape) if is_stack(weight) else {}
             forms = {name: tuple(weight.shape)}, parts.get(name, {}), packed
             there = [form for form in forms if not found.isdisjoint(form)]
             if len(there) > 1:
@@ -178,10 +178,12 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
-    """Return the pieces in which a tensor is copied: the experts' matrices if it is a stack, else the whole tensor."""
-    if not isinstance(weight, Stack):
+    """Return the pieces in which a tensor is copied: the held experts' matrices if it is a stack, else the whole
+    tensor.
+    """
+    if not is_stack(weight):
         return [_Piece(name, None, weight)]
-    return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in range(weight.shape[0])]
+    return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in weight.experts]
 
 
 def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
@@ -204,7 +206,7 @@ def _unpack(blocks: _Found, scales: _Found, stack: Any) -> None:
     for start in range(0, count, at_once):
         with _open(blocks.file) as of_blocks, _open(scales.file) as of_scales:
             tensors = of_blocks.get_slice(blocks.name), of_scales.get_slice(scales.name)
-            for expert in range(start, min(start + at_once, count)):
+            for expert in set(range(start, min(start + at_once, count))).intersection(stack.experts):
                 try:
                     matrices = dequantize(*(tensor[expert : expert + 1] for tensor in tensors))
                 except ValueError as error:

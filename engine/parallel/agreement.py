@@ -31,4 +31,7 @@ class Agreement:
         if self._steps % STEPS == 0:
             found = [int(each) for each in self._exchange.gather(torch.tensor([self._checksum]))]
             if odd := [index for index, checksum in enumerate(found) if checksum != found[0]]:
-                raise RankError(f"ranks {odd} have other tokens or log-probs than rank 0, after step {self._steps}")
+                raise RankError(
+                    f"ranks {odd} have tokens or log-probs that differ from those of rank 0, in the {STEPS} steps up "
+                    f"to step {self._steps}"
+                )

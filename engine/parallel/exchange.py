@@ -1,9 +1,9 @@
 """Exchange of tensors between processes of one machine, through shared memory.
 
-The memory is an unnamed file that the leader creates and that the followers inherit. It has a counter for each rank and
-two sides with a slot for each rank. A rank writes its tensor to its slot, sets its counter to the number of the call,
-and waits until all counters have reached this number. A rank can only be one call ahead of another rank, so that two
-sides suffice.
+The memory is an unnamed file that the leader creates and that the followers inherit. It has one counter for each rank,
+and two sides, each with one slot for each rank. A rank writes its tensor to its slot, sets its counter to the number of
+the call, and waits until all counters have reached this number. A rank can be at most one call ahead of another rank,
+so two sides suffice.
 """
 
 from __future__ import annotations
@@ -52,15 +52,29 @@ class SharedExchange:
 
     def __init__(self, rank: Rank, segment: int, check: Callable[[], object], most_seconds: float) -> None:
         self.rank, self.check, self.most_seconds = rank, check, most_seconds
-        self.seconds = 0.0
         self._library = load_library()
         self._memory = mmap.mmap(segment, segment_bytes(rank.size))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._turn = 0
 
+    def meet(self) -> None:
+        """Wait until all ranks have made this call. Raise RankError if a rank does not make it in time."""
+        self._turn += 1
+        counters, until = self._bytes.data_ptr(), time.monotonic() + self.most_seconds
+        while not self._library.meet(counters, *self.rank, self._turn, _SPINS):
+            self.check()
+            if time.monotonic() > until:
+                waited = f"{self.most_seconds:.0f} s"
+                raise RankError(f"ranks {self._absent()} of {self.rank.size} did not answer in {waited}")
+
+    def _absent(self) -> list[int]:
+        """Return the ranks that have not made this call."""
+        counters = self._bytes[: self.rank.size * _COUNTER_BYTES].view(torch.int64)[:: _COUNTER_BYTES // 8].tolist()
+        return [index for index, turn in enumerate(counters) if turn < self._turn]
+
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """See `Exchange.gather`."""
-        started, flat = time.perf_counter(), x.contiguous().view(-1).view(torch.uint8)
+        flat = x.contiguous().view(-1).view(torch.uint8)
         if len(flat) <= SLOT_BYTES:
             parts = self._gather(flat)
         else:
@@ -69,28 +83,16 @@ class SharedExchange:
                 some = self._gather(flat[start : start + SLOT_BYTES])
                 for part, found in zip(parts, some, strict=True):
                     part[start : start + len(found)] = found
-        self.seconds += time.perf_counter() - started
         return [part.view(x.dtype).view(x.shape) for part in parts]
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         """Exchange bytes that fit into a slot. The result is valid until the next call."""
-        self._turn += 1
-        self._slot(self.rank.index)[: len(own)] = own
-        self._meet()
-        return [self._slot(index)[: len(own)] for index in range(self.rank.size)]
+        side = (self._turn + 1) % 2
+        self._slot(side, self.rank.index)[: len(own)] = own
+        self.meet()
+        return [self._slot(side, index)[: len(own)] for index in range(self.rank.size)]
 
-    def _slot(self, index: int) -> Tensor:
+    def _slot(self, side: int, index: int) -> Tensor:
         size = self.rank.size
-        start = size * _COUNTER_BYTES + (self._turn % 2 * size + index) * SLOT_BYTES
+        start = size * _COUNTER_BYTES + (side * size + index) * SLOT_BYTES
         return self._bytes[start : start + SLOT_BYTES]
-
-    def _meet(self) -> None:
-        """Wait until all ranks have made this call."""
-        counters, until = self._bytes.data_ptr(), time.monotonic() + self.most_seconds
-        while not self._library.meet(counters, *self.rank, self._turn, _SPINS):
-            self.check()
-            if time.monotonic() > until:
-                raise RankError(
-                    f"rank {self.rank.index} of {self.rank.size} waited {self.most_seconds:.0f} s for the other ranks; "
-                    "one of them hangs"
-                )

@@ -1,16 +1,19 @@
-"""A follower: computes the steps that the leader sends. `python -m trueroll.engine.parallel.follower SOCKET SEGMENT`.
+"""A follower: computes the steps that the leader sends. `python -m trueroll.engine.parallel.follower SOCKET SEGMENT
+RANK`.
 
 SOCKET and SEGMENT are descriptors that the process inherits: an end of a socket pair, and the memory for exchanges. The
-process ends when the leader closes its end of the socket, or has ended itself.
+process ignores signals that ask it to end, and ends when the leader closes its end of the socket, or has ended itself.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
 import socket
 import sys
-from typing import Any
+from contextlib import suppress
 
 import torch
 
@@ -29,9 +32,9 @@ class LeaderGone(Exception):
     """The leader has closed its end of the socket."""
 
 
-def follow(channel: Channel, segment: int) -> None:
-    """Compute what the leader sends, until it closes the channel."""
-    _, (settings, index, size) = channel.receive()
+def follow(channel: Channel, segment: int, index: int) -> None:
+    """Compute what the leader sends to the rank with this index, until it closes the channel."""
+    _, (settings, size) = channel.receive()
     config = EngineConfig(**settings)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -42,40 +45,44 @@ def follow(channel: Channel, segment: int) -> None:
 
     exchange = SharedExchange(Rank(index, size), segment, check, MOST_SECONDS_TO_START)
     os.close(segment)
-    executor = LocalExecutor(config, load_model(config, exchange), exchange)
-    channel.send("done")
+    executor = LocalExecutor(config, load_model(config, exchange))
+    gc.freeze()  # otherwise a garbage collection would traverse all of torch, and all ranks would wait
+    exchange.meet()
     exchange.most_seconds = MOST_SECONDS
     agreement = Agreement(exchange)
     while True:
-        name, content = channel.receive()
-        if name == "compute":
-            agreement.add(executor.compute(content).wait())
-        elif name == "draft":
-            executor.draft(content)
-        else:
-            _change(executor, name, content)
-            channel.send("done")
-
-
-def _change(executor: LocalExecutor, name: str, content: Any) -> None:
-    if name == "sleep":
-        executor.sleep(*content)
-    else:
-        assert name == "wake_up", name
-        executor.wake_up(content)
+        match channel.receive():
+            case "compute", step:
+                agreement.add(executor.compute(step).wait())
+            case "draft", step:
+                executor.draft(step)
+            case "sleep", (level, tags):
+                executor.sleep(level, tags)
+                exchange.meet()
+            case "wake_up", tags:
+                executor.wake_up(tags)
+                exchange.meet()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader ends the followers
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.getLogger("trueroll").addHandler(logging.NullHandler())  # the leader logs the same warnings
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), MOST_SECONDS)
     try:
-        follow(channel, int(sys.argv[2]))
+        follow(channel, int(sys.argv[2]), int(sys.argv[3]))
     except (EOFError, LeaderGone, ConnectionError):
         return
+    except TruerollError as error:
+        _report(channel, str(error))
     except BaseException as error:
-        kind = "" if isinstance(error, TruerollError) else f"{type(error).__name__}: "
-        channel.send("failed", f"{kind}{error}")
+        _report(channel, f"{type(error).__name__}: {error}")
         raise
+
+
+def _report(channel: Channel, failure: str) -> None:
+    with suppress(OSError):  # the leader may have failed for the same reason, and ended
+        channel.send("failed", failure)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import time
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from trueroll.errors import ConfigError
 
+from ...kernels.cpu.library import library_obstacle
 from ...kernels.ranks import Rank
 from ..config import EngineConfig
 from ..outputs.routes import RouteFormat
@@ -27,7 +28,7 @@ from ..running.step import Step
 from ..running.weights import WeightStaging, WeightStore
 from . import exchange
 from .agreement import Agreement
-from .exchange import MOST_SECONDS_TO_START, RankError, SharedExchange, new_segment
+from .exchange import RankError, SharedExchange, new_segment
 from .wire import Channel
 
 SECONDS_TO_END = 5.0
@@ -42,7 +43,9 @@ class Follower(NamedTuple):
 
 
 class Followers:
-    """The followers of an engine. When the object is closed or lost, or this process ends, the followers end."""
+    """The followers of an engine. They end when the object is closed or garbage-collected, or when this process ends. A
+    follower sends a message only if it fails.
+    """
 
     def __init__(self, config: EngineConfig, size: int, segment: int) -> None:
         self._size = size
@@ -58,11 +61,14 @@ class Followers:
                     "trueroll.engine.parallel.follower",
                     str(other.fileno()),
                     str(segment),
+                    str(index),
                 ]
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), segment))
-            self._all.append(Follower(index, process, Channel(own)))
-        for follower in self._all:
-            follower.channel.send("start", [config.model_dump(), follower.index, size])
+                # In a session of its own, so that a signal to the leader's process group does not end the follower.
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), segment), start_new_session=True
+                )
+            self._all.append(Follower(index, process, Channel(own, exchange.MOST_SECONDS)))
+        self.send("start", [config.model_dump(), size])
 
     def send(self, name: str, content: object = None) -> None:
         """Send a command to all followers."""
@@ -72,29 +78,23 @@ class Followers:
             except OSError:
                 self._raise_failure(follower)
 
-    def confirm(self) -> None:
-        """Wait until all followers have confirmed the last command. Raise RankError if one of them fails."""
-        for follower in self._all:
-            try:
-                name, content = follower.channel.receive()
-            except (EOFError, OSError):
-                self._raise_failure(follower)
-            if name != "done":
-                raise RankError(f"{self._name(follower)} failed: {content}")
-
     def check(self) -> None:
         """Raise RankError if a follower has failed or ended."""
         for follower in self._all:
             if follower.channel.has_news():
                 self._raise_failure(follower)
 
-    def _raise_failure(self, follower: Follower) -> None:
+    def _raise_failure(self, follower: Follower) -> NoReturn:
+        if not follower.channel.has_news():
+            raise RankError(f"{self._name(follower)} does not answer; it hangs")
         try:
             _, content = follower.channel.receive()
         except (EOFError, OSError):
-            code = _exit_code(follower.process)
-            raise RankError(f"{self._name(follower)} ended with exit code {code}") from None
+            raise self._ended(follower) from None
         raise RankError(f"{self._name(follower)} failed: {content}")
+
+    def _ended(self, follower: Follower) -> RankError:
+        return RankError(f"{self._name(follower)} ended with exit code {_exit_code(follower.process)}")
 
     def _name(self, follower: Follower) -> str:
         return f"rank {follower.index} of {self._size} (process {follower.process.pid})"
@@ -141,16 +141,23 @@ class RankedExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
-        config = of_each_rank(config)
+        config = config_of_rank(config)
+        torch.set_num_threads(config.num_threads or 1)
         segment = new_segment(size)
         try:
             self._followers = Followers(config, size, segment)
-            self._exchange = SharedExchange(Rank(0, size), segment, self._followers.check, MOST_SECONDS_TO_START)
+            self._exchange = SharedExchange(
+                Rank(0, size), segment, self._followers.check, exchange.MOST_SECONDS_TO_START
+            )
         finally:
             os.close(segment)
-        self.loaded: LoadedModel = load_model(config, self._exchange)
-        self._own = LocalExecutor(config, self.loaded, self._exchange)
-        self._followers.confirm()
+        try:
+            self.loaded: LoadedModel = load_model(config, self._exchange)
+            self._own = LocalExecutor(config, self.loaded)
+            self._exchange.meet()
+        except BaseException:
+            self._followers.close()
+            raise
         self._exchange.most_seconds = exchange.MOST_SECONDS
         self._agreement = Agreement(self._exchange)
 
@@ -187,23 +194,26 @@ class RankedExecutor:
     def sleep(self, level: int, tags: Collection[Tag]) -> None:
         self._followers.send("sleep", [level, sorted(tags)])
         self._own.sleep(level, tags)
-        self._followers.confirm()
+        self._exchange.meet()
 
     def wake_up(self, tags: Collection[Tag]) -> None:
         self._followers.send("wake_up", sorted(tags))
         self._own.wake_up(tags)
-        self._followers.confirm()
+        self._exchange.meet()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that rank 0 holds."""
         return self._own.memory()
 
+    def check(self) -> None:
+        self._followers.check()
+
     def close(self) -> None:
         self._followers.close()
 
 
-def of_each_rank(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of each rank. The ranks share the cores of the machine."""
+def config_of_rank(config: EngineConfig) -> EngineConfig:
+    """Return the configuration of each rank. The ranks share the threads of the engine."""
     if torch.device(config.device).type != "cpu":
         raise ConfigError(
             f"tensor_parallel_size must be 1 on {config.device} (got {config.tensor_parallel_size}); only a CPU can "
@@ -211,5 +221,7 @@ def of_each_rank(config: EngineConfig) -> EngineConfig:
             field="tensor_parallel_size",
             value=config.tensor_parallel_size,
         )
+    if obstacle := library_obstacle():
+        raise ConfigError(f"tensor_parallel_size: ranks exchange sums with the native library, but {obstacle}")
     cores = config.num_threads or len(os.sched_getaffinity(0))
     return config.model_copy(update=dict(num_threads=max(1, cores // config.tensor_parallel_size)))

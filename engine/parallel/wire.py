@@ -5,8 +5,10 @@ A message is a pair: the name of a command, and its content. `Channel` sends mes
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -27,13 +29,16 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Channel:
-    """Sends and receives messages through one end of a socket pair."""
+    """Sends and receives messages through one end of a socket pair. `most_seconds`: how long a call of `send` may wait
+    for the other process to receive.
+    """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, most_seconds: float) -> None:
         self._socket = end
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(most_seconds), 0))
 
     def send(self, name: str, content: object = None) -> None:
-        """Send a message. Raise OSError if the other process has ended."""
+        """Send a message. Raise OSError if the other process has ended or does not receive the message in time."""
         message: bytes = msgpack.packb((name, content), default=_packed)  # type: ignore[assignment]
         self._socket.sendall(_LENGTH.pack(len(message)) + message)
 
@@ -45,18 +50,14 @@ class Channel:
         )
         return name, content
 
-    def has_news(self) -> bool:
-        """Return whether a message has arrived or the other process has ended."""
-        try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except ConnectionError:
-            pass
-        return True
+    def has_news(self, seconds: float = 0.0) -> bool:
+        """Return whether a message has arrived or the other process has ended. Wait for this at most `seconds`."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def is_closed(self) -> bool:
-        """Return whether the other process has closed its end or has ended, and every message has been received."""
+        """Return whether all messages have been received and the other process has closed its end or has ended."""
         try:
             return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -78,17 +79,20 @@ class Channel:
 
 
 def _packed(value: Any) -> Any:
+    if isinstance(value, array):
+        value = np.array(value, np.int64)
     if isinstance(value, np.ndarray):
         content = _NAMES[value.dtype], value.shape, np.ascontiguousarray(value).tobytes()
         return msgpack.ExtType(_ARRAY, msgpack.packb(content))
     if isinstance(value, Distribution):
-        return msgpack.ExtType(_OBJECT, msgpack.packb(("Distribution", value.model_dump())))
+        content = {name: getattr(value, name) for name in Distribution.model_fields}  # a subclass may have more
+        return msgpack.ExtType(_OBJECT, msgpack.packb(("Distribution", content)))
     if type(value).__name__ in _CLASSES:
         content = {field.name: getattr(value, field.name) for field in fields(value)}
         return msgpack.ExtType(_OBJECT, msgpack.packb((type(value).__name__, content), default=_packed))
     if isinstance(value, Mapping):
         return dict(value)
-    return list(value)  # a range, or an array of banned ids
+    return list(value)
 
 
 def _unpacked(code: int, content: bytes) -> Any:

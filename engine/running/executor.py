@@ -117,6 +117,10 @@ class Executor(Protocol):
         """Return how many bytes `weights` and `kv_cache` hold now: 0 for memory that is asleep."""
         ...
 
+    def check(self) -> None:
+        """Raise RuntimeError if another process of the executor has failed."""
+        ...
+
     def close(self) -> None:
         """End other processes of the executor. No call may follow."""
         ...
@@ -148,13 +152,12 @@ class LocalComputation:
 
 
 class LocalExecutor:
-    """The executor of one process on one device. Construction includes the warm-up. `exchange`: the executor is one of
-    several ranks.
+    """The executor of one process on one device. Construction includes the warm-up.
 
     Raise ConfigError if `config` cannot be served.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, exchange: Exchange | None = None) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
         device = loaded.model.device
         if device.type == "cuda":
             torch.cuda.set_device(device)  # events and graphs are created on the thread's current device
@@ -162,8 +165,8 @@ class LocalExecutor:
         if is_needed(device):
             log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
-        if exchange is not None:
-            available = _least(available, device, exchange)
+        if loaded.exchange is not None:
+            available = _available_per_rank(available, device, loaded.exchange)
         info = engine_info(config, loaded, available)
         spare = (
             1 if uses_graphs(config, loaded) else 0
@@ -248,6 +251,9 @@ class LocalExecutor:
         if self._graphs is not None and not self._asleep:
             self._graphs.capture()
 
+    def check(self) -> None:
+        """Do nothing, because the executor has no other processes."""
+
     def close(self) -> None:
         """Do nothing, because the executor has no other processes."""
 
@@ -277,7 +283,7 @@ class LocalExecutor:
         return self._sampler.draw(hidden, step.draws)
 
 
-def _least(available: int, device: torch.device, exchange: Exchange) -> int:
+def _available_per_rank(available: int, device: torch.device, exchange: Exchange) -> int:
     """Return the memory that is available to each rank, in bytes. Ranks on a CPU share the memory of the machine."""
     least = min(int(each) for each in exchange.gather(torch.tensor([available])))
     return least // exchange.rank.size if device.type == "cpu" else least

@@ -38,7 +38,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory, its backend, and the end-of-sequence tokens named in the model folder.
+    """A model in memory, its backend, and the end-of-sequence tokens named in the model folder. `exchange`: moves
+    tensors between the ranks, if the model is the part of one of several ranks.
 
     Several engines can share a loaded model, as long as no engine commits other weights or puts the weights to sleep.
     """
@@ -47,6 +48,7 @@ class LoadedModel:
     weights: WeightStore
     backend: SelectedBackend
     eos_token_ids: tuple[int, ...]
+    exchange: Exchange | None = None
 
     @property
     def model(self) -> Decoder:
@@ -148,7 +150,7 @@ class _Plan:
 
 
 def load_model(config: EngineConfig, exchange: Exchange | None = None) -> LoadedModel:
-    """Load a model and its backend. `exchange`: load only the part of its rank, whose layers exchange their sums.
+    """Load a model and its backend. `exchange`: load only this rank's part; its layers exchange their sums through it.
 
     Raise ConfigError if the device or the backend is missing or cannot serve the model. Raise ModelError if the model
     cannot be loaded. The checkpoint is checked before memory is allocated.
@@ -163,7 +165,7 @@ def load_model(config: EngineConfig, exchange: Exchange | None = None) -> Loaded
         _warn_of_conversion(plan, checkpoint)
     loaded = _allocate(plan)
     copy_checkpoint(checkpoint, loaded.weights.tensors)
-    return loaded
+    return replace(loaded, exchange=exchange)
 
 
 def outline(config: EngineConfig) -> Decoder:
@@ -330,7 +332,8 @@ def _check_memory(plan: _Plan) -> None:
     """
     if plan.device.type != "cpu":
         return
-    needed, available = plan.outline().num_bytes, available_memory(plan.device)
+    outline, available = plan.outline(), available_memory(plan.device)
+    needed = outline.num_bytes * outline.spec.ranks  # the ranks allocate at the same time
     if needed > available:
         raise ModelError(
             f"{plan.folder}: the weights need {needed} bytes, but only {available} bytes of memory are available; use "

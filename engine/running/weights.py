@@ -23,9 +23,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from trueroll.errors import IllegalStateError
-
 from ...kernels.contract import Weight
+from ...kernels.shards import Shard
 from ...kernels.specs import MTP_PREFIX
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
@@ -97,7 +96,8 @@ class OptionalWeights:
     def put_back(self, tensors: Mapping[str, Weight]) -> None:
         """Copy the kept values to the live weights."""
         for name, tensor in self._kept.items():
-            tensors[name].copy_(tensor)
+            weight = tensors[name]
+            (weight.own if isinstance(weight, Shard) else weight).copy_(tensor)
         self._kept = {}
 
 
@@ -197,17 +197,11 @@ class WeightStore:
         return self._build(empty)
 
     def new_staging(self, in_place: bool) -> WeightStaging:
-        """Return a staging. `in_place`: whether to overwrite the live weights, to save the memory of a second set.
-
-        Here and in the other calls that read or replace whole weights: raise IllegalStateError if this store holds the
-        part of one of several ranks.
-        """
-        self._check_whole()
+        """Return a staging. `in_place`: whether to overwrite the live weights, to save the memory of a second set."""
         return WeightStaging(self, in_place)
 
     def new_lendable(self) -> LendableStaging:
         """Return a staging in memory that other processes can map when the weights are complete."""
-        self._check_whole()
         return LendableStaging(self, LendableArena(self._num_bytes))
 
     def borrow(self, lent: tuple[int, int, int, int], has_optional: bool = True) -> BorrowedStaging:
@@ -216,7 +210,6 @@ class WeightStore:
         `lent`: the fields of `LentMemory`. `has_optional`: whether the lent weights include the optional ones. Raise
         OSError if the lent memory is gone.
         """
-        self._check_whole()
         found = LentMemory(*lent)
         if found.num_bytes != self._num_bytes:  # before pages are allocated
             raise FileNotFoundError(f"lent weights must have {self._num_bytes} bytes (got {found.num_bytes})")
@@ -263,7 +256,7 @@ class WeightStore:
 
     def served(self, name: str) -> Tensor:
         """Return a live parameter as a dense tensor. The result may share memory with the live weights."""
-        self._check_whole()
+        assert self.model.spec.ranks == 1, "a rank holds only parts of the weights"
         return self.tensors[name].to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
@@ -292,14 +285,6 @@ class WeightStore:
         """Return the dtype of a parameter or of a part."""
         part = self.spellings.part(name)
         return self.tensors[name if part is None else part.stack].dtype
-
-    def _check_whole(self) -> None:
-        if (ranks := self.model.spec.ranks) > 1:
-            raise IllegalStateError(
-                f"the weights of {ranks} ranks can be neither pushed nor saved nor checked yet; use a worker with "
-                "tensor_parallel_size=1",
-                value=ranks,
-            )
 
     def _missing(self, staged: set[str]) -> str | None:
         """Return the first parameter that is not completely staged, or None. A parameter may be staged as a whole or as

@@ -1,7 +1,7 @@
 """Measure what pieces cost on one device: `python examples/benchmarks/pieces_report.py [CONFIG]`.
 
-`kernels.pieces` says what pieces are. An engine that computes sums in the number of pieces that suits the model, and an
-engine that computes them in one piece, generate the same samples in turn. The table has the speed with pieces as a
+`kernels.pieces` says what pieces are. Two engines serve the same requests in turn: one computes sums in the model's
+number of pieces, the other in one piece. The table has the speed with pieces as a
 multiple of the speed without: the median and the range of several pairs of runs. CONFIG: as in `trueroll bench
 --dummy-weights`; default: qwen3-0.6b. Run the report on an otherwise idle machine.
 """

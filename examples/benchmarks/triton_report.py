@@ -67,7 +67,8 @@ class Model:
     """The sizes and the options of a decoder.
 
     Options of attention: biases and head norms of queries, keys and values, soft caps, sinks, and a bias after
-    attention. Other options: the norms, the activation, and the number of layers if it matters.
+    attention. Other options: the norms, the activation, the number of layers if it matters, and the largest number of
+    pieces.
     """
 
     hidden: int
@@ -83,6 +84,7 @@ class Model:
     soft_caps: tuple[float | None, ...] = (None,)
     sinks: bool = False
     layers: int = 28
+    most_pieces: int = 4
 
     @property
     def mixer(self) -> AttentionSpec:
@@ -98,7 +100,7 @@ class Model:
     @property
     def pieces(self) -> tuple[Pieces, Pieces]:
         """The pieces of `o` and of `down`."""
-        count = math.gcd(self.heads, self.kv_heads, 8)
+        count = math.gcd(self.heads, self.kv_heads, self.most_pieces)
         whole = self.heads * self.head_dim
         return pieces_of(count, whole, self.head_dim), pieces_of(count, self.intermediate, PIECE_UNIT)
 
@@ -118,6 +120,7 @@ MODELS = {
         norm=NormSpec(1e-6, zero_centered=True),
         activation="gelu_tanh",
         soft_caps=(None, 50.0),
+        most_pieces=8,  # as in larger models
     ),
     "SmolLM2-135M": Model(576, 1536, 9, 3, 64, 49152),
     "gpt-oss-20b without experts": Model(
@@ -294,7 +297,7 @@ def mix(spec: ExpertsSpec, hidden: int) -> None:
         x, logits = empty(rows, hidden), empty(rows, count)
         chosen, gates = backend.route(logits, spec)
         backend.route(logits, spec, chosen)
-        backend.experts(x, spec, weights, chosen, gates, x if spec.shared_size else None, math.gcd(count, 8))
+        backend.experts(x, spec, weights, chosen, gates, x if spec.shared_size else None, math.gcd(count, 4))
 
 
 def launches_of(call: Callable[[], object]) -> list[Launch]:

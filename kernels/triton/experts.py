@@ -30,7 +30,7 @@ from .launch import aligned, device_function, exact_jit, launch
 from .products import (
     FOLD_COLUMNS,
     NARROW_TILE,
-    PIECE_UNIT,
+    SPLIT_UNIT,
     Tile,
     divide_up,
     fold_parts,
@@ -209,7 +209,7 @@ def _multiply(
     numbers = (
         rows // width_unit,
         columns // unit(columns),
-        divide_up(columns, pieces * PIECE_UNIT) * PIECE_UNIT // unit(columns),
+        divide_up(columns, pieces * SPLIT_UNIT) * SPLIT_UNIT // unit(columns),
     )
     constants |= dict(E=count, BIAS=bias is not None, CUT=pieces > 1, UNIT=unit(columns), WIDTH_UNIT=width_unit)
     constants |= dict(FEATURES=tile.features, TOKENS=tile.tokens, DEPTH=tile.depth)

@@ -90,7 +90,7 @@ FOLD_COLUMNS = 1024
 FEW_TOKENS = 192  # up to this number of tokens, one token tile is preferred to several tiles
 TWO_ACCUMULATORS = 1.2  # relative time of two accumulators for the same work; fitted
 FOLD_PASSES = 3  # how often parts pass through memory; fitted
-PIECE_UNIT = 128  # the pieces of `k_splits` are multiples of this number, which is a multiple of every depth
+SPLIT_UNIT = 128  # the pieces of `k_splits` are multiples of this number, which is a multiple of every depth
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs process in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
@@ -152,7 +152,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: 
     All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: the number of rows of the whole
     weight, if this weight is a shard.
     """
-    return _linear(x, weight, bias, None, x.dtype, full_rows)
+    return _linear(x, factor_of((weight,), (full_rows,)), bias, None, x.dtype)
 
 
 def project_back(
@@ -169,14 +169,17 @@ def project_back(
 
     With several `pieces`, K is cut into these pieces instead of those of `k_splits`.
     """
-    return _linear(x, weight, bias, residual, x.dtype, full_rows, pieces)
+    factor = factor_of((weight,), (full_rows,)) if pieces.count == 1 else Factor((weight,), (pieces,), is_tree=True)
+    return _linear(x, factor, bias, residual, x.dtype)
 
 
-def back_sums(x: Tensor, weight: Tensor, pieces: Pieces, *, full_rows: int | None = None) -> Tensor:
-    """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual."""
+def back_sums(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
+    """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single piece is one
+    chain.
+    """
     if pieces.count == 1:
-        pieces = pieces_of(1, x.shape[1], PIECE_UNIT)  # one chain, whatever `k_splits` says
-    return _linear(x, weight, None, None, torch.float32, full_rows, pieces)
+        pieces = pieces_of(1, x.shape[1], SPLIT_UNIT)
+    return _linear(x, Factor((weight,), (pieces,), is_tree=True), None, None, torch.float32)
 
 
 def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
@@ -195,7 +198,7 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full
 
 def lm_head(hidden: Tensor, weight: Tensor, *, full_rows: int | None = None) -> Tensor:
     """Multiply hidden [M, H] by weight [V, H] transposed. Return the logits, float32 [M, V], without rounding."""
-    return _linear(hidden, weight, None, None, torch.float32, full_rows)
+    return _linear(hidden, factor_of((weight,), (full_rows,)), None, None, torch.float32)
 
 
 def qkv_parts(
@@ -213,20 +216,10 @@ def qkv_parts(
     return _parts(aligned(hidden), factor, *way_of(len(hidden), factor))
 
 
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    dtype: torch.dtype,
-    full_rows: int | None,
-    pieces: Pieces = WHOLE,
-) -> Tensor:
-    """Return the product in this dtype, with the epilogue of `_finish`. `pieces`: `WHOLE` for those of `k_splits`."""
-    x, factor = aligned(x), factor_of((weight,), (full_rows,))
-    if pieces != WHOLE:
-        factor = Factor((weight,), (pieces,), is_tree=True)
-    out = x.new_empty(len(x), len(weight), dtype=dtype)
+def _linear(x: Tensor, factor: Factor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product with the factor's only weight in this dtype, with the epilogue of `_finish`."""
+    x = aligned(x)
+    out = x.new_empty(len(x), *factor.rows, dtype=dtype)
     # A pointer must be valid even if the kernel does not read it.
     extras = [x if extra is None else aligned(extra) for extra in (bias, residual)]
     which = dict(BIAS=bias is not None, RESIDUAL=residual is not None)
@@ -240,7 +233,7 @@ def _linear(
 
 def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) -> Factor:
     full, columns = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=True)), weights[0].shape[1]
-    return Factor(weights, tuple(pieces_of(k_splits(rows, columns), columns, PIECE_UNIT) for rows in full))
+    return Factor(weights, tuple(pieces_of(k_splits(rows, columns), columns, SPLIT_UNIT) for rows in full))
 
 
 def way_of(tokens: int, factor: Factor) -> Way:

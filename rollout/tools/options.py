@@ -48,11 +48,14 @@ ENGINE: Table = {
         "max_num_batched_tokens": "Maximum tokens per step; longer prompts are split into chunks. "
         "Default: 8192 (GPU), 512 (CPU).",
     },
+    "Several ranks": {
+        "tensor_parallel_size": "Number of processes among which each layer is divided, on a CPU only. Changes no bit.",
+        "pieces": "Number of pieces in which sums are computed: 1, 2, 4 or 8. The trainer needs the same number. "
+        "Default: chosen for the model.",
+    },
     "Drafts": {
         "speculative": "Drafted tokens, which change no bit: off, ngram (repeats of a prompt and its samples), mtp "
         "(the model's own module), or auto (the better of both).",
-        "tensor_parallel_size": "Processes among which each layer is divided; the bits stay the same. Only on a CPU.",
-        "pieces": "Pieces in which sums are computed: 1, 2, 4 or 8; the trainer's number. Default: suits the model.",
         "num_speculative_tokens": "Maximum number of drafted tokens per sample and step.",
     },
 }

@@ -52,7 +52,7 @@ class Requests(EngineHost, Protocol):
 
 _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPush)
 """Calls that are handled immediately, even while an operation waits for the engine."""
-_NEEDS_WHOLE_WEIGHTS = (protocol.GetWeights, protocol.BeginPush, protocol.SaveWeights, protocol.GetChecksums)
+_NEEDS_WHOLE_WEIGHTS = (protocol.BeginPush, protocol.SaveWeights, protocol.GetChecksums)
 """Calls that a worker with several ranks refuses, because each rank holds only a part of the weights."""
 
 
@@ -123,8 +123,8 @@ class Control:
         drops_weights = isinstance(call, protocol.Sleep) and call.level == 2 and "weights" in call.tags
         if self._ranks > 1 and (drops_weights or isinstance(call, _NEEDS_WHOLE_WEIGHTS)):
             raise IllegalStateError(
-                f"{call.type}: a worker with {self._ranks} ranks can neither receive nor save nor drop weights; use a "
-                "worker with tensor_parallel_size=1",
+                f"{call.type}: a worker with {self._ranks} ranks cannot receive, read, save or drop weights; use "
+                "tensor_parallel_size=1",
                 value=self._ranks,
             )
 

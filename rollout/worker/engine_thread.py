@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ...weight_sync.worker.assembly import Destination
 
 
+SECONDS_BETWEEN_CHECKS = 1.0
+"""How often an engine without work checks its other processes."""
+
+
 class ServedEngine(Protocol):
     """The interface that the worker needs from its engine. `trueroll.engine.engine.Engine` implements this protocol."""
 
@@ -65,6 +69,12 @@ class ServedEngine(Protocol):
     def interrupt(self, in_flight: InFlight) -> list[Output]: ...
 
     def invalidate_prefix_cache(self) -> None: ...
+
+    def check(self) -> None:
+        """Raise an exception if another process of the engine has failed. Called now and then while the engine has no
+        work.
+        """
+        ...
 
     def stats(self) -> Any:
         """Return a dataclass of counters with `computed_tokens`, `num_running` and `num_waiting`."""
@@ -242,9 +252,12 @@ class EngineThread(threading.Thread):
         has_work = self._has_work(engine)
         while True:
             try:
-                command = self.commands.get(block=not has_work)
+                command = self.commands.get(block=not has_work, timeout=SECONDS_BETWEEN_CHECKS)
             except queue.Empty:
-                return True
+                if has_work:
+                    return True
+                engine.check()
+                continue
             if isinstance(command, Stop):
                 return False
             self._apply(engine, command)

@@ -43,12 +43,18 @@ def test_a_worker_with_four_ranks_gives_the_bits_of_a_worker_with_one(model: str
             engine = client.health().engine
             assert engine is not None and (engine["tensor_parallel_size"], engine["pieces"]) == (4, 4)
             for call in (client.weight_checksums, lambda: client.sleep(level=2)):
-                with pytest.raises(IllegalStateError, match="with 4 ranks can neither receive nor save nor drop"):
+                with pytest.raises(IllegalStateError, match="with 4 ranks cannot receive, read, save or drop"):
                     call()
             client.sleep(level=1)
             client.wake_up()
         assert samples_of(four) == samples_of(one)
     assert four.exit_code == 0 and psutil.wait_procs(followers, 10)[1] == []
+
+
+def test_a_killed_rank_ends_a_worker_without_work(model: str) -> None:
+    with launch_worker(model, tensor_parallel_size=2, **SIZES) as worker:
+        followers_of(worker)[0].send_signal(signal.SIGKILL)
+        assert worker.wait() != 0
 
 
 def test_a_killed_rank_ends_the_worker_and_every_request(model: str) -> None:

@@ -112,8 +112,9 @@ const char* trueroll_isa();
 // Uses the instruction set of this name for all later calls. Returns false if this machine lacks the instruction set.
 int trueroll_set_isa(const char* name);
 
-// Sets the counter of a rank to `turn`, then looks up to `spins` times whether the counters of all ranks have reached
-// it. Returns whether they have. A counter is 64 bytes from the next. What a rank wrote before is visible afterwards.
+// Sets the rank's counter to `turn`, then checks up to `spins` times whether the counters of all ranks have reached
+// `turn`. Returns 1 if they have. Everything that the other ranks wrote before their call is then visible. Counters are
+// 64 bytes apart.
 int trueroll_meet(int64_t* counters, long rank, long size, long turn, long spins);
 
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);

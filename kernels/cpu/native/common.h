@@ -63,7 +63,7 @@ struct Input {
 struct Pieces {
     long count = 1, length = 0;
 
-    // The first of `steps` steps of a weight with this many columns that belongs to a piece. A step has `pair` columns.
+    // The first step of a piece. The weight has `steps` steps of `pair` columns.
     long first_step(long piece, long columns, long steps, long pair) const {
         return piece == 0 ? 0 : piece == count || piece * length >= columns ? steps : piece * length / pair;
     }

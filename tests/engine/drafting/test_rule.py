@@ -63,8 +63,7 @@ def drafts(pause: Pause, gain: float, steps: range) -> list[int]:
     """Return the numbers of the steps that draft. Each draft gains `gain` tokens."""
     found = list[int]()
     for step in steps:
-        pause.begin_step(step)
-        if pause.is_over:
+        if pause.allows_drafts(step):
             found.append(step)
             pause.record(gain)
     return found

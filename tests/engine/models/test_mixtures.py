@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from trueroll.errors import ModelError
 from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT
 from trueroll.kernels.families import describe
+from trueroll.kernels.ranks import Rank
+from trueroll.kernels.shards import is_stack
 from trueroll.kernels.specs import ExpertsSpec
 
 from ..drive import generate, make_engine, run, score, tokens
@@ -239,6 +242,24 @@ def test_an_mxfp4_checkpoint_loads_as_in_transformers(
         packed = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
         expected[name] = convert_moe_packed_tensors(*packed, dtype=getattr(torch, dtype))
     assert_equal(dense(tmp_path, dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_rank_loads_its_experts(mixture_models: dict[str, Path], tmp_path: Path, packed: bool) -> None:
+    folder = mixture_models["gpt_oss"]
+    if packed:
+        save_file(quantized(folder, tmp_path), tmp_path / FILE)
+        folder = tmp_path
+    config = EngineConfig(model=str(folder))
+    whole = load_model(config).weights.tensors
+    for index in range(2):
+        exchange: Any = SimpleNamespace(rank=Rank(index, 2))
+        own = load_model(config, exchange).weights.tensors
+        stacks = {name: weight for name, weight in own.items() if is_stack(weight)}
+        assert len(stacks) == 4 * 2, "premise: matrices and biases of two layers"
+        for name, weight in stacks.items():
+            assert weight.shape == whole[name].shape
+            assert weight.to_dense().equal(whole[name].to_dense().chunk(2)[index]), name
 
 
 def test_all_mxfp4_numbers_equal_transformers() -> None:

@@ -88,7 +88,7 @@ def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
 
 def replay(config: EngineConfig, steps: Sequence[tuple[Step, StepResults]], size: int) -> list[int]:
-    """Compute the steps again on `size` ranks. Return the number of steps with other results, for each rank."""
+    """Compute the steps again on `size` ranks. Return the number of steps with different results, for each rank."""
     shelf, meeting = [None] * size, threading.Barrier(size, timeout=120)
 
     def compute(index: int) -> int:
