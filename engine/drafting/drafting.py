@@ -5,6 +5,7 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass
 from itertools import accumulate, takewhile
 from operator import mul
 
@@ -32,6 +33,16 @@ class DraftCounts:
             self.accepted[i] += i < accepted
 
 
+@dataclass
+class _Choices:
+    """The choices for the step in flight. `drafters`: the index of the drafter for each sequence. `price`: the cost of
+    a drafted token, as a number of tokens.
+    """
+
+    drafters: dict[Sequence, int]
+    price: float = 0.0
+
+
 class Drafting:
     """Drafts at most `most` tokens per sequence and step. `vocab_size`: a draft ends before the first token id outside
     [0, vocab_size).
@@ -46,9 +57,8 @@ class Drafting:
         self._drafters = [(drafter, DraftCounts(most)) for drafter in drafters]
         self._most, self._vocab_size, self._adapts = most, vocab_size, adapts
         self._pauses = dict[Sequence, Pause]()
-        self._chosen = dict[Sequence, int]()  # the index of the drafter, for each sequence of the step in flight
+        self._in_flight = _Choices({})
         self._step = 0
-        self._price = 0.0  # of a drafted token in the step in flight, as a number of tokens
 
     def stats(self) -> tuple[DraftStats, ...]:
         """Return the statistics of each drafter."""
@@ -62,7 +72,7 @@ class Drafting:
         for drafter, _ in self._drafters:
             drafter.end(sequence, seed)
         self._pauses.pop(sequence, None)
-        self._chosen.pop(sequence, None)
+        self._in_flight.drafters.pop(sequence, None)
 
     def begin_step(self, running: Running) -> bool:
         """Return whether to draft in the next step: False if drafting pauses for all decoding sequences."""
@@ -90,7 +100,9 @@ class Drafting:
             return chunks
         drafts = dict[Sequence, list[int]]()
         for i, (drafter, _) in enumerate(self._drafters):
-            if counts := {sequence: count for sequence, count in fitting.items() if self._chosen[sequence] == i}:
+            if counts := {
+                sequence: count for sequence, count in fitting.items() if self._in_flight.drafters[sequence] == i
+            }:
                 found = zip(counts.items(), drafter.draft(counts), strict=True)
                 drafts |= {sequence: self._valid(tokens[:count]) for (sequence, count), tokens in found}
         for sequence, tokens in drafts.items():
@@ -106,10 +118,10 @@ class Drafting:
         for sequence, lane, accepted in decided:
             draft = decodes.drafts.get(lane)
             if draft and sequence in self._pauses:
-                drafter, counted = self._drafters[self._chosen[sequence]]
+                drafter, counted = self._drafters[self._in_flight.drafters[sequence]]
                 counted.add(len(draft), accepted)
                 drafter.record(sequence, len(draft), accepted)
-                self._pauses[sequence].record(accepted - len(draft) * self._price)
+                self._pauses[sequence].record(accepted - len(draft) * self._in_flight.price)
 
     def _wanted(self, chunks: Chunks, running: Running) -> dict[Sequence, int]:
         """Return how many tokens to draft for the decoding sequences of a step."""
@@ -121,19 +133,19 @@ class Drafting:
         if running.states is not None:
             most = running.states.most_drafted(decodes.ends, most)
         chances, asked = dict[int, AnySequence[float]](), dict[int, Pause]()
-        self._chosen.clear()
+        self._in_flight = _Choices({})
         samples: list[OpenSample] = lanes.samples[decodes.lanes].tolist()
         places = zip(decodes.sequences, samples, decodes.lanes.tolist(), most.tolist(), strict=True)
         for sequence, sample, lane, limit in places:
             if limit > 0 and (pause := self._pauses.setdefault(sequence, Pause())).allows_drafts(self._step):
                 asked[lane] = pause
                 found = [drafter.expect(sequence, sample.seed, limit)[:limit] for drafter, _ in self._drafters]
-                self._chosen[sequence] = best = max(range(len(found)), key=lambda i: _promised(found[i]))
+                self._in_flight.drafters[sequence] = best = max(range(len(found)), key=lambda i: _promised(found[i]))
                 if found[best]:
                     chances[lane] = found[best]
         rows, num_decodes = int((chunks.ends - chunks.starts).sum()), len(decodes)
         counts = self._choose(chances, rows, num_decodes)
-        self._price = self.costs.price(rows, sum(counts.values()), num_decodes) if self._adapts else 0.0
+        self._in_flight.price = self.costs.price(rows, sum(counts.values()), num_decodes) if self._adapts else 0.0
         for lane, pause in asked.items():
             if not counts.get(lane):
                 pause.record(0.0)

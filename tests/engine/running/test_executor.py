@@ -122,6 +122,12 @@ class Leader:
         self._own.wake_up(tags)
         self._follower.wake_up(tags)
 
+    def check(self) -> None:
+        """Do nothing, because the follower is in this process."""
+
+    def close(self) -> None:
+        """Do nothing, because the follower is in this process."""
+
     def memory(self) -> dict[str, int]:
         return self._own.memory()
 
