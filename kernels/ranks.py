@@ -68,9 +68,10 @@ def part_of(spec: DecoderSpec, rank: Rank) -> DecoderSpec:
     """
     size = rank.size
     if size < 1 or size & (size - 1) or size > spec.pieces:
+        sizes = "1" if spec.pieces == 1 else f"a power of two up to {spec.pieces}"
         raise ConfigError(
-            f"tensor_parallel_size must be a power of two up to {spec.pieces}, the number of pieces in which this "
-            f"model computes sums (got {size})",
+            f"tensor_parallel_size must be {sizes}, the number of pieces in which this model computes sums (got "
+            f"{size})",
             field="tensor_parallel_size",
             value=size,
         )

@@ -157,12 +157,14 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 def _summary(address: str, info: dict[str, Any]) -> str:
     """Return the text to print about a new worker: address, model, memory, capacity, and the next command to try."""
     sizes = {"weights": info["weight_bytes"], "KV cache": info["kv_bytes"], "recurrent states": info["state_bytes"]}
+    ranks = info.get("tensor_parallel_size", 1)
+    of_each = f", on each of {ranks} ranks" if ranks > 1 else ""
     tokenizer = ["--tokenizer", str(info["model"])] if address.startswith("tcp://") else []
     command = shlex.join(["trueroll", "generate", address, *tokenizer, "--prompt", "Once upon a time"])
     lines = (
         f"address:   {address}",
         f"model:     {info['model']} ({info['architecture']}), {info['dtype']} on {info['device']}",
-        "memory:    " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items() if size),
+        "memory:    " + ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in sizes.items() if size) + of_each,
         f"capacity:  {info['num_blocks'] * info['block_size']:,} cached tokens, {info['max_num_seqs']:,} samples at a "
         f"time, contexts of up to {info['max_model_len']:,} tokens",
         f"next:      {command}",

@@ -189,7 +189,7 @@ def test_followers_end_with_the_leader(model: str) -> None:
 def test_what_cannot_be_served_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a power of two up to 4, the number of pieces .* .got 8"):
         Engine(EngineConfig(model=model, tensor_parallel_size=8))
-    with pytest.raises(ConfigError, match="up to 1, the number of pieces"):
+    with pytest.raises(ConfigError, match="must be 1, the number of pieces"):
         Engine(EngineConfig(model=model, tensor_parallel_size=2, pieces=1))
     with pytest.raises(ModelError, match="nothing"):
         Engine(EngineConfig(model=str(tmp_path / "nothing"), tensor_parallel_size=2))
