@@ -181,10 +181,8 @@ class Sampler:
 
 
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the indices of draws in three groups.
-
-    The first group has draws with statistics, but without filters or bans. The second group has draws with filters or
-    bans. The third group has plain draws.
+    """Sort draws into three groups, and return the indices of the draws in each group: draws with statistics, but
+    without filters or bans; draws with filters or bans; and plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)

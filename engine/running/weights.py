@@ -150,7 +150,7 @@ class WeightStore:
 
     @property
     def optional(self) -> frozenset[str]:
-        """See `OptionalWeights.names`. The live values are kept if new weights lack them."""
+        """See `OptionalWeights.names`. Weights that are missing from new weights keep their live values."""
         return self.optional_weights.names
 
     @property

@@ -28,8 +28,8 @@ the sink after the last partition, with the same function.
 If a row does not see a tile or partition, the row's sums are multiplied by 1, and zeros are added. Before the first key
 that the row sees, the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made
 positive at the end. A program may therefore skip the partitions and tiles that lie before the windows of all its rows.
-In the first tile, a program reads no key before the windows, so the block table may hold any entry for keys before the
-windows.
+Even in the first tile, a program reads no keys at positions that precede the windows, so the block table's entries for
+these positions may have any value.
 """
 
 from __future__ import annotations

@@ -23,12 +23,12 @@ product has the same bits with the shard as with the whole weight.
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
 programs finishes last. Matrix instructions and loads compete for the bandwidth of shared memory. With few tokens, the
-time of a product is the time to read the weights from memory. With somewhat more tokens, the time of a product is close
-to the time to read the weights from L2, so up to 128 tokens form one tile. Weights with at least 8192 rows have enough
-tiles to occupy all SMs. Smaller weights are cut into at most four pieces of at least 768 columns, so that a program
-reads 96 KB or more. Each piece has its own program if this saves more time than it takes to store and fold the parts. A
-program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large
-as registers allow.
+time of a product is the time to read the weights from memory. For up to 128 tokens, reading the weights from L2 takes
+most of the time. Each tile of tokens reads the weights once, so up to 128 tokens form one tile. Weights with at least
+8192 rows have enough tiles to occupy all SMs. Smaller weights are cut into at most four pieces of at least 768 columns,
+so that a program reads 96 KB or more. Each piece has its own program if this saves more time than it takes to store and
+fold the parts. A program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens,
+tiles are as large as registers allow.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ because the request may be the cause.
 @dataclass(frozen=True)
 class _Refusal:
     """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal. The
-    refusal counts only until the next health check, even if that check reports the same as the check before: the worker
-    may have been full for just a moment between the two checks.
+    refusal counts only until the next health check. This holds even if that check reports the same state as the check
+    before it, because the worker may have been full only briefly between the two.
     """
 
     error: TruerollError

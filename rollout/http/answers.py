@@ -1,7 +1,7 @@
 """Answers as JSON: estimate the size of an answer before the request is accepted, and write answers in steps.
 
-Long lists in an answer are `Rows`, which produce their elements only when they are written. Guarantees: one step writes
-about `STEP_ENTRIES` list entries. The event loop runs other work after about every `TURN_CHARS` characters of a long
+Long lists in an answer are `Rows`, which produce their elements only when they are written. One step writes about
+`STEP_ENTRIES` list entries. The event loop runs other work after about every `TURN_CHARS` characters of a long
 answer. At any time, only a part of a long answer is in memory as JSON.
 """
 

@@ -105,7 +105,7 @@ class Gate:
         return self._monitor
 
     def follow(self) -> None:
-        """Process new and ended connections, and close the silent connections beyond the limits."""
+        """Process new and ended connections, and close silent connections if there are too many."""
         with suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)

@@ -363,7 +363,7 @@ class Pushes:
         operation.cancelled = lambda error: self._close(push, is_owing=operation.opens_by is not None)
 
     def _overwrite(self, push: Push) -> None:
-        """Let a push in place overwrite the weights. Called after the engine has released its weights."""
+        """Allow a push in place to overwrite the weights. Called after the engine has released its weights."""
         self.served = None
         if self._lifecycle.is_ending:
             self._close(push, is_owing=False)
