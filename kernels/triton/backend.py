@@ -29,6 +29,7 @@ from ..reference import rotation as rotation
 from ..specs import AttentionSpec
 from . import is_interpreted
 from .attention import paged_attention as paged_attention
+from .experts import expert_sums as expert_sums
 from .experts import experts as experts
 from .experts import route as route
 from .head import filter_logits as filter_logits
@@ -38,6 +39,7 @@ from .head import next_tokens as next_tokens
 from .head import sample as sample
 from .head import token_statistics as token_statistics
 from .launch import Launch, compile_all, describe_fault, describe_settings, recording
+from .products import back_sums as back_sums
 from .products import gate_up as gate_up
 from .products import linear as linear
 from .products import lm_head as lm_head

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,20 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
+from torch import Tensor
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.parallel import exchange, leader
-from trueroll.engine.parallel.exchange import RankError
+from trueroll.engine.parallel.agreement import Agreement
+from trueroll.engine.parallel.exchange import SLOT_BYTES, RankError, SharedExchange, new_segment
 from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
+from trueroll.engine.running.executor import StepResults
+from trueroll.engine.running.sampler import Drawn
 from trueroll.errors import ConfigError, ModelError
+from trueroll.kernels.ranks import Rank
 
 from .drafting.mtp_models import make_mtp_model
 from .drive import generate, tokens
@@ -111,6 +118,42 @@ def test_drafts_and_the_mtp_module_on_ranks(speculative: str, tmp_path: Path) ->
             engine.close()
     assert found[2] == found[1] and drafts[2] == drafts[1]
     assert sum(drafts[1][0].accepted) > 20, "premise"
+
+
+class Disagreement:
+    """An exchange with another rank that has another checksum."""
+
+    rank = Rank(0, 2)
+
+    def gather(self, x: Tensor) -> list[Tensor]:
+        return [x, x + 1]
+
+
+def test_a_rank_with_other_results_is_named() -> None:
+    agreement, results = Agreement(Disagreement()), StepResults(Drawn([1], [-0.5], [True], {}), [], None, b"")
+    for _ in range(63):
+        agreement.add(results)
+    with pytest.raises(RankError, match=r"ranks \[1\] have tokens or log-probs that differ .* up to step 64"):
+        agreement.add(results)
+
+
+@pytest.mark.parametrize("length", [1, SLOT_BYTES // 4, SLOT_BYTES // 4 + 1, 2 * SLOT_BYTES + 3])
+def test_tensors_of_any_size_are_gathered(length: int) -> None:
+    """Three calls use both sides of the memory; the ranks are threads of this process."""
+    segment = new_segment(4)
+
+    def gather(index: int) -> bool:
+        exchange = SharedExchange(Rank(index, 4), segment, lambda: None, 60.0)
+        found = []
+        for call in range(3):
+            own = torch.arange(length, dtype=torch.float32) + 10 * call + index
+            expected = [torch.arange(length, dtype=torch.float32) + 10 * call + rank for rank in range(4)]
+            found.append(all(map(torch.equal, exchange.gather(own), expected)))
+        return all(found)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(gather, range(4)))
+    os.close(segment)
 
 
 def test_each_rank_holds_its_part(model: str) -> None:

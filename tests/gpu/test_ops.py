@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from trueroll.kernels.specs import Pieces
+
 from ..kernels import test_accuracy as accuracy
 from ..kernels import test_contract as contract
 from ..kernels import test_joined_ops as joined
@@ -73,7 +75,7 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Seven tests have separate cases in this file, because the original cases name backends that run on a CPU.
+# Eight tests have separate cases in this file, because the original cases name backends that run on a CPU.
 
 
 @pytest.mark.parametrize("with_", joined.WITH)
@@ -90,6 +92,11 @@ def test_layers(served: Served, name: str) -> None:
 @pytest.mark.parametrize("name", joined.CUTS)
 def test_pieces_of_a_product_are_added_as_a_balanced_tree(served: Served, name: str) -> None:
     joined.test_pieces_of_a_product_are_added_as_a_balanced_tree(served, name)
+
+
+@pytest.mark.parametrize(("k", "pieces"), [(512, Pieces(4, 128)), (560, Pieces(4, 144)), (300, Pieces(4, 112))])
+def test_parts_of_a_product_add_up_to_the_whole(served: Served, k: int, pieces: Pieces) -> None:
+    joined.test_parts_of_a_product_add_up_to_the_whole(served, k, pieces)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 17, 512, 1001, 1040, 49153])

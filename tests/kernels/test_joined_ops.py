@@ -144,6 +144,32 @@ def test_pieces_of_a_product_are_added_as_a_balanced_tree(served: Served, name: 
         assert same_bits(ops.project_back(x[:rows], weight, residual[:rows], bias, pieces), found[:rows])
 
 
+@for_served("k,pieces", [(512, Pieces(4, 128)), (560, Pieces(4, 144)), (300, Pieces(4, 112))], interpreted=2)
+def test_parts_of_a_product_add_up_to_the_whole(served: Served, k: int, pieces: Pieces) -> None:
+    """Two ranks with two pieces each, and four ranks with one piece each."""
+    ops, dtype = served.ops, served.dtype
+    x, dense = randn(ROWS, k, dtype=dtype), randn(70, k, dtype=dtype, seed=1)
+    whole, bounds = ops.back_sums(x, stored(ops, dense), pieces), pieces.bounds(k)
+    assert whole.dtype == torch.float32 and same_bits(
+        whole.to(dtype), ops.project_back(x, stored(ops, dense), None, None, pieces)
+    )
+    for size in (2, 4):
+        own, sums = pieces.count // size, []
+        for rank in range(size):
+            start, end = bounds[rank * own][0], bounds[(rank + 1) * own - 1][1]
+            part = stored(ops, dense[:, start:end])
+            held = start < end
+            sums.append(
+                ops.back_sums(x[:, start:end], part, Pieces(own, pieces.length)) if held else torch.zeros(ROWS, 70)
+            )
+        assert same_bits(tree(sums), whole), size
+
+
+def test_every_backend_has_every_op(served: Served) -> None:
+    missing = {name for name in vars(Backend) if not name.startswith("_") and not hasattr(served.ops, name)}
+    assert missing == set()
+
+
 def tree(parts: Sequence[Tensor]) -> Tensor:
     """Add tensors as a balanced binary tree."""
     half = len(parts) // 2
@@ -219,6 +245,36 @@ def test_the_sums_of_groups_of_experts_are_added_as_a_balanced_tree(mixing: Serv
     for rows in (1, 3):
         some = ops.experts(x[:rows], spec, weights, experts[:rows], gates[:rows], shared[:rows], groups)
         assert same_bits(some, found[:rows])
+
+
+def test_parts_of_experts_add_up_to_the_whole(mixing: Served) -> None:
+    check_parts_of_experts(mixing)
+
+
+def check_parts_of_experts(served: Served) -> None:
+    """Ranks with some of the experts: no row's result depends on how the experts are divided."""
+    ops, dtype, spec = served.ops, served.dtype, ExpertsSpec(num_experts=8, top_k=3, intermediate_size=48, bias=True)
+    weights, x = make_experts(served, spec), randn(ROWS, 144, dtype=dtype)
+    experts, gates = ops.route(ops.linear(x, weights.router), spec)
+    whole = ops.expert_sums(x, spec, weights, experts, gates, 4)
+    assert whole.dtype == torch.float32 and same_bits(
+        whole.to(dtype), ops.experts(x, spec, weights, experts, gates, None, 4)
+    )
+    dense = {name: getattr(weights, name).to_dense() for name in ("gate_up", "down")}
+    for size in (2, 4):
+        count, sums = spec.num_experts // size, []
+        for rank in range(size):
+            part = slice(rank * count, (rank + 1) * count)
+            matrices = {
+                name: stored(ops, each.unflatten(0, (8, -1))[part].flatten(0, 1)) for name, each in dense.items()
+            }
+            assert weights.gate_up_bias is not None and weights.down_bias is not None
+            biases = dict(gate_up_bias=weights.gate_up_bias[part], down_bias=weights.down_bias[part])
+            own = dataclasses.replace(spec, held=(rank * count, count))
+            parts: Any = matrices | biases
+            sums.append(ops.expert_sums(x, own, dataclasses.replace(weights, **parts), experts, gates, 4 // size))
+        assert not any(same_bits(each, whole) for each in sums), "premise: every rank has experts of some row"
+        assert same_bits(tree(sums), whole), size
 
 
 def of_experts(ops: Backend, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -10,14 +10,15 @@ from matrix import thinned
 from torch import Tensor
 
 from trueroll.kernels import reference
-from trueroll.kernels.contract import ExpertsWeights
+from trueroll.kernels.contract import Backend, ExpertsWeights
 from trueroll.kernels.specs import ExpertsSpec
-from trueroll.kernels.triton import experts, products, rows
+from trueroll.kernels.triton import backend, experts, products, rows
 from trueroll.kernels.triton.products import NARROW_TILE, Tile
 
 from ..accuracy import FLOAT32
-from ..backends import both_dtypes
+from ..backends import Served, both_dtypes
 from ..inputs import randn, same_bits, strided
+from ..test_joined_ops import check_parts_of_experts
 from .test_products import PIECES
 
 HIDDEN, INNER = 136, 72  # a tail after the last step of a tile, and features that do not fill a tile
@@ -123,6 +124,11 @@ def test_the_sums_of_groups_are_added_as_a_balanced_tree(groups: int) -> None:
     assert not same_bits(found, experts.experts(*asked)), "premise: another order"
     alone = experts.experts(x[5:6], spec, weights, chosen[5:6], gates[5:6], shared[5:6], groups)
     assert same_bits(alone, found[5:6])
+
+
+@both_dtypes
+def test_parts_of_experts_add_up_to_the_whole(dtype: torch.dtype) -> None:
+    check_parts_of_experts(Served(cast(Backend, backend), dtype))
 
 
 @both_dtypes
