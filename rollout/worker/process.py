@@ -119,7 +119,9 @@ def run_as_child(load: Callable[[EngineConfig], ServedEngine] = load_engine) -> 
     has closed the pipe or died.
     """
     log_to_stderr(logging.WARNING)
-    settings = json.loads(_read_line(0))
+    if not (line := _read_line(0)).endswith(b"\n"):
+        return  # the parent ended before it had sent the settings
+    settings = json.loads(line)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # so that the output of a library is not mistaken for the outcome
     try:

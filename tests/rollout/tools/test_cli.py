@@ -478,3 +478,30 @@ def test_an_address_that_is_nearly_right_gets_a_hint(address: str, hint: str) ->
 def test_serve_says_what_it_does_before_it_loads_anything(tmp_path: Path) -> None:
     shown = trueroll("serve", str(tmp_path))
     assert shown.returncode == 1 and shown.stderr.startswith(f"starting a worker for {tmp_path} ...\n")
+
+
+TURNS_INTERRUPT_INTO_ERROR = """
+import os, signal, sys
+from trueroll.rollout.tools import cli, program
+
+def run():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt as error:
+        raise ValueError("invalid schema") from error
+    raise ValueError("the process ignores interrupts")
+
+signal.signal(signal.SIGINT, signal.default_int_handler if sys.argv[1] == "foreground" else signal.SIG_IGN)
+cli.main = run
+program.main()
+"""
+
+
+@pytest.mark.parametrize("place", ["foreground", "background"])
+def test_an_interrupt_that_a_library_turns_into_an_error_ends_with_one_line(place: str) -> None:
+    code = [sys.executable, "-P", "-c", TURNS_INTERRUPT_INTO_ERROR, place]
+    done = subprocess.run(code, capture_output=True, text=True, timeout=120)
+    if place == "foreground":
+        assert (done.returncode, done.stderr) == (130, "trueroll: interrupted\n")
+    else:
+        assert done.returncode == 1 and done.stderr.endswith("ValueError: the process ignores interrupts\n")

@@ -236,3 +236,9 @@ def test_sigterm_during_a_push_is_an_orderly_shutdown(transport: Transport) -> N
         with pytest.raises(PushError, match="worker .* failed"):
             publisher.push(tensors(), 1)
         assert worker.exit_code == 0
+
+
+def test_a_child_that_gets_no_settings_ends_without_a_word() -> None:
+    command = [sys.executable, "-P", "-m", "trueroll.rollout.worker.process"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
