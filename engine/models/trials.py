@@ -76,7 +76,8 @@ def room_for_a_process() -> Iterator[None]:
 def forked(work: Callable[[], object]) -> int:
     """Fork a child process that runs `work`, and return its process id.
 
-    The child exits without running the exit handlers of this process.
+    The child exits without running the exit handlers of this process. It ignores SIGINT and SIGTERM, because a signal
+    to the process group is for this process, which then ends the child.
 
     Raise UnavailableError if the system cannot start a process.
     """
@@ -84,6 +85,9 @@ def forked(work: Callable[[], object]) -> int:
         child = os.fork()
     if child == 0:
         try:
+            signal.set_wakeup_fd(-1)  # a descriptor that `work` may close
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
             work()
         finally:
             os._exit(0)
