@@ -130,8 +130,10 @@ class Engine:
         return self._pipeline.step()
 
     def settle(self) -> list[Output]:
-        """Wait for the step in flight, if there is one, and return its outputs."""
-        return self._pipeline.settle()
+        """Wait for the step in flight, if there is one, and return its outputs. Then no process of the engine computes."""
+        outputs = self._pipeline.settle()
+        self._executor.settle()
+        return outputs
 
     def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:
         """Switch to the staged weights, beginning with the next step.

@@ -196,6 +196,12 @@ class RankedOps:
         """See `Backend.layers`."""
         return run_layers(cast(Backend, self), *arguments)
 
+    def merge_into(self, out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
+        """See `Backend.merge_into`. `out` may be the shards of all ranks."""
+        merged = self.backend.merge(weight, a, b, scale)
+        out.copy_(merged)
+        return bool(merged.isfinite().all())
+
     def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Any) -> Tensor:
         """See `Backend.gate_up`. A rank may hold no inner features."""
         return self.backend.gate_up(x, gate, up, activation) if gate.shape[0] else x.new_empty(len(x), 0)

@@ -1,12 +1,13 @@
-"""A weight that holds a part of a checkpoint's tensor.
+"""Weights that hold parts of a checkpoint's tensor.
 
-`Shard` accepts whole tensors, or single elements of a tensor, in the checkpoint's layout. Elements outside its part are
-ignored.
+`Shard` is the part of one rank. It accepts whole tensors, or single elements of a tensor, in the checkpoint's layout,
+and ignores elements outside its part. `Shards` is the whole tensor, as the parts of all ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -16,8 +17,16 @@ from .specs import Slice
 from .stacks import Stack, StackLayout
 
 
+_ALIGNED = 16
+"""`Weight.narrow` of a matrix accepts rows that begin and end at multiples of this number, or end at the last row."""
+
+
 def is_stack(weight: Any) -> TypeGuard[Stack]:
-    """Return whether a weight is a `Stack`, or a shard of one. Such a shard has the attributes of a `Stack` too."""
+    """Return whether a weight is a `Stack`, or consists of shards of one. Such shards have the attributes of a `Stack`
+    too.
+    """
+    if isinstance(weight, Shards):
+        weight = weight.shards[0]
     return isinstance(weight.own if isinstance(weight, Shard) else weight, Stack)
 
 
@@ -69,9 +78,21 @@ class Shard:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         if isinstance(source, Shard):
             self.own.copy_(source.own)
-        else:
+        elif self.slice.length:
             parts = [source.narrow(self.slice.dim, start, length) for start, length in self.slice.ranges]
             self.own.copy_(parts[0] if len(parts) == 1 else torch.cat(parts, self.slice.dim))
+
+    def read(self, file: Any) -> int:
+        """Store this shard's part of a tensor in a safetensors file, and read no other part. `file`: the result of
+        `get_slice`. Return the number of bytes that were read.
+        """
+        ends = [slice(start, start + length) for start, length in self.slice.ranges if length]
+        if not ends:
+            return 0
+        parts = [file[:, each] if self.slice.dim else file[each] for each in ends]
+        own = parts[0] if len(parts) == 1 else torch.cat(parts, self.slice.dim)
+        self.own.copy_(own)
+        return own.nbytes
 
     def put_(self, index: Tensor, source: Tensor) -> None:
         """Overwrite the elements at these flat indices (int64) of the whole tensor. Indices outside the part are
@@ -100,7 +121,7 @@ class Shard:
                 ranges.append((begin - start, end - begin))
             before += own_length
         part = Slice(0, length, tuple(ranges) or ((0, 0),))
-        return Shard(self.own.narrow(0, first, part.length), part)
+        return Shard(_rows(self.own, first, part.length), part)
 
     def part(self, expert: int, start: int, length: int) -> Shard:
         """Return rows [start, start + length) of one expert's matrix, for a shard of a `Stack` with some experts. The
@@ -113,3 +134,95 @@ class Shard:
     def to_dense(self) -> Tensor:
         """Return the values of the part as a tensor."""
         return self.own.to_dense()
+
+
+def _rows(weight: Any, start: int, length: int) -> Any:
+    """Return rows [start, start + length) of a weight, which may begin and end anywhere."""
+    end = start + length
+    is_aligned = start % _ALIGNED == 0 and (end % _ALIGNED == 0 or end == weight.shape[0])
+    is_matrix = len(weight.shape) == 2 and not isinstance(weight, Stack)
+    return weight.narrow(0, start, length) if is_aligned or not is_matrix else _Rows(weight, start, length)
+
+
+class _Rows:
+    """Rows of a matrix that `Weight.narrow` does not accept. They are written element by element."""
+
+    def __init__(self, weight: Any, start: int, length: int) -> None:
+        self._weight, self._start = weight, start
+        self.shape, self.dtype = torch.Size((length, *weight.shape[1:])), weight.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def copy_(self, source: Tensor | _Rows) -> None:
+        source = source.to_dense() if isinstance(source, _Rows) else source
+        self.put_(torch.arange(self.shape.numel()), source.flatten().to(self.dtype))
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        self._weight.put_(index + self._start * self.shape[1], source)
+
+    def to_dense(self) -> Tensor:
+        return self._weight.to_dense().narrow(0, self._start, self.shape[0])
+
+
+class Shards:
+    """A `Weight` that consists of the shards of all ranks. Its shape is that of the checkpoint's tensor."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+        self.shape, self.dtype = shards[0].shape, shards[0].dtype
+
+    @property
+    def layout(self) -> StackLayout:
+        """See `Shard.layout`."""
+        return self.shards[0].layout
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """See `Shard.own_shape`."""
+        return self.shards[0].own_shape
+
+    @property
+    def experts(self) -> range:
+        """The experts that the shards of a `Stack` hold."""
+        return range(self.shape[0])
+
+    @property
+    def nbytes(self) -> int:
+        """The memory size of all shards in bytes."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    def copy_(self, source: Tensor | Shards) -> None:
+        """Store a whole tensor, or copy other shards of the same parts. Raise ValueError for another shape."""
+        sources = source.shards if isinstance(source, Shards) else [source] * len(self.shards)
+        for shard, own in zip(self.shards, sources, strict=True):
+            shard.copy_(own)
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        """Overwrite the elements at these flat indices (int64) of the whole tensor."""
+        for shard in self.shards:
+            shard.put_(index, source)
+
+    def narrow(self, dim: int, start: int, length: int) -> Shards:
+        """Return rows [start, start + length), as shards that share the memory of these shards. `dim` is 0."""
+        return Shards([shard.narrow(dim, start, length) for shard in self.shards])
+
+    def part(self, expert: int, start: int, length: int) -> Shards:
+        """See `Shard.part`."""
+        return Shards([shard.part(expert, start, length) for shard in self.shards])
+
+    def to_dense(self) -> Tensor:
+        """Return the whole tensor."""
+        found: Tensor | None = None
+        for shard in self.shards:
+            if not shard.slice.length:
+                continue
+            own = shard.to_dense()
+            found = own.new_empty(self.shape) if found is None else found
+            before = 0
+            for start, length in shard.slice.ranges:
+                found.narrow(shard.slice.dim, start, length).copy_(own.narrow(shard.slice.dim, before, length))
+                before += length
+        assert found is not None, "the ranges of the shards cover the tensor"
+        return found

@@ -1,8 +1,8 @@
 """Memory that other processes on the same machine can map without a copy.
 
 The lender fills an arena and seals it. After the seal, writes are private: a process that writes gets its own copy of
-the pages, and other processes see no change. This module owns the mappings. It also owns the lender's file descriptor
-until the arena is dropped.
+the pages, and other processes see no change. This module owns the mappings. It also owns the lender's file
+descriptor until the arena is dropped.
 
 Guarantees: the memory has no name in the file system. The system frees the memory when no process maps it any more,
 even if the processes were killed. A borrower maps exactly the memory that was lent.
@@ -15,15 +15,15 @@ import mmap
 import os
 import stat
 import sys
-import weakref
 from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from .memory import HUGE_PAGE, HostArena, advise
+from .shared import MemoryFile, no_memory
 
-_COLLAPSE, _POPULATE_READ = 25, 22  # advice of madvise
+_POPULATE_READ = 22  # advice of madvise
 _ADD_SEALS, _GET_SEALS = 1033, 1034  # commands of fcntl
 _SEALS = 2 | 4 | 16  # F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_FUTURE_WRITE
 _NODES = Path("/sys/devices/system/node")
@@ -46,44 +46,28 @@ class LendableArena(HostArena):
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes, huge_pages=True)
-        self._file = os.memfd_create("trueroll-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._close = weakref.finalize(self, os.close, self._file)
-        try:
-            os.ftruncate(self._file, num_bytes)
-            self.map_file(self._file, mmap.MAP_SHARED)
-            self.is_huge = self._take_pages()
-        except OSError as error:
-            raise MemoryError(f"cannot get {num_bytes} bytes of memory to lend: {error}") from None
+        with no_memory(num_bytes):
+            self._file = MemoryFile()
+            os.ftruncate(self._file.descriptor, num_bytes)
+            self.map_file(self._file.descriptor, mmap.MAP_SHARED)
+            self.is_huge = self._file.allocate(self._memory.data_ptr(), num_bytes)
 
     def lend(self) -> LentMemory:
         """Seal the memory, and return a description for borrowers. Later writes are not visible to borrowers."""
-        self.map_file(self._file, mmap.MAP_PRIVATE)
-        fcntl.fcntl(self._file, _ADD_SEALS, _SEALS)
-        status = os.fstat(self._file)
-        return LentMemory(os.getpid(), self._file, status.st_ino, status.st_size)
+        file = self._file.descriptor
+        self.map_file(file, mmap.MAP_PRIVATE)
+        fcntl.fcntl(file, _ADD_SEALS, _SEALS)
+        status = os.fstat(file)
+        return LentMemory(os.getpid(), file, status.st_ino, status.st_size)
 
     def withdraw(self) -> None:
         """Prevent further processes from mapping the memory. Existing mappings stay valid."""
-        self._close()
+        self._file.close()
 
     def drop(self, keep: bool) -> None:
         super().drop(keep)
         if not keep:
             self.withdraw()
-
-    def _take_pages(self) -> bool:
-        """Allocate all pages now. If a process writes to a page that the system cannot allocate, the system kills the
-        process.
-
-        Return whether the pages are huge pages.
-        """
-        size = self._memory.nbytes
-        whole = size // HUGE_PAGE * HUGE_PAGE
-        for start in range(0, whole, HUGE_PAGE):
-            os.posix_fallocate(self._file, start, mmap.PAGESIZE)  # MADV_COLLAPSE needs at least one page
-        is_huge = advise(self._memory.data_ptr(), whole, _COLLAPSE)
-        os.posix_fallocate(self._file, 0, size)
-        return is_huge
 
 
 class BorrowedArena(HostArena):

@@ -74,14 +74,16 @@ class Decoder:
 
     `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
     same dtype unless `dtype` is passed. The calls to `empty` and their order depend only on the spec and the backend.
+    `empty_part`: as `empty`, for weights of which a rank holds only a part; by default, `empty` itself.
     """
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty) -> None:
+    def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty, empty_part: Empty | None = None) -> None:
         self.spec, self.ops = spec, backend
         self._tensors: dict[str, Weight] = {}
 
         def new(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Any:
-            memory = empty if held.dtype is None else partial(empty, dtype=held.dtype)
+            memory = empty if held.part is None or empty_part is None else empty_part
+            memory = memory if held.dtype is None else partial(memory, dtype=held.dtype)
             if layout is not None:
                 weight: Any = Stack.new(backend.new_weight, memory, shape, layout)
             else:

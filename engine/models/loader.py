@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from trueroll.errors import ModelError, brief, said
 
 from ...kernels.contract import Weight
-from ...kernels.shards import is_stack
+from ...kernels.shards import Shard, is_stack
 from ...kernels.spellings import Parts, Shape, Spellings
 from .files import check_file, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
@@ -148,14 +148,20 @@ def checkpoint_names(folder: Path) -> set[str] | None:
 def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
     """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack.
 
-    `destinations`: maps names in the decoder to weights.
+    `destinations`: maps names in the decoder to weights. Tensors without a destination are skipped. Of a tensor whose
+    destination is a `Shard`, only the shard's part is read.
 
     Dtype and device are converted. Every few seconds, the log reports how much is left to copy. Raise ModelError if a
     file can no longer be read.
     """
     told = time.monotonic()
     for number, (file, names) in enumerate(checkpoint.files.items(), 1):
-        left = [piece for name, own in names for piece in _pieces(name, _destination(own, checkpoint, destinations))]
+        left = [
+            piece
+            for name, own in names
+            if (weight := _destination(own, checkpoint, destinations)) is not None
+            for piece in _pieces(name, weight)
+        ]
         while left:
             # The file is reopened repeatedly, because everything read from an open file stays in memory.
             with _open(file) as opened:
@@ -166,15 +172,16 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
                     "loading weights: file %d of %d, %d tensors of it left", number, len(checkpoint.files), len(left)
                 )
     for name, (blocks, scales) in checkpoint.packed.items():
-        _unpack(blocks, scales, destinations[name])
+        if name in destinations:
+            _unpack(blocks, scales, destinations[name])
 
 
 def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> Any:
     part = checkpoint.spellings.part(name)
     if part is None:
-        return destinations[name]
-    stack: Any = destinations[part.stack]
-    return stack.part(part.expert, part.start, part.shape[0])
+        return destinations.get(name)
+    stack: Any = destinations.get(part.stack)
+    return None if stack is None else stack.part(part.expert, part.start, part.shape[0])
 
 
 def _pieces(name: str, weight: Any) -> list[_Piece]:
@@ -191,6 +198,9 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
         name, expert, weight = pieces.pop()
+        if expert is None and isinstance(weight, Shard):
+            num_bytes += weight.read(opened.get_slice(name))
+            continue
         tensor = opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert : expert + 1]
         weight.copy_(tensor)
         num_bytes += tensor.nbytes

@@ -13,7 +13,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import cast
 
 import torch
 
@@ -22,9 +24,11 @@ from trueroll.errors import TruerollError
 from ...kernels.ranks import Rank
 from ..config import EngineConfig
 from ..running.executor import LocalExecutor
-from ..running.loading import load_model
+from ..running.loading import allocate_model
+from ..running.weight_memory import Build
 from .agreement import Agreement
 from .exchange import MOST_SECONDS, MOST_SECONDS_TO_START, SharedExchange
+from .weights import NUM_FILES, FollowerArena, FollowerWeights
 from .wire import Channel
 
 
@@ -45,7 +49,13 @@ def follow(channel: Channel, segment: int, index: int) -> None:
 
     exchange = SharedExchange(Rank(index, size), segment, check, MOST_SECONDS_TO_START)
     os.close(segment)
-    executor = LocalExecutor(config, load_model(config, exchange))
+
+    def place(builds: Sequence[Build], dtype: torch.dtype, device: torch.device) -> FollowerWeights:
+        return FollowerWeights(builds[index], dtype, lambda: channel.receive_files(NUM_FILES))
+
+    model = allocate_model(config, exchange, place)
+    arena = cast(FollowerArena, model.loaded.weights.arena)
+    executor = LocalExecutor(config, model.read())
     gc.freeze()  # otherwise a garbage collection would traverse all of torch, and all ranks would wait
     exchange.meet()
     exchange.most_seconds = MOST_SECONDS
@@ -56,6 +66,11 @@ def follow(channel: Channel, segment: int, index: int) -> None:
                 agreement.add(executor.compute(step).wait())
             case "draft", step:
                 executor.draft(step)
+            case "meet", None:
+                exchange.meet()
+            case "map", None:
+                arena.map(channel.receive_files(NUM_FILES))
+                exchange.meet()
             case "sleep", (level, tags):
                 executor.sleep(level, tags)
                 exchange.meet()

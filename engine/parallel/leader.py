@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 
@@ -22,13 +22,14 @@ from ..config import EngineConfig
 from ..outputs.routes import RouteFormat
 from ..request import Tag
 from ..running.executor import LocalComputation, LocalExecutor, StepResults
-from ..running.loading import EngineInfo, LoadedModel, load_model
+from ..running.loading import EngineInfo, LoadedModel, allocate_model
 from ..running.mtp import DraftStep
 from ..running.step import Step
 from ..running.weights import WeightStaging, WeightStore
 from . import exchange
 from .agreement import Agreement
 from .exchange import RankError, SharedExchange, new_segment
+from .weights import LeaderWeights, RankedArena
 from .wire import Channel
 
 SECONDS_TO_END = 5.0
@@ -75,6 +76,14 @@ class Followers:
         for follower in self._all:
             try:
                 follower.channel.send(name, content)
+            except OSError:
+                self._raise_failure(follower)
+
+    def share(self, arena: RankedArena) -> None:
+        """Send each follower the descriptors of its memory in an arena."""
+        for follower in self._all:
+            try:
+                follower.channel.send_files(arena.files_of(follower.index))
             except OSError:
                 self._raise_failure(follower)
 
@@ -152,7 +161,10 @@ class RankedExecutor:
         finally:
             os.close(segment)
         try:
-            self.loaded: LoadedModel = load_model(config, self._exchange)
+            model = allocate_model(config, self._exchange, lambda builds, dtype, _: LeaderWeights(builds, dtype))
+            self._arena = cast(RankedArena, model.loaded.weights.arena)
+            self._followers.share(self._arena)
+            self.loaded: LoadedModel = model.read()
             self._own = LocalExecutor(config, self.loaded)
             self._exchange.meet()
         except BaseException:
@@ -188,22 +200,36 @@ class RankedExecutor:
         self._followers.send("draft", step)
         return self._own.draft(step)
 
-    def commit(self, staging: WeightStaging) -> None:
-        raise RuntimeError("engine: the weights of several ranks cannot be replaced")  # no staging exists
-
-    def sleep(self, level: int, tags: Collection[Tag]) -> None:
-        self._followers.send("sleep", [level, sorted(tags)])
-        self._own.sleep(level, tags)
+    def settle(self) -> None:
+        self._followers.send("meet")
         self._exchange.meet()
 
+    def commit(self, staging: WeightStaging) -> None:
+        before = self._arena.files_of(0)
+        self.settle()  # no follower may read weights while they are written
+        self._own.commit(staging)
+        if self._arena.files_of(0) != before:
+            self._followers.send("map")
+            self._followers.share(self._arena)
+            self._exchange.meet()
+
+    def sleep(self, level: int, tags: Collection[Tag]) -> None:
+        self._tell_about_memory("sleep", [level, [tag for tag in tags if tag != "weights"]])
+        self._own.sleep(level, tags)
+
     def wake_up(self, tags: Collection[Tag]) -> None:
-        self._followers.send("wake_up", sorted(tags))
         self._own.wake_up(tags)
+        self._tell_about_memory("wake_up", [tag for tag in tags if tag != "weights"])
+
+    def _tell_about_memory(self, name: str, content: object) -> None:
+        """Send a command about memory other than that of weights, and wait until the followers have obeyed."""
+        self._followers.send(name, content)
         self._exchange.meet()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that rank 0 holds."""
-        return self._own.memory()
+        """Return the bytes that all ranks hold."""
+        own = self._own.memory()
+        return own | {"kv_cache": own["kv_cache"] * self._exchange.rank.size}
 
     def check(self) -> None:
         self._followers.check()

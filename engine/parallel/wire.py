@@ -9,7 +9,7 @@ import select
 import socket
 import struct
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -49,6 +49,17 @@ class Channel:
             self._read(length), ext_hook=_unpacked, strict_map_key=False, max_ext_len=length, max_bin_len=length
         )
         return name, content
+
+    def send_files(self, files: Sequence[int]) -> None:
+        """Send file descriptors. Raise the errors of `send`."""
+        socket.send_fds(self._socket, [b"\0"], files)
+
+    def receive_files(self, count: int) -> list[int]:
+        """Wait for descriptors from `send_files`, and return them. Raise EOFError if the other process has ended."""
+        message, files, _, _ = socket.recv_fds(self._socket, 1, count)
+        if not message:
+            raise EOFError
+        return list(files)
 
     def has_news(self, seconds: float = 0.0) -> bool:
         """Return whether a message has arrived or the other process has ended. Wait for this at most `seconds`."""

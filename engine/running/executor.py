@@ -97,6 +97,10 @@ class Executor(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait until no other process of the executor computes. No step may be in flight in this process."""
+        ...
+
     def commit(self, staging: WeightStaging) -> None:
         """Use the staged weights from the next step on.
 
@@ -226,6 +230,9 @@ class LocalExecutor:
         assert self._runner.mtp is not None
         self._runner.copy_blocks(step.block_copies)
         return self._runner.mtp.draft(step, self._sampler)
+
+    def settle(self) -> None:
+        """Do nothing, because the executor has no other processes."""
 
     def commit(self, staging: WeightStaging) -> None:
         if "weights" in self._asleep:

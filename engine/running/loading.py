@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import psutil
 import torch
@@ -17,12 +17,12 @@ from trueroll.errors import ConfigError, ModelError, brief
 from ...kernels.contract import Backend
 from ...kernels.families import describe
 from ...kernels.pieces import with_pieces
-from ...kernels.ranks import Exchange, RankedOps, part_of
+from ...kernels.ranks import Exchange, Rank, RankedOps, part_of
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec, is_of_mtp
 from ...kernels.spellings import Spellings
 from ..config import EngineConfig
-from ..models.decoder import Decoder, Empty
+from ..models.decoder import Decoder
 from ..models.dummy import fill_randomly
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
@@ -30,6 +30,7 @@ from ..models.loader import Checkpoint, check_checkpoint, checkpoint_names, copy
 from ..models.names import find_config, resolve_model
 from .experts import route_format
 from .planner import Sizes, Storage, plan_memory, scratch_bytes
+from .weight_memory import Build, LocalWeights, Place, WeightMemory
 from .weights import WeightStore
 
 log = logging.getLogger(__name__)
@@ -135,22 +136,53 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The properties of a model, determined before memory is allocated."""
+    """The properties of a model, determined before memory is allocated.
+
+    `builds`: create the model of each rank. `exchange`: as in `LoadedModel`.
+    """
 
     folder: Path
-    build: Callable[[Empty], Decoder]
+    builds: tuple[Build, ...]
     dtype: torch.dtype
     device: torch.device
     backend: SelectedBackend
     eos_token_ids: tuple[int, ...]
+    exchange: Exchange | None
+
+    @property
+    def build(self) -> Build:
+        """Creates the model of this process."""
+        return self.builds[0 if self.exchange is None else self.exchange.rank.index]
 
     def outline(self) -> Decoder:
         """Return the model on torch's meta device, without memory."""
         return self.build(partial(torch.empty, dtype=self.dtype, device="meta"))
 
 
+class AllocatedModel(NamedTuple):
+    """A model whose weights have memory, but are not read yet."""
+
+    loaded: LoadedModel
+    checkpoint: Checkpoint
+
+    def read(self) -> LoadedModel:
+        """Read the weights. Raise ModelError if a file can no longer be read."""
+        copy_checkpoint(self.checkpoint, self.loaded.weights.to_load)
+        return self.loaded
+
+
 def load_model(config: EngineConfig, exchange: Exchange | None = None) -> LoadedModel:
-    """Load a model and its backend. `exchange`: load only this rank's part; its layers exchange their sums through it.
+    """Load a model and its backend. See `allocate_model`."""
+    return allocate_model(config, exchange).read()
+
+
+def allocate_model(
+    config: EngineConfig, exchange: Exchange | None = None, place: Place | None = None
+) -> AllocatedModel:
+    """Allocate the memory of a model, and return the model and its backend.
+
+    `exchange`: load only this rank's part; its layers exchange their sums through it. `place`: where to allocate the
+    weights; by default, in this process.
 
     Raise ConfigError if the device or the backend is missing or cannot serve the model. Raise ModelError if the model
     cannot be loaded. The checkpoint is checked before memory is allocated.
@@ -163,9 +195,7 @@ def load_model(config: EngineConfig, exchange: Exchange | None = None) -> Loaded
     )
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
-    loaded = _allocate(plan)
-    copy_checkpoint(checkpoint, loaded.weights.tensors)
-    return replace(loaded, exchange=exchange)
+    return AllocatedModel(_allocate(plan, place), checkpoint)
 
 
 def outline(config: EngineConfig) -> Decoder:
@@ -249,12 +279,12 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], exchange: Ex
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)
     spec = spec.serving_mtp(_serves_mtp(config, folder, spec, backend.ops))
+    specs = (spec,)
     if exchange is not None:
-        spec, backend = (
-            part_of(spec, exchange.rank),
-            replace(backend, ops=cast(Backend, RankedOps(backend.ops, exchange))),
-        )
-    return _Plan(folder, partial(Decoder, spec, backend.ops), dtype, device, backend, eos_token_ids)
+        specs = tuple(part_of(spec, Rank(index, exchange.rank.size)) for index in range(exchange.rank.size))
+        backend = replace(backend, ops=cast(Backend, RankedOps(backend.ops, exchange)))
+    builds = tuple(partial(Decoder, each, backend.ops) for each in specs)
+    return _Plan(folder, builds, dtype, device, backend, eos_token_ids, exchange)
 
 
 def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
@@ -314,27 +344,27 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _allocate(plan: _Plan) -> LoadedModel:
+def _allocate(plan: _Plan, place: Place | None = None) -> LoadedModel:
     """Return the model with uninitialized weights, and its backend."""
-    _check_memory(plan)
+    if place is None:
+        memory: WeightMemory = LocalWeights(plan.build, plan.dtype, plan.device)
+    else:
+        memory = place(plan.builds, plan.dtype, plan.device)
+    _check_memory(plan, memory.num_bytes)
     try:
-        weights = WeightStore(plan.build, plan.dtype, plan.device)
+        weights = WeightStore(memory)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError
         raise ModelError(f"{plan.folder}: the weights do not fit into memory: {error}; use a smaller model") from None
-    return LoadedModel(plan.folder, weights, plan.backend, plan.eos_token_ids)
+    return LoadedModel(plan.folder, weights, plan.backend, plan.eos_token_ids, plan.exchange)
 
 
-def _check_memory(plan: _Plan) -> None:
+def _check_memory(plan: _Plan, needed: int) -> None:
     """Raise ModelError if the weights do not fit into host memory.
 
     Without this check, the allocation would succeed and the system would later kill the process, because hosts
     overcommit memory.
     """
-    if plan.device.type != "cpu":
-        return
-    outline, available = plan.outline(), available_memory(plan.device)
-    needed = outline.num_bytes * outline.spec.ranks  # the ranks allocate at the same time
-    if needed > available:
+    if plan.device.type == "cpu" and needed > (available := available_memory(plan.device)):
         raise ModelError(
             f"{plan.folder}: the weights need {needed} bytes, but only {available} bytes of memory are available; use "
             "a smaller model"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -24,14 +24,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Weight
-from ...kernels.shards import Shard
 from ...kernels.specs import MTP_PREFIX
 from ...kernels.spellings import Spellings
 from ...kernels.stacks import Stack
 from ...kernels.transfer import wait_for_stream
 from ..cache.lending import BorrowedArena, LendableArena, LentMemory, place_to_lend
-from ..cache.memory import Arena, bytes_needed, new_arena
-from ..models.decoder import Decoder, Empty
+from .weight_memory import LocalWeights, WeightArena, WeightMemory
 
 
 @dataclass
@@ -96,13 +94,12 @@ class OptionalWeights:
     def put_back(self, tensors: Mapping[str, Weight]) -> None:
         """Copy the kept values to the live weights."""
         for name, tensor in self._kept.items():
-            weight = tensors[name]
-            (weight.own if isinstance(weight, Shard) else weight).copy_(tensor)
+            tensors[name].copy_(tensor)
         self._kept = {}
 
 
 class WeightStore:
-    """The live weights of the model that `build(empty)` creates, and the requirements for new weights.
+    """The live weights, which lie in an arena of `memory`, and the requirements for new weights.
 
     `shapes`: the shape of every parameter, by its Hugging Face name. `spellings`: the names under which parameters and
     `parts` may be pushed. `is_whole`: whether the live weights are complete and of one version. `is_whole` becomes
@@ -110,12 +107,10 @@ class WeightStore:
     parameter is committed.
     """
 
-    def __init__(self, build: Callable[[Empty], Decoder], dtype: torch.dtype, device: torch.device) -> None:
-        self._build, self._dtype, self._device = build, dtype, device
-        self._num_bytes = bytes_needed(build, dtype)
-        self._arena = self.new_arena()
-        self.model = self.model_in(self._arena)
-        self.tensors: Mapping[str, Weight] = self.model.checkpoint_tensors()
+    def __init__(self, memory: WeightMemory) -> None:
+        self.memory = memory
+        self.arena: WeightArena = memory.new_arena()
+        self.model, self.tensors, self.to_load = memory.weights_in(self.arena)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         self.spellings = Spellings(self.shapes, self.parts)
         self.is_whole = True
@@ -125,12 +120,12 @@ class WeightStore:
     @property
     def dtype(self) -> str:
         """The dtype of the weights, such as `bfloat16`."""
-        return _dtype_name(self._dtype)
+        return _dtype_name(self.model.dtype)
 
     @property
     def dtypes(self) -> dict[str, str]:
         """The parameters with a dtype other than `dtype`, as a map from name to dtype."""
-        own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self._dtype}
+        own = {name: tensor.dtype for name, tensor in self.tensors.items() if tensor.dtype != self.model.dtype}
         return {name: _dtype_name(found) for name, found in own.items()}
 
     @property
@@ -162,12 +157,12 @@ class WeightStore:
     def num_held(self) -> int:
         """The device memory that the live weights and the base weights of adapters hold now, in bytes."""
         kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device]
-        return self._arena.num_held + sum(kept)
+        return self.arena.num_held + sum(kept)
 
     @property
     def commit_note(self) -> str:
         """The reason why commits are slow. `commit_note` is empty if commits are fast, and before the first commit."""
-        return self._arena.copy_note
+        return self.arena.copy_note
 
     @property
     def kin(self) -> str | None:
@@ -177,24 +172,14 @@ class WeightStore:
 
         Processes with equal `kin` can lend memory to each other, and have the same layout of weights.
         """
-        if self._device.type != "cpu" or (place := place_to_lend()) is None:
+        if not isinstance(self.memory, LocalWeights) or self.memory.device.type != "cpu":
+            return None
+        if (place := place_to_lend()) is None:
             return None
         ops = type(self.model.ops)
         kinds = [(name, type(weight).__name__) for name, weight in self.tensors.items()]
         words = place, version("trueroll"), ops.__module__, ops.__name__, self.model.spec, kinds, self.dtype
-        return hashlib.sha256(repr((*words, self._num_bytes)).encode()).hexdigest()
-
-    def new_arena(self) -> Arena:
-        """Return memory for a set of weights."""
-        return new_arena(self._num_bytes, self._device, huge_pages=True)
-
-    def model_in(self, arena: Arena) -> Decoder:
-        """Return a model with its weights in an arena, in the layout of the live weights. The arena is not written."""
-
-        def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
-            return arena.empty(dtype, *shape)
-
-        return self._build(empty)
+        return hashlib.sha256(repr((*words, self.memory.num_bytes)).encode()).hexdigest()
 
     def new_staging(self, in_place: bool) -> WeightStaging:
         """Return a staging. `in_place`: whether to overwrite the live weights, to save the memory of a second set."""
@@ -202,7 +187,7 @@ class WeightStore:
 
     def new_lendable(self) -> LendableStaging:
         """Return a staging in memory that other processes can map when the weights are complete."""
-        return LendableStaging(self, LendableArena(self._num_bytes))
+        return LendableStaging(self, LendableArena(self.memory.num_bytes))
 
     def borrow(self, lent: tuple[int, int, int, int], has_optional: bool = True) -> BorrowedStaging:
         """Return a staging with the complete weights that a process of the same `kin` lends.
@@ -211,8 +196,8 @@ class WeightStore:
         OSError if the lent memory is gone.
         """
         found = LentMemory(*lent)
-        if found.num_bytes != self._num_bytes:  # before pages are allocated
-            raise FileNotFoundError(f"lent weights must have {self._num_bytes} bytes (got {found.num_bytes})")
+        if found.num_bytes != self.memory.num_bytes:  # before pages are allocated
+            raise FileNotFoundError(f"lent weights must have {self.memory.num_bytes} bytes (got {found.num_bytes})")
         return BorrowedStaging(self, BorrowedArena(found), has_optional)
 
     def commit(self, staging: WeightStaging) -> None:
@@ -231,7 +216,7 @@ class WeightStore:
             self._install(staging, staged)
             # The staging's memory belongs to the stream that filled the staging. Without a wait, the memory could be
             # reused too early.
-            wait_for_stream(self._device)
+            wait_for_stream(self.memory.device)
         if not staging.is_alone:
             self.optional_weights.note_commit(staging.has_optional)
         self.is_whole = True
@@ -240,9 +225,9 @@ class WeightStore:
 
     def sleep(self, level: int) -> None:
         """Release the device memory. `level`: 1 keeps all weights in host memory, 2 keeps only the optional weights."""
-        if self._arena.num_held:  # awake, or kept in place
+        if self.arena.num_held:  # awake, or kept in place
             self.optional_weights.keep(self.tensors)
-        self._arena.drop(keep=level == 1)
+        self.arena.drop(keep=level == 1)
         self.is_whole &= level == 1
         if level == 1:  # The base weights stay on the host until adapters need them again.
             self.base.kept.update({name: tensor.to("cpu") for name, tensor in self.base.kept.items()})
@@ -251,12 +236,11 @@ class WeightStore:
 
     def wake_up(self) -> None:
         """Reallocate the memory."""
-        self._arena.restore()
+        self.arena.restore()
         self.optional_weights.put_back(self.tensors)
 
     def served(self, name: str) -> Tensor:
         """Return a live parameter as a dense tensor. The result may share memory with the live weights."""
-        assert self.model.spec.ranks == 1, "a rank holds only parts of the weights"
         return self.tensors[name].to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
@@ -299,7 +283,7 @@ class WeightStore:
             if not staging.has_optional:
                 for name in self.optional:
                     self.rows(staging.tensors, name).copy_(self.rows(self.tensors, name))
-            self._arena.take(staging.arena)
+            self.arena.take(staging.arena)
         else:
             for name in staged:
                 self.rows(self.tensors, name).copy_(self.rows(staging.tensors, name))
@@ -322,7 +306,7 @@ class WeightStaging:
 
     def __init__(self, store: WeightStore, in_place: bool) -> None:
         self.in_place = in_place
-        self.arena: Arena | None = None
+        self.arena: WeightArena | None = None
         self.tensors: Mapping[str, Weight] = store.tensors if in_place else {}
         self.elements: list[tuple[str, Tensor, Tensor]] = []
         self._store = store
@@ -410,8 +394,8 @@ class WeightStaging:
             if name.startswith(MTP_PREFIX):
                 self._store.optional_weights.note_overwriting()
         elif self.arena is None:
-            self.arena = self._store.new_arena()
-            self.tensors = self._store.model_in(self.arena).checkpoint_tensors()
+            self.arena = self._store.memory.new_arena()
+            self.tensors = self._store.memory.weights_in(self.arena).tensors
         part = self._store.rows(self.tensors, name, start, length)
         self._staged_rows[name] += length
         return part
@@ -468,7 +452,7 @@ class LendableStaging(WeightStaging):
     def __init__(self, store: WeightStore, lendable: LendableArena) -> None:
         super().__init__(store, in_place=False)
         self.arena, self._lendable = lendable, lendable
-        self.tensors = store.model_in(lendable).checkpoint_tensors()
+        self.tensors = store.memory.weights_in(lendable).tensors
 
     def lend(self) -> LentMemory:
         """Let other processes map the weights, which must be complete. Later writes are not visible to borrowers."""
@@ -484,6 +468,6 @@ class BorrowedStaging(WeightStaging):
 
     def __init__(self, store: WeightStore, arena: BorrowedArena, has_optional: bool) -> None:
         super().__init__(store, in_place=False)
-        self.arena, self.tensors = arena, store.model_in(arena).checkpoint_tensors()
+        self.arena, self.tensors = arena, store.memory.weights_in(arena).tensors
         names = (name for name in store.shapes if has_optional or name not in store.optional)
         self._staged_rows.update({name: store.shapes[name][0] for name in names})

@@ -52,8 +52,6 @@ class Requests(EngineHost, Protocol):
 
 _NEEDS_NO_ENGINE = (protocol.StageBucket, protocol.VerifyPush, protocol.AbortPush)
 """Calls that are handled immediately, even while an operation waits for the engine."""
-_NEEDS_WHOLE_WEIGHTS = (protocol.BeginPush, protocol.SaveWeights, protocol.GetChecksums)
-"""Calls that a worker with several ranks refuses, because each rank holds only a part of the weights."""
 
 
 class Control:
@@ -65,7 +63,6 @@ class Control:
         self.pushes = Pushes(host, calls, self.lifecycle, self._operations, timings, policy)
         self._host, self._requests, self._calls = host, requests, calls
         self._timings, self._policy = timings, policy
-        self._ranks = 1
         self._waiting: deque[protocol.LifecycleCall | protocol.PushCall] = deque()
 
     @property
@@ -78,13 +75,10 @@ class Control:
         """Time, in monotonic seconds, by which `follow` must be called again."""
         return min(self._operations.deadline, self.pushes.deadline)
 
-    def finish_loading(self, weights: Destination, device: str, ranks: int) -> None:
-        """Record that the model has loaded. `weights`: destination of pushes, on `device`. `ranks`: the number of ranks
-        of the engine.
-        """
+    def finish_loading(self, weights: Destination, device: str) -> None:
+        """Record that the model has loaded. `weights`: destination of pushes, on `device`."""
         from ...weight_sync.transports.gpu import gpu_of
 
-        self._ranks = ranks
         self.pushes.target = Target(weights, device, gpu_of(device))
         self.lifecycle.finish_loading()
 
@@ -120,13 +114,6 @@ class Control:
                 value=self.lifecycle.state,
             )
         self.lifecycle.check(call.type)
-        drops_weights = isinstance(call, protocol.Sleep) and call.level == 2 and "weights" in call.tags
-        if self._ranks > 1 and (drops_weights or isinstance(call, _NEEDS_WHOLE_WEIGHTS)):
-            raise IllegalStateError(
-                f"{call.type}: a worker with {self._ranks} ranks cannot receive, read, save or drop weights; use "
-                "tensor_parallel_size=1",
-                value=self._ranks,
-            )
 
     def follow(self) -> None:
         """Continue the current operation, then start the calls that are waiting."""

@@ -562,7 +562,7 @@ class Worker:
         self._book.max_model_len = info["max_model_len"]
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
-        self._control.finish_loading(weights, info["device"], info.get("tensor_parallel_size", 1))
+        self._control.finish_loading(weights, info["device"])
         self._book.waiting_room.look_at_all()
         if self._control.lifecycle.is_ending:
             self._book.let_in_the_last()

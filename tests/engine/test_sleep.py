@@ -15,7 +15,7 @@ from tiny import make_tiny_model
 from trueroll.engine.cache.memory import DeviceArena
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import Output, ScoreRequest, Tag
-from trueroll.engine.running import model_runner, weights
+from trueroll.engine.running import model_runner, weight_memory
 
 from .checkpoints import addresses, another_version, read_tensors, stage
 from .drive import bits, drain, executor_of, generate, make_engine, run, samples_of, score, tokens
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.usefixtures("steps_ahead"), thinned(lambda steps_ahead
 def arena(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The kind of memory: host memory, or memory that behaves like a device's."""
     if request.param == "device":
-        for module in (weights, model_runner):
+        for module in (weight_memory, model_runner):
             monkeypatch.setattr(module, "new_arena", lambda size, device, huge_pages: DeviceArena(size, device))
     return request.param
 

@@ -102,8 +102,8 @@ def test_a_killed_lender_leaves_only_the_borrowed_memory() -> None:
 def test_memory_that_was_not_lent_is_refused(tmp_path: Path) -> None:
     lender = LendableArena(SIZE)
     with pytest.raises(PermissionError, match="not sealed"):
-        status = os.fstat(lender._file)
-        BorrowedArena(LentMemory(os.getpid(), lender._file, status.st_ino, SIZE))
+        status = os.fstat(lender._file.descriptor)
+        BorrowedArena(LentMemory(os.getpid(), lender._file.descriptor, status.st_ino, SIZE))
     lent = lent_by(lender, 1)
     for wrong in (lent._replace(inode=lent.inode + 1), lent._replace(num_bytes=SIZE - 1)):
         with pytest.raises(FileNotFoundError, match="another file"):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trueroll.engine.cache import memory
 from trueroll.engine.cache.lending import LendableArena
+from trueroll.engine.cache.shared import FileArena
 from trueroll.engine.cache.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
 from trueroll.kernels.cpu.backend import PackedWeight
 
@@ -26,6 +27,7 @@ KINDS: dict[str, Callable[[int], Arena]] = {
     "small pages": partial(HostArena, huge_pages=False),
     "device": partial(DeviceArena, device=CPU),
     "to lend": LendableArena,
+    "to share": FileArena,
 }
 
 

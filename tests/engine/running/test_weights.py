@@ -18,7 +18,7 @@ from tiny import make_tiny_model
 from trueroll.engine.cache.memory import Arena, DeviceArena
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, InFlight, SampleOutput, ScoreOutput, ScoreRequest, derive_seed
-from trueroll.engine.running import weights
+from trueroll.engine.running import weight_memory, weights
 
 from ..checkpoints import (
     addresses,
@@ -173,7 +173,7 @@ def test_a_commit_waits_for_its_copies_before_it_frees_what_they_read(
         while LateArena.queued:
             LateArena.queued.pop(0)()
 
-    monkeypatch.setattr(weights, "new_arena", lambda size, device, huge_pages: LateArena(size, device))
+    monkeypatch.setattr(weight_memory, "new_arena", lambda size, device, huge_pages: LateArena(size, device))
     monkeypatch.setattr(weights, "wait_for_stream", wait, raising=False)
     engine = make_engine(tiny_llama)
     staging = stage(engine, read_tensors(newer_llama))

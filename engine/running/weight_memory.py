@@ -1,0 +1,100 @@
+"""The memory in which sets of weights lie: the live weights, and weights that are being received.
+
+`WeightMemory` is the interface. `LocalWeights` is the memory of an engine in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...kernels.contract import Weight
+from ..cache.memory import Arena, bytes_needed, new_arena
+from ..models.decoder import Decoder, Empty
+
+
+class Build(Protocol):
+    """Creates the model of a process. `empty`, `empty_part`: as for `Decoder`."""
+
+    def __call__(self, empty: Empty, empty_part: Empty | None = None) -> Decoder: ...
+
+
+class WeightArena(Protocol):
+    """Memory for one set of weights. See `Arena`."""
+
+    copy_note: str
+
+    @property
+    def num_held(self) -> int: ...
+
+    def take(self, other: Any) -> None: ...
+
+    def drop(self, keep: bool) -> None: ...
+
+    def restore(self) -> None: ...
+
+
+Place: TypeAlias = Callable[[Sequence[Build], torch.dtype, torch.device], "WeightMemory"]
+"""Returns the memory for weights of this dtype on this device. The builds create the models of all ranks."""
+
+
+class WeightSet(NamedTuple):
+    """A set of weights in memory.
+
+    `model`: the decoder that this process computes. `tensors`: the weights of the whole model, by their names in a
+    checkpoint. `to_load`: the weights that this process reads from the checkpoint.
+    """
+
+    model: Decoder
+    tensors: Mapping[str, Weight]
+    to_load: Mapping[str, Weight]
+
+
+class WeightMemory(Protocol):
+    """Creates memory for sets of weights. `num_bytes`: the bytes that this process allocates for a set. `device`: where
+    the memory is.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def new_arena(self) -> Any:
+        """Return memory for a set of weights. Raise MemoryError or RuntimeError if there is not enough memory."""
+        ...
+
+    def weights_in(self, arena: Any) -> WeightSet:
+        """Return the set of weights in an arena, in the layout of the live weights. The arena is not written."""
+        ...
+
+
+class LocalWeights:
+    """The `WeightMemory` of an engine in one process."""
+
+    def __init__(self, build: Build, dtype: torch.dtype, device: torch.device) -> None:
+        self._build, self._dtype, self.device = build, dtype, device
+        self.num_bytes = bytes_needed(build, dtype)
+
+    def new_arena(self) -> Arena:
+        """See `WeightMemory.new_arena`."""
+        return new_arena(self.num_bytes, self.device, huge_pages=True)
+
+    def weights_in(self, arena: Arena) -> WeightSet:
+        """See `WeightMemory.weights_in`."""
+        model = self._build(empty_of(arena, self._dtype))
+        tensors = model.checkpoint_tensors()
+        return WeightSet(model, tensors, tensors)
+
+
+def empty_of(arena: Arena, own: torch.dtype) -> Empty:
+    """Return a function that allocates tensors from an arena. `own`: the default dtype."""
+
+    def empty(*shape: int, dtype: torch.dtype = own) -> Tensor:
+        return arena.empty(dtype, *shape)
+
+    return empty
