@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from adapters import adapt, change
+from engine.checkpoints import read_tensors
 
 from tiny import make_tiny_model
-from trueroll.errors import IllegalStateError, WorkerFailedError
-from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+from trueroll.errors import PushError, WorkerFailedError
+from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
 SIZES: dict[str, Any] = dict(num_blocks=64, num_threads=1)
@@ -42,13 +46,82 @@ def test_a_worker_with_four_ranks_gives_the_bits_of_a_worker_with_one(model: str
         with RolloutClient(four.address) as client:
             engine = client.health().engine
             assert engine is not None and (engine["tensor_parallel_size"], engine["pieces"]) == (4, 4)
-            for call in (client.weight_checksums, lambda: client.sleep(level=2)):
-                with pytest.raises(IllegalStateError, match="with 4 ranks cannot receive, read, save or drop"):
-                    call()
             client.sleep(level=1)
             client.wake_up()
         assert samples_of(four) == samples_of(one)
     assert four.exit_code == 0 and psutil.wait_procs(followers, 10)[1] == []
+
+
+@pytest.fixture(scope="module")
+def pair(model: str) -> Iterator[list[WorkerProcess]]:
+    """A worker with one rank and a worker with four."""
+    with launch_worker(model, **SIZES) as one, launch_worker(model, tensor_parallel_size=4, **SIZES) as four:
+        yield [one, four]
+
+
+def checksums_of(worker: WorkerProcess) -> dict[str, int]:
+    with RolloutClient(worker.address) as client:
+        return dict(client.weight_checksums().checksums)
+
+
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "shared": dict(transport="shared"),
+    "gloo": dict(transport="collective"),
+    "disk": dict(transport="disk"),
+    "sparse": dict(transport="shared", sparse=True),
+    "in place": dict(transport="shared", in_place=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_push_gives_the_same_weights_on_one_rank_and_on_four(
+    pair: list[WorkerProcess], model: str, name: str, tmp_path: Path
+) -> None:
+    settings = TRANSPORTS[name] | (dict(folder=tmp_path) if name == "disk" else {})
+    tensors, before = read_tensors(Path(model)), samples_of(pair[1])
+    with WeightPublisher(**settings) as publisher:
+        publisher.connect([worker.address for worker in pair])
+        for step in (1, 2):
+            for tensor in tensors.values():
+                tensor.view(-1)[step :: 1 + 2 * step].mul_(1.0 + 0.1 * (step + list(TRANSPORTS).index(name)))
+            publisher.push(tensors, step, allow_older=True)
+    found = [checksums_of(worker) for worker in pair]
+    assert found[0] == found[1] and len(found[0]) == len(tensors)
+    assert samples_of(pair[1]) == samples_of(pair[0]) != before
+
+
+def test_adapters_are_merged_on_four_ranks_as_on_one(pair: list[WorkerProcess], model: str) -> None:
+    with WeightPublisher("shared") as publisher:
+        publisher.connect([worker.address for worker in pair])
+        publisher.push(read_tensors(Path(model)), 99)
+        adapted = adapt(Path(model), target_modules="all-linear")
+        publisher.push(adapted, 100, adapters=True)
+        change(adapted, 1)
+        publisher.push(adapted, 101, adapters=True)
+        assert checksums_of(pair[1]) == checksums_of(pair[0])
+        assert samples_of(pair[1]) == samples_of(pair[0])
+
+
+def test_a_worker_with_ranks_drops_its_weights_and_gets_new_ones(pair: list[WorkerProcess], model: str) -> None:
+    with RolloutClient(pair[1].address) as client, WeightPublisher("shared") as publisher:
+        publisher.connect([pair[1].address])
+        client.sleep(level=2)
+        assert client.health().memory["weights"] == 0
+        client.wake_up()
+        publisher.push(read_tensors(Path(model)), 200)
+    with launch_worker(model, **SIZES) as fresh:
+        assert samples_of(pair[1]) == samples_of(fresh)
+
+
+def test_a_broken_push_leaves_the_weights_of_all_ranks(pair: list[WorkerProcess], model: str) -> None:
+    before = samples_of(pair[1]), checksums_of(pair[1])
+    tensors = read_tensors(Path(model))
+    tensors["model.norm.weight"][3] = float("nan")
+    with WeightPublisher("shared") as publisher:
+        publisher.connect([pair[1].address])
+        with pytest.raises(PushError, match=r"model.norm.weight: expected finite values"):
+            publisher.push(tensors, 300)
+    assert (samples_of(pair[1]), checksums_of(pair[1])) == before
 
 
 def test_a_killed_rank_ends_a_worker_without_work(model: str) -> None:
