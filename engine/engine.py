@@ -130,7 +130,9 @@ class Engine:
         return self._pipeline.step()
 
     def settle(self) -> list[Output]:
-        """Wait for the step in flight, if there is one, and return its outputs. Then no process of the engine computes."""
+        """Wait for the step in flight, if there is one, and return its outputs. Afterwards, no process of the engine
+        computes.
+        """
         outputs = self._pipeline.settle()
         self._executor.settle()
         return outputs

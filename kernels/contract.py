@@ -268,6 +268,15 @@ class TokenStatistics(NamedTuple):
     top_logprobs: Tensor
 
 
+class FoldedHead(NamedTuple):
+    """The results of `next_tokens`; and the statistics, if they are wanted."""
+
+    token_ids: Tensor
+    logprobs: Tensor
+    finite: Tensor
+    statistics: TokenStatistics | None
+
+
 class Weight(Protocol):
     """A matrix [rows, columns] in the memory layout that the backend's matrix products need. A plain tensor is a
     `Weight` too.
@@ -311,7 +320,11 @@ class Backend(Protocol):
 
     The floating-point tensors, weights and caches of a call share one dtype and device unless stated otherwise. Ids,
     slots and blocks must exist, and the block size must be even. Backends do not check these rules.
+
+    HEAD_SECTION: parts of the head, for `head_sections`, begin at multiples of this number of ids. A multiple of 16.
     """
+
+    HEAD_SECTION: int
 
     def instruction_set(self) -> str:
         """Return the instruction set or GPU architecture that the backend uses, for logs and health."""
@@ -594,6 +607,23 @@ class Backend(Protocol):
         self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
     ) -> tuple[Tensor, TokenStatistics, Tensor]:
         """Like `next_tokens`, but return `token_statistics` of the same logits instead of log-probs."""
+        ...
+
+    def head_sections(
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None, first: int
+    ) -> tuple[Tensor, ...]:
+        """Return the first half of `next_tokens`, or of `next_token_statistics` if `k` is not None, for some rows of
+        the head: those of the ids from `first` on, which is a multiple of HEAD_SECTION.
+
+        The results are tensors [M, ...] of the backend. Along their second axis, they can be joined with the results
+        for other ids, in the order of the ids. `weight` may have no rows.
+        """
+        ...
+
+    def fold_sections(self, found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
+        """Return the results of `next_tokens` or `next_token_statistics`. `found`: the joined results of
+        `head_sections` for all ids.
+        """
         ...
 
     def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:

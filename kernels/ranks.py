@@ -13,7 +13,7 @@ balanced binary tree. Bits therefore do not depend on the number of ranks. `Exch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -21,9 +21,25 @@ from torch import Tensor
 
 from trueroll.errors import ConfigError
 
-from .contract import AttentionWeights, Backend, ExpertsWeights, Layer, Rotation, Weight
+from .contract import (
+    LOGITS_ROWS,
+    AttentionWeights,
+    Backend,
+    ExpertsWeights,
+    FoldedHead,
+    Layer,
+    Memory,
+    Pages,
+    Rotation,
+    StateBatch,
+    TokenStatistics,
+    Wanted,
+    Weight,
+)
+from .cpu.ranks import RankMeetings
 from .layer import project, run_layers
 from .specs import (
+    HEAD_ROLE,
     PIECE_UNIT,
     WHOLE,
     AttentionSpec,
@@ -48,9 +64,16 @@ class Rank(NamedTuple):
 
 
 class Exchange(Protocol):
-    """Moves tensors between the ranks. All ranks make the same calls in the same order."""
+    """Moves tensors between the ranks. All ranks make the same calls in the same order.
+
+    `native`: the meetings of ranks that share the memory of one machine, through which a backend can exchange sums
+    while it runs layers; or None.
+    """
 
     rank: Rank
+
+    @property
+    def native(self) -> RankMeetings | None: ...
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """Return the tensors of all ranks, in their order. All ranks pass tensors of the same shape and dtype. The
@@ -59,9 +82,9 @@ class Exchange(Protocol):
         ...
 
 
-def part_of(spec: DecoderSpec, rank: Rank) -> DecoderSpec:
+def part_of(spec: DecoderSpec, rank: Rank, section: int) -> DecoderSpec:
     """Return the part of a decoder that a rank holds and computes. `held` says which part of a checkpoint's tensors it
-    is.
+    is. `section`: as `Backend.HEAD_SECTION`.
 
     Raise ConfigError if the decoder has too few pieces for this many ranks, or if layers with weights of the same role
     have different sizes.
@@ -75,7 +98,7 @@ def part_of(spec: DecoderSpec, rank: Rank) -> DecoderSpec:
             field="tensor_parallel_size",
             value=size,
         )
-    held = dict(spec.held)
+    held = {**spec.held, HEAD_ROLE: WeightSpec(None, _part_of_head(spec.vocab_size, rank, section))}
     layers = tuple(_part_of_layer(layer, spec.pieces, rank, held, spec.held) for layer in spec.layers)
     mtp = spec.mtp if spec.served_mtp is None else _part_of_layer(spec.served_mtp, spec.pieces, rank, held, spec.held)
     return replace(spec, layers=layers, mtp=mtp, held=held, ranks=size)
@@ -100,6 +123,13 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
             )
         held[role] = found
     return replace(layer, mixer=mixer, mlp=mlp)
+
+
+def _part_of_head(vocab_size: int, rank: Rank, section: int) -> Slice:
+    """Return the rank's share of the head's sections. Ranks may have different numbers of sections."""
+    count = -(-vocab_size // section)
+    start, end = (min(vocab_size, count * i // rank.size * section) for i in (rank.index, rank.index + 1))
+    return Slice(0, vocab_size, ((start, end - start),))
 
 
 def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
@@ -179,22 +209,44 @@ def _part_of_gated(role: str, inner: int, pieces: int, rank: Rank) -> tuple[int,
 class RankedOps:
     """The ops of `backend` on one rank of a decoder. Implements `Backend`.
 
-    Layers are computed op by op. `exchange` moves the sums of each layer between the ranks.
+    `exchange` moves the sums of each layer between the ranks. `first_id`: the first token id of the rank's part of the
+    head.
+
+    If the ranks share memory and the backend can exchange sums there, it runs several layers in one call.
     """
 
-    def __init__(self, backend: Backend, exchange: Exchange) -> None:
-        self.backend, self.exchange = backend, exchange
+    def __init__(self, backend: Backend, exchange: Exchange, first_id: int) -> None:
+        self.backend, self.exchange, self._first_id = backend, exchange, first_id
+        self._widths = dict[tuple[object, ...], list[int]]()
+        self._native = exchange.native if hasattr(backend, "packed_layers") else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
-    def new_layers(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+    def new_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """See `Backend.new_layers`."""
-        return tuple(layers)
+        if self._native is None or any(_has_norm_over_heads(layer) for layer in layers):
+            return tuple(layers)
+        return self.backend.new_layers(layers)
 
-    def layers(self, *arguments: Any) -> Tensor:
+    def layers(
+        self,
+        x: Tensor,
+        layers: Sequence[Layer],
+        rotations: Sequence[Rotation],
+        memories: Sequence[Memory],
+        pages: Sequence[Pages],
+        states: StateBatch | None = None,
+        routes: Tensor | None = None,
+    ) -> Tensor:
         """See `Backend.layers`."""
-        return run_layers(cast(Backend, self), *arguments)
+        backend: Any = self.backend
+        arguments = x, layers, rotations, memories, pages, states, routes
+        if self._native is None or not backend.runs_packed(layers, states):
+            return run_layers(cast(Backend, self), *arguments)
+        out = backend.packed_layers(*arguments, ranks=self._native.address)
+        self._native.raise_failure()
+        return out
 
     def merge_into(self, out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
         """See `Backend.merge_into`. `out` may be the shards of all ranks."""
@@ -267,9 +319,58 @@ class RankedOps:
         start = self.exchange.rank.index // sharers * x.shape[1]
         return self.backend.rmsnorm(rows, whole, norm)[:, start : start + x.shape[1]]
 
+    def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Backend.next_tokens`. `weight` has the rank's part of the head."""
+        found = [self._of_head(hidden, weight, tile, None)[:3] for tile in _tiles(wanted)]
+        token_ids, logprobs, finite = (torch.cat(column) for column in zip(*found, strict=True))
+        return token_ids, logprobs, finite
+
+    def next_token_statistics(
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
+    ) -> tuple[Tensor, TokenStatistics, Tensor]:
+        """See `Backend.next_token_statistics`. `weight` has the rank's part of the head."""
+        found = [self._of_head(hidden, weight, tile, k) for tile in _tiles(wanted)]
+        token_ids, finite = torch.cat([each.token_ids for each in found]), torch.cat([each.finite for each in found])
+        columns = zip(*(cast(TokenStatistics, each.statistics) for each in found), strict=True)
+        return token_ids, TokenStatistics._make(map(torch.cat, columns)), finite
+
+    def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
+        """See `Backend.lm_head`. `weight` has the rank's part of the head; the result has all logits."""
+        return self._joined(self.backend.lm_head(hidden, weight), ("logits",))
+
+    def _of_head(self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None) -> FoldedHead:
+        own = self.backend.head_sections(hidden, weight, wanted, k, self._first_id)
+        found = [self._joined(each, ("sections", i, k)) for i, each in enumerate(own)]
+        return self.backend.fold_sections(found, wanted, k)
+
+    def _joined(self, own: Tensor, kind: tuple[object, ...]) -> Tensor:
+        """Join the tensors of all ranks along their second axis, which may have different lengths. For each `kind`, a
+        rank passes tensors of the same length.
+        """
+        if kind not in self._widths:
+            found = self.exchange.gather(torch.tensor([own.shape[1]], device=own.device))
+            self._widths[kind] = [int(width) for width in found]
+        widths = self._widths[kind]
+        padded = own
+        if own.shape[1] < max(widths):
+            padded = own.new_zeros(len(own), max(widths), *own.shape[2:])
+            padded[:, : own.shape[1]] = own
+        parts = zip(self.exchange.gather(padded), widths, strict=True)
+        return torch.cat([part[:, :width] for part, width in parts], 1)
+
     def _added(self, own: Tensor) -> Tensor:
         """Add the sums of all ranks as a balanced binary tree."""
         sums = list(self.exchange.gather(own))
         while len(sums) > 1:
             sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
         return sums[0]
+
+
+def _tiles(wanted: Wanted) -> list[Wanted]:
+    columns = (getattr(wanted, field.name).split(LOGITS_ROWS) for field in fields(Wanted))
+    return [Wanted(*tile) for tile in zip(*columns, strict=True)]
+
+
+def _has_norm_over_heads(layer: Layer) -> bool:
+    """Return whether the ranks exchange queries and keys."""
+    return isinstance(layer.spec.mixer, AttentionSpec) and layer.spec.mixer.qk_norm_over_heads

@@ -36,6 +36,7 @@ from .contract import (
     Backend,
     DeltaNetWeights,
     ExpertsWeights,
+    FoldedHead,
     Layer,
     Rotation,
     StateBatch,
@@ -52,6 +53,7 @@ COLUMN_UNIT = 32
 DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
+HEAD_SECTION = COLUMN_TILE
 MERGE_TILE = 2**16
 # The tanh approximation of GELU is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE +
 # GELU_CUBIC x^2).
@@ -558,11 +560,7 @@ layers = partial(run_layers, _SELF)
 
 
 def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    results = []
-    for tile in _tiles(wanted):
-        token_ids, basis, finite = _choose(lm_head(hidden[tile.rows], weight), tile)
-        logprobs = log_probs(basis, token_ids)
-        results.append((token_ids, logprobs, finite & ~logprobs.isnan()))
+    results = [_of_tile(hidden, weight, tile, None)[:3] for tile in _tiles(wanted)]
     token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, logprobs, finite
 
@@ -572,11 +570,26 @@ def next_token_statistics(
 ) -> tuple[Tensor, TokenStatistics, Tensor]:
     results = []
     for tile in _tiles(wanted):
-        token_ids, basis, finite = _choose(lm_head(hidden[tile.rows], weight), tile)
-        found = token_statistics(basis, token_ids, k)
-        results.append((token_ids, finite & ~found.logprobs.isnan(), *found))
+        token_ids, _, finite, found = _of_tile(hidden, weight, tile, k)
+        results.append((token_ids, finite, *cast(TokenStatistics, found)))
     token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, TokenStatistics._make(found), finite
+
+
+def head_sections(hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None, first: int) -> tuple[Tensor, ...]:
+    """Return the logits."""
+    return (lm_head(hidden[wanted.rows], weight),)
+
+
+def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
+    token_ids, basis, finite = _choose(found[0], wanted)
+    statistics = None if k is None else token_statistics(basis, token_ids, k)
+    logprobs = log_probs(basis, token_ids) if statistics is None else statistics.logprobs
+    return FoldedHead(token_ids, logprobs, finite & ~logprobs.isnan(), statistics)
+
+
+def _of_tile(hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None) -> FoldedHead:
+    return fold_sections(head_sections(hidden, weight, wanted, k, 0), wanted, k)
 
 
 def _tiles(wanted: Wanted) -> list[Wanted]:

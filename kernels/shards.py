@@ -16,7 +16,6 @@ from torch import Tensor
 from .specs import Slice
 from .stacks import Stack, StackLayout
 
-
 _ALIGNED = 16
 """`Weight.narrow` of a matrix accepts rows that begin and end at multiples of this number, or end at the last row."""
 

@@ -16,6 +16,8 @@ import torch
 Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_silu"]
 
 
+HEAD_ROLE = "head"
+"""The role of the head in `DecoderSpec.held`. A head that is tied to the embeddings has a part too."""
 PIECE_UNIT = 128
 """The columns of an MLP's `down` are cut into pieces at multiples of this number."""
 
@@ -381,6 +383,12 @@ class DecoderSpec:
     def served_mtp(self) -> LayerSpec | None:
         """The layer of the MTP module, if the module belongs to the decoder."""
         return self.mtp if self.serves_mtp else None
+
+    @property
+    def head_range(self) -> tuple[int, int]:
+        """The first token id of this rank's part of the head, and the number of ids."""
+        part = self.held.get(HEAD_ROLE, PLAIN).part
+        return (0, self.vocab_size) if part is None else part.ranges[0]
 
     def own_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Return a dict from role to dtype, for the weights that are not held in the model's dtype `dtype`."""

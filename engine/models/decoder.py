@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.shards import Shard
-from ...kernels.specs import PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
+from ...kernels.specs import HEAD_ROLE, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
 from ...kernels.stacks import Stack, StackLayout
 from .mtp import MTP_LAYER, Mtp
 
@@ -95,7 +95,7 @@ class Decoder:
         self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
         self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
         if not spec.tie_word_embeddings:
-            new(HEAD, spec.vocab_size, spec.hidden_size)
+            new(HEAD, spec.head_range[1], spec.hidden_size, held=spec.held.get(HEAD_ROLE, PLAIN))
         self.mtp = Mtp(spec, spec.served_mtp, backend, new) if spec.served_mtp else None
         self._inv_freqs = [
             torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
@@ -103,8 +103,13 @@ class Decoder:
 
     @property
     def head(self) -> Any:
-        """The weight [vocab_size, hidden_size] that computes logits: that of the embeddings, if the two are tied."""
-        return self.embed if self.spec.tie_word_embeddings else self._tensors[HEAD]
+        """The weight that computes logits, [vocab_size, hidden_size], or the rank's rows of it. It is that of the
+        embeddings, if the two are tied.
+        """
+        if self.spec.tie_word_embeddings:
+            return self.embed.narrow(0, *self.spec.head_range) if self.spec.ranks > 1 else self.embed
+        weight: Any = self._tensors[HEAD]
+        return weight.own if isinstance(weight, Shard) else weight
 
     @property
     def dtype(self) -> torch.dtype:

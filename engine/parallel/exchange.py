@@ -16,15 +16,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.library import load_library
+from ...kernels.cpu.ranks import RankMeetings
 from ...kernels.ranks import Rank
 
 MOST_SECONDS, MOST_SECONDS_TO_START = 60.0, 1800.0
 """How long a rank waits for the others in a step, and while ranks load and warm up."""
 SLOT_BYTES = 4 * 2**20
 _COUNTER_BYTES = 64  # a cache line each, so that ranks do not slow each other down
-_SPINS = 20_000
-"""How often a rank looks at the counters before it checks whether the other ranks are alive."""
 
 
 class RankError(RuntimeError):
@@ -52,25 +50,32 @@ class SharedExchange:
 
     def __init__(self, rank: Rank, segment: int, check: Callable[[], object], most_seconds: float) -> None:
         self.rank, self.check, self.most_seconds = rank, check, most_seconds
-        self._library = load_library()
         self._memory = mmap.mmap(segment, segment_bytes(rank.size))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._turn = 0
+        counters = self._bytes.data_ptr()
+        self.native = RankMeetings(
+            counters, counters + rank.size * _COUNTER_BYTES, SLOT_BYTES, *rank, self._check_patience
+        )
+        self._waiting = 0, 0.0
 
     def meet(self) -> None:
         """Wait until all ranks have made this call. Raise RankError if a rank does not make it in time."""
-        self._turn += 1
-        counters, until = self._bytes.data_ptr(), time.monotonic() + self.most_seconds
-        while not self._library.meet(counters, *self.rank, self._turn, _SPINS):
-            self.check()
-            if time.monotonic() > until:
-                waited = f"{self.most_seconds:.0f} s"
-                raise RankError(f"ranks {self._absent()} of {self.rank.size} did not answer in {waited}")
+        self.native.meet()
+
+    def _check_patience(self, turn: int) -> None:
+        """Raise an exception if this rank shall no longer wait for the meeting `turn`."""
+        self.check()
+        waiting_for, since = self._waiting
+        if waiting_for != turn:
+            self._waiting = turn, time.monotonic()
+        elif time.monotonic() > since + self.most_seconds:
+            waited = f"{self.most_seconds:.0f} s"
+            raise RankError(f"ranks {self._absent()} of {self.rank.size} did not answer in {waited}")
 
     def _absent(self) -> list[int]:
         """Return the ranks that have not made this call."""
         counters = self._bytes[: self.rank.size * _COUNTER_BYTES].view(torch.int64)[:: _COUNTER_BYTES // 8].tolist()
-        return [index for index, turn in enumerate(counters) if turn < self._turn]
+        return [index for index, turn in enumerate(counters) if turn < self.native.turn]
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """See `Exchange.gather`."""
@@ -87,7 +92,7 @@ class SharedExchange:
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         """Exchange bytes that fit into a slot. The result is valid until the next call."""
-        side = (self._turn + 1) % 2
+        side = (self.native.turn + 1) % 2
         self._slot(side, self.rank.index)[: len(own)] = own
         self.meet()
         return [self._slot(side, index)[: len(own)] for index in range(self.rank.size)]

@@ -18,9 +18,7 @@ from torch import Tensor
 from ...kernels.shards import Shard, Shards
 from ..cache.memory import bytes_needed
 from ..cache.shared import FileArena, MappedArena
-from ..models.decoder import Decoder, Empty
 from ..running.weight_memory import Build, WeightSet, empty_of
-
 
 NUM_FILES = 2
 """The number of descriptors that a follower receives: of the memory that every rank needs, and of its own."""

@@ -281,8 +281,10 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], exchange: Ex
     spec = spec.serving_mtp(_serves_mtp(config, folder, spec, backend.ops))
     specs = (spec,)
     if exchange is not None:
-        specs = tuple(part_of(spec, Rank(index, exchange.rank.size)) for index in range(exchange.rank.size))
-        backend = replace(backend, ops=cast(Backend, RankedOps(backend.ops, exchange)))
+        ranks = [Rank(index, exchange.rank.size) for index in range(exchange.rank.size)]
+        specs = tuple(part_of(spec, rank, backend.ops.HEAD_SECTION) for rank in ranks)
+        ops = RankedOps(backend.ops, exchange, specs[exchange.rank.index].head_range[0])
+        backend = replace(backend, ops=cast(Backend, ops))
     builds = tuple(partial(Decoder, each, backend.ops) for each in specs)
     return _Plan(folder, builds, dtype, device, backend, eos_token_ids, exchange)
 

@@ -15,7 +15,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, get_num_threads
@@ -26,9 +26,9 @@ from ..contract import (
     Backend,
     DeltaNetWeights,
     ExpertsWeights,
+    FoldedHead,
     Layer,
     Memory,
-    MlpWeights,
     Norms,
     Pages,
     Rotation,
@@ -54,6 +54,8 @@ from ..specs import (
 from .library import load_library
 
 PANEL_ROWS = 16
+HEAD_SECTION = 512
+_SECTION_BYTES = 32
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
 # The numbers of `Activation` in native/common.h.
@@ -192,26 +194,29 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     inputs = qkv_tensors(weights) if isinstance(weights, AttentionWeights) else _delta_net_tensors(weights)
     behind = (weights.o_bias, weights.sinks) if isinstance(weights, AttentionWeights) else (None, None)
     mixer = *_norm_tensors(layer.mixer_norms), *inputs, _panels(weights.o), *behind
-    return *mixer, *_norm_tensors(layer.mlp_norms), *_mlp_tensors(layer.mlp)
+    return *mixer, *_norm_tensors(layer.mlp_norms), *_mlp_tensors(layer)
 
 
-def _mlp_tensors(weights: MlpWeights | ExpertsWeights) -> tuple[Tensor | None, ...]:
+def _mlp_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     """Return the tensors that `MlpPointers` or `ExpertsPointers` points to, in the order of the struct. The tensors of
     `MlpPointers` are padded with None to the length of `ExpertsPointers`.
     """
+    weights = layer.mlp
     if isinstance(weights, ExpertsWeights):
-        return _experts_tensors(weights)
+        return _experts_tensors(weights, cast(ExpertsSpec, layer.spec.mlp).own[1])
     return _panels(weights.gate), _panels(weights.up), _panels(weights.down), *[None] * 7
 
 
-def _experts_tensors(weights: ExpertsWeights) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `ExpertsPointers` points to, in the order of the struct's fields."""
+def _experts_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
+    """Return the tensors that `ExpertsPointers` points to, in the order of the struct's fields. `count`: the number of
+    experts that are held.
+    """
     shared = (None,) * 4
     if weights.shared is not None and weights.shared_score is not None:
         mlp = weights.shared
         shared = _panels(mlp.gate), _panels(mlp.up), _panels(mlp.down), _panels(weights.shared_score)
     router = _panels(weights.router), weights.router_bias
-    return *router, *stack_tensors(weights, weights.router.shape[0]), *shared
+    return *router, *stack_tensors(weights, count), *shared
 
 
 def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
@@ -268,8 +273,8 @@ def _layer_numbers(layer: Layer) -> tuple[float, ...]:
 
 def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
     if isinstance(spec, MlpSpec):
-        return 0, 0, False, 0
-    return spec.num_experts, spec.top_k, spec.normed, spec.shared_size
+        return 0, 0, False, 0, 0, 0
+    return spec.num_experts, spec.top_k, spec.normed, spec.shared_size, *spec.own
 
 
 def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
@@ -536,8 +541,29 @@ def layers(
     states: StateBatch | None = None,
     routes: Tensor | None = None,
 ) -> Tensor:
-    if not isinstance(layers, PackedLayers) or (states is not None and states.journal is not None):
+    if not runs_packed(layers, states):
         return run_layers(_SELF, x, layers, rotations, memories, pages, states, routes)
+    return packed_layers(x, layers, rotations, memories, pages, states, routes)
+
+
+def runs_packed(layers: Sequence[Layer], states: StateBatch | None) -> TypeGuard[PackedLayers]:
+    """Return whether one call of the library can run the layers."""
+    return isinstance(layers, PackedLayers) and (states is None or states.journal is None)
+
+
+def packed_layers(
+    x: Tensor,
+    layers: PackedLayers,
+    rotations: Sequence[Rotation],
+    memories: Sequence[Memory],
+    pages: Sequence[Pages],
+    states: StateBatch | None = None,
+    routes: Tensor | None = None,
+    ranks: int | None = None,
+) -> Tensor:
+    """Run layers in one call of the library. `ranks`: the address of a `RankExchange` (native/api.h), or None; if the
+    exchange fails, the result is arbitrary.
+    """
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
             f"layers: got {len(memories)} memories and {len(pages)} pages for {len(layers)} layers;  "
@@ -557,7 +583,7 @@ def layers(
     _library.layers(
         *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), _address(paged), len(layers)),
         *(_address(turned), _block_size(layers, memories), len(lens), _address(starts), _address(lens)),
-        *(_pointer(reads), _pointer(writes), _pointer(record), *(buffer.data_ptr() for buffer in buffers)),
+        *(_pointer(reads), _pointer(writes), _pointer(record), *(buffer.data_ptr() for buffer in buffers), ranks),
     )
     if routes is not None and record is not None and record is not routes:
         routes.copy_(record)
@@ -587,37 +613,56 @@ def _block_size(layers: PackedLayers, memories: Sequence[Memory]) -> int:
 
 
 def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    return _head(hidden, weight, wanted, 0, (None, None, None))
+    return fold_sections(head_sections(hidden, weight, wanted, None, 0), wanted, None)[:3]
 
 
 def next_token_statistics(
     hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int
 ) -> tuple[Tensor, TokenStatistics, Tensor]:
-    entropy, top_ids, top_logprobs = tops = _empty_tops(len(wanted.rows), k)
-    tokens, log_probs, finite = _head(hidden, weight, wanted, k, tops)
-    return tokens, TokenStatistics(log_probs, entropy, top_ids, top_logprobs), finite
+    token_ids, _, finite, found = fold_sections(head_sections(hidden, weight, wanted, k, 0), wanted, k)
+    return token_ids, cast(TokenStatistics, found), finite
 
 
-def _empty_tops(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialized tensors for entropy, top ids and top log-probs."""
-    ids = torch.empty(rows, k, dtype=torch.int64)
-    return torch.empty(rows, dtype=torch.float32), ids, torch.empty(rows, k, dtype=torch.float32)
-
-
-def _head(
-    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int, tops: tuple[Tensor | None, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    hidden, count = hidden.contiguous(), len(wanted.rows)
+def head_sections(
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int | None, first: int
+) -> tuple[Tensor, ...]:
+    """Return the `SectionResult`s (native/api.h) as uint8 [M, sections, 32], and the top logits and their ids."""
+    hidden, count, (rows, columns) = hidden.contiguous(), len(wanted.rows), weight.shape
     inputs = (wanted.rows, wanted.temperatures, wanted.raw, wanted.seeds, wanted.positions, wanted.targets)
     inputs = [column.contiguous() for column in inputs]
-    tokens, logprobs, finite = (torch.empty(count, dtype=t) for t in (torch.int64, torch.float32, torch.bool))
-    _library.head(
-        *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), hidden.shape[1]),
-        *(weight.pointer, weight.shape[0], count),
-        *(column.data_ptr() for column in (*inputs, tokens, logprobs, finite)),
-        *(k, *map(_pointer, tops)),
+    sections = torch.empty(count, -(-rows // HEAD_SECTION), _SECTION_BYTES, dtype=torch.uint8)
+    tops = _empty_tops(count, k)
+    _library.head_sections(
+        *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), columns, weight.pointer, rows, first, count),
+        *(column.data_ptr() for column in inputs),
+        *(sections.data_ptr(), k or 0, *map(_pointer, tops)),
     )
-    return tokens, logprobs, finite
+    return (sections,) if k is None else (sections, *cast(tuple[Tensor, Tensor], tops))
+
+
+def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
+    sections, *tops = [each.contiguous() for each in found]
+    values, ids = tops or (None, None)
+    count = len(sections)
+    tokens, logprobs, finite = (torch.empty(count, dtype=t) for t in (torch.int64, torch.float32, torch.bool))
+    entropy = None if k is None else torch.empty(count, dtype=torch.float32)
+    top_logprobs, top_ids = _empty_tops(count, k)
+    _library.fold_sections(
+        *(count, sections.shape[1], sections.data_ptr()),
+        *(0 if values is None else values.shape[1], _pointer(values), _pointer(ids)),
+        *(column.data_ptr() for column in (tokens, logprobs, finite)),
+        *(k or 0, *map(_pointer, (entropy, top_ids, top_logprobs))),
+    )
+    if entropy is None or top_ids is None or top_logprobs is None:
+        return FoldedHead(tokens, logprobs, finite, None)
+    return FoldedHead(tokens, logprobs, finite, TokenStatistics(logprobs, entropy, top_ids, top_logprobs))
+
+
+def _empty_tops(rows: int, k: int | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Return uninitialized tensors for the values and the ids of the k top tokens; None without statistics."""
+    if k is None:
+        return None, None
+    return torch.empty(rows, k, dtype=torch.float32), torch.empty(rows, k, dtype=torch.int64)
 
 
 def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
@@ -634,7 +679,9 @@ def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
     logits, token_ids = logits.contiguous(), token_ids.contiguous()
-    out = TokenStatistics(torch.empty(len(logits), dtype=torch.float32), *_empty_tops(len(logits), k))
+    found, entropy = (torch.empty(len(logits), dtype=torch.float32) for _ in range(2))
+    top_logprobs, top_ids = cast(tuple[Tensor, Tensor], _empty_tops(len(logits), k))
+    out = TokenStatistics(found, entropy, top_ids, top_logprobs)
     pointers = (column.data_ptr() for column in out)
     _library.token_statistics(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), k, *pointers)
     return out

@@ -33,6 +33,8 @@ from .experts import expert_sums as expert_sums
 from .experts import experts as experts
 from .experts import route as route
 from .head import filter_logits as filter_logits
+from .head import fold_sections as fold_sections
+from .head import head_sections as head_sections
 from .head import log_probs as log_probs
 from .head import next_token_statistics as next_token_statistics
 from .head import next_tokens as next_tokens

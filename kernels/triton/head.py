@@ -13,6 +13,7 @@ value on the host.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import LOGITS_ROWS, SAMPLE, TokenStatistics, Wanted
+from ..contract import LOGITS_ROWS, SAMPLE, FoldedHead, TokenStatistics, Wanted
 from .launch import aligned, device_function, exact_jit, launch
 from .products import lm_head
 
@@ -50,6 +51,21 @@ def next_token_statistics(
         results.append((token_ids, finite, *token_statistics(basis, token_ids, k)))
     token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, TokenStatistics._make(found), finite
+
+
+def head_sections(hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None, first: int) -> tuple[Tensor, ...]:
+    """Return the logits."""
+    return (lm_head(hidden.index_select(0, wanted.rows), weight),)
+
+
+def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
+    logits = found[0]
+    asked = [getattr(wanted, field.name) for field in fields(Wanted)[1:]]
+    token_ids, logprobs, finite = _choose(logits, *asked)
+    if k is None:
+        return FoldedHead(token_ids, logprobs, finite, None)
+    basis = torch.where(wanted.raw[:, None], logits, logits / wanted.temperatures[:, None])
+    return FoldedHead(token_ids, logprobs, finite, token_statistics(basis, token_ids, k))
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:

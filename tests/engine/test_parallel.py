@@ -123,7 +123,7 @@ def test_drafts_and_the_mtp_module_on_ranks(speculative: str, tmp_path: Path) ->
 class Disagreement:
     """An exchange with another rank that has another checksum."""
 
-    rank = Rank(0, 2)
+    rank, native = Rank(0, 2), None
 
     def gather(self, x: Tensor) -> list[Tensor]:
         return [x, x + 1]

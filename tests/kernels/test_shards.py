@@ -90,7 +90,7 @@ def new_shards(served: Served, division: str) -> Shards:
     for part in DIVISIONS[division]:
         shape = [ROWS, COLUMNS]
         shape[part.dim] = part.length
-        shards.append(Shard(served.ops.new_weight(*shape, empty), part))
+        shards.append(Shard(served.ops.new_weight(shape[0], shape[1], empty), part))
     return Shards(shards)
 
 
@@ -109,7 +109,9 @@ def test_the_shards_of_all_ranks_hold_a_whole_tensor(served: Served, division: s
     other = new_shards(served, division)
     other.copy_(whole())
     other.narrow(0, 16, 32).copy_(shards.narrow(0, 16, 32))
-    assert other.to_dense().equal(torch.cat((whole()[:16].to(tensor.dtype), tensor[16:48], whole()[48:].to(tensor.dtype))))
+    assert other.to_dense().equal(
+        torch.cat((whole()[:16].to(tensor.dtype), tensor[16:48], whole()[48:].to(tensor.dtype)))
+    )
 
 
 @pytest.mark.parametrize("layout", [StackLayout(), StackLayout(transposed=True, in_turn=True)])

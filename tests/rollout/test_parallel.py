@@ -77,7 +77,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
 def test_a_push_gives_the_same_weights_on_one_rank_and_on_four(
     pair: list[WorkerProcess], model: str, name: str, tmp_path: Path
 ) -> None:
-    settings = TRANSPORTS[name] | (dict(folder=tmp_path) if name == "disk" else {})
+    settings: dict[str, Any] = TRANSPORTS[name] | (dict(folder=tmp_path) if name == "disk" else {})
     tensors, before = read_tensors(Path(model)), samples_of(pair[1])
     with WeightPublisher(**settings) as publisher:
         publisher.connect([worker.address for worker in pair])

@@ -262,8 +262,10 @@ MixtureArgs<T> mixture_args(
     args.x = x;
     args.router = matrix(from.router, E, k), args.router_bias = as<const T>(from.router_bias);
     args.is_normed = numbers.is_normed != 0.0, args.routes = routes;
-    args.experts.count = run.count, args.experts.experts = E, args.experts.top_k = static_cast<long>(numbers.top_k);
-    args.experts.gate_up = matrix(from.gate_up, E * 2 * n, k), args.experts.down = matrix(from.down, E * k, n);
+    const long held = static_cast<long>(numbers.held);
+    args.experts.count = run.count, args.experts.experts = held, args.experts.top_k = static_cast<long>(numbers.top_k);
+    args.experts.first = static_cast<long>(numbers.first_held);
+    args.experts.gate_up = matrix(from.gate_up, held * 2 * n, k), args.experts.down = matrix(from.down, held * k, n);
     args.experts.gate_up_bias = as<const T>(from.gate_up_bias);
     args.experts.down_bias = as<const T>(from.down_bias);
     args.experts.activation = static_cast<Activation>(static_cast<int>(numbers.activation));
@@ -410,6 +412,24 @@ void unpack(const Matrix<T>& matrix, T* rows) {
 
 }  // namespace
 
+bool meet(RankExchange& ranks) {
+    // A rank spins briefly before it yields, since ranks may share a core.
+    constexpr long STRIDE = 64 / sizeof(int64_t), SPINS_BEFORE_YIELD = 64, SPINS_BEFORE_CHECK = 20'000;
+    const int64_t turn = ++ranks.turn;
+    __atomic_store_n(ranks.counters + ranks.rank * STRIDE, turn, __ATOMIC_RELEASE);
+    for (long spin = 1;; ++spin) {
+        long arrived = 0;
+        while (arrived < ranks.size && __atomic_load_n(ranks.counters + arrived * STRIDE, __ATOMIC_ACQUIRE) >= turn)
+            ++arrived;
+        if (arrived == ranks.size) return true;
+        if (spin % SPINS_BEFORE_YIELD == 0) std::this_thread::yield();
+        if (spin % SPINS_BEFORE_CHECK == 0 && ranks.check() != 0) {
+            ranks.has_failed = 1;
+            return false;
+        }
+    }
+}
+
 extern "C" {
 
 const char* trueroll_isa_at(long i) {
@@ -429,17 +449,7 @@ int trueroll_set_isa(const char* name) {
     return 0;
 }
 
-int trueroll_meet(int64_t* counters, long rank, long size, long turn, long spins) {
-    constexpr long STRIDE = 64 / sizeof(int64_t), LOOKS = 64;
-    __atomic_store_n(counters + rank * STRIDE, turn, __ATOMIC_RELEASE);
-    for (long spin = 1; spin <= spins; ++spin) {
-        long arrived = 0;
-        while (arrived < size && __atomic_load_n(counters + arrived * STRIDE, __ATOMIC_ACQUIRE) >= turn) ++arrived;
-        if (arrived == size) return 1;
-        if (spin % LOOKS == 0) std::this_thread::yield();  // ranks may share a core
-    }
-    return 0;
-}
+int trueroll_meet(RankExchange* ranks) { return meet(*ranks) ? 1 : 0; }
 
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k) {
     with_type(bfloat16, [&](auto type) {
@@ -599,7 +609,7 @@ void trueroll_layers(
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
     const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
     const int64_t* context_lens, const int64_t* reads, const int64_t* writes, int32_t* routes, void* projected,
-    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out
+    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out, RankExchange* ranks
 ) {
     const Call call(threads);
     const StateBatch states = {sequences, query_starts, reads, writes, nullptr};
@@ -617,25 +627,37 @@ void trueroll_layers(
             args.push_back(layer_args<T>(run, from, numbers[i], weights[i], memories[i], pages[i], next));
             if (next != nullptr) next += count * static_cast<long>(numbers[i].top_k);
         }
-        chosen->ops(type).layers(args.data(), num_layers);
+        chosen->ops(type).layers(args.data(), num_layers, ranks);
     });
 }
 
-void trueroll_head(
-    long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
-    const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions,
-    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite, long best, float* entropies,
-    int64_t* top_ids, float* top_logprobs
+void trueroll_head_sections(
+    long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, long first, long count,
+    const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
+    const int64_t* positions, const int64_t* targets, SectionResult* sections, long k, float* top_values,
+    int64_t* top_ids
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Matrix<T> weight = {as<T>(w), n, k};
-        chosen->ops(type).head(
-            {as<const T>(hidden), weight, count, rows, temperatures, raw, seeds, positions, targets, tokens, logprobs,
-             finite, best, entropies, top_ids, top_logprobs}
-        );
+        const HeadArgs<T> args = {
+            as<const T>(hidden), {as<T>(w), n, columns}, first, count, rows, temperatures, raw, seeds, positions,
+            targets, top_values != nullptr, k
+        };
+        chosen->ops(type).head_sections(args, {sections, top_values, top_ids});
     });
+}
+
+void trueroll_fold_sections(
+    long count, long num_sections, const SectionResult* sections, long offered, const float* values,
+    const int64_t* ids, int64_t* tokens, float* logprobs, uint8_t* finite, long k, float* entropies, int64_t* top_ids,
+    float* top_logprobs
+) {
+    const HeadSections from = {
+        const_cast<SectionResult*>(sections), const_cast<float*>(values), const_cast<int64_t*>(ids)
+    };
+    const HeadResults out = {tokens, logprobs, finite, k, entropies, top_ids, top_logprobs};
+    chosen->fold_sections(from, count, num_sections, offered, out);
 }
 
 void trueroll_rmsnorm(

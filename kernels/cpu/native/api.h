@@ -74,9 +74,10 @@ struct LayerNumbers {
     };
     double intermediate, activation, norm_eps, norm_zero_centered;
     double experts, top_k, is_normed, shared;  // 0 without experts
+    double first_held, held;  // the experts of this rank
     double pieces, o_length, down_length;  // of products back to hidden states, as in `Pieces`
 };
-static_assert(sizeof(LayerNumbers) == 24 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 26 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -100,6 +101,26 @@ struct PagePointers {
     int64_t max_blocks;
 };
 
+// The result of a section of the vocabulary for one row. `peak`, `total`, `weighted`: as in `LogSumExp` (head.h). `best`:
+// the score of the section's best id, `id`. `basis`: the logit that the log-prob of `id` is computed from. `scaled`: the
+// logit of `id`, divided by the temperature.
+struct SectionResult {
+    float peak, total, weighted, best, basis, scaled;
+    int64_t id;
+};
+static_assert(sizeof(SectionResult) == 32, "Python moves it as 32 bytes");
+
+// Exchanges sums between ranks through shared memory. `counters`: one for each rank, 64 bytes apart. `slots`: two sides,
+// each with one slot for each rank. `turn`: the number of exchanges so far. `check`: called while a rank waits; returns
+// nonzero if the rank shall give up, which sets `has_failed`.
+struct RankExchange {
+    int64_t* counters;
+    char* slots;
+    int64_t slot_bytes, rank, size, turn;
+    int (*check)();
+    int64_t has_failed;
+};
+
 // Returns the preprocessed INTERFACE that the library was compiled from.
 const char* trueroll_declarations();
 
@@ -112,10 +133,9 @@ const char* trueroll_isa();
 // Uses the instruction set of this name for all later calls. Returns false if this machine lacks the instruction set.
 int trueroll_set_isa(const char* name);
 
-// Sets the rank's counter to `turn`, then checks up to `spins` times whether the counters of all ranks have reached
-// `turn`. Returns 1 if they have. Everything that the other ranks wrote before their call is then visible. Counters are
-// 64 bytes apart.
-int trueroll_meet(int64_t* counters, long rank, long size, long turn, long spins);
+// Increments `turn`, and waits until all ranks have made this call. Everything that the other ranks wrote before their
+// call is then visible. Returns 0 if `check` refused to wait any longer.
+int trueroll_meet(RankExchange* ranks);
 
 void trueroll_pack(int bfloat16, const void* rows, void* packed, long n, long k);
 
@@ -182,14 +202,24 @@ void trueroll_layers(
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
     const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
     const int64_t* context_lens, const int64_t* reads, const int64_t* writes, int32_t* routes, void* projected,
-    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out
+    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out, RankExchange* ranks
 );
 
-void trueroll_head(
-    long threads, int bfloat16, const void* hidden, long k, const void* w, long n, long count, const int64_t* rows,
-    const float* temperatures, const uint8_t* raw, const int64_t* seeds, const int64_t* positions,
-    const int64_t* targets, int64_t* tokens, float* logprobs, uint8_t* finite, long best, float* entropies,
-    int64_t* top_ids, float* top_logprobs
+// Computes `sections` [count, sections], and with statistics `top_values` and `top_ids` [count, k], for the n ids from
+// `first` on. `HeadArgs` and `HeadSections` have the shapes.
+void trueroll_head_sections(
+    long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, long first, long count,
+    const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
+    const int64_t* positions, const int64_t* targets, SectionResult* sections, long k, float* top_values,
+    int64_t* top_ids
+);
+
+// Folds the results of all sections. `values` and `ids`: [count, offered], the candidates for the k top tokens.
+// `HeadResults` has the shapes.
+void trueroll_fold_sections(
+    long count, long num_sections, const SectionResult* sections, long offered, const float* values,
+    const int64_t* ids, int64_t* tokens, float* logprobs, uint8_t* finite, long k, float* entropies, int64_t* top_ids,
+    float* top_logprobs
 );
 
 void trueroll_rmsnorm(

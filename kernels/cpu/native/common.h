@@ -10,6 +10,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "api.h"
+
 namespace trueroll {
 
 struct bf16 {
@@ -229,6 +231,15 @@ struct DeltaNetArgs {
     Norm<T> norm;
 };
 
+// The memory of a rank's sums in the next exchange, as in engine/parallel/exchange.py.
+inline float* next_slot(const RankExchange& ranks, long rank) {
+    const long side = (ranks.turn + 1) % 2;
+    return reinterpret_cast<float*>(ranks.slots + (side * ranks.size + rank) * ranks.slot_bytes);
+}
+
+// Waits until all ranks have made this call. Returns false if `ranks.check` refuses to wait any longer.
+bool meet(RankExchange& ranks);
+
 // The arguments of a layer's ops in order. Each op reads the results of the ops before it. A layer has either a delta
 // net or queries and attention, and either a mixture or an MLP. `after_mixer` and `after_mlp`: norms of outputs,
 // applied before an output is added to a residual.
@@ -250,20 +261,37 @@ struct LayerArgs {
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
 // `count` requests. `rows`: the row of `hidden` that each request reads. `targets`: SAMPLE, GREEDY, or the id of the
-// token to score. `raw`: compute the log-prob from the logits without the temperature.
+// token to score. `raw`: compute the log-prob from the logits without the temperature. `weight` has the rows of the ids
+// from `first` on, which begins a section.
 template <class T>
 struct HeadArgs {
     const T* hidden;
     Matrix<T> weight;
-    long count;
+    long first, count;
     const int64_t* rows;
     const float* temperatures;
     const uint8_t* raw;
     const int64_t *seeds, *positions, *targets;
+    bool has_statistics;
+    long k;  // the number of top tokens
+};
+
+// What the sections of the head give: `results` [count, sections], and the `k` highest logits of each row with their
+// ids, [count, k]. If there are fewer than k ids, -inf with NO_ID fills up the list.
+struct HeadSections {
+    SectionResult* results;
+    float* top_values;
+    int64_t* top_ids;
+};
+
+constexpr int64_t NO_ID = INT64_MAX;
+
+// The results of the head for `count` rows. `entropies`, `top_ids` and `top_logprobs`, as in `TokenStatistics` of
+// kernels/contract.py: null if no statistics are wanted.
+struct HeadResults {
     int64_t* tokens;
     float* logprobs;
     uint8_t* finite;
-    // As in `TokenStatistics` of kernels/contract.py. `entropies`: null if no statistics are wanted.
     long k;
     float* entropies;
     int64_t* top_ids;
@@ -295,8 +323,8 @@ struct Ops {
     void (*qkv)(const QkvArgs<T>&);
     void (*write_kv)(const Caches<T>&, const T* keys, const T* values, const int64_t* slots, long count);
     void (*attention)(const AttentionArgs<T>&);
-    void (*layers)(const LayerArgs<T>*, long count);
-    void (*head)(const HeadArgs<T>&);
+    void (*layers)(const LayerArgs<T>*, long count, RankExchange*);
+    void (*head_sections)(const HeadArgs<T>&, const HeadSections&);
     void (*rmsnorm)(const Input<T>&, T* out, long stride);
     void (*gate_mul)(const T* gate, const T* up, Activation activation, long count, T* out);
     void (*convolve)(const ConvolveArgs<T>&);
@@ -321,6 +349,8 @@ struct InstructionSet {
     void (*log_sum_exp)(const float* x, long n, float* peak, float* total);
     void (*sample)(const float* logits, long n, int64_t seed, int64_t position, int64_t* token);
     void (*statistics)(const float* logits, long n, int64_t token, long k, const Statistics& out);
+    // Folds the results of `sections` sections per row, and `offered` candidates for the top tokens.
+    void (*fold_sections)(const HeadSections&, long count, long sections, long offered, const HeadResults& out);
 
     const Ops<bf16>& ops(bf16) const { return bfloat16; }
     const Ops<float>& ops(float) const { return float32; }

@@ -274,13 +274,32 @@ void experts(const ExpertsArgs<T>& args) {
     }
 }
 
+// As `experts`, for experts that are divided among `ranks`.
+template <class T>
+void experts_of_ranks(const ExpertsArgs<T>& args, RankExchange* ranks) {
+    if (ranks == nullptr) return experts(args);
+    const long N = args.down.rows / args.experts, k = args.top_k;
+    const auto add_own = [&](long start, long rows, float* out) {
+        ExpertsArgs<T> own = args;
+        own.x += start * args.gate_up.columns, own.chosen += start * k, own.gates += start * k;
+        own.count = rows, own.sums = out;
+        experts(own);
+    };
+    exchange_sums(*ranks, args.count, N, add_own, [&](long row, long column, F x) {
+        const long at = row * N + column;
+        if (args.shared != nullptr) x = add(x, load(args.shared + at));
+        if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at));
+        store(args.out + at, x);
+    });
+}
+
 // The shared expert's rows, times the sigmoid of each row's score.
 template <class T>
-void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* scores, T* out) {
+void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* scores, RankExchange* ranks, T* out) {
     const long N = x.columns;
     gate_up<T>({x, args.shared_gate, args.shared_up, args.experts.activation, args.active});
     const Input<T> active = {args.active, x.count, args.shared_gate.rows, {}};
-    linear<T>({active, args.shared_down, nullptr, nullptr, out, args.shared_pieces});
+    linear_of_ranks<T>({active, args.shared_down, nullptr, nullptr, out, args.shared_pieces}, ranks);
     parallel(round_up(x.count, NORM_ROWS) / NORM_ROWS, [&](long task) {
         for (long row = task * NORM_ROWS; row < smaller(x.count, (task + 1) * NORM_ROWS); ++row)
             for (long i = row * N; i < (row + 1) * N; i += LANES) {
@@ -293,7 +312,7 @@ void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* score
 // All steps of a mixture, from the first norm to the sum with the residual. `after`: the norm of the mixture's output,
 // if any.
 template <class T>
-void mixture(const MixtureArgs<T>& args, const Norm<T>& after) {
+void mixture(const MixtureArgs<T>& args, const Norm<T>& after, RankExchange* ranks) {
     Input<T> x = {args.x.data, args.x.count, args.x.columns, {}};
     if (args.x.norm.weight != nullptr) {
         T* normed = scratch<T>(NORMED, x.count * x.columns);
@@ -301,11 +320,11 @@ void mixture(const MixtureArgs<T>& args, const Norm<T>& after) {
         x.data = normed;
     }
     ExpertsArgs<T> experts_args = args.experts;
-    const long E = experts_args.experts, pairs = x.count * experts_args.top_k;
+    const long E = args.router.rows, pairs = x.count * experts_args.top_k;
     T *logits = scratch<T>(LOGITS, x.count * (E + 1)), *scores = logits + x.count * E;
     int32_t* chosen = args.routes != nullptr ? args.routes : scratch<int32_t>(ROUTES, pairs);
     float* gates = scratch<float>(EXPERT_GATES, pairs);
-    const bool has_shared = args.shared_gate.rows > 0;
+    const bool has_shared = args.shared_score.data != nullptr;  // a rank may have none of its inner features
     const LinearArgs<T> products[2] = {
         {x, args.router, args.router_bias, nullptr, logits}, {x, args.shared_score, nullptr, nullptr, scores}
     };
@@ -314,10 +333,10 @@ void mixture(const MixtureArgs<T>& args, const Norm<T>& after) {
     experts_args.x = x.data, experts_args.chosen = chosen, experts_args.gates = gates;
     if (has_shared) {
         T* shared = scratch<T>(SHARED_ROWS, x.count * x.columns);
-        shared_expert(args, x, scores, shared);
+        shared_expert(args, x, scores, ranks, shared);
         experts_args.shared = shared;
     }
     if (after.weight != nullptr) experts_args.residual = nullptr;
-    experts(experts_args);
+    experts_of_ranks(experts_args, ranks);
     if (after.weight != nullptr) norm_and_add(after, args.experts.residual, x.count, x.columns, args.experts.out);
 }

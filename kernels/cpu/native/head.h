@@ -128,11 +128,6 @@ struct Highest {
         __atomic_clear(&is_held, __ATOMIC_RELEASE);
     }
 
-  private:
-    bool comes_before(float value, int64_t id, long place) const {
-        return value > values[place] || (value == values[place] && id < ids[place]);
-    }
-
     void offer(float value, int64_t id) {
         if (count == k && !comes_before(value, id, k - 1)) return;
         long i = count < k ? count++ : k - 1;
@@ -141,6 +136,11 @@ struct Highest {
         if (count < k || values[k - 1] == -INFINITY) return;
         const float below = nextafterf(values[k - 1], -INFINITY);
         __atomic_store(&bound, &below, __ATOMIC_RELAXED);
+    }
+
+  private:
+    bool comes_before(float value, int64_t id, long place) const {
+        return value > values[place] || (value == values[place] && id < ids[place]);
     }
 };
 
@@ -285,14 +285,6 @@ void sample(const float* x, long n, int64_t seed, int64_t position, int64_t* tok
     *token = best.id;
 }
 
-// The result of one chunk of the vocabulary for one row. `basis`: the logit that the log-prob is computed from.
-// `scaled`: the logit divided by the temperature.
-struct ChunkResult {
-    LogSumExp sums;
-    Best best;
-    float basis, scaled;
-};
-
 inline const float* divided(const float* x, long n, float temperature) {
     float* out = scratch<float>(ROW, CHUNK);
     const F divisor = set1(temperature);
@@ -302,65 +294,72 @@ inline const float* divided(const float* x, long n, float temperature) {
 
 // `bound`: see `sample_in_chunk`. `highest`: of the row, or null.
 template <class T>
-ChunkResult read_chunk(
+SectionResult read_chunk(
     const HeadArgs<T>& args, long row, const float* raw, long n, long first, float* bound, Highest* highest
 ) {
     const float* scaled = args.temperatures[row] == 1.0f ? raw : divided(raw, n, args.temperatures[row]);
     const float* basis = args.raw[row] ? raw : scaled;
-    ChunkResult result = {{}, {-INFINITY, first}, 0.0f, 0.0f};
-    result.sums = highest ? reduce_chunk<true>(basis, n) : reduce_chunk(basis, n);
-    if (highest) highest->offer_chunk(basis, n, first, result.sums.peak);
+    const LogSumExp sums = highest ? reduce_chunk<true>(basis, n) : reduce_chunk(basis, n);
+    if (highest) highest->offer_chunk(basis, n, first, sums.peak);
     const int64_t target = args.targets[row];
+    Best best = {-INFINITY, first};
     if (target == SAMPLE) {
         const uint64_t seed = static_cast<uint64_t>(args.seeds[row]);
-        result.best = sample_in_chunk(scaled, n, seed, static_cast<uint64_t>(args.positions[row]), first, bound);
+        best = sample_in_chunk(scaled, n, seed, static_cast<uint64_t>(args.positions[row]), first, bound);
     } else if (target == GREEDY) {
-        result.best = greedy_in_chunk(scaled, n, first);
+        best = greedy_in_chunk(scaled, n, first);
     } else if (target >= first && target < first + n) {
-        result.best = {INFINITY, target};
+        best = {INFINITY, target};
     }
-    const long at = result.best.id - first;
-    result.basis = basis[at], result.scaled = scaled[at];
-    return result;
+    const long at = best.id - first;
+    return {sums.peak, sums.total, sums.weighted, best.value, basis[at], scaled[at], best.id};
 }
 
 template <class T>
-void head(const HeadArgs<T>& args) {
+void head_sections(const HeadArgs<T>& args, const HeadSections& out) {
     const size_t K = static_cast<size_t>(args.weight.columns);
     T* hidden = scratch<T>(HIDDEN, args.count * args.weight.columns);
     for (long i = 0; i < args.count; ++i)
         memcpy(hidden + static_cast<size_t>(i) * K, args.hidden + static_cast<size_t>(args.rows[i]) * K, K * sizeof(T));
     const Left<T> left({hidden, args.count, args.weight.columns, {}});
     const long V = args.weight.rows, chunks = round_up(V, CHUNK) / CHUNK;
-    ChunkResult* results = scratch<ChunkResult>(RESULTS, args.count * chunks);
     float* bounds = scratch<float>(BOUNDS, args.count);
-    Highest* highest = args.entropies ? scratch<Highest>(HIGHEST, args.count) : nullptr;
+    Highest* highest = args.has_statistics ? scratch<Highest>(HIGHEST, args.count) : nullptr;
     for (long row = 0; row < args.count; ++row) {
         bounds[row] = -INFINITY;
-        if (highest) highest[row] = {args.k, args.top_logprobs + row * args.k, args.top_ids + row * args.k};
+        if (highest) highest[row] = {args.k, out.top_values + row * args.k, out.top_ids + row * args.k};
     }
     for_tiles(args.count, chunks, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);
         float* c = scratch<float>(PRODUCT, rows * CHUNK);
         multiply_chunk(left, args.weight, start, rows, first, c);
         for (long row = 0; row < rows; ++row)
-            results[(start + row) * chunks + group] =
+            out.results[(start + row) * chunks + group] =
                 read_chunk(
-                    args, start + row, c + row * CHUNK, n, first, bounds + start + row,
+                    args, start + row, c + row * CHUNK, n, args.first + first, bounds + start + row,
                     highest ? highest + start + row : nullptr
                 );
     });
-    for (long row = 0; row < args.count; ++row) {
-        const ChunkResult* result = results + row * chunks;
+    for (long row = 0; highest != nullptr && row < args.count; ++row)
+        for (long i = highest[row].count; i < args.k; ++i) highest[row].values[i] = -INFINITY, highest[row].ids[i] = NO_ID;
+}
+
+void fold_sections(const HeadSections& from, long count, long sections, long offered, const HeadResults& out) {
+    for (long row = 0; row < count; ++row) {
+        const SectionResult* result = from.results + row * sections;
         LogSumExp all;
-        const ChunkResult* best = result;  // the one with the lower ids among equal values
-        for (long i = 0; i < chunks; ++i) {
-            all.add_chunk(result[i].sums);
-            if (result[i].best.value > best->best.value) best = result + i;
+        const SectionResult* best = result;  // the one with the lower ids among equal values
+        for (long i = 0; i < sections; ++i) {
+            all.add_chunk({result[i].peak, result[i].total, result[i].weighted});
+            if (result[i].best > best->best) best = result + i;
         }
-        args.tokens[row] = best->best.id;
-        args.logprobs[row] = log_prob(best->basis, all.peak, all.total);
-        args.finite[row] = isfinite(best->scaled) && all.total == all.total;
-        if (highest) finish_statistics(all, highest[row], args.entropies + row);
+        out.tokens[row] = best->id;
+        out.logprobs[row] = log_prob(best->basis, all.peak, all.total);
+        out.finite[row] = isfinite(best->scaled) && all.total == all.total;
+        if (out.entropies == nullptr) continue;
+        Highest highest = {out.k, out.top_logprobs + row * out.k, out.top_ids + row * out.k};
+        for (long i = row * offered; i < (row + 1) * offered; ++i)
+            if (from.top_ids[i] != NO_ID) highest.offer(from.top_values[i], from.top_ids[i]);
+        finish_statistics(all, highest, out.entropies + row);
     }
 }

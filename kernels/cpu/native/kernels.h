@@ -10,6 +10,7 @@
 
 #include "numbers.h"
 #include "products.h"
+#include "ranks.h"
 #include "projections.h"
 #include "attention.h"
 #include "recurrence.h"
@@ -20,6 +21,6 @@
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
-    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head<T>, rmsnorm<T>, gate_mul<T>,
+    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head_sections<T>, rmsnorm<T>, gate_mul<T>,
     convolve<T>, delta_rule<T>, route<T>, experts<T>, merge<T>,
 };

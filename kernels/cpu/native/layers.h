@@ -37,26 +37,28 @@ void attend(const LayerArgs<T>& layer, const PlannedAttention<T>& attention, Att
 
 // The steps after a layer's mixer.
 template <class T>
-void finish_layer(const LayerArgs<T>& layer) {
-    project_back(layer.o, layer.after_mixer);
-    if (layer.has_experts) return mixture(layer.mixture, layer.after_mlp);
+void finish_layer(const LayerArgs<T>& layer, RankExchange* ranks) {
+    project_back(layer.o, layer.after_mixer, ranks);
+    if (layer.has_experts) return mixture(layer.mixture, layer.after_mlp, ranks);
     gate_up(layer.gate_up);
-    project_back(layer.down, layer.after_mlp);
+    project_back(layer.down, layer.after_mlp, ranks);
 }
 
 // Runs layers one after the other, all on one batch. Attention is planned again for a layer that the current plan does
-// not fit.
+// not fit. `ranks`: the ranks among which the layers are divided, or null. After `ranks` has failed, all results are
+// arbitrary.
 template <class T>
-void layers(const LayerArgs<T>* layer, long count) {
+void layers(const LayerArgs<T>* layer, long count, RankExchange* ranks) {
     const LayerArgs<T>* const end = layer + count;
     while (layer != end) {
-        for (; layer != end && layer->has_delta_net; ++layer) delta_net(layer->delta_net), finish_layer(*layer);
+        for (; layer != end && layer->has_delta_net; ++layer)
+            delta_net(layer->delta_net), finish_layer(*layer, ranks);
         if (layer == end) return;
         AttentionArgs<T> args = layer->attention;
         const PlannedAttention<T> attention(args);
         for (; layer != end && (layer->has_delta_net || attention.serves(layer->attention)); ++layer) {
             layer->has_delta_net ? delta_net(layer->delta_net) : attend(*layer, attention, args);
-            finish_layer(*layer);
+            finish_layer(*layer, ranks);
         }
     }
 }

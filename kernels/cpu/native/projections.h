@@ -158,13 +158,31 @@ void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T*
     });
 }
 
+// A product whose columns and pieces are divided among `ranks`; a whole product without ranks.
+template <class T>
+void linear_of_ranks(const LinearArgs<T>& args, RankExchange* ranks) {
+    if (ranks == nullptr) return linear(args);
+    const long N = args.weight.rows;
+    const auto add_own = [&](long start, long rows, float* out) {
+        LinearArgs<T> own = args;
+        own.x.data += start * args.x.columns, own.x.count = rows, own.sums = out;
+        linear(own);
+    };
+    exchange_sums(*ranks, args.x.count, N, add_own, [&](long row, long column, F x) {
+        const long at = row * N + column, rest = N - column;
+        if (args.bias != nullptr) x = add(x, load(args.bias + column, rest));
+        if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at, rest));
+        store(args.out + at, x, rest);
+    });
+}
+
 // The product with `o` or `down`. A norm that follows the product is applied before the residual is added.
 template <class T>
-void project_back(const LinearArgs<T>& args, const Norm<T>& norm) {
-    if (norm.weight == nullptr) return linear(args);
+void project_back(const LinearArgs<T>& args, const Norm<T>& norm, RankExchange* ranks) {
+    if (norm.weight == nullptr) return linear_of_ranks(args, ranks);
     LinearArgs<T> product = args;
     product.residual = nullptr;
-    linear(product);
+    linear_of_ranks(product, ranks);
     norm_and_add(norm, args.residual, args.x.count, args.weight.rows, args.out);
 }
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from trueroll.engine.cache import memory
 from trueroll.engine.cache.lending import LendableArena
-from trueroll.engine.cache.shared import FileArena
 from trueroll.engine.cache.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
+from trueroll.engine.cache.shared import FileArena
 from trueroll.kernels.cpu.backend import PackedWeight
 
 CPU = torch.device("cpu")

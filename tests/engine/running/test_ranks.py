@@ -49,6 +49,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class ThreadExchange:
     """Moves tensors between threads of one process. `meeting`: where the threads wait for each other."""
 
+    native = None
+
     def __init__(self, rank: Rank, shelf: list[Any], meeting: threading.Barrier) -> None:
         self.rank, self._shelf, self._meeting = rank, shelf, meeting
 

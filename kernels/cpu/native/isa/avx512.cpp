@@ -10,7 +10,7 @@ constexpr int ACCUMULATORS = 24;
 #include "../kernels.h"
 }  // namespace
 
-const InstructionSet avx512 = {"avx512", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics};
+const InstructionSet avx512 = {"avx512", ALL_OPS<bf16>, ALL_OPS<float>, log_sum_exp, sample, statistics, fold_sections};
 }  // namespace trueroll
 END_TARGET
 #endif

@@ -174,10 +174,18 @@ struct Run {
         const long best = std::min(7l, vocab);
         std::vector<float> entropies(logprobs.size()), top_logprobs(static_cast<size_t>(rows * best));
         std::vector<int64_t> top_ids(top_logprobs.size());
+        const long sections = (vocab + 511) / 512;
+        std::vector<SectionResult> results(static_cast<size_t>(rows * sections));
+        std::vector<float> values(top_logprobs.size());
+        std::vector<int64_t> ids(top_logprobs.size());
         const auto run_head = [&](float* asked) {
-            trueroll_head(
-                threads, bfloat16, x.data(), k, weight.data(), vocab, rows, order.data(), temperatures.data(),
-                raw.data(), seeds.data(), positions.data(), targets.data(), tokens.data(), logprobs.data(),
+            trueroll_head_sections(
+                threads, bfloat16, x.data(), k, weight.data(), vocab, 0, rows, order.data(), temperatures.data(),
+                raw.data(), seeds.data(), positions.data(), targets.data(), results.data(), best,
+                asked == nullptr ? nullptr : values.data(), ids.data()
+            );
+            trueroll_fold_sections(
+                rows, sections, results.data(), best, values.data(), ids.data(), tokens.data(), logprobs.data(),
                 finite.data(), best, asked, top_ids.data(), top_logprobs.data()
             );
             digest->add(tokens), digest->add(logprobs), digest->add(finite);
@@ -295,7 +303,7 @@ struct Run {
             specs.push_back(0.0);
             specs.insert(specs.end(), more.begin(), more.end());
             specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
-            specs.insert(specs.end(), {0.0, 0.0, 0.0, 0.0, 2.0, 16.0, 16.0});
+            specs.insert(specs.end(), {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 16.0, 16.0});
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
             layers.insert(layers.end(), {o.data(), extra(o_bias), extra(sinks)});
@@ -312,7 +320,7 @@ struct Run {
         trueroll_layers(
             threads, bfloat16, x.data(), rows, k, filled(specs), filled(layers), filled(caches), pages, 2,
             filled(turns), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, nullptr, q.data(),
-            nullptr, nullptr, nullptr, out.data(), middle.data(), active.data(), y.data()
+            nullptr, nullptr, nullptr, out.data(), middle.data(), active.data(), y.data(), nullptr
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
@@ -404,9 +412,9 @@ struct Run {
             specs.insert(specs.end(), mixer.begin(), mixer.end());
             specs.insert(specs.end(), {whole(has_experts ? inner : n), 0.0, 1e-5, 1.0});
             if (has_experts)
-                specs.insert(specs.end(), {whole(count), whole(top_k), 1.0, whole(n)});
+                specs.insert(specs.end(), {whole(count), whole(top_k), 1.0, whole(n), 0.0, whole(count)});
             else
-                specs.insert(specs.end(), 4, 0.0);
+                specs.insert(specs.end(), 6, 0.0);
             specs.insert(specs.end(), {2.0, 16.0, 16.0});
             layers.insert(layers.end(), {norm.data(), nullptr});
             if (is_delta_net)
@@ -432,11 +440,15 @@ struct Run {
         Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
         Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
         const PagePointers page = {slots.data(), tables.data(), 1}, pages[3] = {page, page, page};
+        // A rank without others. A slot has room for three rows.
+        int64_t counter = 0;
+        std::vector<char> memory(static_cast<size_t>(2 * 3 * k) * sizeof(float));
+        RankExchange alone = {&counter, memory.data(), 3 * k * 4, 0, 1, 0, [] { return 1; }, 0};
         trueroll_layers(
             threads, bfloat16, x.data(), rows, k, filled(specs), filled(layers), filled(memories), pages, 3,
             filled(turns), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
             has_experts ? routes.data() : nullptr, projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
-            y.data()
+            y.data(), has_experts ? &alone : nullptr
         );
         digest->add(keys), digest->add(values), digest->add(y), digest->add(routes);
         digest->add(states), digest->add(tails), digest->add(more_states), digest->add(more_tails);
