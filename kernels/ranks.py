@@ -322,6 +322,8 @@ class RankedOps:
     def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """See `Backend.next_tokens`. `weight` has the rank's part of the head."""
         found = [self._of_head(hidden, weight, tile, None)[:3] for tile in _tiles(wanted)]
+        if len(found) == 1:
+            return found[0]
         token_ids, logprobs, finite = (torch.cat(column) for column in zip(*found, strict=True))
         return token_ids, logprobs, finite
 
@@ -367,6 +369,8 @@ class RankedOps:
 
 
 def _tiles(wanted: Wanted) -> list[Wanted]:
+    if len(wanted.rows) <= LOGITS_ROWS:
+        return [wanted]
     columns = (getattr(wanted, field.name).split(LOGITS_ROWS) for field in fields(Wanted))
     return [Wanted(*tile) for tile in zip(*columns, strict=True)]
 

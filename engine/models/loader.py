@@ -145,8 +145,9 @@ def checkpoint_names(folder: Path) -> set[str] | None:
     return set(weight_map) if isinstance(weight_map, dict) else set()
 
 
-def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> None:
-    """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack.
+def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> int:
+    """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack. Return the
+    number of bytes that were read.
 
     `destinations`: maps names in the decoder to weights. Tensors without a destination are skipped. Of a tensor whose
     destination is a `Shard`, only the shard's part is read.
@@ -154,7 +155,7 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
     Dtype and device are converted. Every few seconds, the log reports how much is left to copy. Raise ModelError if a
     file can no longer be read.
     """
-    told = time.monotonic()
+    told, num_bytes = time.monotonic(), 0
     for number, (file, names) in enumerate(checkpoint.files.items(), 1):
         left = [
             piece
@@ -165,7 +166,7 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
         while left:
             # The file is reopened repeatedly, because everything read from an open file stays in memory.
             with _open(file) as opened:
-                _copy_some(opened, left)
+                num_bytes += _copy_some(opened, left)
             if time.monotonic() - told >= _SECONDS_BETWEEN_LINES:
                 told = time.monotonic()
                 log.info(
@@ -173,10 +174,11 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
                 )
     for name, (blocks, scales) in checkpoint.packed.items():
         if name in destinations:
-            _unpack(blocks, scales, destinations[name])
+            num_bytes += _unpack(blocks, scales, destinations[name])
+    return num_bytes
 
 
-def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> Any:
+def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, Weight]) -> Any | None:
     part = checkpoint.spellings.part(name)
     if part is None:
         return destinations.get(name)
@@ -193,8 +195,8 @@ def _pieces(name: str, weight: Any) -> list[_Piece]:
     return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in weight.experts]
 
 
-def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
-    """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read."""
+def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
+    """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read. Return the number of bytes."""
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
         name, expert, weight = pieces.pop()
@@ -204,27 +206,32 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> None:
         tensor = opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert : expert + 1]
         weight.copy_(tensor)
         num_bytes += tensor.nbytes
+    return num_bytes
 
 
-def _unpack(blocks: _Found, scales: _Found, stack: Any) -> None:
-    """Copy a stack that is stored as MXFP4, expert by expert. Blocks and scales may be in different files.
+def _unpack(blocks: _Found, scales: _Found, stack: Any) -> int:
+    """Copy a stack that is stored as MXFP4, expert by expert. Return the number of bytes that were read. Blocks and
+    scales may be in different files.
 
     Raise ModelError if a scale is NaN.
     """
-    count = stack.shape[0]
+    count, num_bytes = stack.shape[0], 0
     at_once = max(1, _MAX_OPEN_BYTES * count // math.prod(blocks.shape))
     for start in range(0, count, at_once):
         with _open(blocks.file) as of_blocks, _open(scales.file) as of_scales:
             tensors = of_blocks.get_slice(blocks.name), of_scales.get_slice(scales.name)
             for expert in set(range(start, min(start + at_once, count))).intersection(stack.experts):
+                stored = [tensor[expert : expert + 1] for tensor in tensors]
+                num_bytes += sum(each.nbytes for each in stored)
                 try:
-                    matrices = dequantize(*(tensor[expert : expert + 1] for tensor in tensors))
+                    matrices = dequantize(*stored)
                 except ValueError as error:
                     raise ModelError(
                         f"{scales.file}: {scales.name}: expert {expert}: {error}; the checkpoint is damaged; download "
                         "it again, or convert it again from finite weights"
                     ) from None
                 stack.narrow(0, expert, 1).copy_(matrices.transpose(1, 2) if stack.layout.transposed else matrices)
+    return num_bytes
 
 
 def check_checkpoint(

@@ -1,4 +1,4 @@
-"""Checks that all ranks have the same results."""
+"""Checks that all ranks compute the same steps and have the same results."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from ...kernels.ranks import Exchange
 from ..running.executor import StepResults
+from ..running.step import Step
 from .exchange import RankError
 
 STEPS = 64
@@ -16,13 +17,19 @@ STEPS = 64
 
 
 class Agreement:
-    """Compares a checksum of the drawn tokens and of the bits of their log-probs, every `STEPS` steps."""
+    """Compares a checksum of the steps, of the drawn tokens and of the bits of their log-probs, every `STEPS` steps.
+
+    The steps are compared too, because ranks share the sums and the head: if one rank computes another step, all ranks
+    draw the same wrong tokens.
+    """
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange, self._checksum, self._steps = exchange, 0, 0
 
-    def add(self, results: StepResults) -> None:
-        """Add the results of a step. All ranks call this after the same step. Raise RankError if a rank differs."""
+    def add(self, step: Step, results: StepResults) -> None:
+        """Add a step and its results. All ranks call this after the same step. Raise RankError if a rank differs."""
+        for rows in (step.token_ids, step.positions):
+            self._checksum = zlib.crc32(rows.tobytes(), self._checksum)
         if results.drawn is not None:
             tokens = np.array(results.drawn.token_ids, np.int64).tobytes()
             logprobs = np.array(results.drawn.logprobs, np.float64).tobytes()
@@ -32,6 +39,6 @@ class Agreement:
             found = [int(each) for each in self._exchange.gather(torch.tensor([self._checksum]))]
             if odd := [index for index, checksum in enumerate(found) if checksum != found[0]]:
                 raise RankError(
-                    f"ranks {odd} have tokens or log-probs that differ from those of rank 0, in the {STEPS} steps up "
-                    f"to step {self._steps}"
+                    f"ranks {odd} have inputs, tokens or log-probs that differ from those of rank 0, in the {STEPS} "
+                    f"steps up to step {self._steps}"
                 )

@@ -63,7 +63,7 @@ def follow(channel: Channel, segment: int, index: int) -> None:
     while True:
         match channel.receive():
             case "compute", step:
-                agreement.add(executor.compute(step).wait())
+                agreement.add(step, executor.compute(step).wait())
             case "draft", step:
                 executor.draft(step)
             case "meet", None:

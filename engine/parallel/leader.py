@@ -30,7 +30,7 @@ from . import exchange
 from .agreement import Agreement
 from .exchange import RankError, SharedExchange, new_segment
 from .weights import LeaderWeights, RankedArena
-from .wire import Channel
+from .wire import Channel, packed
 
 SECONDS_TO_END = 5.0
 
@@ -73,9 +73,10 @@ class Followers:
 
     def send(self, name: str, content: object = None) -> None:
         """Send a command to all followers."""
+        message = packed(name, content)
         for follower in self._all:
             try:
-                follower.channel.send(name, content)
+                follower.channel.send_packed(message)
             except OSError:
                 self._raise_failure(follower)
 
@@ -133,12 +134,13 @@ def _end(followers: list[Follower]) -> None:
 class _Computation:
     """A step in flight on all ranks."""
 
+    step: Step
     own: LocalComputation
     agreement: Agreement
 
     def wait(self) -> StepResults:
         results = self.own.wait()
-        self.agreement.add(results)
+        self.agreement.add(self.step, results)
         return results
 
 
@@ -194,7 +196,7 @@ class RankedExecutor:
 
     def compute(self, step: Step) -> _Computation:
         self._followers.send("compute", step)
-        return _Computation(self._own.compute(step), self._agreement)
+        return _Computation(step, self._own.compute(step), self._agreement)
 
     def draft(self, step: DraftStep) -> list[list[int]]:
         self._followers.send("draft", step)

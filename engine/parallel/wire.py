@@ -11,7 +11,7 @@ import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import numpy as np
@@ -39,16 +39,16 @@ class Channel:
 
     def send(self, name: str, content: object = None) -> None:
         """Send a message. Raise OSError if the other process has ended or does not receive the message in time."""
-        message: bytes = msgpack.packb((name, content), default=_packed)  # type: ignore[assignment]
-        self._socket.sendall(_LENGTH.pack(len(message)) + message)
+        self.send_packed(packed(name, content))
+
+    def send_packed(self, message: bytes) -> None:
+        """As `send`, for the result of `packed`."""
+        self._socket.sendall(message)
 
     def receive(self) -> tuple[str, Any]:
         """Wait for the next message. Raise EOFError if the other process has ended."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        name, content = msgpack.unpackb(
-            self._read(length), ext_hook=_unpacked, strict_map_key=False, max_ext_len=length, max_bin_len=length
-        )
-        return name, content
+        return unpacked(self._read(length))
 
     def send_files(self, files: Sequence[int]) -> None:
         """Send file descriptors. Raise the errors of `send`."""
@@ -89,6 +89,21 @@ class Channel:
         return found
 
 
+def packed(name: str, content: object) -> bytes:
+    """Return a message as bytes, which begin with the number of bytes that follow."""
+    message = cast(bytes, msgpack.packb((name, content), default=_packed))
+    return _LENGTH.pack(len(message)) + message
+
+
+def unpacked(message: bytes | memoryview) -> tuple[str, Any]:
+    """Return the name and the content of a message, without its first number."""
+    length = len(message)
+    name, content = msgpack.unpackb(
+        message, ext_hook=_unpacked, strict_map_key=False, max_ext_len=length, max_bin_len=length
+    )
+    return name, content
+
+
 def _packed(value: Any) -> Any:
     if isinstance(value, array):
         value = np.array(value, np.int64)
@@ -109,7 +124,7 @@ def _packed(value: Any) -> Any:
 def _unpacked(code: int, content: bytes) -> Any:
     if code == _ARRAY:
         name, shape, values = msgpack.unpackb(content, max_bin_len=len(content))
-        return np.frombuffer(values, _DTYPES[name]).reshape(shape).copy()  # torch needs writable memory
+        return np.frombuffer(bytearray(values), _DTYPES[name]).reshape(shape)  # torch needs writable memory
     name, values = msgpack.unpackb(
         content, ext_hook=_unpacked, strict_map_key=False, max_ext_len=len(content), max_bin_len=len(content)
     )

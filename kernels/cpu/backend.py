@@ -648,7 +648,7 @@ def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> Fol
     entropy = None if k is None else torch.empty(count, dtype=torch.float32)
     top_logprobs, top_ids = _empty_tops(count, k)
     _library.fold_sections(
-        *(count, sections.shape[1], sections.data_ptr()),
+        *(get_num_threads(), count, sections.shape[1], sections.data_ptr()),
         *(0 if values is None else values.shape[1], _pointer(values), _pointer(ids)),
         *(column.data_ptr() for column in (tokens, logprobs, finite)),
         *(k or 0, *map(_pointer, (entropy, top_ids, top_logprobs))),

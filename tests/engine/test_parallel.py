@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.parallel import exchange, leader
 from trueroll.engine.parallel.agreement import Agreement
 from trueroll.engine.parallel.exchange import SLOT_BYTES, RankError, SharedExchange, new_segment
+from trueroll.engine.parallel.leader import Followers
 from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
 from trueroll.engine.running.executor import StepResults
 from trueroll.engine.running.sampler import Drawn
@@ -131,10 +133,11 @@ class Disagreement:
 
 def test_a_rank_with_other_results_is_named() -> None:
     agreement, results = Agreement(Disagreement()), StepResults(Drawn([1], [-0.5], [True], {}), [], None, b"")
+    step: Any = SimpleNamespace(token_ids=tokens(3), positions=np.arange(3))
     for _ in range(63):
-        agreement.add(results)
-    with pytest.raises(RankError, match=r"ranks \[1\] have tokens or log-probs that differ .* up to step 64"):
-        agreement.add(results)
+        agreement.add(step, results)
+    with pytest.raises(RankError, match=r"ranks \[1\] have inputs, tokens or log-probs that differ .* up to step 64"):
+        agreement.add(step, results)
 
 
 @pytest.mark.parametrize("length", [1, SLOT_BYTES // 4, SLOT_BYTES // 4 + 1, 2 * SLOT_BYTES + 3])
@@ -202,6 +205,46 @@ def test_a_rank_that_hangs_is_named(model: str, monkeypatch: pytest.MonkeyPatch)
             while engine.has_unfinished:
                 engine.step()
     assert children() == []
+
+
+def drop_a_step(followers: Followers, name: str, content: object, sent: list[tuple[str, object]]) -> None:
+    """Do not send the tenth message to rank 1."""
+    for follower in followers._all:
+        if follower.index != 1 or len(sent) != 10:
+            follower.channel.send(name, content)
+
+
+def repeat_a_step(followers: Followers, name: str, content: object, sent: list[tuple[str, object]]) -> None:
+    """Send rank 1 the step before, from the tenth message on."""
+    for follower in followers._all:
+        is_behind = follower.index == 1 and len(sent) > 10
+        follower.channel.send(*(sent[-2] if is_behind else (name, content)))
+
+
+@pytest.mark.parametrize(
+    ("send", "error"),
+    [
+        (drop_a_step, r"ranks \[0?,? ?1\] (of 2 did not answer|have inputs)"),
+        (repeat_a_step, r"ranks \[1\] have inputs, tokens or log-probs that differ .* up to step 64"),
+    ],
+)
+def test_a_rank_that_computes_other_steps_is_named(
+    send: Any, error: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "MOST_SECONDS", 2.0)
+    sent = list[tuple[str, object]]()
+
+    def sabotaged(followers: Followers, name: str, content: object = None) -> None:
+        sent.append((name, content))
+        send(followers, name, content, sent)
+
+    with engine_of(model, 2) as engine:
+        monkeypatch.setattr(Followers, "send", sabotaged)
+        # Steps of one token each, so that tensors have the same shapes.
+        engine.add(generate("a", tokens(20), max_tokens=100, ignore_eos=True))
+        with pytest.raises(RankError, match=error):
+            while engine.has_unfinished:
+                engine.step()
 
 
 def test_followers_end_with_the_leader(model: str) -> None:

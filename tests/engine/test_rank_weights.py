@@ -14,6 +14,7 @@ from torch import Tensor
 from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.engine.parallel.exchange import RankError
+from trueroll.engine.parallel.weights import RankedArena
 
 from .checkpoints import another_version, read_tensors, stage, stage_changes, stage_rows
 from .running.test_ranks import FAMILIES
@@ -120,6 +121,27 @@ def test_weights_change_between_two_steps_of_running_requests(engines: list[Engi
             outputs += engine.step()
         found.append(sorted(map(bits, outputs)))
     assert found[0] == found[1]
+
+
+def test_a_stale_shard_is_found(engines: list[Engine], versions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 keeps the earlier weights."""
+    one, four = engines
+    for engine in engines:
+        commit(engine, stage(engine, read_tensors(versions[1])))
+    assert run(four) == run(one), "premise"
+
+    def take(own: RankedArena, other: RankedArena) -> None:
+        for arena, new in zip([own.common, *own.parts], [other.common, *other.parts], strict=True):
+            if arena is not own.parts[2]:
+                arena.take(new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankedArena, "take", take)
+        for engine in engines:
+            commit(engine, stage(engine, read_tensors(versions[2])))
+    assert run(four) != run(one)
+    commit(four, stage(four, read_tensors(versions[2])))
+    assert run(four) == run(one)
 
 
 def test_the_ranks_share_what_each_of_them_needs(engines: list[Engine]) -> None:

@@ -649,10 +649,11 @@ void trueroll_head_sections(
 }
 
 void trueroll_fold_sections(
-    long count, long num_sections, const SectionResult* sections, long offered, const float* values,
+    long threads, long count, long num_sections, const SectionResult* sections, long offered, const float* values,
     const int64_t* ids, int64_t* tokens, float* logprobs, uint8_t* finite, long k, float* entropies, int64_t* top_ids,
     float* top_logprobs
 ) {
+    const Call call(threads);
     const HeadSections from = {
         const_cast<SectionResult*>(sections), const_cast<float*>(values), const_cast<int64_t*>(ids)
     };

@@ -217,7 +217,7 @@ void trueroll_head_sections(
 // Folds the results of all sections. `values` and `ids`: [count, offered], the candidates for the k top tokens.
 // `HeadResults` has the shapes.
 void trueroll_fold_sections(
-    long count, long num_sections, const SectionResult* sections, long offered, const float* values,
+    long threads, long count, long num_sections, const SectionResult* sections, long offered, const float* values,
     const int64_t* ids, int64_t* tokens, float* logprobs, uint8_t* finite, long k, float* entropies, int64_t* top_ids,
     float* top_logprobs
 );

@@ -344,22 +344,27 @@ void head_sections(const HeadArgs<T>& args, const HeadSections& out) {
         for (long i = highest[row].count; i < args.k; ++i) highest[row].values[i] = -INFINITY, highest[row].ids[i] = NO_ID;
 }
 
-void fold_sections(const HeadSections& from, long count, long sections, long offered, const HeadResults& out) {
-    for (long row = 0; row < count; ++row) {
-        const SectionResult* result = from.results + row * sections;
-        LogSumExp all;
-        const SectionResult* best = result;  // the one with the lower ids among equal values
-        for (long i = 0; i < sections; ++i) {
-            all.add_chunk({result[i].peak, result[i].total, result[i].weighted});
-            if (result[i].best > best->best) best = result + i;
-        }
-        out.tokens[row] = best->id;
-        out.logprobs[row] = log_prob(best->basis, all.peak, all.total);
-        out.finite[row] = isfinite(best->scaled) && all.total == all.total;
-        if (out.entropies == nullptr) continue;
-        Highest highest = {out.k, out.top_logprobs + row * out.k, out.top_ids + row * out.k};
-        for (long i = row * offered; i < (row + 1) * offered; ++i)
-            if (from.top_ids[i] != NO_ID) highest.offer(from.top_values[i], from.top_ids[i]);
-        finish_statistics(all, highest, out.entropies + row);
+inline void fold_row(const HeadSections& from, long row, long sections, long offered, const HeadResults& out) {
+    const SectionResult* result = from.results + row * sections;
+    LogSumExp all;
+    const SectionResult* best = result;  // the one with the lower ids among equal values
+    for (long i = 0; i < sections; ++i) {
+        all.add_chunk({result[i].peak, result[i].total, result[i].weighted});
+        if (result[i].best > best->best) best = result + i;
     }
+    out.tokens[row] = best->id;
+    out.logprobs[row] = log_prob(best->basis, all.peak, all.total);
+    out.finite[row] = isfinite(best->scaled) && all.total == all.total;
+    if (out.entropies == nullptr) return;
+    Highest highest = {out.k, out.top_logprobs + row * out.k, out.top_ids + row * out.k};
+    for (long i = row * offered; i < (row + 1) * offered; ++i)
+        if (from.top_ids[i] != NO_ID) highest.offer(from.top_values[i], from.top_ids[i]);
+    finish_statistics(all, highest, out.entropies + row);
+}
+
+void fold_sections(const HeadSections& from, long count, long sections, long offered, const HeadResults& out) {
+    parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
+        for (long row = task * NORM_ROWS; row < smaller(count, (task + 1) * NORM_ROWS); ++row)
+            fold_row(from, row, sections, offered, out);
+    });
 }

@@ -2,6 +2,26 @@
 
 constexpr long MOST_RANKS = 8;
 
+// Adds 16 columns of the subtrees of SIZE ranks as a balanced binary tree.
+template <long SIZE>
+F add_subtrees(const float* const* slots, long at, long rest) {
+    F sums[SIZE];
+    for (long rank = 0; rank < SIZE; ++rank) sums[rank] = load(slots[rank] + at, rest);
+    for (long left = SIZE / 2; left > 0; left /= 2)
+        for (long i = 0; i < left; ++i) sums[i] = add(sums[2 * i], sums[2 * i + 1]);
+    return sums[0];
+}
+
+template <long SIZE, class Finish>
+void add_rows(const float* const* slots, long start, long rows, long columns, const Finish& finish) {
+    constexpr long TASK_ROWS = 32;
+    parallel(round_up(rows, TASK_ROWS) / TASK_ROWS, [&](long task) {
+        for (long row = task * TASK_ROWS; row < smaller(rows, (task + 1) * TASK_ROWS); ++row)
+            for (long column = 0; column < columns; column += LANES)
+                finish(start + row, column, add_subtrees<SIZE>(slots, row * columns + column, columns - column));
+    });
+}
+
 // Computes sums [count, columns], of which each rank computes a subtree, and passes them to `finish(row, column, sums)`,
 // 16 columns at a time. `add(start, rows, out)` writes this rank's subtrees for the rows [start, start + rows) to `out`
 // [rows, columns]. Each rank adds the subtrees of all ranks as a balanced binary tree.
@@ -9,24 +29,17 @@ constexpr long MOST_RANKS = 8;
 // After a failure, `finish` is no longer called.
 template <class Add, class Finish>
 void exchange_sums(RankExchange& ranks, long count, long columns, const Add& add_own, const Finish& finish) {
-    constexpr long FOLDED_ROWS = 4;
     const long most = ranks.slot_bytes / (columns * static_cast<long>(sizeof(float)));  // at least 1
+    const auto add_all = ranks.size == 8   ? add_rows<8, Finish>
+                         : ranks.size == 4 ? add_rows<4, Finish>
+                         : ranks.size == 2 ? add_rows<2, Finish>
+                                           : add_rows<1, Finish>;
     for (long start = 0; start < count && !ranks.has_failed; start += most) {
         const long rows = smaller(most, count - start);
         const float* slots[MOST_RANKS];
         for (long rank = 0; rank < ranks.size; ++rank) slots[rank] = next_slot(ranks, rank);
         add_own(start, rows, next_slot(ranks, ranks.rank));
         if (!meet(ranks)) return;
-        parallel(round_up(rows, FOLDED_ROWS) / FOLDED_ROWS, [&](long task) {
-            for (long row = task * FOLDED_ROWS; row < smaller(rows, (task + 1) * FOLDED_ROWS); ++row)
-                for (long column = 0; column < columns; column += LANES) {
-                    F sums[MOST_RANKS];
-                    for (long rank = 0; rank < ranks.size; ++rank)
-                        sums[rank] = load(slots[rank] + row * columns + column, columns - column);
-                    for (long left = ranks.size / 2; left > 0; left /= 2)
-                        for (long i = 0; i < left; ++i) sums[i] = add(sums[2 * i], sums[2 * i + 1]);
-                    finish(start + row, column, sums[0]);
-                }
-        });
+        add_all(slots, start, rows, columns, finish);
     }
 }

@@ -6,6 +6,7 @@ their parts of the weights and of the memory, and draw the same tokens with the 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,29 +15,34 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.engine.parallel.leader import RankedExecutor
 from trueroll.engine.request import ScoreRequest
 from trueroll.engine.running.executor import LocalComputation, LocalExecutor, StepResults
 from trueroll.engine.running.loading import load_model
 from trueroll.engine.running.step import Step
 from trueroll.kernels import ranks
+from trueroll.kernels.cpu.backend import HEAD_SECTION, PackedLayers
 from trueroll.kernels.ranks import Rank, RankedOps
 from trueroll.kernels.specs import AttentionSpec
 
 from ..drive import generate, run, tokens
 
-WIDE: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4)
+WIDE: dict[str, Any] = dict(
+    num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4, vocab_size=1600
+)
 _DELTA_NET: dict[str, Any] = dict(linear_num_key_heads=4, linear_num_value_heads=8)
 _MIXTURE: dict[str, Any] = WIDE | dict(moe_intermediate_size=32)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": WIDE,
-    "qwen2": WIDE,
+    "qwen2": WIDE | dict(hidden_size=128),
     "gemma3": WIDE | dict(layer_types=["sliding_attention", "full_attention"] * 2),
-    "olmo3": WIDE | dict(layer_types=["sliding_attention", "full_attention"] * 2),
+    "olmo3": WIDE | dict(hidden_size=128, layer_types=["sliding_attention", "full_attention"] * 2),
     "qwen3_5": WIDE | _DELTA_NET,
     "qwen3_next": WIDE | _DELTA_NET | dict(mlp_only_layers=[0, 1, 2, 3]),
     "qwen3_moe": _MIXTURE,
@@ -133,8 +139,9 @@ def config_of(family: str, folder: Path, **settings: Any) -> EngineConfig:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_give_the_bits_of_one_device(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(family, tmp_path)
-    steps = record(config, monkeypatch)
-    assert load_model(config).model.spec.pieces == 4 and len(steps) > 50, "premise"
+    steps, loaded = record(config, monkeypatch), load_model(config)
+    assert loaded.model.spec.pieces == 4 and len(steps) > 50, "premise"
+    assert loaded.backend.name == "cpu" and -(-loaded.model.spec.vocab_size // HEAD_SECTION) == 4, "premise"
     for size in (2, 4):
         assert replay(config, steps, size) == [0] * size
 
@@ -148,7 +155,7 @@ def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
         assert replay(config, record(config, monkeypatch), 4) == [0] * 4
 
 
-of_attention, of_gated = ranks._part_of_attention, ranks._part_of_gated
+of_attention, of_gated, of_head = ranks._part_of_attention, ranks._part_of_gated, ranks._part_of_head
 
 
 def add_from_the_left(ops: RankedOps, own: Tensor) -> Tensor:
@@ -169,8 +176,24 @@ def take_the_features_of_another_rank(role: str, inner: int, pieces: int, rank: 
     return own, unit, parts | {f"{role}.down": of_gated(role, inner, pieces, other)[2][f"{role}.down"]}
 
 
+def add_in_a_ring(ops: RankedOps, own: Tensor) -> Tensor:
+    """Add as the all-reduce of a library does: each rank begins with the columns of another rank."""
+    sums = [each.tensor_split(4, 1) for each in ops.exchange.gather(own)]
+    return torch.cat(
+        [sum((sums[(first + i) % 4][first] for i in range(1, 4)), sums[first][first]) for first in range(4)], 1
+    )
+
+
+def shift_by_a_section(vocab_size: int, rank: Rank, section: int) -> Any:
+    part = of_head(vocab_size, rank, section)
+    start, length = part.ranges[0]
+    return dataclasses.replace(part, ranges=((max(0, start - section), length),))
+
+
 SABOTAGE: list[tuple[Any, str, Any]] = [
     (RankedOps, "_added", add_from_the_left),
+    (RankedOps, "_added", add_in_a_ring),
+    (ranks, "_part_of_head", shift_by_a_section),
     (ranks, "_part_of_attention", take_keys_of_another_head),
     (ranks, "_part_of_gated", take_the_features_of_another_rank),
 ]
@@ -182,3 +205,18 @@ def test_these_tests_find(owner: Any, name: str, other: Any, tmp_path: Path, mon
     steps = record(config, monkeypatch)
     monkeypatch.setattr(owner, name, other)
     assert min(replay(config, steps, 4)) > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "qwen3_5_moe", "gpt_oss"])
+def test_the_sums_that_the_library_exchanges_give_the_bits_of_one_device(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank is a process, and runs its layers in one call of the library."""
+    config = config_of(family, tmp_path)
+    steps = record(config, monkeypatch)
+    executor = RankedExecutor(config.model_copy(update=dict(tensor_parallel_size=4)))
+    try:
+        assert isinstance(executor.loaded.model.layers, PackedLayers), "premise"
+        assert [bits(executor.compute(step).wait()) != bits(expected) for step, expected in steps].count(True) == 0
+    finally:
+        executor.close()

@@ -185,7 +185,7 @@ struct Run {
                 asked == nullptr ? nullptr : values.data(), ids.data()
             );
             trueroll_fold_sections(
-                rows, sections, results.data(), best, values.data(), ids.data(), tokens.data(), logprobs.data(),
+                threads, rows, sections, results.data(), best, values.data(), ids.data(), tokens.data(), logprobs.data(),
                 finite.data(), best, asked, top_ids.data(), top_logprobs.data()
             );
             digest->add(tokens), digest->add(logprobs), digest->add(finite);
