@@ -48,11 +48,14 @@ class Followers:
     follower sends a message only if it fails.
     """
 
-    def __init__(self, config: EngineConfig, size: int, segment: int) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
         self._all = list[Follower]()
         self.close = weakref.finalize(self, _end, self._all)
-        for index in range(1, size):
+
+    def start(self, config: EngineConfig, segment: int) -> None:
+        """Start the followers. `segment`: the memory for exchanges."""
+        for index in range(1, self._size):
             own, other = socket.socketpair()
             with other:
                 command = [
@@ -69,7 +72,7 @@ class Followers:
                     command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), segment), start_new_session=True
                 )
             self._all.append(Follower(index, process, Channel(own, exchange.MOST_SECONDS)))
-        self.send("start", [config.model_dump(), size])
+        self.send("start", [config.model_dump(), self._size])
 
     def send(self, name: str, content: object = None) -> None:
         """Send a command to all followers."""
@@ -145,7 +148,8 @@ class _Computation:
 
 
 class RankedExecutor:
-    """The executor of an engine with several ranks, in the process of rank 0. Construction starts the followers.
+    """The executor of an engine with several ranks, in the process of rank 0. Construction starts the followers, after
+    it has checked that `config` can be served.
 
     Raise ConfigError or ModelError if `config` cannot be served, and RankError if a rank fails.
     """
@@ -154,16 +158,14 @@ class RankedExecutor:
         size = config.tensor_parallel_size
         config = config_of_rank(config)
         torch.set_num_threads(config.num_threads or 1)
+        self._followers = Followers(size)
         segment = new_segment(size)
         try:
-            self._followers = Followers(config, size, segment)
             self._exchange = SharedExchange(
                 Rank(0, size), segment, self._followers.check, exchange.MOST_SECONDS_TO_START
             )
-        finally:
-            os.close(segment)
-        try:
             model = allocate_model(config, self._exchange, lambda builds, dtype, _: LeaderWeights(builds, dtype))
+            self._followers.start(config, segment)
             self._arena = cast(RankedArena, model.loaded.weights.arena)
             self._followers.share(self._arena)
             self.loaded: LoadedModel = model.read()
@@ -172,6 +174,8 @@ class RankedExecutor:
         except BaseException:
             self._followers.close()
             raise
+        finally:
+            os.close(segment)
         self._exchange.most_seconds = exchange.MOST_SECONDS
         self._agreement = Agreement(self._exchange)
 
