@@ -138,10 +138,11 @@ class EngineInfo:
 class _Plan:
     """The properties of a model, determined before memory is allocated.
 
-    `builds`: create the model of each rank. `exchange`: as in `LoadedModel`.
+    `spec`: the whole decoder. `builds`: create the model of each rank. `exchange`: as in `LoadedModel`.
     """
 
     folder: Path
+    spec: DecoderSpec
     builds: tuple[Build, ...]
     dtype: torch.dtype
     device: torch.device
@@ -199,11 +200,16 @@ def allocate_model(
 
 
 def outline(config: EngineConfig) -> Decoder:
-    """Return the model that `config.model` names, on torch's meta device (without memory).
+    """Return the model that `config.model` names, on torch's meta device (without memory). With several ranks, return
+    the part of rank 0.
 
-    Accepts the same names and raises the same errors as `load_dummy`.
+    Accepts the same names and raises the same errors as `load_dummy`. Raise ConfigError if the model cannot have
+    `tensor_parallel_size` ranks.
     """
-    return _plan(config, find_config).outline()
+    plan = _plan(config, find_config)
+    ops = plan.backend.ops
+    part = part_of(plan.spec, Rank(0, config.tensor_parallel_size), ops.HEAD_SECTION)
+    return Decoder(part, ops, partial(torch.empty, dtype=plan.dtype, device="meta"))
 
 
 def load_dummy(config: EngineConfig) -> LoadedModel:
@@ -286,7 +292,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], exchange: Ex
         ops = RankedOps(backend.ops, exchange, specs[exchange.rank.index].head_range[0])
         backend = replace(backend, ops=cast(Backend, ops))
     builds = tuple(partial(Decoder, each, backend.ops) for each in specs)
-    return _Plan(folder, builds, dtype, device, backend, eos_token_ids, exchange)
+    return _Plan(folder, spec, builds, dtype, device, backend, eos_token_ids, exchange)
 
 
 def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Backend) -> bool:

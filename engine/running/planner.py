@@ -28,19 +28,17 @@ class Storage:
     """The element sizes of each kind of memory, in bytes.
 
     `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's tail, and of hidden states.
-    `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `ranks`: the
-    number of devices that share the heads.
+    `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head.
     """
 
     kv: int
     tail: int
     state: int = 4
     kv_head: int = 0
-    ranks: int = 1
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Storage:
-        """Return the element sizes for a worker that computes in `dtype` on one device."""
+        """Return the element sizes for a worker that computes in `dtype`."""
         return cls(dtype.itemsize, dtype.itemsize)
 
 
@@ -62,23 +60,20 @@ class Sizes:
 
     @classmethod
     def of(cls, spec: DecoderSpec, storage: Storage, block_size: int, most: int = 0) -> Sizes:
-        """Return the sizes of blocks and states on one rank.
+        """Return the sizes of blocks and states. `spec`: the decoder, or the part of a rank.
 
         `most`: the maximum number of tokens drafted for a sequence in a step.
-
-        Raise ConfigError if the heads cannot be divided evenly among the ranks.
         """
-        _check_ranks(spec, storage.ranks)
         tokens = dict.fromkeys(spec.windows, 0)
         for m in (*spec.attentions, *spec.mtp_attentions):
             tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
         state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in spec.delta_nets)
-        block, *others = (2 * block_size * token // storage.ranks for token in tokens.values())
+        block, *others = (2 * block_size * token for token in tokens.values())
         if spec.serves_mtp:
             block += kept_states(most, block_size) * spec.hidden_size * storage.tail
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
         draft = storage.tail * sum(m.row_size for m in spec.delta_nets)
-        return cls(block_size, block, state // storage.ranks, further, draft // storage.ranks)
+        return cls(block_size, block, state, further, draft)
 
     @property
     def interval(self) -> int:
@@ -143,15 +138,6 @@ def kept_states(most: int, block_size: int) -> int:
     of its `most` + 1 tokens may be the last accepted one.
     """
     return min(most + 1, block_size)
-
-
-def _check_ranks(spec: DecoderSpec, ranks: int) -> None:
-    heads = {m.num_kv_heads for m in spec.attentions} | {m.num_key_heads for m in spec.delta_nets}
-    if any(count % ranks for count in heads):
-        raise ConfigError(
-            f"ranks must divide the number of key heads of every layer, {' and '.join(map(str, sorted(heads)))} (got "
-            f"{ranks}); divide the model among fewer devices"
-        )
 
 
 def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, available: int) -> MemoryPlan:

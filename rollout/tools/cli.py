@@ -365,6 +365,9 @@ def verify(
         bool,
         typer.Option("--quick", help="Run fewer cells with shorter prompts; the output says what is left out."),
     ] = False,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Compare this number of ranks with one rank, on a CPU only. A power of two.")
+    ] = 1,
     json: Annotated[
         Path | None, typer.Option(help="Write the results of all cells to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -373,7 +376,7 @@ def verify(
 
     Exits with 1 if any bit differs, or if intended circumstances, such as a preemption, did not occur.
     """
-    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend)
+    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend, tensor_parallel_size=devices)
     tell(f"loading {model} ...")
     from rich.console import Console
 
@@ -463,7 +466,9 @@ def plan(
         int | None,
         typer.Option(min=1, max=4, help="Bytes per element of keys and values. Default: the size of --dtype."),
     ] = None,
-    ranks: Annotated[int, typer.Option(min=1, help="Devices that share a model; a worker uses one.")] = 1,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, max=8, help="Devices that share the model, each with --memory. A power of two.")
+    ] = 1,
     dtype: DtypeOption = ENGINE["dtype"],
 ) -> None:
     """Show how a worker would divide a device's memory, and the effect of other checkpoint intervals."""
@@ -476,6 +481,7 @@ def plan(
         max_num_batched_tokens=GPU.max_num_batched_tokens,
         state_interval=state_interval,
         kv_memory_fraction=1.0,
+        tensor_parallel_size=tensor_parallel_size,
     )
     find_config(model)
     tell(f"planning for {model} ...")
@@ -483,7 +489,7 @@ def plan(
 
     from .plan import plan as show
 
-    show(config, int(memory * 2**30), kv_bytes, ranks, Console())
+    show(config, int(memory * 2**30), kv_bytes, Console())
 
 
 def _check_one_model(model: str | None, dummy_weights: str | None, compare: str | None) -> str:

@@ -22,19 +22,18 @@ from ...engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory, s
 
 MIB, GIB = 2**20, 2**30
 _BLOCKS = [2**i for i in range(12)]
-_MOST_GIB, _MOST_RANKS = 2**14, 64
+_MOST_GIB, _MOST_RANKS = 2**14, 8
 
 
-def plan(config: EngineConfig, memory: int, kv_bytes: int | None, ranks: int, console: Console) -> None:
-    """Print the division of `memory` bytes on each of `ranks` devices.
+def plan(config: EngineConfig, memory: int, kv_bytes: int | None, console: Console) -> None:
+    """Print the division of `memory` bytes on the device of each rank.
 
     `kv_bytes`: bytes per element of keys and values. If `kv_bytes` is 1, each key and each value of a head needs 4 more
     bytes, for a scale and a zero point in float16. Raise ConfigError if the plan does not fit; the error text proposes
     options with which the plan fits. Raise ModelError if the model is not supported.
     """
-    model = outline(config)
-    asked = _Asked(config, model, find_max_model_len(config, model.spec), memory, kv_bytes, ranks)
-    sizes = asked.sizes  # raises errors that are not about memory
+    asked = _Asked.of(config, memory, kv_bytes)
+    sizes = asked.sizes
     try:
         found = asked.plan()
     except ConfigError:
@@ -53,22 +52,31 @@ class _Asked:
     max_model_len: int
     memory: int
     kv_bytes: int | None
-    ranks: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, memory: int, kv_bytes: int | None) -> _Asked:
+        """Raise the errors of `outline`."""
+        model = outline(config)
+        return cls(config, model, find_max_model_len(config, model.spec), memory, kv_bytes)
+
+    @property
+    def ranks(self) -> int:
+        return self.config.tensor_parallel_size
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of blocks and states. Raise ConfigError if the ranks cannot share the heads equally."""
+        """Sizes of blocks and states of a rank."""
         itemsize, kv_head = self.model.dtype.itemsize, 4 if self.kv_bytes == 1 else 0
-        storage = Storage(kv=self.kv_bytes or itemsize, tail=itemsize, kv_head=kv_head, ranks=self.ranks)
+        storage = Storage(kv=self.kv_bytes or itemsize, tail=itemsize, kv_head=kv_head)
         return Sizes.of(self.model.spec, storage, self.config.block_size, self.config.num_drafts)
 
     @property
     def weights(self) -> int:
-        return self.model.num_bytes // self.ranks
+        return self.model.num_bytes
 
     @property
     def scratch(self) -> int:
-        return scratch_bytes(self.model.spec, self.model.dtype, self.config) // self.ranks
+        return scratch_bytes(self.model.spec, self.model.dtype, self.config)
 
     def plan(self) -> MemoryPlan:
         """Return the memory plan. Raise ConfigError if the plan does not fit."""
@@ -87,6 +95,14 @@ class _Asked:
 
     def with_seqs(self, count: int) -> _Asked:
         return replace(self, config=self.config.model_copy(update={"max_num_seqs": count}))
+
+    def with_more_ranks(self) -> Iterator[_Asked]:
+        """Yield the same plan for each larger number of ranks that the model can have."""
+        ranks = 2 * self.ranks
+        while ranks <= min(_MOST_RANKS, self.model.spec.pieces):
+            config = self.config.model_copy(update={"tensor_parallel_size": ranks})
+            yield _Asked.of(config, self.memory, self.kv_bytes)
+            ranks *= 2
 
 
 def _what_would_fit(asked: _Asked) -> str:
@@ -107,9 +123,8 @@ def _proposals(asked: _Asked) -> Iterator[str]:
     seqs = asked.config.max_num_seqs
     if fewer := seqs - _first(seqs, lambda left_out: asked.with_seqs(seqs - left_out).holds_a_sample):
         yield f"--max-num-seqs {fewer}"
-    ranks = (replace(asked, ranks=ranks) for ranks in range(asked.ranks + 1, _MOST_RANKS + 1))
-    if (found := next((each.ranks for each in ranks if each.holds_a_sample), None)) is not None:
-        yield f"--ranks {found}"
+    if (found := next((each.ranks for each in asked.with_more_ranks() if each.holds_a_sample), None)) is not None:
+        yield f"--tensor-parallel-size {found}"
     gib = _first(_MOST_GIB + 1, lambda gib: replace(asked, memory=gib * GIB).holds_a_sample)
     if gib <= _MOST_GIB:
         yield f"--memory {gib}"

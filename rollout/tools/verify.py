@@ -13,9 +13,9 @@ from __future__ import annotations
 import dataclasses
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -80,7 +80,7 @@ CELLS = (
     Cell(drafts="adversarial", budget=64),
     Cell(drafts="adversarial", cache="warm", others=10, block_size=8),
     Cell(drafts="adversarial", others=10, is_starved=True),
-    Cell(drafts="adversarial", others=10, is_interrupted=True),
+    Cell(drafts="adversarial", others=10, event="interruption"),
 )
 # The cells of `--quick`, one for each kind of circumstances that can be combined.
 QUICK_CELLS = (
@@ -116,8 +116,9 @@ Circumstances: others are requests that run at the same time; budget is the
 limit of tokens per step, block the number of tokens in a block of the cache;
 score computes the log-probs of given tokens; drafts come from repeated text
 (repeats), from the model's module (mtp), or from a drafter that is right, wrong
-and too long (adversarial); interrupted requests are computed again, as after a
-push."""
+and too long (adversarial); after an event in flight, all requests are computed
+again: after an interruption, a push of equal weights, a push of adapters that
+change nothing, or a sleep; ranks are processes that share each layer."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
@@ -128,14 +129,20 @@ STATE_CELLS = (
     Cell(cache="warm", others=10, interval=16, checkpoints=3, states="evicted"),
     Cell(cache="warm", others=1, checkpoints=0),
     Cell(cache="warm", interval=16, states="lost in a sleep"),
-    Cell(others=10, interval=16, budget=64, is_interrupted=True),
+    Cell(others=10, interval=16, budget=64, event="interruption"),
+)
+# Additional cells for several ranks, on which all other cells run too, except those of numbers of threads.
+RANK_CELLS = (
+    Cell(others=10, event="push"),
+    Cell(cache="warm", others=10, event="adapters"),
+    Cell(others=10, budget=64, event="sleep"),
 )
 # Additional cells for models with a module for multi-token prediction (MTP).
 MTP_CELLS = (
     Cell(drafts="mtp", budget=64),
     Cell(drafts="mtp", cache="warm", others=10, block_size=8),
     Cell(drafts="mtp", others=10, is_starved=True),
-    Cell(drafts="mtp", others=10, is_interrupted=True),
+    Cell(drafts="mtp", others=10, event="interruption"),
 )
 # Additional cells for models with experts.
 ROUTE_CELLS = (
@@ -182,8 +189,10 @@ class CellResult:
         return self.differences == 0 and not self.failed_premises
 
 
-def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False) -> Iterator[CellResult]:
-    """Yield the result of the baseline, and then the result of each cell in `cells_of`.
+def run_matrix(
+    config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False, ranks: int = 1
+) -> Iterator[CellResult]:
+    """Yield the result of the baseline, and then the result of each cell in `cells_of`. The baseline has one rank.
 
     `loaded`: the model of `config`. The dtype, device and backend are also taken from `config`. Raise ConfigError if
     the model does not support `sizes.num_positions` tokens.
@@ -192,17 +201,21 @@ def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: b
     runs, premises = lab.run(Cell(), {})
     baseline = {(sample.request_id, sample.index): sample for run in runs for sample in run.samples}
     yield CellResult(Cell(), len(baseline), 0, 0, premises + check_variations(runs))
-    for cell in cells_of(loaded, quick):
+    for cell in cells_of(loaded, quick, ranks):
         runs, premises = lab.run(cell, baseline)
         pieces = [piece for run in runs for piece in pieces_of(run, baseline, cell.num_reread)]
         yield compare(cell, pieces, baseline, premises)
 
 
-def cells_of(loaded: LoadedModel, quick: bool = False) -> Sequence[Cell]:
+def cells_of(loaded: LoadedModel, quick: bool = False, ranks: int = 1) -> Sequence[Cell]:
     """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
 
-    `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
+    `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list. `ranks`: if more than
+    one, return cells with this number of ranks, plus RANK_CELLS.
     """
+    if ranks > 1:
+        cells = [cell for cell in cells_of(loaded, quick) if cell.threads is None]
+        return tuple(replace(cell, ranks=ranks) for cell in (*cells, *RANK_CELLS))
     spec = loaded.model.spec
     more = (
         STATE_CELLS if spec.delta_nets else (),
@@ -228,11 +241,15 @@ class _Lab:
         """Run a cell. Return all runs of the cell and the checked premises."""
         with _thread_count(cell.threads):
             drafter = new_drafter(cell.drafts, self._texts(baseline), self.vocab_size)
-            engine = Engine(self._engine_config(cell), self.loaded, drafter, draft_always=True)
-            runs = list(self._runs(engine, cell, baseline))
-            return runs, check_premises(
-                cell, runs, torch.get_num_threads(), cuts=bool(self.loaded.model.spec.delta_nets)
+            engine = Engine(
+                self._engine_config(cell), None if cell.ranks > 1 else self.loaded, drafter, draft_always=True
             )
+            try:
+                runs = list(self._runs(engine, cell, baseline))
+            finally:
+                engine.close()
+            counts = torch.get_num_threads(), engine.info.tensor_parallel_size
+            return runs, check_premises(cell, runs, *counts, cuts=bool(self.loaded.model.spec.delta_nets))
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
         # A starved cell gets the blocks of all prompts, and one more block for each request. So all requests can start
@@ -258,6 +275,7 @@ class _Lab:
             decode_state_interval=cell.block_size if cell.num_reread and not cell.states else 0,
             speculative={"": "off", "mtp": "mtp"}.get(cell.drafts, "ngram"),
             num_speculative_tokens=MOST_DRAFTED,
+            tensor_parallel_size=cell.ranks,
         )
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
@@ -297,7 +315,7 @@ class _Lab:
         if cell.states == "lost in a sleep":
             engine.sleep(1, ["kv_cache"], "drain")
             engine.wake_up(["kv_cache"])
-        return run_together(engine, batch, lose_all_after=8 if cell.is_interrupted else None)
+        return run_together(engine, batch, EVENTS.get(cell.event))
 
     def _second_turn(self, engine: Engine, subject: GenerateRequest, num_reread: int) -> Run:
         engine.invalidate_prefix_cache()
@@ -322,20 +340,57 @@ def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
         yield list(requests[start : start + others + 1])
 
 
-def run_together(engine: Engine, requests: Sequence[Request], lose_all_after: int | None = None) -> Run:
-    """Serve all requests at once until they finish.
+def _push(engine: Engine) -> list[Output]:
+    """Commit a copy of the weights."""
+    weights = engine.weights
+    staging = weights.new_staging(in_place=False)
+    for name, shape in weights.shapes.items():
+        staging.rows(name, 0, shape[0]).copy_(weights.served(name))
+    return engine.commit_weights(staging, engine.weight_version + 1, "recompute")
 
-    After `lose_all_after` steps, interrupt the engine, so that all running requests are recomputed, as after a commit
-    of weights.
-    """
+
+def _push_adapters(engine: Engine) -> list[Output]:
+    """Commit adapters of rank 1 that change nothing."""
+    weights = engine.weights
+    adapted = [name for name in weights.shapes if name.endswith("proj.weight")]
+    staging = weights.new_staging(in_place=False)
+    staging.adapt({name: (f"{name}/a", f"{name}/b", 1, 1.0) for name in adapted}, alone=True)
+    for name in adapted:
+        rows, columns = weights.shapes[name]
+        for factor, value in (("a", torch.ones(1, columns)), ("b", torch.zeros(rows, 1))):
+            staging.rows(f"{name}/{factor}", 0, len(value)).copy_(value)
+    for name in staging.to_merge():
+        staging.merge(name)
+    return engine.commit_weights(staging, engine.weight_version + 1, "recompute")
+
+
+def _sleep(engine: Engine) -> list[Output]:
+    outputs = engine.sleep(1, ["weights", "kv_cache"], "recompute")
+    engine.wake_up(["weights", "kv_cache"])
+    return outputs
+
+
+Event: TypeAlias = Callable[[Engine], list[Output]]
+# What happens in a cell after _STEPS_BEFORE_EVENT steps. All running requests are then recomputed.
+EVENTS: dict[str, Event] = {
+    "interruption": lambda engine: engine.interrupt("recompute"),
+    "push": _push,
+    "adapters": _push_adapters,
+    "sleep": _sleep,
+}
+_STEPS_BEFORE_EVENT = 8
+
+
+def run_together(engine: Engine, requests: Sequence[Request], event: Event | None = None) -> Run:
+    """Serve all requests at once until they finish. `event`: what happens after `_STEPS_BEFORE_EVENT` steps."""
     outputs, history = [], [engine.stats()]
     for request in requests:
         engine.add(request)
     while engine.has_unfinished:
         outputs += engine.step()
         history.append(engine.stats())
-        if len(history) - 1 == lose_all_after:
-            outputs += engine.interrupt("recompute")
+        if event is not None and len(history) - 1 == _STEPS_BEFORE_EVENT:
+            outputs += event(engine)
     engine.check_integrity()
     return Run(requests, outputs, history)
 
@@ -423,20 +478,21 @@ def verify(
     """Run the matrix on the model of `config`, print a table of the results, and write the results to `json_file`.
     Return whether the whole matrix passed.
 
-    `quick`: run fewer cells with shorter prompts. Raise ConfigError or ModelError if the model cannot be loaded or its
-    context is too short for the matrix.
+    `quick`: run fewer cells with shorter prompts. If `config` has several ranks, the baseline has one. Raise ConfigError
+    or ModelError if the model cannot be loaded or its context is too short for the matrix.
     """
     loaded = load_model(config.model_copy(update={"speculative": "auto"}))  # with the MTP module, if there is one
-    sizes = sizes or (QUICK_SIZES if quick else SIZES)
-    matrix = run_matrix(config, loaded, sizes, quick)
-    total = len(cells_of(loaded, quick)) + 1
+    sizes, ranks = sizes or (QUICK_SIZES if quick else SIZES), config.tensor_parallel_size
+    matrix = run_matrix(config, loaded, sizes, quick, ranks)
+    total = len(cells_of(loaded, quick, ranks)) + 1
     results = list(tracked(matrix, "verifying", total))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
-    arithmetic = f"{loaded.dtype_name}, {loaded.model.device}, {backend}, pieces {loaded.model.spec.pieces}"
+    on = f"{ranks} ranks on {loaded.model.device}" if ranks > 1 else loaded.model.device
+    arithmetic = f"{loaded.dtype_name}, {on}, {backend}, pieces {loaded.model.spec.pieces}"
     console.print(make_table(results, f"{config.model}, {arithmetic}"))
     console.print(LEGEND, markup=False, highlight=False)
     if quick:
-        run, every = (len(cells_of(loaded, each)) + 1 for each in (True, False))
+        run, every = (len(cells_of(loaded, each, ranks)) + 1 for each in (True, False))
         console.print(
             LEFT_OUT.format(run=run, all=every, longest=max(sizes.prompt_lengths), usual=max(SIZES.prompt_lengths)),
             markup=False,

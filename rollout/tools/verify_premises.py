@@ -33,8 +33,10 @@ class Cell:
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
     - `routes`: for models with experts, whether a warm cache stores the experts chosen for each token: `unknown` (no)
       or `added` (yes, because a later request has added the experts)
-    - `is_interrupted`: all running requests are computed again, as after a commit of weights
+    - `event`: what happens while the requests run, after which all of them are computed again: an `interruption`; a
+      `push` of equal weights; a push of `adapters` that change nothing; or a `sleep`
     - `drafts`: how tokens are drafted: `repeats`, `mtp`, or `adversarial` (see `verify_drafts`)
+    - `ranks`: number of processes among which each layer is divided
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -50,7 +52,8 @@ class Cell:
     states: Literal["", "hit", "hit shortened", "skipped", "evicted", "lost in a sleep"] = ""
     routes: Literal["", "unknown", "added"] = ""
     drafts: Literal["", "repeats", "adversarial", "mtp"] = ""
-    is_interrupted: bool = False
+    event: Literal["", "interruption", "push", "adapters", "sleep"] = ""
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -80,10 +83,12 @@ class Cell:
             yield f"routes {self.routes}"
         if self.checkpoints == 0:
             yield "no checkpoints"
-        if self.is_interrupted:
-            yield "interrupted"
+        if self.event:
+            yield f"{self.event} in flight"
         if self.drafts:
             yield f"drafts {self.drafts}"
+        if self.ranks > 1:
+            yield f"{self.ranks} ranks"
 
 
 @dataclass(frozen=True)
@@ -180,11 +185,13 @@ _STATE_COUNTERS = {
 }
 
 
-def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool = False) -> list[Premise]:
+def check_premises(
+    cell: Cell, runs: Sequence[Run], num_threads: int, num_ranks: int, cuts: bool = False
+) -> list[Premise]:
     """Check the premises of a cell against its `runs`, and return all of them.
 
-    `num_threads`: number of threads during the runs. `cuts`: whether prompts are also split at checkpoints of recurrent
-    states.
+    `num_threads`, `num_ranks`: number of threads and ranks during the runs. `cuts`: whether prompts are also split at
+    checkpoints of recurrent states.
     """
     preemptions = sum(run.preemptions for run in runs)
     return [
@@ -197,6 +204,7 @@ def check_premises(cell: Cell, runs: Sequence[Run], num_threads: int, cuts: bool
         _company_premise(cell, runs),
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
         Premise("threads", num_threads, cell.threads in (None, num_threads)),
+        *([Premise("ranks", num_ranks, cell.ranks == num_ranks)] if cell.ranks > 1 else []),
     ]
 
 
@@ -299,10 +307,10 @@ def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
 
 
 def _interruption_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
-    if not cell.is_interrupted:
+    if not cell.event:
         return []
     recomputed = sum(run.growth("recomputed") for run in runs)
-    return [Premise("interrupted", recomputed, recomputed > 0)]
+    return [Premise("recomputed", recomputed, recomputed > 0)]
 
 
 def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:

@@ -11,6 +11,7 @@ import torch
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory
 from trueroll.errors import ConfigError
+from trueroll.kernels.ranks import Rank, part_of
 from trueroll.kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
 
 MIB = 2**20
@@ -35,8 +36,8 @@ def test_published_figures_of_qwen3_5_27b_on_two_ranks() -> None:
     """LMDeploy published the figures. LMDeploy uses 8-bit keys and values, bfloat16 states, and tails with one more
     input.
     """
-    spec = decoder(([replace(DELTA, kernel_size=5)] * 3 + [ATTENTION]) * 16)
-    sizes = Sizes.of(spec, Storage(kv=1, tail=2, state=2, kv_head=4, ranks=2), 64)
+    spec = replace(decoder(([replace(DELTA, kernel_size=5)] * 3 + [ATTENTION]) * 16), pieces=2)
+    sizes = Sizes.of(part_of(spec, Rank(0, 2), 16), Storage(kv=1, tail=2, state=2, kv_head=4), 64)
     assert sizes.block == 1.015625 * MIB and sizes.state == 37.875 * MIB
     found = [sizes.cached_tokens(8480 * MIB, blocks * 64) for blocks in (2, 64, 128)]
     assert found == pytest.approx([27_200, 337_600, 413_952], rel=0.005)
@@ -94,12 +95,6 @@ def test_a_window_has_at_most_the_blocks_of_layers_without() -> None:
 def test_windows_that_do_not_fit_are_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError, match="200 blocks of 1000 bytes, 74 blocks of 5000 bytes and 0 states"):
         plan(WINDOWED, 500_000, kv_memory_fraction=None, num_blocks=200, max_num_batched_tokens=32)
-
-
-@pytest.mark.parametrize("ranks", [3, 8, 10**12])
-def test_ranks_that_cannot_share_the_heads_are_refused(ranks: int) -> None:
-    with pytest.raises(ConfigError, match=f"key heads of every layer, 4 and 16 .*got {ranks}"):
-        Sizes.of(decoder([DELTA, ATTENTION]), Storage(2, 2, ranks=ranks), 16)
 
 
 def test_without_a_prefix_cache_a_budget_of_checkpoints_takes_no_memory() -> None:

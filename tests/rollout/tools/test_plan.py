@@ -59,9 +59,18 @@ def test_shorter_and_longer_intervals_are_listed_beside_the_planned_one(given: l
     assert [*intervals] == sorted(intervals) and fitting == sorted(fitting), "longer intervals leave more tokens"
 
 
-def test_ranks_that_do_not_divide_the_heads_are_refused(hybrid_models: dict[str, Path]) -> None:
-    with pytest.raises(ConfigError, match="ranks must divide the number of key heads of every layer, 2 .*got 3"):
-        arguments = ["plan", str(hybrid_models["qwen3_5"]), "--ranks", "3"]
+def test_a_rank_holds_its_part(tmp_path: Path) -> None:
+    """Two of four ranks share a key-value head."""
+    sizes = dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4)
+    model = str(make_tiny_model("llama", tmp_path / "model", **sizes))
+    one, four = (rows(model, "--memory", "0.25", "--tensor-parallel-size", size) for size in ("1", "4"))
+    assert float(four["KV blocks"][1]) == pytest.approx(float(one["KV blocks"][1]) / 2, abs=1e-4)
+    assert 0.25 < float(four["weights"][2]) / float(one["weights"][2]) < 0.5, "each rank has the whole embeddings"
+
+
+def test_ranks_that_the_model_cannot_have_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be a power of two up to 4, .*got 8"):
+        arguments = ["plan", "qwen2.5-7b", "--tensor-parallel-size", "8"]
         CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
 
 
@@ -72,6 +81,6 @@ def test_the_error_for_too_little_memory_proposes_options_that_fit() -> None:
     text = str(caught.value)
     assert "kv_memory" not in text and "state_budget" not in text, "options that the command does not have"
     proposed = dict(re.findall(r"(--[a-z-]+) (\d+)", text))
-    assert proposed == {"--max-num-seqs": "10", "--memory": "2"}
+    assert proposed == {"--max-num-seqs": "10", "--memory": "2"}, "the model is in two pieces"
     for option, value in proposed.items():
         assert int(rows(*asked, option, value)["KV blocks"][0].replace(",", "")) * 16 >= 8192, option
