@@ -255,6 +255,7 @@ class Engine:
             pools=tables.stats(),
             drafts=() if self._drafting is None else self._drafting.stats(),
             samples_finished=dict(ledger.finished),
+            rank_wait_us=self._executor.waited_us,
         )
 
     def _new_drafters(self, config: EngineConfig, loaded: LoadedModel) -> list[Drafter]:

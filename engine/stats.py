@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class EngineStats:
     `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
     restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete.
 
+    `rank_wait_us`: how long rank 0 has waited for the other ranks, in microseconds. Statistics that differ only in this
+    duration are equal.
+
     `drafts`: one entry per drafter; empty if nothing is drafted.
 
     `expert_tokens`: the number of tokens routed to each expert, not counting the step in flight. `expert_tokens` holds
@@ -95,6 +98,7 @@ class EngineStats:
     pools: tuple[PoolStats, ...]
     drafts: tuple[DraftStats, ...]
     samples_finished: dict[str, int]
+    rank_wait_us: int = field(compare=False)
 
     @property
     def blocks_in_use(self) -> int:

@@ -58,6 +58,7 @@ class FakeInfo:
     checkpoints: int = 0
     expert_layers: int = 0
     num_experts: int = 0
+    tensor_parallel_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class FakeStats:
     expert_tokens: bytes = b""
     pools: tuple[PoolStats, ...] = (PoolStats(None, 0, 0, 0),)
     drafts: tuple[DraftStats, ...] = ()
+    rank_wait_us: int = 0
     checksums: dict[str, int] = field(default_factory=dict)
     """Checksums of the live weights."""
 

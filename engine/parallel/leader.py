@@ -195,6 +195,10 @@ class RankedExecutor:
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
 
+    @property
+    def waited_us(self) -> int:
+        return self._exchange.native.waited_us
+
     def check_ready(self) -> None:
         self._own.check_ready()
 

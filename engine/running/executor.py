@@ -83,6 +83,11 @@ class Executor(Protocol):
     @property
     def runs_ahead(self) -> bool: ...
 
+    @property
+    def waited_us(self) -> int:
+        """How long this process has waited for other processes of the executor, in microseconds."""
+        ...
+
     def check_ready(self) -> None:
         """Raise RuntimeError if steps cannot be computed, because memory is asleep or the weights are incomplete."""
         ...
@@ -204,6 +209,11 @@ class LocalExecutor:
     @property
     def runs_ahead(self) -> bool:
         return self._lanes is not None
+
+    @property
+    def waited_us(self) -> int:
+        """0, because the executor has no other processes."""
+        return 0
 
     def check_ready(self) -> None:
         if self._asleep:

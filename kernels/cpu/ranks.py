@@ -20,6 +20,7 @@ class _RankExchange(ctypes.Structure):
         ("turn", ctypes.c_int64),
         ("check", _CHECK),
         ("has_failed", ctypes.c_int64),
+        ("waited_ns", ctypes.c_int64),
     )
 
 
@@ -36,12 +37,17 @@ class RankMeetings:
         self._check = check
         self._error: BaseException | None = None
         self._library = load_library()
-        self._native = _RankExchange(counters, slots, slot_bytes, rank, size, 0, _CHECK(self._refuses), 0)
+        self._native = _RankExchange(counters, slots, slot_bytes, rank, size, 0, _CHECK(self._refuses))
 
     @property
     def turn(self) -> int:
         """The number of meetings so far."""
         return self._native.turn
+
+    @property
+    def waited_us(self) -> int:
+        """How long this rank has waited for other ranks, in microseconds."""
+        return self._native.waited_ns // 1000
 
     @property
     def address(self) -> int:

@@ -296,6 +296,8 @@ def _token_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
     prompt = engine["computed_prompt_tokens"]
     computed = CounterMetricFamily("trueroll_computed_tokens", "Tokens for which KV was computed.", labels=["kind"])
     yield _fill(computed, {"prompt": prompt, "decode": engine["computed_tokens"] - prompt})
+    text = "Time for which rank 0 has waited for other ranks."
+    yield CounterMetricFamily("trueroll_rank_wait_seconds", text, value=engine["rank_wait_us"] / 1e6)
     for name, key, text in _ENGINE_COUNTERS:
         yield CounterMetricFamily(f"trueroll_{name}", text, value=engine[key])
 

@@ -179,7 +179,7 @@ class EngineSystem:
     samples of an earlier run.
     """
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
+    def __init__(self, config: EngineConfig, loaded: LoadedModel | None) -> None:
         self.engine = Engine(config, loaded)
         self._runs = 0
 
@@ -307,23 +307,26 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
 
 def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, System]:
     systems: dict[str, System] = {}
+    shared = loaded if config.tensor_parallel_size == 1 else None  # ranks load their own parts
     for is_on in plan.caches:
         cached = config.model_copy(update={"enable_prefix_caching": is_on, "speculative": "off"})
-        systems[f"cache {'on' if is_on else 'off'}"] = EngineSystem(cached, loaded)
+        systems[f"cache {'on' if is_on else 'off'}"] = EngineSystem(cached, shared)
     if config.num_drafts:
-        systems["drafts"] = EngineSystem(config, loaded)
+        systems["drafts"] = EngineSystem(config, shared)
     if plan.with_hf:
         systems["hf"] = TransformersSystem(loaded)
     return systems
 
 
 def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, str]:
+    ranks = config.tensor_parallel_size
+    on_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
     return {
         "model": f"{config.model} with random weights" if plan.dummy_weights else config.model,
         "dtype": loaded.dtype_name,
         "device": str(loaded.model.device),
         "backend": f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})",
-        "threads": f"{torch.get_num_threads()} threads",
+        "threads": f"{torch.get_num_threads()} threads{on_ranks}",
         "machine": _machine(loaded.model.device),
     }
 

@@ -418,6 +418,9 @@ def bench(
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
     num_threads: Threads = ENGINE["num_threads"],
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, max=8, help="Processes among which each layer is divided, on a CPU only.")
+    ] = 1,
     json: Annotated[
         Path | None, typer.Option(help="Write the measurements to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -428,8 +431,18 @@ def bench(
 ) -> None:
     """Measure tokens/s, requests/s, hit rate and time to first token."""
     named = _check_one_model(model, dummy_weights, compare)
+    if tensor_parallel_size > 1 and dummy_weights is not None:
+        raise typer.BadParameter(
+            "--tensor-parallel-size needs a MODEL, because each rank reads its part of the weights"
+        )
     config = EngineConfig(
-        model=named, dtype=dtype, device=device, backend=backend, num_threads=num_threads, speculative=speculative
+        model=named,
+        dtype=dtype,
+        device=device,
+        backend=backend,
+        num_threads=num_threads,
+        speculative=speculative,
+        tensor_parallel_size=tensor_parallel_size,
     )
     tell(f"loading {named} ...")
     from rich.console import Console

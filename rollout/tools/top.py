@@ -51,6 +51,7 @@ class _Model(_Shown):
     checkpoints: int
     expert_layers: int
     num_experts: int
+    tensor_parallel_size: int
 
 
 class _Service(_Shown):
@@ -85,6 +86,7 @@ class _Engine(_Shown):
     checkpoints_restored: int
     expert_tokens: bytes
     samples_finished: dict[str, int]
+    rank_wait_us: int
 
 
 S = TypeVar("S", bound=_Shown)
@@ -174,6 +176,8 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
     yield "worker", _worker(health)
     if now.model:
         yield "model", f"{now.model.model}, backend {now.model.backend}"
+        if now.model.tensor_parallel_size > 1:
+            yield "ranks", _ranks(before, now)
     yield "state", _state(health)
     yield "requests", _numbers({**health.requests, "finished": service.finished, "failed": service.failed})
     if now.engine and before.engine and before.health.instance == health.instance:
@@ -191,6 +195,16 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
     if isinstance(health, FleetHealth):
         for trouble in health.troubles:
             yield "trouble", Text(printable(trouble), "red")
+
+
+def _ranks(before: Look, now: Look) -> str:
+    """Return the number of ranks, and the share of the time for which rank 0 waited for the others."""
+    assert now.model is not None
+    told = f"{now.model.tensor_parallel_size}"
+    if now.engine and before.engine and before.health.instance == now.health.instance:
+        waited = (now.engine.rank_wait_us - before.engine.rank_wait_us) / 1e6
+        told += f"  rank 0 waits {_percent(waited, now.seconds - before.seconds)} of the time"
+    return told
 
 
 def _one_of_many(before: Look | None, now: Look) -> Text:
@@ -265,7 +279,7 @@ def _ever(engine: _Engine) -> str:
     return _percent(engine.prefix_hits, engine.prefix_queries)
 
 
-def _percent(part: int, whole: int) -> str:
+def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 

@@ -478,8 +478,8 @@ def verify(
     """Run the matrix on the model of `config`, print a table of the results, and write the results to `json_file`.
     Return whether the whole matrix passed.
 
-    `quick`: run fewer cells with shorter prompts. If `config` has several ranks, the baseline has one. Raise ConfigError
-    or ModelError if the model cannot be loaded or its context is too short for the matrix.
+    `quick`: run fewer cells with shorter prompts. If `config` has several ranks, the baseline has one. Raise
+    ConfigError or ModelError if the model cannot be loaded or its context is too short for the matrix.
     """
     loaded = load_model(config.model_copy(update={"speculative": "auto"}))  # with the MTP module, if there is one
     sizes, ranks = sizes or (QUICK_SIZES if quick else SIZES), config.tensor_parallel_size

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -417,11 +418,16 @@ bool meet(RankExchange& ranks) {
     constexpr long STRIDE = 64 / sizeof(int64_t), SPINS_BEFORE_YIELD = 64, SPINS_BEFORE_CHECK = 20'000;
     const int64_t turn = ++ranks.turn;
     __atomic_store_n(ranks.counters + ranks.rank * STRIDE, turn, __ATOMIC_RELEASE);
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point started = Clock::now();
     for (long spin = 1;; ++spin) {
         long arrived = 0;
         while (arrived < ranks.size && __atomic_load_n(ranks.counters + arrived * STRIDE, __ATOMIC_ACQUIRE) >= turn)
             ++arrived;
-        if (arrived == ranks.size) return true;
+        if (arrived == ranks.size) {
+            ranks.waited_ns += std::chrono::nanoseconds(Clock::now() - started).count();
+            return true;
+        }
         if (spin % SPINS_BEFORE_YIELD == 0) std::this_thread::yield();
         if (spin % SPINS_BEFORE_CHECK == 0 && ranks.check() != 0) {
             ranks.has_failed = 1;

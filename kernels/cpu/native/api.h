@@ -112,13 +112,13 @@ static_assert(sizeof(SectionResult) == 32, "Python moves it as 32 bytes");
 
 // Exchanges sums between ranks through shared memory. `counters`: one for each rank, 64 bytes apart. `slots`: two sides,
 // each with one slot for each rank. `turn`: the number of exchanges so far. `check`: called while a rank waits; returns
-// nonzero if the rank shall give up, which sets `has_failed`.
+// nonzero if the rank shall give up, which sets `has_failed`. `waited_ns`: the time for which this rank has waited.
 struct RankExchange {
     int64_t* counters;
     char* slots;
     int64_t slot_bytes, rank, size, turn;
     int (*check)();
-    int64_t has_failed;
+    int64_t has_failed, waited_ns;
 };
 
 // Returns the preprocessed INTERFACE that the library was compiled from.

@@ -70,6 +70,7 @@ ENGINE = {
     "checkpoints_reserved": 36,
     "expert_tokens": np.array([[1, 3, 2], [6, 0, 0]], "<i8").tobytes(),
     "samples_finished": {"length": 8, "error": 1},
+    "rank_wait_us": 1_500_000,
 }
 INFO = {"expert_layers": 2, "num_experts": 3}
 NUMBERED = ("window", "expert", "layer", "position", "drafter")
@@ -206,6 +207,7 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         'trueroll_accepted_tokens_total{drafter="repeats",position="0"}': 38,
         'trueroll_accepted_tokens_total{drafter="repeats",position="1"}': 37,
         "trueroll_shortened_hit_tokens_total": 31,
+        "trueroll_rank_wait_seconds_total": 1.5,
         "trueroll_checkpoints_skipped_total": 32,
         "trueroll_checkpoints_evicted_total": 33,
         "trueroll_checkpoints_restored_total": 34,

@@ -61,7 +61,9 @@ def test_shorter_and_longer_intervals_are_listed_beside_the_planned_one(given: l
 
 def test_a_rank_holds_its_part(tmp_path: Path) -> None:
     """Two of four ranks share a key-value head."""
-    sizes = dict(num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4)
+    sizes: dict[str, Any] = dict(
+        num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4
+    )
     model = str(make_tiny_model("llama", tmp_path / "model", **sizes))
     one, four = (rows(model, "--memory", "0.25", "--tensor-parallel-size", size) for size in ("1", "4"))
     assert float(four["KV blocks"][1]) == pytest.approx(float(one["KV blocks"][1]) / 2, abs=1e-4)

@@ -37,6 +37,7 @@ ENGINE = {
     "checkpoints_restored": 6,
     "expert_tokens": b"",
     "samples_finished": {"length": 7},
+    "rank_wait_us": 500_000,
 }
 PUSH = protocol.PushProgress(
     push_id="0" * 32,
@@ -58,7 +59,15 @@ def process() -> Iterator[WorkerProcess]:
         yield process
 
 
-MODEL = {"model": "m", "backend": "cpu", "live_states": 0, "checkpoints": 0, "expert_layers": 0, "num_experts": 0}
+MODEL = {
+    "model": "m",
+    "backend": "cpu",
+    "live_states": 0,
+    "checkpoints": 0,
+    "expert_layers": 0,
+    "num_experts": 0,
+    "tensor_parallel_size": 1,
+}
 SERVICE = dict(accepted=1, joined=0, finished=6, failed=0, dropped=0)
 
 
@@ -98,6 +107,13 @@ def test_rates_are_differences_between_two_snapshots() -> None:
     assert told["memory"] == "process 4.0 MB  kv_cache 0 bytes"
     assert told["worker"] == "abc  weight version 4" and told["state"] == "ready  last progress 2.5 s ago"
     assert "push" not in told
+
+
+def test_ranks_show_the_share_of_the_time_that_rank_0_waits() -> None:
+    model = MODEL | {"tensor_parallel_size": 4}
+    before, now = look(10.0, engine=model), look(12.0, {**ENGINE, "rank_wait_us": 700_000}, engine=model)
+    assert rows(before, now)["ranks"] == "4  rank 0 waits 10.0% of the time"
+    assert "ranks" not in rows(look(10.0), look(12.0))
 
 
 def test_names_from_outside_do_not_reach_the_terminal() -> None:

@@ -518,7 +518,7 @@ def test_the_legend_explains_every_premise(tiny_llama: Path) -> None:
 
 def test_ranks_run_the_cells_and_the_events_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine of one cell starts another process, so a few cells stand for all."""
-    sizes = dict(num_attention_heads=8, intermediate_size=512, num_hidden_layers=4)
+    sizes: dict[str, Any] = dict(num_attention_heads=8, intermediate_size=512, num_hidden_layers=4)
     model = make_tiny_model("llama", tmp_path / "model", **sizes)
     config = EngineConfig(model=str(model), tensor_parallel_size=2)
     loaded = load_model(config)

@@ -443,7 +443,7 @@ struct Run {
         // A rank without others. A slot has room for three rows.
         int64_t counter = 0;
         std::vector<char> memory(static_cast<size_t>(2 * 3 * k) * sizeof(float));
-        RankExchange alone = {&counter, memory.data(), 3 * k * 4, 0, 1, 0, [] { return 1; }, 0};
+        RankExchange alone = {&counter, memory.data(), 3 * k * 4, 0, 1, 0, [] { return 1; }, 0, 0};
         trueroll_layers(
             threads, bfloat16, x.data(), rows, k, filled(specs), filled(layers), filled(memories), pages, 3,
             filled(turns), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
