@@ -65,6 +65,7 @@ siege: .venv/.dev
 
 chaos: .venv/.dev
 	@$(BIN)/python -P tests/chaos/run.py --rounds 200
+	@$(BIN)/python -P tests/chaos/ranks.py --rounds 100
 
 drafts: .venv/.dev
 	@TRUEROLL_CAMPAIGN_TOKENS=1000000 $(BIN)/pytest -q -s --timeout 0 tests/engine/drafting/test_campaign.py
