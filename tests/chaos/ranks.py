@@ -87,7 +87,7 @@ class Round:
         return next(iter(errors), "")
 
     def _begin(self, worker: WorkerProcess, pool: ThreadPoolExecutor) -> list[Future[Any]]:
-        requests = [] if self.phase == "idle" else [pool.submit(generate, worker, self.seed)]
+        requests: list[Future[Any]] = [] if self.phase == "idle" else [pool.submit(generate, worker, self.seed)]
         if self.phase == "push":
             requests.append(pool.submit(self._push, worker))
         if self.phase == "sleep":

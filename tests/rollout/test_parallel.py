@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
 from adapters import adapt, change
 from engine.checkpoints import read_tensors
+from transformers import AutoModelForCausalLM
 
 from tiny import make_tiny_model
 from trueroll.errors import PushError, WorkerFailedError
-from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
+from trueroll.kernels.training import align, token_log_probs
+from trueroll.rollout import FleetClient, RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
 SIZES: dict[str, Any] = dict(num_blocks=64, num_threads=1)
@@ -139,3 +143,36 @@ def test_a_killed_rank_ends_the_worker_and_every_request(model: str) -> None:
                 client.generate(PROMPTS, SamplingParams(max_tokens=200), seed=1)
         assert worker.wait() != 0
     assert not follower.is_running()
+
+
+def test_an_aligned_trainer_has_the_log_probs_of_four_ranks(pair: list[WorkerProcess], model: str) -> None:
+    trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    align(trainer)
+    with RolloutClient(pair[1].address) as client, WeightPublisher("shared") as publisher:
+        publisher.connect([pair[1].address])
+        publisher.push(read_tensors(Path(model)), 400)
+        for group, prompt in zip(client.generate(PROMPTS, SamplingParams(max_tokens=20), seed=3), PROMPTS, strict=True):
+            (sample,) = group.samples
+            found = token_log_probs(trainer, torch.tensor([[*prompt, *sample.token_ids]]))[0, len(prompt) :]
+            assert found.detach().numpy().tobytes() == np.asarray(sample.logprobs).tobytes()
+
+
+def test_requests_of_a_worker_with_a_killed_rank_end_on_a_worker_with_one_rank(model: str) -> None:
+    prompts = [[1, 20, 30, 40 + i] for i in range(16)]
+    params = SamplingParams(n=2, max_tokens=150, ignore_eos=True)
+
+    def generate(client: RolloutClient) -> list[Any]:
+        groups = client.generate(prompts, params, seed=9)
+        return [(s.token_ids, np.asarray(s.logprobs).tobytes()) for group in groups for s in group.samples]
+
+    with launch_worker(model, **SIZES) as one, launch_worker(model, tensor_parallel_size=4, **SIZES) as four:
+        with RolloutClient(one.address) as client:
+            expected = generate(client)
+        with FleetClient([four.address, one.address]) as fleet, ThreadPoolExecutor(1) as pool:
+            call = pool.submit(generate, fleet)
+            while (accepted := fleet.all_stats().get(four.address)) is None or not accepted.service["accepted"]:
+                assert not call.done(), "premise: the call is slow enough"
+            assert followers_of(four)[1].is_running() and not call.done(), "premise"
+            followers_of(four)[1].kill()
+            assert call.result(60) == expected
+        assert four.wait() != 0
