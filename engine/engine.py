@@ -134,7 +134,7 @@ class Engine:
         computes.
         """
         outputs = self._pipeline.settle()
-        self._executor.settle()
+        self._executor.peers.settle()
         return outputs
 
     def commit_weights(self, staging: WeightStaging, version: int, in_flight: InFlight) -> list[Output]:
@@ -203,11 +203,11 @@ class Engine:
 
     def check(self) -> None:
         """Raise RuntimeError if another process of the engine has failed."""
-        self._executor.check()
+        self._executor.peers.check()
 
     def close(self) -> None:
         """End the engine's other processes. No call may follow. Without this call, they end with this process."""
-        self._executor.close()
+        self._executor.peers.close()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep.
@@ -255,7 +255,7 @@ class Engine:
             pools=tables.stats(),
             drafts=() if self._drafting is None else self._drafting.stats(),
             samples_finished=dict(ledger.finished),
-            rank_wait_us=self._executor.waited_us,
+            rank_wait_us=self._executor.peers.waited_us,
         )
 
     def _new_drafters(self, config: EngineConfig, loaded: LoadedModel) -> list[Drafter]:

@@ -2,8 +2,9 @@
 
 A rank is a process with a device. Each rank holds a part of each large weight and computes a part of each layer:
 neighbouring heads of attention and of delta nets, neighbouring inner features of an MLP, and neighbouring experts.
-Norms of hidden states, routers, embeddings and the head are whole on every rank, so that every rank has the same hidden
-states, routes and tokens.
+Norms of hidden states, routers and embeddings are whole on every rank. The head is divided by sections of the
+vocabulary, and every rank folds the results of all sections. So every rank has the same hidden states, routes and
+tokens.
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
 subtree of its own pieces in float32. The ranks exchange these sums, and every rank adds all of them as the rest of the
@@ -206,18 +207,66 @@ def _part_of_gated(role: str, inner: int, pieces: int, rank: Rank) -> tuple[int,
     return end - start, cut.length, {f"{role}.gate": rows, f"{role}.up": rows, f"{role}.down": columns}
 
 
-class RankedOps:
-    """The ops of `backend` on one rank of a decoder. Implements `Backend`.
-
-    `exchange` moves the sums of each layer between the ranks. `first_id`: the first token id of the rank's part of the
-    head.
-
-    If the ranks share memory and the backend can exchange sums there, it runs several layers in one call.
+class RankedHead:
+    """The ops of `backend` for a head that is divided among the ranks. `first_id`: the first token id of this rank's
+    part.
     """
 
     def __init__(self, backend: Backend, exchange: Exchange, first_id: int) -> None:
         self.backend, self.exchange, self._first_id = backend, exchange, first_id
         self._widths = dict[tuple[object, ...], list[int]]()
+
+    def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Backend.next_tokens`. `weight` has the rank's part of the head."""
+        found = [self._of_head(hidden, weight, tile, None)[:3] for tile in _tiles(wanted)]
+        if len(found) == 1:
+            return found[0]
+        token_ids, logprobs, finite = (torch.cat(column) for column in zip(*found, strict=True))
+        return token_ids, logprobs, finite
+
+    def next_token_statistics(
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
+    ) -> tuple[Tensor, TokenStatistics, Tensor]:
+        """See `Backend.next_token_statistics`. `weight` has the rank's part of the head."""
+        found = [self._of_head(hidden, weight, tile, k) for tile in _tiles(wanted)]
+        token_ids, finite = torch.cat([each.token_ids for each in found]), torch.cat([each.finite for each in found])
+        columns = zip(*(cast(TokenStatistics, each.statistics) for each in found), strict=True)
+        return token_ids, TokenStatistics._make(map(torch.cat, columns)), finite
+
+    def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
+        """See `Backend.lm_head`. `weight` has the rank's part of the head; the result has all logits."""
+        return self._joined(self.backend.lm_head(hidden, weight), ("logits",))
+
+    def _of_head(self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None) -> FoldedHead:
+        own = self.backend.head_sections(hidden, weight, wanted, k, self._first_id)
+        found = [self._joined(each, ("sections", i, k)) for i, each in enumerate(own)]
+        return self.backend.fold_sections(found, wanted, k)
+
+    def _joined(self, own: Tensor, kind: tuple[object, ...]) -> Tensor:
+        """Join the tensors of all ranks along their second axis, which may have different lengths. For each `kind`, a
+        rank passes tensors of the same length.
+        """
+        if kind not in self._widths:
+            found = self.exchange.gather(torch.tensor([own.shape[1]], device=own.device))
+            self._widths[kind] = [int(width) for width in found]
+        widths = self._widths[kind]
+        padded = own
+        if own.shape[1] < max(widths):
+            padded = own.new_zeros(len(own), max(widths), *own.shape[2:])
+            padded[:, : own.shape[1]] = own
+        parts = zip(self.exchange.gather(padded), widths, strict=True)
+        return torch.cat([part[:, :width] for part, width in parts], 1)
+
+
+class RankedOps(RankedHead):
+    """The ops of `backend` on one rank of a decoder. Implements `Backend`.
+
+    `exchange` moves the sums of each layer between the ranks. If the ranks share memory and the backend can exchange
+    sums there, the backend runs several layers in one call.
+    """
+
+    def __init__(self, backend: Backend, exchange: Exchange, first_id: int) -> None:
+        super().__init__(backend, exchange, first_id)
         self._native = exchange.native if hasattr(backend, "packed_layers") else None
 
     def __getattr__(self, name: str) -> Any:
@@ -318,47 +367,6 @@ class RankedOps:
         rows, (whole,) = (torch.cat(list(self.exchange.gather(each))[::sharers], 1) for each in (x, weight[None]))
         start = self.exchange.rank.index // sharers * x.shape[1]
         return self.backend.rmsnorm(rows, whole, norm)[:, start : start + x.shape[1]]
-
-    def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Backend.next_tokens`. `weight` has the rank's part of the head."""
-        found = [self._of_head(hidden, weight, tile, None)[:3] for tile in _tiles(wanted)]
-        if len(found) == 1:
-            return found[0]
-        token_ids, logprobs, finite = (torch.cat(column) for column in zip(*found, strict=True))
-        return token_ids, logprobs, finite
-
-    def next_token_statistics(
-        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
-    ) -> tuple[Tensor, TokenStatistics, Tensor]:
-        """See `Backend.next_token_statistics`. `weight` has the rank's part of the head."""
-        found = [self._of_head(hidden, weight, tile, k) for tile in _tiles(wanted)]
-        token_ids, finite = torch.cat([each.token_ids for each in found]), torch.cat([each.finite for each in found])
-        columns = zip(*(cast(TokenStatistics, each.statistics) for each in found), strict=True)
-        return token_ids, TokenStatistics._make(map(torch.cat, columns)), finite
-
-    def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
-        """See `Backend.lm_head`. `weight` has the rank's part of the head; the result has all logits."""
-        return self._joined(self.backend.lm_head(hidden, weight), ("logits",))
-
-    def _of_head(self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None) -> FoldedHead:
-        own = self.backend.head_sections(hidden, weight, wanted, k, self._first_id)
-        found = [self._joined(each, ("sections", i, k)) for i, each in enumerate(own)]
-        return self.backend.fold_sections(found, wanted, k)
-
-    def _joined(self, own: Tensor, kind: tuple[object, ...]) -> Tensor:
-        """Join the tensors of all ranks along their second axis, which may have different lengths. For each `kind`, a
-        rank passes tensors of the same length.
-        """
-        if kind not in self._widths:
-            found = self.exchange.gather(torch.tensor([own.shape[1]], device=own.device))
-            self._widths[kind] = [int(width) for width in found]
-        widths = self._widths[kind]
-        padded = own
-        if own.shape[1] < max(widths):
-            padded = own.new_zeros(len(own), max(widths), *own.shape[2:])
-            padded[:, : own.shape[1]] = own
-        parts = zip(self.exchange.gather(padded), widths, strict=True)
-        return torch.cat([part[:, :width] for part, width in parts], 1)
 
     def _added(self, own: Tensor) -> Tensor:
         """Add the sums of all ranks as a balanced binary tree."""

@@ -1,8 +1,7 @@
 """Host memory that several processes of one engine map, without a copy.
 
-One process owns the memory, and passes its descriptor to the others. The memory is an unnamed file. Guarantees: the
-system frees the memory when no process maps it any more, even if the processes were killed. A process never touches a
-page that the system has not allocated yet: the system would kill the process if it had no page left.
+One process owns the memory, and passes its descriptor to the others. The memory is an unnamed file. Guarantee: the
+system frees the memory when no process maps it any more, even if the processes were killed.
 """
 
 from __future__ import annotations
@@ -42,12 +41,15 @@ class MemoryFile:
 class FileArena(HostArena):
     """Memory that this process owns and that other processes may map. Raise MemoryError if there is not enough memory.
 
-    `take` and its argument exchange their files, so other processes must then map the new file. `drop` frees the memory
-    for all processes.
+    `huge_pages`: whether to allocate all memory now, in huge pages if the system has them. Otherwise, the system
+    allocates small pages at their first use.
+
+    `take(other)` exchanges the files of both arenas, so other processes must then map the new file. `drop` frees the
+    memory for all processes.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        super().__init__(num_bytes, huge_pages=True)
+    def __init__(self, num_bytes: int, huge_pages: bool) -> None:
+        super().__init__(num_bytes, huge_pages)
         with no_memory(num_bytes):
             self._file = MemoryFile()
         self._allocate()
@@ -60,12 +62,12 @@ class FileArena(HostArena):
     def drop(self, keep: bool) -> None:
         if not keep:
             os.ftruncate(self.file, 0)
-            self.num_held = 0
+        super().drop(keep)
 
     def restore(self) -> None:
         if not self.num_held:
             self._allocate()
-        super().restore()
+            super().restore()
 
     def _move(self, other: Arena) -> bool:
         if not isinstance(other, FileArena):
@@ -79,7 +81,8 @@ class FileArena(HostArena):
         with no_memory(size):
             os.ftruncate(self.file, size)
             self.map_file(self.file, mmap.MAP_SHARED)
-            self._file.allocate(self._memory.data_ptr(), size)
+            if self._huge_pages:
+                self._file.allocate(self._memory.data_ptr(), size)
 
 
 class MappedArena(HostArena):
@@ -89,7 +92,11 @@ class MappedArena(HostArena):
         super().__init__(num_bytes, huge_pages=True)
 
     def map(self, file: int) -> None:
-        """Map the memory with this descriptor, instead of what was mapped before. Raise OSError on failure."""
+        """Map the memory with this descriptor, instead of what was mapped before. Raise OSError on failure, and if the
+        memory has another size.
+        """
+        if (found := os.fstat(file).st_size) != max(1, self._memory.nbytes):
+            raise OSError(f"the shared memory must have {self._memory.nbytes} bytes (got {found})")
         self.map_file(file, mmap.MAP_SHARED)
         advise(self._memory.data_ptr(), self._memory.nbytes, _POPULATE_READ)
 

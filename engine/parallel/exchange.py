@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -52,10 +53,13 @@ class SharedExchange:
         self.rank, self.check, self.most_seconds = rank, check, most_seconds
         self._memory = mmap.mmap(segment, segment_bytes(rank.size))
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
-        counters = self._bytes.data_ptr()
-        self.native = RankMeetings(
-            counters, counters + rank.size * _COUNTER_BYTES, SLOT_BYTES, *rank, self._check_patience
-        )
+        counters, own = self._bytes.data_ptr(), weakref.ref(self)
+
+        def check_meeting(turn: int) -> None:
+            assert (waiting := own()) is not None
+            waiting._check_patience(turn)
+
+        self.native = RankMeetings(counters, counters + rank.size * _COUNTER_BYTES, SLOT_BYTES, *rank, check_meeting)
         self._waiting = 0, 0.0
 
     def meet(self) -> None:

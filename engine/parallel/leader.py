@@ -21,7 +21,7 @@ from ...kernels.ranks import Rank
 from ..config import EngineConfig
 from ..outputs.routes import RouteFormat
 from ..request import Tag
-from ..running.executor import LocalComputation, LocalExecutor, StepResults
+from ..running.executor import LocalComputation, LocalExecutor, Peers, StepResults
 from ..running.loading import EngineInfo, LoadedModel, allocate_model
 from ..running.mtp import DraftStep
 from ..running.step import Step
@@ -147,6 +147,45 @@ class _Computation:
         return results
 
 
+class Ranks:
+    """The other ranks, in the process of rank 0. `followers`: the processes. `exchange`: where all ranks meet."""
+
+    def __init__(self, followers: Followers, exchange: SharedExchange) -> None:
+        self._followers, self._exchange = followers, exchange
+
+    @property
+    def waited_us(self) -> int:
+        """See `Peers`."""
+        return self._exchange.native.waited_us
+
+    def tell(self, name: str, content: object = None) -> None:
+        """Send a command."""
+        self._followers.send(name, content)
+
+    def order(self, name: str, content: object = None) -> None:
+        """Send a command, and wait until all ranks have obeyed it."""
+        self.tell(name, content)
+        self._exchange.meet()
+
+    def map(self, arena: RankedArena) -> None:
+        """Make each rank use the memory of its weights in an arena."""
+        self.tell("map")
+        self._followers.share(arena)
+        self._exchange.meet()
+
+    def settle(self) -> None:
+        """See `Peers`."""
+        self.order("meet")
+
+    def check(self) -> None:
+        """See `Peers`."""
+        self._followers.check()
+
+    def close(self) -> None:
+        """See `Peers`."""
+        self._followers.close()
+
+
 class RankedExecutor:
     """The executor of an engine with several ranks, in the process of rank 0. Construction starts the followers, after
     it has checked that `config` can be served.
@@ -158,30 +197,27 @@ class RankedExecutor:
         size = config.tensor_parallel_size
         config = config_of_rank(config)
         torch.set_num_threads(config.num_threads or 1)
-        self._followers = Followers(size)
-        segment = new_segment(size)
+        followers, segment = Followers(size), new_segment(size)
         try:
-            self._exchange = SharedExchange(
-                Rank(0, size), segment, self._followers.check, exchange.MOST_SECONDS_TO_START
-            )
-            model = allocate_model(config, self._exchange, lambda builds, dtype, _: LeaderWeights(builds, dtype))
-            self._followers.start(config, segment)
+            shared = SharedExchange(Rank(0, size), segment, followers.check, exchange.MOST_SECONDS_TO_START)
+            model = allocate_model(config, shared, lambda builds, dtype, _: LeaderWeights(builds, dtype))
+            followers.start(config, segment)
             self._arena = cast(RankedArena, model.loaded.weights.arena)
-            self._followers.share(self._arena)
+            followers.share(self._arena)
             self.loaded: LoadedModel = model.read()
             self._own = LocalExecutor(config, self.loaded)
-            self._exchange.meet()
+            shared.meet()
         except BaseException:
-            self._followers.close()
+            followers.close()
             raise
         finally:
             os.close(segment)
-        self._exchange.most_seconds = exchange.MOST_SECONDS
-        self._agreement = Agreement(self._exchange)
+        shared.most_seconds = exchange.MOST_SECONDS
+        self._ranks, self._size, self._agreement = Ranks(followers, shared), size, Agreement(shared)
 
     @property
     def info(self) -> EngineInfo:
-        return replace(self._own.info, tensor_parallel_size=self._exchange.rank.size)
+        return replace(self._own.info, tensor_parallel_size=self._size)
 
     @property
     def weights(self) -> WeightStore:
@@ -196,60 +232,52 @@ class RankedExecutor:
         return self._own.runs_ahead
 
     @property
-    def waited_us(self) -> int:
-        return self._exchange.native.waited_us
+    def peers(self) -> Peers:
+        return self._ranks
 
     def check_ready(self) -> None:
         self._own.check_ready()
 
     def compute(self, step: Step) -> _Computation:
-        self._followers.send("compute", step)
+        self._ranks.tell("compute", step)
         return _Computation(step, self._own.compute(step), self._agreement)
 
     def draft(self, step: DraftStep) -> list[list[int]]:
-        self._followers.send("draft", step)
+        self._ranks.tell("draft", step)
         return self._own.draft(step)
 
-    def settle(self) -> None:
-        self._followers.send("meet")
-        self._exchange.meet()
-
     def commit(self, staging: WeightStaging) -> None:
-        before = self._arena.files_of(0)
-        self.settle()  # no follower may read weights while they are written
-        self._own.commit(staging)
-        if self._arena.files_of(0) != before:
-            self._followers.send("map")
-            self._followers.share(self._arena)
-            self._exchange.meet()
+        before = self._arena.files
+        self._ranks.settle()  # no follower may read weights while they are written
+        try:
+            self._own.commit(staging)
+        finally:
+            if self._arena.files != before:
+                self._ranks.map(self._arena)
 
     def sleep(self, level: int, tags: Collection[Tag]) -> None:
-        self._tell_about_memory("sleep", [level, [tag for tag in tags if tag != "weights"]])
+        self._ranks.order("sleep", [level, _without_weights(tags)])
         self._own.sleep(level, tags)
 
     def wake_up(self, tags: Collection[Tag]) -> None:
         self._own.wake_up(tags)
-        self._tell_about_memory("wake_up", [tag for tag in tags if tag != "weights"])
-
-    def _tell_about_memory(self, name: str, content: object) -> None:
-        """Send a command about memory other than that of weights, and wait until the followers have obeyed."""
-        self._followers.send(name, content)
-        self._exchange.meet()
+        self._ranks.order("wake_up", _without_weights(tags))
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that all ranks hold."""
         own = self._own.memory()
-        return own | {"kv_cache": own["kv_cache"] * self._exchange.rank.size}
+        return own | {"kv_cache": own["kv_cache"] * self._size}
 
-    def check(self) -> None:
-        self._followers.check()
 
-    def close(self) -> None:
-        self._followers.close()
+def _without_weights(tags: Collection[Tag]) -> list[Tag]:
+    """Return the tags of memory that followers own."""
+    return [tag for tag in tags if tag != "weights"]
 
 
 def config_of_rank(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of each rank. The ranks share the threads of the engine."""
+    """Return the configuration of each rank. The ranks share the threads of the engine. Raise ConfigError for a device
+    other than a CPU, and without the native library.
+    """
     if torch.device(config.device).type != "cpu":
         raise ConfigError(
             f"tensor_parallel_size must be 1 on {config.device} (got {config.tensor_parallel_size}); only a CPU can "

@@ -47,6 +47,11 @@ class RankedArena:
         """See `Arena`."""
         return sum(arena.num_held for arena in self._all)
 
+    @property
+    def files(self) -> list[int]:
+        """The descriptors of all memory."""
+        return [arena.file for arena in self._all]
+
     def files_of(self, index: int) -> list[int]:
         """Return the descriptors of the memory that a rank needs."""
         return [self.common.file, self.parts[index].file]
@@ -62,9 +67,13 @@ class RankedArena:
             arena.drop(keep)
 
     def restore(self) -> None:
-        """See `Arena.restore`."""
-        for arena in self._all:
-            arena.restore()
+        """See `Arena.restore`. If there is not enough memory, none is restored."""
+        try:
+            for arena in self._all:
+                arena.restore()
+        except BaseException:
+            self.drop(keep=False)
+            raise
 
     @property
     def _all(self) -> list[FileArena]:
@@ -80,9 +89,10 @@ class LeaderWeights:
         self._common, self._parts = sizes[0][0], [own for _, own in sizes]
         self.num_bytes = self._common + sum(self._parts)
 
-    def new_arena(self) -> RankedArena:
+    def new_arena(self, is_live: bool) -> RankedArena:
         """See `WeightMemory.new_arena`."""
-        return RankedArena(FileArena(self._common), [FileArena(size) for size in self._parts])
+        common, *parts = (FileArena(size, huge_pages=is_live) for size in (self._common, *self._parts))
+        return RankedArena(common, parts)
 
     def weights_in(self, arena: RankedArena) -> WeightSet:
         """See `WeightMemory.weights_in`."""
@@ -146,7 +156,7 @@ class FollowerWeights:
         self._build, self._dtype, self.device = build, dtype, torch.device("cpu")
         self._receive_files = receive_files
 
-    def new_arena(self) -> FollowerArena:
+    def new_arena(self, is_live: bool) -> FollowerArena:
         """See `WeightMemory.new_arena`."""
         return FollowerArena(*_sizes(self._build, self._dtype), self._receive_files())
 

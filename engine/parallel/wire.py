@@ -59,6 +59,8 @@ class Channel:
         message, files, _, _ = socket.recv_fds(self._socket, 1, count)
         if not message:
             raise EOFError
+        if len(files) != count:
+            raise OSError(f"received {len(files)} of {count} descriptors; raise the limit on open files (ulimit -n)")
         return list(files)
 
     def has_news(self, seconds: float = 0.0) -> bool:

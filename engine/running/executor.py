@@ -63,6 +63,42 @@ class Computation(Protocol):
         ...
 
 
+class Peers(Protocol):
+    """The other processes of an executor."""
+
+    @property
+    def waited_us(self) -> int:
+        """How long this process has waited for the others, in microseconds."""
+        ...
+
+    def check(self) -> None:
+        """Raise RuntimeError if another process has failed."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until no other process computes. No step may be in flight in this process."""
+        ...
+
+    def close(self) -> None:
+        """End the other processes. No call of the executor may follow."""
+        ...
+
+
+class NoPeers:
+    """The `Peers` of an executor that is a single process."""
+
+    waited_us = 0
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @runtime_checkable
 class Executor(Protocol):
     """Computes steps, one after the other.
@@ -84,9 +120,7 @@ class Executor(Protocol):
     def runs_ahead(self) -> bool: ...
 
     @property
-    def waited_us(self) -> int:
-        """How long this process has waited for other processes of the executor, in microseconds."""
-        ...
+    def peers(self) -> Peers: ...
 
     def check_ready(self) -> None:
         """Raise RuntimeError if steps cannot be computed, because memory is asleep or the weights are incomplete."""
@@ -100,10 +134,6 @@ class Executor(Protocol):
         """Return drafted tokens for each sequence of `step`. The model must have an MTP module. No step may be in
         flight.
         """
-        ...
-
-    def settle(self) -> None:
-        """Wait until no other process of the executor computes. No step may be in flight in this process."""
         ...
 
     def commit(self, staging: WeightStaging) -> None:
@@ -124,14 +154,6 @@ class Executor(Protocol):
 
     def memory(self) -> dict[str, int]:
         """Return how many bytes `weights` and `kv_cache` hold now: 0 for memory that is asleep."""
-        ...
-
-    def check(self) -> None:
-        """Raise RuntimeError if another process of the executor has failed."""
-        ...
-
-    def close(self) -> None:
-        """End other processes of the executor. No call may follow."""
         ...
 
 
@@ -211,9 +233,8 @@ class LocalExecutor:
         return self._lanes is not None
 
     @property
-    def waited_us(self) -> int:
-        """0, because the executor has no other processes."""
-        return 0
+    def peers(self) -> Peers:
+        return NoPeers()
 
     def check_ready(self) -> None:
         if self._asleep:
@@ -241,9 +262,6 @@ class LocalExecutor:
         self._runner.copy_blocks(step.block_copies)
         return self._runner.mtp.draft(step, self._sampler)
 
-    def settle(self) -> None:
-        """Do nothing, because the executor has no other processes."""
-
     def commit(self, staging: WeightStaging) -> None:
         if "weights" in self._asleep:
             raise RuntimeError("engine: cannot commit weights while they are asleep; wake them up first")
@@ -267,12 +285,6 @@ class LocalExecutor:
         self._asleep.difference_update(tags)
         if self._graphs is not None and not self._asleep:
             self._graphs.capture()
-
-    def check(self) -> None:
-        """Do nothing, because the executor has no other processes."""
-
-    def close(self) -> None:
-        """Do nothing, because the executor has no other processes."""
 
     def memory(self) -> dict[str, int]:
         return {"weights": self.weights.num_held, "kv_cache": self._runner.num_held}

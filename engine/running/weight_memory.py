@@ -64,8 +64,10 @@ class WeightMemory(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def new_arena(self) -> Any:
-        """Return memory for a set of weights. Raise MemoryError or RuntimeError if there is not enough memory."""
+    def new_arena(self, is_live: bool) -> Any:
+        """Return memory for a set of weights. `is_live`: for the live weights, all of which are used. Raise MemoryError
+        or RuntimeError if there is not enough memory.
+        """
         ...
 
     def weights_in(self, arena: Any) -> WeightSet:
@@ -80,7 +82,7 @@ class LocalWeights:
         self._build, self._dtype, self.device = build, dtype, device
         self.num_bytes = bytes_needed(build, dtype)
 
-    def new_arena(self) -> Arena:
+    def new_arena(self, is_live: bool) -> Arena:
         """See `WeightMemory.new_arena`."""
         return new_arena(self.num_bytes, self.device, huge_pages=True)
 

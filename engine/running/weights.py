@@ -109,7 +109,7 @@ class WeightStore:
 
     def __init__(self, memory: WeightMemory) -> None:
         self.memory = memory
-        self.arena: WeightArena = memory.new_arena()
+        self.arena: WeightArena = memory.new_arena(is_live=True)
         self.model, self.tensors, self.to_load = memory.weights_in(self.arena)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         self.spellings = Spellings(self.shapes, self.parts)
@@ -152,6 +152,11 @@ class WeightStore:
     def optional_note(self) -> str:
         """See `OptionalWeights.note`."""
         return self.optional_weights.note
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the weights, of all ranks together, in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def num_held(self) -> int:
@@ -355,7 +360,7 @@ class WeightStaging:
         store, names = self._store, dict.fromkeys(self._factors)
         if self.is_alone:
             names |= dict.fromkeys((*store.base.kept, *self._staged_rows))
-            if 2 * sum(store.tensors[name].nbytes for name in names) > store.model.num_bytes:
+            if 2 * sum(store.tensors[name].nbytes for name in names) > store.num_bytes:
                 names |= dict.fromkeys(store.tensors)  # so that the commit moves pages instead of copying
         return list(names)
 
@@ -394,7 +399,7 @@ class WeightStaging:
             if name.startswith(MTP_PREFIX):
                 self._store.optional_weights.note_overwriting()
         elif self.arena is None:
-            self.arena = self._store.memory.new_arena()
+            self.arena = self._store.memory.new_arena(is_live=False)
             self.tensors = self._store.memory.weights_in(self.arena).tensors
         part = self._store.rows(self.tensors, name, start, length)
         self._staged_rows[name] += length

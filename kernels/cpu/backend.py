@@ -635,7 +635,7 @@ def head_sections(
     _library.head_sections(
         *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), columns, weight.pointer, rows, first, count),
         *(column.data_ptr() for column in inputs),
-        *(sections.data_ptr(), k or 0, *map(_pointer, tops)),
+        *(sections.data_ptr(), k is not None, k or 0, *map(_pointer, tops)),
     )
     return (sections,) if k is None else (sections, *cast(tuple[Tensor, Tensor], tops))
 

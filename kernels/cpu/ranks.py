@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable
 
 from .library import load_library
@@ -37,7 +38,13 @@ class RankMeetings:
         self._check = check
         self._error: BaseException | None = None
         self._library = load_library()
-        self._native = _RankExchange(counters, slots, slot_bytes, rank, size, 0, _CHECK(self._refuses))
+        own = weakref.ref(self)  # a cycle would keep the ranks alive until the next garbage collection
+
+        def refuses() -> int:
+            meetings = own()
+            return 1 if meetings is None else meetings._refuses()
+
+        self._native = _RankExchange(counters, slots, slot_bytes, rank, size, 0, _CHECK(refuses))
 
     @property
     def turn(self) -> int:

@@ -123,6 +123,11 @@ ServerPublicKey = Annotated[
 ClientKeyFile = Annotated[str | None, typer.Option(help="Your .key_secret file for a worker with named clients.")]
 
 
+Ranks = Annotated[
+    int, typer.Option(min=1, max=8, help="Ranks (processes) among which each layer is divided; a power of two.")
+]
+
+
 class WorkloadName(StrEnum):
     """The workloads of `bench`."""
 
@@ -365,9 +370,7 @@ def verify(
         bool,
         typer.Option("--quick", help="Run fewer cells with shorter prompts; the output says what is left out."),
     ] = False,
-    devices: Annotated[
-        int, typer.Option(min=1, help="Compare this number of ranks with one rank, on a CPU only. A power of two.")
-    ] = 1,
+    devices: Ranks = 1,
     json: Annotated[
         Path | None, typer.Option(help="Write the results of all cells to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -418,9 +421,7 @@ def bench(
     device: Device = ENGINE["device"],
     backend: Backend = ENGINE["backend"],
     num_threads: Threads = ENGINE["num_threads"],
-    tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, max=8, help="Processes among which each layer is divided, on a CPU only.")
-    ] = 1,
+    tensor_parallel_size: Ranks = 1,
     json: Annotated[
         Path | None, typer.Option(help="Write the measurements to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -431,19 +432,10 @@ def bench(
 ) -> None:
     """Measure tokens/s, requests/s, hit rate and time to first token."""
     named = _check_one_model(model, dummy_weights, compare)
-    if tensor_parallel_size > 1 and dummy_weights is not None:
-        raise typer.BadParameter(
-            "--tensor-parallel-size needs a MODEL, because each rank reads its part of the weights"
-        )
-    config = EngineConfig(
-        model=named,
-        dtype=dtype,
-        device=device,
-        backend=backend,
-        num_threads=num_threads,
-        speculative=speculative,
-        tensor_parallel_size=tensor_parallel_size,
-    )
+    if tensor_parallel_size > 1 and (dummy_weights is not None or compare is not None):
+        raise typer.BadParameter("--tensor-parallel-size needs a MODEL, and excludes --dummy-weights and --compare")
+    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, speculative=speculative)
+    config = config.model_copy(update=dict(num_threads=num_threads, tensor_parallel_size=tensor_parallel_size))
     tell(f"loading {named} ...")
     from rich.console import Console
 
@@ -452,14 +444,7 @@ def bench(
 
     workloads = [each for name in workload for each in WORKLOADS[name.value]]
     caches = {"on": (True,), "off": (False,), "both": (True, False)}[cache]
-    plan = Plan(
-        workloads=workloads,
-        caches=caches,
-        with_hf=compare == "hf",
-        json_file=json,
-        plot_file=plot,
-        dummy_weights=dummy_weights is not None,
-    )
+    plan = Plan(workloads, caches, compare == "hf", json, plot, dummy_weights is not None)
     run_bench(config, plan, Console())
 
 
@@ -479,9 +464,7 @@ def plan(
         int | None,
         typer.Option(min=1, max=4, help="Bytes per element of keys and values. Default: the size of --dtype."),
     ] = None,
-    tensor_parallel_size: Annotated[
-        int, typer.Option(min=1, max=8, help="Devices that share the model, each with --memory. A power of two.")
-    ] = 1,
+    tensor_parallel_size: Ranks = 1,
     dtype: DtypeOption = ENGINE["dtype"],
 ) -> None:
     """Show how a worker would divide a device's memory, and the effect of other checkpoint intervals."""

@@ -28,8 +28,10 @@ from trueroll.errors import printable
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
+from ...engine.parallel.leader import config_of_rank
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model
+from ...kernels.ranks import Rank, part_of
 from .progress import tracked
 from .verify_drafts import MOST_DRAFTED, new_drafter
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
@@ -131,7 +133,7 @@ STATE_CELLS = (
     Cell(cache="warm", interval=16, states="lost in a sleep"),
     Cell(others=10, interval=16, budget=64, event="interruption"),
 )
-# Additional cells for several ranks, on which all other cells run too, except those of numbers of threads.
+# Additional cells for several ranks.
 RANK_CELLS = (
     Cell(others=10, event="push"),
     Cell(cache="warm", others=10, event="adapters"),
@@ -210,8 +212,9 @@ def run_matrix(
 def cells_of(loaded: LoadedModel, quick: bool = False, ranks: int = 1) -> Sequence[Cell]:
     """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
 
-    `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list. `ranks`: if more than
-    one, return cells with this number of ranks, plus RANK_CELLS.
+    `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list. `ranks`: with more
+    than one, all cells have this number of ranks. Cells that set `threads` are then left out, and all RANK_CELLS are
+    added.
     """
     if ranks > 1:
         cells = [cell for cell in cells_of(loaded, quick) if cell.threads is None]
@@ -479,10 +482,13 @@ def verify(
     Return whether the whole matrix passed.
 
     `quick`: run fewer cells with shorter prompts. If `config` has several ranks, the baseline has one. Raise
-    ConfigError or ModelError if the model cannot be loaded or its context is too short for the matrix.
+    ConfigError or ModelError if the model cannot be loaded or divided, or its context is too short for the matrix.
     """
     loaded = load_model(config.model_copy(update={"speculative": "auto"}))  # with the MTP module, if there is one
     sizes, ranks = sizes or (QUICK_SIZES if quick else SIZES), config.tensor_parallel_size
+    if ranks > 1:
+        config_of_rank(config)
+        part_of(loaded.model.spec, Rank(0, ranks), loaded.backend.ops.HEAD_SECTION)
     matrix = run_matrix(config, loaded, sizes, quick, ranks)
     total = len(cells_of(loaded, quick, ranks)) + 1
     results = list(tracked(matrix, "verifying", total))

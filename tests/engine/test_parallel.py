@@ -69,6 +69,7 @@ def asked() -> list[GenerateRequest | ScoreRequest]:
         generate("b", np.concatenate((shared, tokens(30, seed=2))), n=2, max_tokens=30, temperature=0.7, top_p=0.9),
         generate("c", tokens(70, seed=3), max_tokens=40, temperature=0.0, top_logprobs=3),
         ScoreRequest("d", tokens(50, seed=4)),
+        ScoreRequest("e", tokens(40, seed=5), top_logprobs=0),
     ]
 
 
@@ -86,7 +87,8 @@ def run(engine: Engine) -> list[tuple[Any, ...]]:
 def bits(output: Any) -> tuple[Any, ...]:
     if isinstance(output, ScoreOutput):
         assert output.logprobs is not None
-        return output.request_id, 0, output.logprobs.tobytes()
+        entropy = b"" if output.entropy is None else output.entropy.tobytes()
+        return output.request_id, 0, output.logprobs.tobytes(), entropy
     assert isinstance(output, SampleOutput) and output.logprobs is not None
     routes = b"" if output.routed_experts is None else output.routed_experts.tobytes()
     tops = b"" if output.top_logprobs is None else output.top_logprobs.tobytes()
@@ -102,7 +104,7 @@ def test_engines_with_several_ranks_give_the_same_bits_and_statistics(model: str
     assert infos[4].weight_bytes < infos[1].weight_bytes
     assert infos[4].kv_bytes * 2 == infos[1].kv_bytes, "two of four ranks share a key-value head"
     assert infos[4].state_bytes * 4 == infos[1].state_bytes
-    assert found[4] == found[1] and len(found[1]) == 14
+    assert found[4] == found[1] and len(found[1]) == 16
     assert stats[4] == stats[1] and stats[1].steps > 2 * 64, "premise: the ranks compared their checksums"
     assert stats[1].preemptions > 0 and stats[1].prefix_hits > 0 and stats[1].checkpoints_restored > 0, "premise"
 

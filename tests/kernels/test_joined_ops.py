@@ -559,17 +559,17 @@ def test_next_tokens(served: Served, vocab_size: int) -> None:
 
 @for_served("vocab_size", [(1001,), (17,), (1,), (49153,)], interpreted=1)
 def test_next_token_statistics(served: Served, vocab_size: int) -> None:
-    k = min(9, vocab_size)
     weight = stored(served.ops, randn(vocab_size, 33, dtype=served.dtype, seed=1))
     hidden = randn(ROWS, 33, dtype=served.dtype)
     asked = wanted(torch.tensor([SAMPLE, GREEDY, vocab_size - 1, 0, vocab_size // 2] * ROWS)[:ROWS])
     expected, logprobs, finite = served.ops.next_tokens(hidden, weight, asked)
     logits = served.ops.lm_head(hidden, weight)
     basis = torch.where(asked.raw[:, None], logits, logits / asked.temperatures[:, None])
-    tokens, found, found_finite = served.ops.next_token_statistics(hidden, weight, asked, k)
-    assert same_bits(tokens, expected) and same_bits(found_finite, finite) and same_bits(found.logprobs, logprobs)
-    for mine, theirs in zip(found, served.ops.token_statistics(basis, expected, k), strict=True):
-        assert same_bits(mine, theirs)
+    for k in (0, min(9, vocab_size)):
+        tokens, found, found_finite = served.ops.next_token_statistics(hidden, weight, asked, k)
+        assert same_bits(tokens, expected) and same_bits(found_finite, finite) and same_bits(found.logprobs, logprobs)
+        for mine, theirs in zip(found, served.ops.token_statistics(basis, expected, k), strict=True):
+            assert same_bits(mine, theirs)
 
 
 def test_next_token_statistics_lists_equal_logits_by_their_ids(quick: Served, two_threads: None) -> None:

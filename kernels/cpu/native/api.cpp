@@ -640,15 +640,15 @@ void trueroll_layers(
 void trueroll_head_sections(
     long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, long first, long count,
     const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
-    const int64_t* positions, const int64_t* targets, SectionResult* sections, long k, float* top_values,
-    int64_t* top_ids
+    const int64_t* positions, const int64_t* targets, SectionResult* sections, int has_statistics, long k,
+    float* top_values, int64_t* top_ids
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         const HeadArgs<T> args = {
             as<const T>(hidden), {as<T>(w), n, columns}, first, count, rows, temperatures, raw, seeds, positions,
-            targets, top_values != nullptr, k
+            targets, has_statistics != 0, k
         };
         chosen->ops(type).head_sections(args, {sections, top_values, top_ids});
     });

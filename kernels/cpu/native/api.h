@@ -205,13 +205,13 @@ void trueroll_layers(
     void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out, RankExchange* ranks
 );
 
-// Computes `sections` [count, sections], and with statistics `top_values` and `top_ids` [count, k], for the n ids from
-// `first` on. `HeadArgs` and `HeadSections` have the shapes.
+// Computes the results of the sections of the n ids from `first` on. With statistics, also `top_values` and `top_ids`,
+// [count, k]. `HeadArgs` and `HeadSections` have the shapes.
 void trueroll_head_sections(
     long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, long first, long count,
     const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
-    const int64_t* positions, const int64_t* targets, SectionResult* sections, long k, float* top_values,
-    int64_t* top_ids
+    const int64_t* positions, const int64_t* targets, SectionResult* sections, int has_statistics, long k,
+    float* top_values, int64_t* top_ids
 );
 
 // Folds the results of all sections. `values` and `ids`: [count, offered], the candidates for the k top tokens.

@@ -27,7 +27,8 @@ KINDS: dict[str, Callable[[int], Arena]] = {
     "small pages": partial(HostArena, huge_pages=False),
     "device": partial(DeviceArena, device=CPU),
     "to lend": LendableArena,
-    "to share": FileArena,
+    "to share": partial(FileArena, huge_pages=True),
+    "to share, small pages": partial(FileArena, huge_pages=False),
 }
 
 

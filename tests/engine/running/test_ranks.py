@@ -219,4 +219,4 @@ def test_the_sums_that_the_library_exchanges_give_the_bits_of_one_device(
         assert isinstance(executor.loaded.model.layers, PackedLayers), "premise"
         assert [bits(executor.compute(step).wait()) != bits(expected) for step, expected in steps].count(True) == 0
     finally:
-        executor.close()
+        executor.peers.close()

@@ -488,7 +488,7 @@ def run():
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt as error:
-        raise ValueError("invalid schema") from error
+        raise ValueError("invalid schema: KeyboardInterrupt:") from None
     raise ValueError("the process ignores interrupts")
 
 signal.signal(signal.SIGINT, signal.default_int_handler if sys.argv[1] == "foreground" else signal.SIG_IGN)

@@ -181,8 +181,8 @@ struct Run {
         const auto run_head = [&](float* asked) {
             trueroll_head_sections(
                 threads, bfloat16, x.data(), k, weight.data(), vocab, 0, rows, order.data(), temperatures.data(),
-                raw.data(), seeds.data(), positions.data(), targets.data(), results.data(), best,
-                asked == nullptr ? nullptr : values.data(), ids.data()
+                raw.data(), seeds.data(), positions.data(), targets.data(), results.data(), asked != nullptr, best,
+                values.data(), ids.data()
             );
             trueroll_fold_sections(
                 threads, rows, sections, results.data(), best, values.data(), ids.data(), tokens.data(), logprobs.data(),
