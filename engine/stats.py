@@ -66,8 +66,7 @@ class EngineStats:
     `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
     restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete.
 
-    `rank_wait_us`: how long rank 0 has waited for the other ranks, in microseconds. Statistics that differ only in this
-    duration are equal.
+    `rank_wait_us`: how long rank 0 has waited for the other ranks, in microseconds. Comparisons ignore this field.
 
     `drafts`: one entry per drafter; empty if nothing is drafted.
 

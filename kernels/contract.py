@@ -612,11 +612,11 @@ class Backend(Protocol):
     def head_sections(
         self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None, first: int
     ) -> tuple[Tensor, ...]:
-        """Return the first half of `next_tokens`, or of `next_token_statistics` if `k` is not None, for some rows of
-        the head: those of the ids from `first` on, which is a multiple of HEAD_SECTION.
+        """Return partial results of `next_tokens`, or of `next_token_statistics` if `k` is not None, for the token ids
+        from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of these ids; it may have none.
 
-        The results are tensors [M, ...] of the backend. Along their second axis, they can be joined with the results
-        for other ids, in the order of the ids. `weight` may have no rows.
+        The results are tensors [M, ...], in a format of the backend. To get the results of all ids, join those of
+        consecutive ids along the second axis, and pass them to `fold_sections`.
         """
         ...
 

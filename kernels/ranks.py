@@ -37,7 +37,6 @@ from .contract import (
     Wanted,
     Weight,
 )
-from .cpu.ranks import RankMeetings
 from .layer import project, run_layers
 from .specs import (
     HEAD_ROLE,
@@ -64,6 +63,15 @@ class Rank(NamedTuple):
     size: int
 
 
+class Meetings(Protocol):
+    """The meetings of ranks in the native library (`kernels.cpu.ranks`)."""
+
+    @property
+    def address(self) -> int: ...
+
+    def raise_failure(self) -> None: ...
+
+
 class Exchange(Protocol):
     """Moves tensors between the ranks. All ranks make the same calls in the same order.
 
@@ -74,7 +82,7 @@ class Exchange(Protocol):
     rank: Rank
 
     @property
-    def native(self) -> RankMeetings | None: ...
+    def native(self) -> Meetings | None: ...
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """Return the tensors of all ranks, in their order. All ranks pass tensors of the same shape and dtype. The

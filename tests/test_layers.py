@@ -89,7 +89,8 @@ ENGINE = {
     "outputs.stop_strings": {"models"},
     "outputs.open_requests": OUTPUTS,
     "cache.memory": set(),
-    "cache.lending": {"cache.memory"},
+    "cache.shared": {"cache.memory"},
+    "cache.lending": {"cache.memory", "cache.shared"},
     "cache.prefix_cache": {"request", "stats"},
     "cache.routes": {"cache.prefix_cache"},
     "scheduling.sequence": {"outputs", "cache.prefix_cache"},
@@ -103,19 +104,22 @@ ENGINE = {
     "running.model_runner": {"cache.memory", "models", "running.mtp", "running.step"},
     "running.experts": {"outputs.routes"},
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
-    "running.weights": {"cache.lending", "cache.memory", "models"},
+    "running.weight_memory": {"cache.memory", "models"},
+    "running.weights": {"cache.lending", "models", "running.weight_memory"},
     "running.planner": {"config"},
     "running.mtp": {"cache.memory", "models", "running.planner", "running.sampler", "running.step"},
-    "running.loading": {"config", "models", "running.experts", "running.planner", "running.weights"},
+    "running.loading": {"config", "models"}
+    | {f"running.{name}" for name in ("experts", "planner", "weight_memory", "weights")},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
     | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "sampler", "step")}
     | {"running.warm_up", "running.weights"},
     "parallel.exchange": set(),
-    "parallel.agreement": {"parallel.exchange", "running.executor"},
+    "parallel.agreement": {"parallel.exchange", "running.executor", "running.step"},
+    "parallel.weights": {"cache.memory", "cache.shared", "models", "running.weight_memory"},
     "parallel.wire": {"outputs.open_requests", "request", "running.mtp", "running.step"},
-    "parallel.follower": {"config", "parallel", "running.executor", "running.loading"},
+    "parallel.follower": {"config", "parallel", "running.executor", "running.loading", "running.weight_memory"},
     "parallel.leader": {"config", "outputs.routes", "parallel", "request"}
     | {f"running.{name}" for name in ("executor", "loading", "mtp", "step", "weights")},
     "drafting.drafter": {"scheduling.sequence"},

@@ -103,8 +103,8 @@ class Decoder:
 
     @property
     def head(self) -> Any:
-        """The weight that computes logits, [vocab_size, hidden_size], or the rank's rows of it. It is that of the
-        embeddings, if the two are tied.
+        """The weight that computes logits, [vocab_size, hidden_size], or this rank's rows of that weight. A tied head
+        consists of rows of the embeddings.
         """
         if self.spec.tie_word_embeddings:
             return self.embed.narrow(0, *self.spec.head_range) if self.spec.ranks > 1 else self.embed

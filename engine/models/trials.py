@@ -76,8 +76,8 @@ def room_for_a_process() -> Iterator[None]:
 def forked(work: Callable[[], object]) -> int:
     """Fork a child process that runs `work`, and return its process id.
 
-    The child exits without running the exit handlers of this process. It ignores SIGINT and SIGTERM, because a signal
-    to the process group is for this process, which then ends the child.
+    The child exits without running the exit handlers of this process. It ignores SIGINT and SIGTERM: this process
+    handles a signal to the process group, and ends the child.
 
     Raise UnavailableError if the system cannot start a process.
     """

@@ -17,10 +17,11 @@ STEPS = 64
 
 
 class Agreement:
-    """Compares a checksum of the steps, of the drawn tokens and of the bits of their log-probs, every `STEPS` steps.
+    """Compares a checksum every `STEPS` steps: of the inputs (token ids and positions), of the drawn tokens, and of the
+    bits of their log-probs.
 
-    The steps are compared too, because ranks share the sums and the head: if one rank computes another step, all ranks
-    draw the same wrong tokens.
+    The inputs are compared because ranks share the sums and the head: if one rank computes other inputs, all ranks draw
+    the same wrong tokens.
     """
 
     def __init__(self, exchange: Exchange) -> None:
@@ -39,6 +40,6 @@ class Agreement:
             found = [int(each) for each in self._exchange.gather(torch.tensor([self._checksum]))]
             if odd := [index for index, checksum in enumerate(found) if checksum != found[0]]:
                 raise RankError(
-                    f"ranks {odd} have inputs, tokens or log-probs that differ from those of rank 0, in the {STEPS} "
-                    f"steps up to step {self._steps}"
+                    f"ranks {odd} differ from rank 0 in inputs, tokens or log-probs, in the {STEPS} steps up to step "
+                    f"{self._steps}"
                 )

@@ -67,7 +67,7 @@ class SharedExchange:
         self.native.meet()
 
     def _check_patience(self, turn: int) -> None:
-        """Raise an exception if this rank shall no longer wait for the meeting `turn`."""
+        """Raise RankError if this rank has waited too long at the meeting `turn`, or the error of `check`."""
         self.check()
         waiting_for, since = self._waiting
         if waiting_for != turn:

@@ -1,9 +1,9 @@
 """The weights of an engine with several ranks.
 
-The leader owns the memory of all weights: one arena for what every rank needs, and one for the part of each rank. A
-follower maps the first arena and its own. So the leader receives, reads, saves and drops weights as an engine in one
-process does, and new weights reach a follower with two descriptors. Followers do not run while the leader writes into
-live weights.
+The leader owns the memory of all weights: one arena for the common weights, which every rank uses whole (embeddings,
+norms, routers), and one arena for the part of each rank. A follower maps the first arena and its own. So the leader
+receives, reads, saves and drops weights as an engine in one process does. New weights reach a follower as two
+descriptors. Followers do not compute while the leader writes into live weights.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..cache.shared import FileArena, MappedArena
 from ..running.weight_memory import Build, WeightSet, empty_of
 
 NUM_FILES = 2
-"""The number of descriptors that a follower receives: of the memory that every rank needs, and of its own."""
+"""The number of descriptors that a follower receives: of the common weights, and of its own part."""
 
 
 def _sizes(build: Build, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes that every rank needs, and the bytes of this rank's part."""
+    """Return the bytes of the common weights, and the bytes of this rank's part."""
 
     def unallocated(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -35,7 +35,7 @@ def _sizes(build: Build, dtype: torch.dtype) -> tuple[int, int]:
 
 
 class RankedArena:
-    """Memory for one set of weights: `common` for what every rank needs, and one of `parts` for each rank."""
+    """Memory for one set of weights: `common` for the common weights, and one of `parts` for each rank."""
 
     copy_note = ""
 
@@ -161,7 +161,7 @@ class FollowerWeights:
         return FollowerArena(*_sizes(self._build, self._dtype), self._receive_files())
 
     def weights_in(self, arena: FollowerArena) -> WeightSet:
-        """See `WeightMemory.weights_in`. The leader reads what every rank needs."""
+        """See `WeightMemory.weights_in`. The leader reads the common weights."""
         model = self._build(empty_of(arena.common, self._dtype), empty_of(arena.own, self._dtype))
         tensors = model.checkpoint_tensors()
         parts = {name: weight for name, weight in tensors.items() if isinstance(weight, Shard)}

@@ -1,4 +1,5 @@
-"""Messages from the leader to the followers, and their answers: MessagePack, with arrays as bytes.
+"""Messages between the leader and the followers: MessagePack, with arrays as bytes. A follower sends a single message,
+`failed`, if it fails.
 
 A message is a pair: the name of a command, and its content. `Channel` sends messages through a socket.
 """
@@ -92,13 +93,13 @@ class Channel:
 
 
 def packed(name: str, content: object) -> bytes:
-    """Return a message as bytes, which begin with the number of bytes that follow."""
+    """Return a message as bytes, with its length in front."""
     message = cast(bytes, msgpack.packb((name, content), default=_packed))
     return _LENGTH.pack(len(message)) + message
 
 
 def unpacked(message: bytes | memoryview) -> tuple[str, Any]:
-    """Return the name and the content of a message, without its first number."""
+    """Return the name and the content of a message. `message`: without the length."""
     length = len(message)
     name, content = msgpack.unpackb(
         message, ext_hook=_unpacked, strict_map_key=False, max_ext_len=length, max_bin_len=length

@@ -182,7 +182,8 @@ def allocate_model(
 ) -> AllocatedModel:
     """Allocate the memory of a model, and return the model and its backend.
 
-    `exchange`: load only this rank's part; its layers exchange their sums through it. `place`: where to allocate the
+    The weights are uninitialized until `AllocatedModel.read`. `exchange`: allocate only this rank's part; its layers
+    exchange their sums through `exchange`. `place`: where to allocate the
     weights; by default, in this process.
 
     Raise ConfigError if the device or the backend is missing or cannot serve the model. Raise ModelError if the model

@@ -44,8 +44,8 @@ Place: TypeAlias = Callable[[Sequence[Build], torch.dtype, torch.device], "Weigh
 class WeightSet(NamedTuple):
     """A set of weights in memory.
 
-    `model`: the decoder that this process computes. `tensors`: the weights of the whole model, by their names in a
-    checkpoint. `to_load`: the weights that this process reads from the checkpoint.
+    `model`: the decoder that this process computes. `tensors`: the weights by their names in a checkpoint: of the whole
+    model, or of this rank's part in a follower. `to_load`: the weights that this process reads from the checkpoint.
     """
 
     model: Decoder

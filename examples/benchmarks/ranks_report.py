@@ -1,7 +1,7 @@
 """Measure what several ranks cost on a CPU: `python examples/benchmarks/ranks_report.py`.
 
-- Memory: the bytes that each of four ranks reads and holds, as a share of what a single rank reads and holds, without
-  the weights that every rank needs (`docs/parallel.md`). The model has 1.1e9 parameters.
+- Memory: the bytes that each of four ranks reads and holds for its own part, as a share of all weights. The common
+  weights (`docs/parallel.md`) are not included. The model has 1.1e9 parameters.
 - Pushes: the duration of a push to a worker with four ranks, as a multiple of the duration of a push to a worker with
   one rank: the median and the range of several pairs of pushes, of the same model.
 - Host time: what four ranks add to a step of 256 rows of a model with four small layers, part by part, without the time
@@ -101,7 +101,7 @@ class Alone:
 
 def report_memory(folder: Path, console: Console) -> None:
     whole = load_model(EngineConfig(model=str(folder))).weights.model.num_bytes
-    table = Table("rank", "reads", "holds", title=f"{SIZE} ranks, without what every rank needs; one rank is 100%")
+    table = Table("rank", "reads", "holds", title=f"The part of each of {SIZE} ranks, as a share of all weights")
     for index in range(SIZE):
         model = allocate_model(EngineConfig(model=str(folder)), Alone(index))
         tensors = model.loaded.weights.tensors

@@ -1,4 +1,6 @@
-"""Meetings and exchanges of ranks in the library: the struct `RankExchange` of native/api.h."""
+"""Meetings of ranks in the library: the struct `RankExchange` of native/api.h. A meeting is a barrier: the call returns
+when all ranks have made it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class _RankExchange(ctypes.Structure):
 class RankMeetings:
     """One rank's part in the meetings of `size` ranks. `counters`, `slots`: the addresses of the shared memory.
 
-    `check(turn)`: called about every millisecond while the rank waits, with the number of the meeting. If it raises an
+    `check(turn)`: called again and again while the rank waits, with the number of the meeting. If it raises an
     exception, the rank stops waiting, and the call raises this exception.
     """
 

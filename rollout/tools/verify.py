@@ -118,9 +118,10 @@ Circumstances: others are requests that run at the same time; budget is the
 limit of tokens per step, block the number of tokens in a block of the cache;
 score computes the log-probs of given tokens; drafts come from repeated text
 (repeats), from the model's module (mtp), or from a drafter that is right, wrong
-and too long (adversarial); after an event in flight, all requests are computed
-again: after an interruption, a push of equal weights, a push of adapters that
-change nothing, or a sleep; ranks are processes that share each layer."""
+and too long (adversarial); in flight names an event while requests run, after
+which all of them are computed again: an interruption, a push of equal weights,
+a push of adapters that change nothing, or a sleep; ranks are processes among
+which each layer is divided."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (

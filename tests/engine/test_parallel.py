@@ -143,7 +143,9 @@ def test_a_rank_with_other_results_is_named() -> None:
     step: Any = SimpleNamespace(token_ids=tokens(3), positions=np.arange(3))
     for _ in range(63):
         agreement.add(step, results)
-    with pytest.raises(RankError, match=r"ranks \[1\] have inputs, tokens or log-probs that differ .* up to step 64"):
+    with pytest.raises(
+        RankError, match=r"ranks \[1\] differ from rank 0 in inputs, tokens or log-probs, .* up to step 64"
+    ):
         agreement.add(step, results)
 
 
@@ -215,8 +217,8 @@ def repeat_a_step(followers: Followers, name: str, content: object, sent: list[t
 @pytest.mark.parametrize(
     ("send", "error"),
     [
-        (drop_a_step, r"ranks \[0?,? ?1\] (of 2 did not answer|have inputs)"),
-        (repeat_a_step, r"ranks \[1\] have inputs, tokens or log-probs that differ .* up to step 64"),
+        (drop_a_step, r"ranks \[0?,? ?1\] (of 2 did not answer|differ)"),
+        (repeat_a_step, r"ranks \[1\] differ from rank 0 in inputs, tokens or log-probs, .* up to step 64"),
     ],
 )
 def test_a_rank_that_computes_other_steps_is_named(

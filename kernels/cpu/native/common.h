@@ -231,7 +231,7 @@ struct DeltaNetArgs {
     Norm<T> norm;
 };
 
-// The memory of a rank's sums in the next exchange, as in engine/parallel/exchange.py.
+// Returns the slot of a rank in the next exchange. engine/parallel/exchange.py describes the layout.
 inline float* next_slot(const RankExchange& ranks, long rank) {
     const long side = (ranks.turn + 1) % 2;
     return reinterpret_cast<float*>(ranks.slots + (side * ranks.size + rank) * ranks.slot_bytes);
@@ -276,8 +276,8 @@ struct HeadArgs {
     long k;  // the number of top tokens
 };
 
-// What the sections of the head give: `results` [count, sections], and the `k` highest logits of each row with their
-// ids, [count, k]. If there are fewer than k ids, -inf with NO_ID fills up the list.
+// Partial results of the head: `results` [count, sections], and for each row the `k` highest logits with their ids, both
+// [count, k]. If there are fewer than k ids, -inf with NO_ID fills up the list.
 struct HeadSections {
     SectionResult* results;
     float* top_values;

@@ -23,7 +23,7 @@ void add_rows(const float* const* slots, long start, long rows, long columns, co
 }
 
 // Computes sums [count, columns], of which each rank computes a subtree, and passes them to `finish(row, column, sums)`,
-// 16 columns at a time. `add(start, rows, out)` writes this rank's subtrees for the rows [start, start + rows) to `out`
+// 16 columns at a time. `add_own(start, rows, out)` writes this rank's subtrees for the rows [start, start + rows) to `out`
 // [rows, columns]. Each rank adds the subtrees of all ranks as a balanced binary tree.
 //
 // After a failure, `finish` is no longer called.

@@ -253,7 +253,7 @@ def test_a_rank_loads_its_experts(mixture_models: dict[str, Path], tmp_path: Pat
     config = EngineConfig(model=str(folder))
     whole = load_model(config).weights.tensors
     for index in range(2):
-        exchange: Any = SimpleNamespace(rank=Rank(index, 2))
+        exchange: Any = SimpleNamespace(rank=Rank(index, 2), native=None)
         own = load_model(config, exchange).weights.tensors
         stacks = {name: weight for name, weight in own.items() if is_stack(weight)}
         assert len(stacks) == 4 * 2, "premise: matrices and biases of two layers"

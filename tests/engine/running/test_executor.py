@@ -17,7 +17,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.routes import RouteFormat
 from trueroll.engine.request import Distribution, Request, SampleOutput, ScoreRequest, Tag
-from trueroll.engine.running.executor import Computation, Executor, LocalExecutor, StepResults
+from trueroll.engine.running.executor import Computation, Executor, LocalExecutor, NoPeers, StepResults
 from trueroll.engine.running.loading import EngineInfo, LoadedModel, load_model
 from trueroll.engine.running.mtp import DraftStep
 from trueroll.engine.running.step import Step
@@ -94,6 +94,10 @@ class Leader:
     def runs_ahead(self) -> bool:
         return self._own.runs_ahead
 
+    @property
+    def peers(self) -> NoPeers:
+        return NoPeers()  # the follower is in this process
+
     def check_ready(self) -> None:
         self._own.check_ready()
         self._follower.check_ready()
@@ -121,12 +125,6 @@ class Leader:
     def wake_up(self, tags: Collection[Tag]) -> None:
         self._own.wake_up(tags)
         self._follower.wake_up(tags)
-
-    def check(self) -> None:
-        """Do nothing, because the follower is in this process."""
-
-    def close(self) -> None:
-        """Do nothing, because the follower is in this process."""
 
     def memory(self) -> dict[str, int]:
         return self._own.memory()
