@@ -86,7 +86,7 @@ class FileArena(HostArena):
 
 
 class MappedArena(HostArena):
-    """Memory that another process owns. `drop` and `restore` do nothing, because the owner frees the memory."""
+    """Memory that another process owns and frees."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(num_bytes, huge_pages=True)
@@ -99,12 +99,6 @@ class MappedArena(HostArena):
             raise OSError(f"the shared memory must have {self._memory.nbytes} bytes (got {found})")
         self.map_file(file, mmap.MAP_SHARED)
         advise(self._memory.data_ptr(), self._memory.nbytes, _POPULATE_READ)
-
-    def drop(self, keep: bool) -> None:
-        pass
-
-    def restore(self) -> None:
-        pass
 
 
 @contextmanager

@@ -149,8 +149,8 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
     """Copy each tensor of a checkpoint to the weight with the same name, or to the matching part of a stack. Return the
     number of bytes that were read.
 
-    `destinations`: maps names in the decoder to weights. Tensors without a destination are skipped. Of a tensor whose
-    destination is a `Shard`, only the shard's part is read.
+    `destinations`: maps names in the decoder to weights. Tensors without a destination are skipped. If a destination
+    is a `Shard`, only its part of the tensor is read.
 
     Dtype and device are converted. Every few seconds, the log reports how much is left to copy. Raise ModelError if a
     file can no longer be read.

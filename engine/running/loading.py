@@ -161,7 +161,7 @@ class _Plan:
 
 
 class AllocatedModel(NamedTuple):
-    """A model whose weights have memory, but are not read yet."""
+    """A model, and the checkpoint from which its weights are still to be read."""
 
     loaded: LoadedModel
     checkpoint: Checkpoint

@@ -158,7 +158,7 @@ void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T*
     });
 }
 
-// A product whose columns and pieces are divided among `ranks`; a whole product without ranks.
+// As `linear`. If `ranks` is not null, each rank multiplies its own columns, and the ranks exchange their sums.
 template <class T>
 void linear_of_ranks(const LinearArgs<T>& args, RankExchange* ranks) {
     if (ranks == nullptr) return linear(args);
