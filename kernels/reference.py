@@ -50,6 +50,7 @@ from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, 
 ROW_TILE = 32
 COLUMN_TILE = 512
 COLUMN_UNIT = 32
+NARROW_TILE = 16
 DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
@@ -121,8 +122,13 @@ def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _multiply_tiles(tiles: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    padding, count = -len(weight) % NARROW_TILE, len(weight)
+    if padding:
+        # MKL has other kernels for few columns, but a rank's part must have the bits of the whole product.
+        weight = F.pad(weight, (0, 0, 0, padding))
+        bias = None if bias is None else F.pad(bias, (0, padding))
     for tile, destination in zip(tiles, out.split(ROW_TILE), strict=True):
-        destination.copy_(_multiply(tile, weight, bias))
+        destination.copy_(_multiply(tile, weight, bias)[:, :count])
 
 
 def _multiply(tile: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
