@@ -68,8 +68,9 @@ class EngineConfig(BaseModel):
     with more expected accepted tokens; a model without a module gets repeats only.
     `num_speculative_tokens`: the maximum number of tokens drafted for a sample in one step.
 
-    `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`. The
-    bits do not depend on this number.
+    `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`.
+    `pipeline_parallel_size`: the number of stages into which the layers are divided, at most the number of layers. Each
+    stage has `tensor_parallel_size` ranks. The bits do not depend on these two numbers.
 
     `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
@@ -99,6 +100,7 @@ class EngineConfig(BaseModel):
     speculative: Literal["off", "auto", "ngram", "mtp"] = "off"
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     tensor_parallel_size: int = Field(default=1, ge=1, le=8)
+    pipeline_parallel_size: int = Field(default=1, ge=1, le=8)
     pieces: int | None = Field(default=None, ge=1, le=8)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
@@ -111,6 +113,16 @@ class EngineConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise from_validation(ConfigError, error) from None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that may be in flight, each in another stage. With drafts, it is 1."""
+        return 1 if self.num_drafts else self.pipeline_parallel_size
 
     @property
     def num_drafts(self) -> int:

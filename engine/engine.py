@@ -73,7 +73,8 @@ class Engine:
             adapts = drafter is None and not draft_always
             drafters = [drafter] if drafter is not None else self._new_drafters(config, loaded)
             self._drafting = Drafting(drafters, config.num_drafts, self.info.vocab_size, adapts)
-        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, self._drafting)
+        parts = self._executor, self._scheduler, self._prompts, self._ledger, self._drafting
+        self._pipeline = Pipeline(*parts, config.num_steps)
 
     @property
     def info(self) -> EngineInfo:
@@ -105,7 +106,10 @@ class Engine:
         The output of an aborted sample has the tokens drawn so far. The output of an aborted score has no log-probs.
         Raise UnknownRequestError if the score or sample is unknown or finished.
         """
-        return [self._pipeline.abort(entry) for entry in self._ledger.find(request_id, index)]
+        outputs = [self._pipeline.abort(entry) for entry in self._ledger.find(request_id, index)]
+        if not self.has_unfinished:
+            self._pipeline.settle()  # no later step would, and ranks would wait for this process
+        return outputs
 
     def stream(self, request_id: str) -> None:
         """Make `take_deltas` return the tokens of a request's samples, including the tokens drawn so far.
@@ -125,7 +129,8 @@ class Engine:
         """Compute one chunk of every scheduled sequence, draw the next tokens, and return complete outputs.
 
         On a GPU, queue the new step, wait for the previous step and return the outputs of the previous step. If the
-        previous step finished the last open request, also wait for the new step.
+        previous step finished the last open request, also wait for the new step. With several stages, wait for the
+        oldest step in flight once there are as many as stages, or if no further step can be planned.
         """
         return self._pipeline.step()
 
@@ -271,7 +276,7 @@ class Engine:
 
 
 def _new_executor(config: EngineConfig, loaded: LoadedModel | None) -> tuple[Executor, LoadedModel]:
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         assert loaded is None, "each rank loads its own part of the model"
         ranked = RankedExecutor(config)
         return ranked, ranked.loaded
@@ -297,4 +302,5 @@ def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
     num_blocks = dict(zip(info.windows, info.blocks_by_window, strict=True))
     cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
     intervals = Intervals(info.state_interval, config.decode_state_interval)
-    return Scheduler(cache, config.max_num_seqs, config.max_num_batched_tokens, slots, intervals, routes)
+    sizes = config.max_num_seqs, config.max_num_batched_tokens
+    return Scheduler(cache, *sizes, slots, intervals, routes, config.num_steps)

@@ -4,7 +4,11 @@ While a GPU computes one step, the host plans and queues the next step. The next
 not reached `max_tokens`, although the host has not seen the sequence's last token yet. If the unseen token ends the
 sample, the sequence's row in the next step is discarded. On a CPU, a step is done before `step` returns.
 
-`Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the step in flight, decides
+If a model is divided into stages, as many steps as stages are in flight. A sequence whose next token is being drawn is
+in no other step, so the scheduler divides the sequences among the steps. While steps are in flight, no sequence is
+preempted. With drafts, a single step is in flight.
+
+`Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the steps in flight, decides
 whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not
 own the computation (`running.executor`) or the choice of the tokens to compute (`scheduling.scheduler`).
 """
@@ -12,7 +16,7 @@ own the computation (`running.executor`) or the choice of the tokens to compute 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -187,9 +191,10 @@ class _QueuedStep:
 
 
 class Pipeline:
-    """Computes the open requests of `ledger`, one step after the other.
+    """Computes the open requests of `ledger`, step by step.
 
-    `commit`: the weights in use. `experts`: the experts that the steps chose.
+    `num_steps`: the number of steps in flight, if the model is divided into stages. `commit`: the weights in use.
+    `experts`: the experts that the steps chose.
     """
 
     def __init__(
@@ -199,38 +204,51 @@ class Pipeline:
         prompts: SharedPrompts,
         ledger: Ledger,
         drafting: Drafting | None = None,
+        num_steps: int = 1,
     ) -> None:
         self.commit = Commit(0)
         self.experts = ExpertRecorder(executor.routes)
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
-        self._queued: _QueuedStep | None = None
+        self._queued = deque[_QueuedStep]()
         self._drafting = drafting
+        self._num_steps = num_steps
 
     def step(self) -> list[Output]:
         """See `Engine.step`."""
         self._executor.check_ready()
         # Nothing can be planned before it is known which drafts are accepted, and a drafter reads the last tokens.
-        outputs = self.settle() if self._queued is not None and self._queued.chunks.drafts else []
+        outputs = self.settle() if any(queued.chunks.drafts for queued in self._queued) else []
         drafting = self._drafting if self._drafting and self._drafting.begin_step(self._scheduler.running) else None
         if drafting is not None:
             outputs += self.settle()
-        started = time.monotonic()
-        chunks = self._scheduler.schedule()
+        runs_ahead = self._executor.runs_ahead
+        started, num_before = time.monotonic(), len(self._queued)
+        chunks = self._scheduler.schedule(may_preempt=runs_ahead or not num_before)
         if drafting is not None:
             chunks = drafting.extend(chunks, self._scheduler)
         queued = self._launch(chunks, started) if len(chunks.lanes) else None
-        outputs += self.settle()
-        self._queued = queued
-        if queued is None or not self._ledger.open or not self._executor.runs_ahead:
+        if queued is None or runs_ahead or num_before + 1 == self._num_steps:
+            outputs += self._settle_next()
+        if queued is not None:
+            self._queued.append(queued)
+        if not self._ledger.open or (self._num_steps == 1 and not runs_ahead):
             return outputs + self.settle()
-        self._expect(queued)
+        if runs_ahead and queued is not None:
+            self._expect(queued)
         return outputs
 
     def settle(self) -> list[Output]:
-        """Wait for the step in flight, if there is one, and return its outputs."""
-        queued, self._queued = self._queued, None
-        if queued is None:
+        """Wait for the steps in flight, and return their outputs."""
+        outputs = list[Output]()
+        while self._queued:
+            outputs += self._settle_next()
+        return outputs
+
+    def _settle_next(self) -> list[Output]:
+        """Wait for the oldest step in flight, if there is one, and return its outputs."""
+        if not self._queued:
             return []
+        queued = self._queued.popleft()
         results = queued.computation.wait()
         kept = queued.chunks
         drawn, ended = results.drawn, list[tuple[int, FinishReason]]()

@@ -1,10 +1,13 @@
 """A decoder on several ranks: what each rank holds and computes, and what the ranks exchange.
 
-A rank is a process with a device. Each rank holds a part of each large weight and computes a part of each layer:
-neighbouring heads of attention and of delta nets, neighbouring inner features of an MLP, and neighbouring experts.
-Norms of hidden states, routers and embeddings are whole on every rank. The head is divided by sections of the
-vocabulary, and every rank folds the results of all sections. So every rank has the same hidden states, routes and
-tokens.
+A rank is a process with a device. A decoder may be cut into stages of neighbouring layers (`stage_of`), and the layers
+of a stage may be divided among ranks (`part_of`). Stages change no arithmetic. The rest of this module is about the
+ranks of one stage.
+
+Each rank holds a part of each large weight and computes a part of each layer: neighbouring heads of attention and of
+delta nets, neighbouring inner features of an MLP, and neighbouring experts. Norms of hidden states, routers and
+embeddings are whole on every rank. The head is divided by sections of the vocabulary, and every rank folds the results
+of all sections. So every rank has the same hidden states, routes and tokens.
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
 subtree of its own pieces in float32. The ranks exchange these sums, and every rank adds all of them as the rest of the
@@ -51,6 +54,7 @@ from .specs import (
     NormSpec,
     Pieces,
     Slice,
+    Stage,
     WeightSpec,
     pieces_of,
 )
@@ -99,6 +103,8 @@ def part_of(spec: DecoderSpec, rank: Rank, section: int) -> DecoderSpec:
     have different sizes.
     """
     size = rank.size
+    if size == 1:
+        return spec
     if size < 1 or size & (size - 1) or size > spec.pieces:
         sizes = "1" if spec.pieces == 1 else f"a power of two up to {spec.pieces}"
         raise ConfigError(
@@ -111,6 +117,19 @@ def part_of(spec: DecoderSpec, rank: Rank, section: int) -> DecoderSpec:
     layers = tuple(_part_of_layer(layer, spec.pieces, rank, held, spec.held) for layer in spec.layers)
     mtp = spec.mtp if spec.served_mtp is None else _part_of_layer(spec.served_mtp, spec.pieces, rank, held, spec.held)
     return replace(spec, layers=layers, mtp=mtp, held=held, ranks=size)
+
+
+def stage_of(spec: DecoderSpec, stage: Stage) -> DecoderSpec:
+    """Return the stage of a decoder. Raise ConfigError if the decoder has fewer layers than stages."""
+    if stage.size > len(spec.layers):
+        raise ConfigError(
+            f"pipeline_parallel_size must be at most {len(spec.layers)}, the number of layers of this model (got "
+            f"{stage.size})",
+            field="pipeline_parallel_size",
+            value=stage.size,
+            limit=len(spec.layers),
+        )
+    return replace(spec, stage=stage)
 
 
 def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, WeightSpec], whole: Any) -> LayerSpec:

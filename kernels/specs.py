@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -310,6 +310,27 @@ class WeightSpec:
 PLAIN = WeightSpec()
 
 
+class Stage(NamedTuple):
+    """One of `size` stages, each of which computes some neighbouring layers (pipeline parallelism)."""
+
+    index: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether the stage computes the first layer, and so the embeddings."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the stage computes the last layer, and so the last norm, the head and the MTP module."""
+        return self.index == self.size - 1
+
+    def layers(self, count: int) -> range:
+        """Return the indices of the stage's layers, of `count` layers of a decoder."""
+        return range(count * self.index // self.size, count * (self.index + 1) // self.size)
+
+
 @dataclass(frozen=True)
 class DecoderSpec:
     """A decoder, including the names of the decoder's weights in a checkpoint.
@@ -322,9 +343,10 @@ class DecoderSpec:
     the number of groups in which the outputs of a row's experts are added (see `kernels.pieces`). `ranks`: the number
     of ranks of which this spec describes one (see `kernels.ranks`). `held`: maps the role of a weight to the
     `WeightSpec` that says how a layer holds the weight. Weights with roles not listed in `held` are whole and in the
-    model's dtype. `mtp`: the layer of the model's multi-token prediction (MTP) module, which guesses the token after
-    the next one; None without such a module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise,
-    its tensors in a checkpoint are ignored.
+    model's dtype. `stage`: the stage that this spec describes; `layers` has the layers of all stages. `mtp`: the layer
+    of the model's multi-token prediction (MTP) module, which guesses the token after the next one; None without such a
+    module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint are
+    ignored.
     """
 
     architecture: str
@@ -342,9 +364,20 @@ class DecoderSpec:
     others: tuple[str, ...] = ()
     pieces: int = 1
     ranks: int = 1
+    stage: Stage = Stage()
     held: Mapping[str, WeightSpec] = field(default_factory=dict)
     mtp: LayerSpec | None = None
     serves_mtp: bool = False
+
+    @property
+    def own_layers(self) -> range:
+        """The indices of the layers of this stage."""
+        return self.stage.layers(len(self.layers))
+
+    @property
+    def holds_embeddings(self) -> bool:
+        """Return whether the stage needs the embeddings."""
+        return self.stage.is_first or (self.stage.is_last and (self.tie_word_embeddings or self.serves_mtp))
 
     @property
     def attentions(self) -> list[AttentionSpec]:
@@ -366,6 +399,12 @@ class DecoderSpec:
     def experts(self) -> list[ExpertsSpec]:
         """The `ExpertsSpec` of each layer with experts, in the order of the layers."""
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec)]
+
+    @property
+    def own_experts(self) -> slice:
+        """The layers of this stage, as a slice of the layers with experts."""
+        is_mixture, own = [isinstance(layer.mlp, ExpertsSpec) for layer in self.layers], self.own_layers
+        return slice(sum(is_mixture[: own.start]), sum(is_mixture[: own.stop]))
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -59,6 +59,7 @@ class FakeInfo:
     expert_layers: int = 0
     num_experts: int = 0
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
 
 @dataclass(frozen=True)

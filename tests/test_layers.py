@@ -101,27 +101,29 @@ ENGINE = {
     "models": {"models"},
     "running.step": OUTPUTS | {"scheduling.sequence"},
     "running.sampler": OUTPUTS | {"running.step"},
-    "running.model_runner": {"cache.memory", "models", "running.mtp", "running.step"},
+    "running.model_runner": {"cache.memory", "models", "running.mtp", "running.ranks", "running.step"},
     "running.experts": {"outputs.routes"},
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weight_memory": {"cache.memory", "models"},
     "running.weights": {"cache.lending", "models", "running.weight_memory"},
     "running.planner": {"config"},
+    "running.ranks": {"config"},
     "running.mtp": {"cache.memory", "models", "running.planner", "running.sampler", "running.step"},
     "running.loading": {"config", "models"}
-    | {f"running.{name}" for name in ("experts", "planner", "weight_memory", "weights")},
+    | {f"running.{name}" for name in ("experts", "planner", "ranks", "weight_memory", "weights")},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
     | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "sampler", "step")}
     | {"running.warm_up", "running.weights"},
-    "parallel.exchange": set(),
+    "parallel.exchange": {"running.ranks"},
     "parallel.agreement": {"parallel.exchange", "running.executor", "running.step"},
-    "parallel.weights": {"cache.memory", "cache.shared", "models", "running.weight_memory"},
+    "parallel.weights": {"cache.memory", "cache.shared", "models", "running.ranks", "running.weight_memory"},
     "parallel.wire": {"outputs.open_requests", "request", "running.mtp", "running.step"},
-    "parallel.follower": {"config", "parallel", "running.executor", "running.loading", "running.weight_memory"},
+    "parallel.follower": {"config", "parallel"}
+    | {f"running.{name}" for name in ("executor", "loading", "ranks", "weight_memory")},
     "parallel.leader": {"config", "outputs.routes", "parallel", "request"}
-    | {f"running.{name}" for name in ("executor", "loading", "mtp", "step", "weights")},
+    | {f"running.{name}" for name in ("executor", "loading", "mtp", "ranks", "step", "weights")},
     "drafting.drafter": {"scheduling.sequence"},
     "drafting.odds": set(),
     "drafting.repeats": {"drafting.odds", "scheduling.sequence"},

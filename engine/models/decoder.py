@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,7 +48,10 @@ class ModelInput:
     layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of
     the M tokens, and where attention reads keys and values. `states`: for each sequence, where to read the recurrent
     states and where to write the new ones; None if no layer has recurrent states. `embedded`: embeddings that replace
-    the embeddings of some tokens, or None. The replacements are not scaled.
+    the embeddings of some tokens, or None. The replacements are not scaled. `before`: the output of the previous stage;
+    None in the first stage. It is overwritten.
+
+    For a stage, `memories` and `pages` have the layers of the stage.
     """
 
     token_ids: Tensor
@@ -56,33 +60,49 @@ class ModelInput:
     pages: Sequence[Pages]
     states: StateBatch | None = None
     embedded: EmbeddedRows | None = None
+    before: ModelOutput | None = None
 
 
 class ModelOutput(NamedTuple):
     """The output of a forward pass.
 
-    `hidden`: [M, hidden_size], after the last norm. `records`: further values for each token, by name. For a model with
-    experts, `records[ROUTES]` is an int32 tensor [layers with experts, M, top_k] that lists the experts of each token.
+    `hidden`: [M, hidden_size], after the last norm, or after the last layer of a stage that is not the last one.
+    `records`: further values for each token, by name. For a model with experts, `records[ROUTES]` is an int32 tensor
+    [layers with experts, M, top_k] that lists the experts of each token. The layers of later stages are uninitialized.
     """
 
     hidden: Tensor
     records: dict[str, Tensor]
 
 
+class Owner(Enum):
+    """The ranks that use a weight whole: all ranks, the ranks of one stage, or one rank (its part of a weight)."""
+
+    ALL = auto()
+    STAGE = auto()
+    RANK = auto()
+
+
 class Decoder:
-    """The decoder's weights and forward pass. The weights are uninitialized until a checkpoint is copied into them.
+    """The weights and forward pass of a decoder, or of a rank's part of a decoder. The weights are uninitialized until
+    a checkpoint is copied into them.
 
     `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
     same dtype unless `dtype` is passed. The calls to `empty` and their order depend only on the spec and the backend.
-    `empty_part`: as `empty`, for weights of which a rank holds only a part; by default, `empty` itself.
+    `of_owner`: maps owners to functions that replace `empty` for their weights.
     """
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, empty: Empty, empty_part: Empty | None = None) -> None:
+    def __init__(
+        self, spec: DecoderSpec, backend: Backend, empty: Empty, of_owner: Mapping[Owner, Empty] | None = None
+    ) -> None:
         self.spec, self.ops = spec, backend
         self._tensors: dict[str, Weight] = {}
+        self.owners: dict[str, Owner] = {}
 
         def new(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Any:
-            memory = empty if held.part is None or empty_part is None else empty_part
+            whole = Owner.ALL if name == EMBEDDING else Owner.STAGE
+            self.owners[name] = owner = whole if held.part is None else Owner.RANK
+            memory = (of_owner or {}).get(owner, empty)
             memory = memory if held.dtype is None else partial(memory, dtype=held.dtype)
             if layout is not None:
                 weight: Any = Stack.new(backend.new_weight, memory, shape, layout)
@@ -91,35 +111,52 @@ class Decoder:
             self._tensors[name] = weight if held.part is None else Shard(weight, held.part)
             return weight if layout is None else weight.matrix
 
-        self.embed = new(EMBEDDING, spec.vocab_size, spec.hidden_size)
-        self.layers = backend.new_layers([make_layer(spec, i, new) for i in range(len(spec.layers))])
-        self.norm: Tensor = new(LAST_NORM, spec.hidden_size)
-        if not spec.tie_word_embeddings:
-            new(HEAD, spec.head_range[1], spec.hidden_size, held=spec.held.get(HEAD_ROLE, PLAIN))
-        self.mtp = Mtp(spec, spec.served_mtp, backend, new) if spec.served_mtp else None
+        if spec.holds_embeddings:
+            new(EMBEDDING, spec.vocab_size, spec.hidden_size)
+        self.layers = backend.new_layers([make_layer(spec, i, new) for i in spec.own_layers])
+        self.mtp: Mtp | None = None
+        if spec.stage.is_last:
+            new(LAST_NORM, spec.hidden_size)
+            if not spec.tie_word_embeddings:
+                new(HEAD, spec.head_range[1], spec.hidden_size, held=spec.held.get(HEAD_ROLE, PLAIN))
+            if spec.served_mtp is not None:
+                self.mtp = Mtp(spec, spec.served_mtp, backend, new)
+        self._like = empty(0)
         self._inv_freqs = [
-            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.norm.device) for rotation in spec.rotations
+            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.device) for rotation in spec.rotations
         ]
+
+    @property
+    def embed(self) -> Any:
+        """The embeddings, [vocab_size, hidden_size]. Some stages have none (`DecoderSpec.holds_embeddings`)."""
+        return self._tensors[EMBEDDING]
 
     @property
     def head(self) -> Any:
         """The weight that computes logits, [vocab_size, hidden_size], or this rank's rows of that weight. A tied head
-        consists of rows of the embeddings.
+        consists of rows of the embeddings. None in a stage that is not the last one.
         """
+        if not self.spec.stage.is_last:
+            return None
         if self.spec.tie_word_embeddings:
             return self.embed.narrow(0, *self.spec.head_range) if self.spec.ranks > 1 else self.embed
         weight: Any = self._tensors[HEAD]
         return weight.own if isinstance(weight, Shard) else weight
 
     @property
+    def norm(self) -> Any:
+        """The weight of the last norm, [hidden_size]. Only the last stage has it."""
+        return self._tensors[LAST_NORM]
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of hidden states."""
-        return self.norm.dtype
+        return self._like.dtype
 
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return self.norm.device
+        return self._like.device
 
     def checkpoint_tensors(self) -> Mapping[str, Weight]:
         """Return the weights, by their Hugging Face names. A checkpoint must have a tensor for each weight."""
@@ -144,7 +181,7 @@ class Decoder:
 
     def ignored_tensors(self) -> frozenset[str]:
         """Return the names of tensors that a checkpoint may have, but that the decoder computes itself."""
-        return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.layers)))
+        return frozenset(f"{LAYERS}.{i}.self_attn.rotary_emb.inv_freq" for i in range(len(self.spec.layers)))
 
     def optional_tensors(self) -> frozenset[str]:
         """Return the names of the weights on which no bit of a sample depends."""
@@ -172,14 +209,25 @@ class Decoder:
     def forward(self, tokens: ModelInput) -> ModelOutput:
         """Return the hidden states and the records of the tokens."""
         ops, spec, rotations = self.ops, self.spec, self.rotations(tokens.positions)
+        x, records = self._begin(tokens) if tokens.before is None else tokens.before
+        routes = records[ROUTES][spec.own_experts] if ROUTES in records else None
+        x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states, routes)
+        return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm) if spec.stage.is_last else x, records)
+
+    def new_output(self, rows: int) -> ModelOutput:
+        """Return an uninitialized output for this number of tokens."""
+        hidden = torch.empty(rows, self.spec.hidden_size, dtype=self.dtype, device=self.device)
+        return ModelOutput(hidden, self._new_records(rows))
+
+    def _begin(self, tokens: ModelInput) -> ModelOutput:
+        """Return the input of the first layer."""
         x = self.embedded(tokens.token_ids)
         if tokens.embedded is not None:
             x = x.index_copy(0, tokens.embedded.places, tokens.embedded.rows)
-        routes = self._new_routes(len(x))
-        x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states, routes)
-        return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm), {} if routes is None else {ROUTES: routes})
+        return ModelOutput(x, self._new_records(len(x)))
 
-    def _new_routes(self, rows: int) -> Tensor | None:
+    def _new_records(self, rows: int) -> dict[str, Tensor]:
         if not (specs := self.spec.experts):
-            return None
-        return torch.empty(len(specs), rows, specs[0].top_k, dtype=torch.int32, device=self.device)
+            return {}
+        shape = len(specs), rows, specs[0].top_k
+        return {ROUTES: torch.empty(shape, dtype=torch.int32, device=self.device)}

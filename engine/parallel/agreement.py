@@ -17,28 +17,31 @@ STEPS = 64
 
 
 class Agreement:
-    """Compares a checksum every `STEPS` steps: of the inputs (token ids and positions), of the drawn tokens, and of the
-    bits of their log-probs.
+    """Compares checksums every `STEPS` steps: of the inputs (token ids and positions), and of the drawn tokens and the
+    bits of their log-probs. `exchange`: all ranks, of which the first `num_drawing` draw tokens.
 
     The inputs are compared because ranks share the sums and the head: if one rank computes other inputs, all ranks draw
     the same wrong tokens.
     """
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange, self._checksum, self._steps = exchange, 0, 0
+    def __init__(self, exchange: Exchange, num_drawing: int) -> None:
+        self._exchange, self._num_drawing, self._steps = exchange, num_drawing, 0
+        self._inputs = self._drawn = 0
 
     def add(self, step: Step, results: StepResults) -> None:
         """Add a step and its results. All ranks call this after the same step. Raise RankError if a rank differs."""
         for rows in (step.token_ids, step.positions):
-            self._checksum = zlib.crc32(rows.tobytes(), self._checksum)
+            self._inputs = zlib.crc32(rows.tobytes(), self._inputs)
         if results.drawn is not None:
             tokens = np.array(results.drawn.token_ids, np.int64).tobytes()
             logprobs = np.array(results.drawn.logprobs, np.float64).tobytes()
-            self._checksum = zlib.crc32(logprobs, zlib.crc32(tokens, self._checksum))
+            self._drawn = zlib.crc32(logprobs, zlib.crc32(tokens, self._drawn))
         self._steps += 1
         if self._steps % STEPS == 0:
-            found = [int(each) for each in self._exchange.gather(torch.tensor([self._checksum]))]
-            if odd := [index for index, checksum in enumerate(found) if checksum != found[0]]:
+            found = [each.tolist() for each in self._exchange.gather(torch.tensor([self._inputs, self._drawn]))]
+            odd = [i for i, each in enumerate(found) if each[0] != found[0][0]]
+            odd += [i for i, each in enumerate(found[: self._num_drawing]) if each[1] != found[0][1] and i not in odd]
+            if odd:
                 raise RankError(
                     f"ranks {odd} differ from rank 0 in inputs, tokens or log-probs, in the {STEPS} steps up to step "
                     f"{self._steps}"

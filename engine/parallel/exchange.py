@@ -1,24 +1,29 @@
 """Exchange of tensors between processes of one machine, through shared memory.
 
-The memory is an unnamed file that the leader creates and that the followers inherit. It has one counter for each rank,
-and two sides, each with one slot for each rank. A rank writes its tensor to its slot, sets its counter to the number of
-the call, and waits until all counters have reached this number. A rank can be at most one call ahead of another rank,
-so two sides suffice.
+The memory is an unnamed file that the leader creates and that the followers inherit. Each group of ranks has a region
+of the file: all ranks, the ranks of each stage, and each pair of ranks between which hidden states are passed. A region
+has one counter for each rank of the group, and two sides, each with one slot for each rank. A rank writes its tensor to
+its slot, sets its counter to the number of the call, and waits until all counters have reached this number. A rank can
+be at most one call ahead of another rank, so two sides suffice.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...kernels.cpu.ranks import RankMeetings
 from ...kernels.ranks import Rank
+from ..running.ranks import Links, Topology
 
 MOST_SECONDS, MOST_SECONDS_TO_START = 60.0, 1800.0
 """How long a rank waits for the others in a step, and while ranks load and warm up."""
@@ -26,40 +31,78 @@ SLOT_BYTES = 4 * 2**20
 _COUNTER_BYTES = 64  # a cache line each, so that ranks do not slow each other down
 
 
+Group: TypeAlias = tuple[int, ...]
+
+
 class RankError(RuntimeError):
     """A rank has failed or hangs, or ranks have different results. The engine cannot go on."""
 
 
-def segment_bytes(size: int) -> int:
-    """Return the size of the shared memory of `size` ranks, in bytes."""
-    return size * (_COUNTER_BYTES + 2 * SLOT_BYTES)
+class Segment:
+    """The shared memory of all groups of `topology`. `file`: its descriptor, which the caller closes.
 
+    `check()`: called while a rank waits; raises an exception if another rank has ended. `most_seconds`: how long a rank
+    waits for the other ranks. After that, its call raises RankError.
+    """
 
-def new_segment(size: int) -> int:
-    """Return the descriptor of new shared memory for `size` ranks. The caller closes it."""
-    segment = os.memfd_create("trueroll-ranks", os.MFD_CLOEXEC)
-    os.ftruncate(segment, segment_bytes(size))
-    return segment
+    def __init__(
+        self, topology: Topology, file: int, check: Callable[[], object], most_seconds: float = math.inf
+    ) -> None:
+        self.topology, self.check, self.most_seconds = topology, check, most_seconds
+        groups = _groups(topology)
+        ends = [*accumulate(_region_bytes(len(group)) for group in groups)]
+        os.ftruncate(file, ends[-1])
+        memory = torch.frombuffer(mmap.mmap(file, ends[-1]), dtype=torch.uint8)
+        self._regions = {
+            group: memory[end - _region_bytes(len(group)) : end] for group, end in zip(groups, ends, strict=True)
+        }
+
+    def links(self, index: int) -> Links:
+        """Return how a rank reaches the others."""
+        topology = self.topology
+        before, after = topology.before(index), topology.after(index)
+        everyone = stage = SharedExchange(self, _everyone(topology), index)
+        if topology.stages > 1:
+            stage = SharedExchange(self, tuple(topology.of_stage(index)), index)
+        return Links(
+            topology,
+            everyone,
+            stage,
+            None if before is None else SharedExchange(self, (before, index), index),
+            None if after is None else SharedExchange(self, (index, after), index),
+        )
+
+    def region(self, group: Group) -> Tensor:
+        """Return the memory of a group: uint8 [bytes]."""
+        return self._regions[group]
+
+    def absent(self) -> list[int]:
+        """Return the ranks for which other ranks wait and that wait for no other rank."""
+        awaited, waiting = set[int](), set[int]()
+        for group, region in self._regions.items():
+            turns = region[: len(group) * _COUNTER_BYTES].view(torch.int64)[:: _COUNTER_BYTES // 8].tolist()
+            for index, turn in zip(group, turns, strict=True):
+                if min(turns) < max(turns):
+                    (awaited if turn < max(turns) else waiting).add(index)
+        return sorted(awaited - waiting)
 
 
 class SharedExchange:
-    """The `Exchange` of one rank. `segment`: the descriptor of the shared memory; closed by the caller.
-
-    `check()`: called while the rank waits; raises an exception if another rank has ended. `most_seconds`: how long a
-    rank waits for the other ranks. After that, a call raises RankError.
+    """The `Exchange` of a rank with the ranks of `group`, and the `Link` between the two ranks of a pair. `index`: this
+    rank, which is in the group.
     """
 
-    def __init__(self, rank: Rank, segment: int, check: Callable[[], object], most_seconds: float) -> None:
-        self.rank, self.check, self.most_seconds = rank, check, most_seconds
-        self._memory = mmap.mmap(segment, segment_bytes(rank.size))
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+    def __init__(self, segment: Segment, group: Group, index: int) -> None:
+        self.rank, self._segment = Rank(group.index(index), len(group)), segment
+        self._bytes = segment.region(group)
         counters, own = self._bytes.data_ptr(), weakref.ref(self)
 
         def check_meeting(turn: int) -> None:
             assert (waiting := own()) is not None
             waiting._check_patience(turn)
 
-        self.native = RankMeetings(counters, counters + rank.size * _COUNTER_BYTES, SLOT_BYTES, *rank, check_meeting)
+        slots = counters + len(group) * _COUNTER_BYTES
+        self.native = RankMeetings(counters, slots, SLOT_BYTES, *self.rank, check_meeting)
         self._waiting = 0, 0.0
 
     def meet(self) -> None:
@@ -68,22 +111,17 @@ class SharedExchange:
 
     def _check_patience(self, turn: int) -> None:
         """Raise RankError if this rank has waited too long at the meeting `turn`, or the error of `check`."""
-        self.check()
+        self._segment.check()
         waiting_for, since = self._waiting
         if waiting_for != turn:
             self._waiting = turn, time.monotonic()
-        elif time.monotonic() > since + self.most_seconds:
-            waited = f"{self.most_seconds:.0f} s"
-            raise RankError(f"ranks {self._absent()} of {self.rank.size} did not answer in {waited}")
-
-    def _absent(self) -> list[int]:
-        """Return the ranks that have not made this call."""
-        counters = self._bytes[: self.rank.size * _COUNTER_BYTES].view(torch.int64)[:: _COUNTER_BYTES // 8].tolist()
-        return [index for index, turn in enumerate(counters) if turn < self.native.turn]
+        elif time.monotonic() > since + self._segment.most_seconds:
+            absent, seconds = self._segment.absent(), self._segment.most_seconds
+            raise RankError(f"ranks {absent} of {self._segment.topology.size} did not answer in {seconds:.0f} s")
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """See `Exchange.gather`."""
-        flat = x.contiguous().view(-1).view(torch.uint8)
+        flat = _bytes_of(x.contiguous())
         if len(flat) <= SLOT_BYTES:
             parts = self._gather(flat)
         else:
@@ -93,6 +131,22 @@ class SharedExchange:
                 for part, found in zip(parts, some, strict=True):
                     part[start : start + len(found)] = found
         return [part.view(x.dtype).view(x.shape) for part in parts]
+
+    def send(self, x: Tensor) -> None:
+        """See `Link.send`."""
+        flat = _bytes_of(x.contiguous())
+        for start in range(0, len(flat), SLOT_BYTES):
+            part = flat[start : start + SLOT_BYTES]
+            self._slot((self.native.turn + 1) % 2, 0)[: len(part)] = part
+            self.meet()
+
+    def receive(self, out: Tensor) -> None:
+        """See `Link.receive`. `out` must be contiguous."""
+        flat = _bytes_of(out)
+        for start in range(0, len(flat), SLOT_BYTES):
+            part = flat[start : start + SLOT_BYTES]
+            self.meet()
+            part.copy_(self._slot(self.native.turn % 2, 0)[: len(part)])
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         """Exchange bytes that fit into a slot. The result is valid until the next call."""
@@ -105,3 +159,25 @@ class SharedExchange:
         size = self.rank.size
         start = size * _COUNTER_BYTES + (side * size + index) * SLOT_BYTES
         return self._bytes[start : start + SLOT_BYTES]
+
+
+def _region_bytes(size: int) -> int:
+    """Return the size of the region of `size` ranks, in bytes."""
+    return size * (_COUNTER_BYTES + 2 * SLOT_BYTES)
+
+
+def _everyone(topology: Topology) -> Group:
+    return tuple(range(topology.size))
+
+
+def _groups(topology: Topology) -> list[Group]:
+    """Return the groups of ranks that exchange tensors, without repetitions."""
+    places = _everyone(topology)
+    of_stages = [tuple(topology.of_stage(index)) for index in places]
+    pairs = [(before, index) for index in places if (before := topology.before(index)) is not None]
+    return [*dict.fromkeys([places, *of_stages, *pairs])]
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, uint8 [bytes]."""
+    return x.view(-1).view(torch.uint8)

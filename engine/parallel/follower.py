@@ -21,14 +21,14 @@ import torch
 
 from trueroll.errors import TruerollError
 
-from ...kernels.ranks import Rank
 from ..config import EngineConfig
 from ..running.executor import LocalExecutor
 from ..running.loading import allocate_model
+from ..running.ranks import Topology
 from ..running.weight_memory import Build
 from .agreement import Agreement
-from .exchange import MOST_SECONDS, MOST_SECONDS_TO_START, SharedExchange
-from .weights import NUM_FILES, FollowerArena, FollowerWeights
+from .exchange import MOST_SECONDS, Segment, SharedExchange
+from .weights import FollowerArena, FollowerWeights
 from .wire import Channel
 
 
@@ -38,8 +38,9 @@ class LeaderGone(Exception):
 
 def follow(channel: Channel, segment: int, index: int) -> None:
     """Compute what the leader sends to the rank with this index, until it closes the channel."""
-    _, (settings, size) = channel.receive()
+    _, settings = channel.receive()
     config = EngineConfig(**settings)
+    topology = Topology.of(config)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
 
@@ -47,19 +48,21 @@ def follow(channel: Channel, segment: int, index: int) -> None:
         if channel.is_closed():
             raise LeaderGone
 
-    exchange = SharedExchange(Rank(index, size), segment, check, MOST_SECONDS_TO_START)
+    # A follower waits without a limit. The leader waits for each follower too, and ends all if one hangs.
+    links = Segment(topology, segment, check).links(index)
     os.close(segment)
+    everyone = cast(SharedExchange, links.everyone)
 
     def place(builds: Sequence[Build], dtype: torch.dtype, device: torch.device) -> FollowerWeights:
-        return FollowerWeights(builds[index], dtype, lambda: channel.receive_files(NUM_FILES))
+        return FollowerWeights(builds[index], dtype, channel.receive_files, topology.rank(index).index == 0)
 
-    model = allocate_model(config, exchange, place)
+    model = allocate_model(config, links, place)
     arena = cast(FollowerArena, model.loaded.weights.arena)
     executor = LocalExecutor(config, model.read())
+    everyone.gather(torch.tensor([executor.memory()["kv_cache"]]))
     gc.freeze()  # otherwise a garbage collection would traverse all of torch, and all ranks would wait
-    exchange.meet()
-    exchange.most_seconds = MOST_SECONDS
-    agreement = Agreement(exchange)
+    everyone.meet()
+    agreement = Agreement(everyone, topology.tensor)
     while True:
         match channel.receive():
             case "compute", step:
@@ -67,16 +70,16 @@ def follow(channel: Channel, segment: int, index: int) -> None:
             case "draft", step:
                 executor.draft(step)
             case "meet", None:
-                exchange.meet()
+                everyone.meet()
             case "map", None:
-                arena.map(channel.receive_files(NUM_FILES))
-                exchange.meet()
+                arena.map(channel.receive_files(len(arena.arenas)))
+                everyone.meet()
             case "sleep", (level, tags):
                 executor.sleep(level, tags)
-                exchange.meet()
+                everyone.meet()
             case "wake_up", tags:
                 executor.wake_up(tags)
-                exchange.meet()
+                everyone.meet()
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import NamedTuple, NoReturn, cast
 
 import torch
@@ -17,18 +18,18 @@ import torch
 from trueroll.errors import ConfigError
 
 from ...kernels.cpu.library import library_obstacle
-from ...kernels.ranks import Rank
 from ..config import EngineConfig
 from ..outputs.routes import RouteFormat
 from ..request import Tag
 from ..running.executor import LocalComputation, LocalExecutor, Peers, StepResults
 from ..running.loading import EngineInfo, LoadedModel, allocate_model
 from ..running.mtp import DraftStep
+from ..running.ranks import Links, Topology
 from ..running.step import Step
 from ..running.weights import WeightStaging, WeightStore
 from . import exchange
 from .agreement import Agreement
-from .exchange import RankError, SharedExchange, new_segment
+from .exchange import RankError, Segment, SharedExchange
 from .weights import LeaderWeights, RankedArena
 from .wire import Channel, packed
 
@@ -44,8 +45,8 @@ class Follower(NamedTuple):
 
 
 class Followers:
-    """The followers of an engine. They end when the object is closed or garbage-collected, or when this process ends. A
-    follower sends a message only if it fails.
+    """The followers of an engine with `size` ranks. They end when the object is closed or garbage-collected, or when
+    this process ends. A follower sends a message only if it fails.
     """
 
     def __init__(self, size: int) -> None:
@@ -72,7 +73,7 @@ class Followers:
                     command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), segment), start_new_session=True
                 )
             self._all.append(Follower(index, process, Channel(own, exchange.MOST_SECONDS)))
-        self.send("start", [config.model_dump(), self._size])
+        self.send("start", config.model_dump())
 
     def send(self, name: str, content: object = None) -> None:
         """Send a command to all followers."""
@@ -133,30 +134,32 @@ def _end(followers: list[Follower]) -> None:
             follower.process.wait()
 
 
-@dataclass(frozen=True)
 class _Computation:
-    """A step in flight on all ranks."""
+    """A step in flight on all ranks. `compute`: computes this rank's part of it."""
 
-    step: Step
-    own: LocalComputation
-    agreement: Agreement
+    def __init__(self, step: Step, compute: Callable[[Step], LocalComputation], agreement: Agreement) -> None:
+        self._step, self._compute, self._agreement = step, compute, agreement
+        self._results: StepResults | None = None
 
     def wait(self) -> StepResults:
-        results = self.own.wait()
-        self.agreement.add(self.step, results)
-        return results
+        if self._results is None:
+            self._results = self._compute(self._step).wait()
+            self._agreement.add(self._step, self._results)
+        return self._results
 
 
 class Ranks:
-    """The other ranks, in the process of rank 0. `followers`: the processes. `exchange`: where all ranks meet."""
+    """The other ranks, in the process of rank 0. `followers`: the processes. `links`: how rank 0 reaches them."""
 
-    def __init__(self, followers: Followers, exchange: SharedExchange) -> None:
-        self._followers, self._exchange = followers, exchange
+    def __init__(self, followers: Followers, links: Links) -> None:
+        self._followers, self._exchange = followers, cast(SharedExchange, links.everyone)
+        distinct = {id(each): each for each in (links.everyone, links.stage, links.before) if each is not None}
+        self._meetings = [cast(SharedExchange, each).native for each in distinct.values()]
 
     @property
     def waited_us(self) -> int:
         """See `Peers`."""
-        return self._exchange.native.waited_us
+        return sum(meetings.waited_us for meetings in self._meetings)
 
     def tell(self, name: str, content: object = None) -> None:
         """Send a command."""
@@ -194,30 +197,36 @@ class RankedExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        size = config.tensor_parallel_size
+        self._topology = topology = Topology.of(config)
         config = config_of_rank(config)
         torch.set_num_threads(config.num_threads or 1)
-        followers, segment = Followers(size), new_segment(size)
+        followers, file = Followers(topology.size), os.memfd_create("trueroll-ranks", os.MFD_CLOEXEC)
         try:
-            shared = SharedExchange(Rank(0, size), segment, followers.check, exchange.MOST_SECONDS_TO_START)
-            model = allocate_model(config, shared, lambda builds, dtype, _: LeaderWeights(builds, dtype))
-            followers.start(config, segment)
+            segment = Segment(topology, file, followers.check, exchange.MOST_SECONDS_TO_START)
+            links = segment.links(0)
+            everyone = cast(SharedExchange, links.everyone)
+            model = allocate_model(config, links, lambda builds, dtype, _: LeaderWeights(builds, dtype, topology))
+            followers.start(config, file)
             self._arena = cast(RankedArena, model.loaded.weights.arena)
             followers.share(self._arena)
             self.loaded: LoadedModel = model.read()
             self._own = LocalExecutor(config, self.loaded)
-            shared.meet()
+            of_ranks = everyone.gather(torch.tensor([self._own.memory()["kv_cache"]]))
+            self._kv_bytes = sum(map(int, of_ranks))
+            everyone.meet()
         except BaseException:
             followers.close()
             raise
         finally:
-            os.close(segment)
-        shared.most_seconds = exchange.MOST_SECONDS
-        self._ranks, self._size, self._agreement = Ranks(followers, shared), size, Agreement(shared)
+            os.close(file)
+        segment.most_seconds = exchange.MOST_SECONDS
+        self._ranks, self._agreement = Ranks(followers, links), Agreement(everyone, topology.tensor)
+        self._in_flight = deque[_Computation](maxlen=topology.stages)
 
     @property
     def info(self) -> EngineInfo:
-        return replace(self._own.info, tensor_parallel_size=self._size)
+        tensor, stages = self._topology
+        return replace(self._own.info, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
 
     @property
     def weights(self) -> WeightStore:
@@ -239,14 +248,23 @@ class RankedExecutor:
         self._own.check_ready()
 
     def compute(self, step: Step) -> _Computation:
+        """See `Executor.compute`. The followers begin at once. With several stages, this rank, which computes the last
+        one, begins when the results are awaited, so that the first stage can begin another step meanwhile.
+        """
         self._ranks.tell("compute", step)
-        return _Computation(step, self._own.compute(step), self._agreement)
+        computation = _Computation(step, self._own.compute, self._agreement)
+        self._in_flight.append(computation)
+        if self._topology.stages == 1:
+            computation.wait()
+        return computation
 
     def draft(self, step: DraftStep) -> list[list[int]]:
         self._ranks.tell("draft", step)
         return self._own.draft(step)
 
     def commit(self, staging: WeightStaging) -> None:
+        for computation in self._in_flight:
+            computation.wait()
         before = self._arena.files
         self._ranks.settle()  # no follower may read weights while they are written
         try:
@@ -266,7 +284,7 @@ class RankedExecutor:
     def memory(self) -> dict[str, int]:
         """Return the bytes that all ranks hold."""
         own = self._own.memory()
-        return own | {"kv_cache": own["kv_cache"] * self._size}
+        return own | {"kv_cache": self._kv_bytes if own["kv_cache"] else 0}
 
 
 def _without_weights(tags: Collection[Tag]) -> list[Tag]:
@@ -278,14 +296,12 @@ def config_of_rank(config: EngineConfig) -> EngineConfig:
     """Return the configuration of each rank. The ranks share the threads of the engine. Raise ConfigError for a device
     other than a CPU, and without the native library.
     """
+    field = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
     if torch.device(config.device).type != "cpu":
-        raise ConfigError(
-            f"tensor_parallel_size must be 1 on {config.device} (got {config.tensor_parallel_size}); only a CPU can "
-            "have several ranks",
-            field="tensor_parallel_size",
-            value=config.tensor_parallel_size,
-        )
+        value = getattr(config, field)
+        text = f"{field} must be 1 on {config.device} (got {value}); only a CPU can have several ranks"
+        raise ConfigError(text, field=field, value=value)
     if obstacle := library_obstacle():
-        raise ConfigError(f"tensor_parallel_size: ranks exchange sums with the native library, but {obstacle}")
+        raise ConfigError(f"{field}: ranks exchange tensors with the native library, but {obstacle}")
     cores = config.num_threads or len(os.sched_getaffinity(0))
-    return config.model_copy(update=dict(num_threads=max(1, cores // config.tensor_parallel_size)))
+    return config.model_copy(update=dict(num_threads=max(1, cores // config.num_ranks)))

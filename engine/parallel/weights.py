@@ -1,138 +1,165 @@
 """The weights of an engine with several ranks.
 
-The leader owns the memory of all weights: one arena for the common weights, which every rank uses whole (embeddings,
-norms, routers), and one arena for the part of each rank. A follower maps the first arena and its own. So the leader
-receives, reads, saves and drops weights as an engine in one process does. New weights reach a follower as two
-descriptors. Followers do not compute while the leader writes into live weights.
+The leader owns the memory of all weights: one arena for the weights of all ranks (embeddings, last norm), one for each
+stage, for what its ranks use whole (norms, routers), and one for the part of each rank. A follower maps the first
+arena, that of its stage, and its own. So the leader receives, reads, saves and drops weights as an engine in one
+process does. New weights reach a follower as three descriptors. Followers do not compute while the leader writes into
+live weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from ...kernels.contract import Weight
 from ...kernels.shards import Shard, Shards
 from ..cache.memory import bytes_needed
 from ..cache.shared import FileArena, MappedArena
+from ..models.decoder import Empty, Owner
+from ..running.ranks import Topology
 from ..running.weight_memory import Build, WeightSet, empty_of
 
-NUM_FILES = 2
-"""The number of descriptors that a follower receives: of the common weights, and of its own part."""
+_Place: TypeAlias = tuple[Owner, int]
+"""An owner of weights: all ranks (number 0), a stage, or a rank."""
 
 
-def _sizes(build: Build, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of the common weights, and the bytes of this rank's part."""
+def _sizes(build: Build, dtype: torch.dtype) -> dict[Owner, int]:
+    """Return how many bytes of weights a rank shares with each owner. Owners without weights are left out."""
 
     def unallocated(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    common = bytes_needed(lambda empty: build(empty, unallocated), dtype)
-    return common, bytes_needed(lambda empty: build(unallocated, empty), dtype)
+    def size_of(owner: Owner) -> int:
+        return bytes_needed(lambda empty: build(unallocated, {owner: empty}), dtype)
+
+    found = {owner: size_of(owner) for owner in Owner}
+    return {owner: size for owner, size in found.items() if size}
 
 
 class RankedArena:
-    """Memory for one set of weights: `common` for the common weights, and one of `parts` for each rank."""
+    """Memory for one set of weights. `arenas`: the arena of each owner. `of_ranks`: the owners of the weights that each
+    rank uses.
+    """
 
     copy_note = ""
 
-    def __init__(self, common: FileArena, parts: Sequence[FileArena]) -> None:
-        self.common, self.parts = common, parts
+    def __init__(self, arenas: Mapping[_Place, FileArena], of_ranks: Sequence[Sequence[_Place]]) -> None:
+        self.arenas, self.of_ranks = arenas, of_ranks
 
     @property
     def num_held(self) -> int:
         """See `Arena`."""
-        return sum(arena.num_held for arena in self._all)
+        return sum(arena.num_held for arena in self.arenas.values())
 
     @property
     def files(self) -> list[int]:
         """The descriptors of all memory."""
-        return [arena.file for arena in self._all]
+        return [arena.file for arena in self.arenas.values()]
 
     def files_of(self, index: int) -> list[int]:
-        """Return the descriptors of the memory that a rank needs."""
-        return [self.common.file, self.parts[index].file]
+        """Return the descriptors of the memory that a rank needs, in the order of `Owner`."""
+        return [self.arenas[place].file for place in self.of_ranks[index]]
 
     def take(self, other: RankedArena) -> None:
         """See `Arena.take`. The followers must map the new files before the next step."""
-        for own, new in zip(self._all, other._all, strict=True):
-            own.take(new)
+        for place, arena in self.arenas.items():
+            arena.take(other.arenas[place])
 
     def drop(self, keep: bool) -> None:
         """See `Arena.drop`. Frees the memory for all ranks."""
-        for arena in self._all:
+        for arena in self.arenas.values():
             arena.drop(keep)
 
     def restore(self) -> None:
         """See `Arena.restore`. If there is not enough memory, none is restored."""
         try:
-            for arena in self._all:
+            for arena in self.arenas.values():
                 arena.restore()
         except BaseException:
             self.drop(keep=False)
             raise
 
-    @property
-    def _all(self) -> list[FileArena]:
-        return [self.common, *self.parts]
-
 
 class LeaderWeights:
     """The `WeightMemory` of the leader. `builds`: creates the model of each rank."""
 
-    def __init__(self, builds: Sequence[Build], dtype: torch.dtype) -> None:
+    def __init__(self, builds: Sequence[Build], dtype: torch.dtype, topology: Topology) -> None:
         self._builds, self._dtype, self.device = builds, dtype, torch.device("cpu")
-        sizes = [_sizes(build, dtype) for build in builds]
-        self._common, self._parts = sizes[0][0], [own for _, own in sizes]
-        self.num_bytes = self._common + sum(self._parts)
+        self._sizes, self._of_ranks = dict[_Place, int](), list[list[_Place]]()
+        for index, build in enumerate(builds):
+            numbers = {Owner.ALL: 0, Owner.STAGE: topology.stage(index).index, Owner.RANK: index}
+            found = {(owner, numbers[owner]): size for owner, size in _sizes(build, dtype).items()}
+            self._sizes |= found
+            self._of_ranks.append([*found])
+        self.num_bytes = sum(self._sizes.values())
 
     def new_arena(self, is_live: bool) -> RankedArena:
         """See `WeightMemory.new_arena`."""
-        common, *parts = (FileArena(size, huge_pages=is_live) for size in (self._common, *self._parts))
-        return RankedArena(common, parts)
+        arenas = {place: FileArena(size, huge_pages=is_live) for place, size in self._sizes.items()}
+        return RankedArena(arenas, self._of_ranks)
 
     def weights_in(self, arena: RankedArena) -> WeightSet:
-        """See `WeightMemory.weights_in`."""
-        allocate, common = empty_of(arena.common, self._dtype), list[Tensor]()
+        """See `WeightMemory.weights_in`. The leader also reads the weights of all ranks."""
+        allocated = dict[_Place, list[Tensor]]()
+        models = [
+            build(partial(torch.empty, dtype=self._dtype), dict(self._empties(arena, places, allocated)))
+            for build, places in zip(self._builds, arena.of_ranks, strict=True)
+        ]
+        whole, own = dict[str, Weight](), models[0].checkpoint_tensors()
+        to_load = dict(own)
+        for name in dict.fromkeys(name for model in models for name in model.owners):
+            holders = [model for model in models if name in model.owners]
+            weights = [model.checkpoint_tensors()[name] for model in holders]
+            whole[name] = Shards(cast(list[Shard], weights)) if isinstance(weights[0], Shard) else weights[0]
+            if holders[0].owners[name] is Owner.ALL:
+                to_load[name] = weights[0]
+        return WeightSet(models[0], whole, to_load)
 
-        def empty(*shape: int, dtype: torch.dtype = self._dtype) -> Tensor:
-            common.append(allocate(*shape, dtype=dtype))
-            return common[-1]
+    def _empties(
+        self, arena: RankedArena, places: Sequence[_Place], allocated: dict[_Place, list[Tensor]]
+    ) -> Iterator[tuple[Owner, Empty]]:
+        """Yield the functions that allocate a rank's weights. `allocated`: the tensors of earlier ranks, which later
+        ranks with the same owner get again.
+        """
+        for place in places:
+            if place in allocated:
+                again = iter(allocated[place])
+                yield place[0], lambda *_, again=again, **__: next(again)
+            else:
+                new = allocated[place] = []
+                yield place[0], partial(_noting, new, empty_of(arena.arenas[place], self._dtype))
 
-        model = self._builds[0](empty, empty_of(arena.parts[0], self._dtype))
-        models = [model]
-        for build, part in zip(self._builds[1:], arena.parts[1:], strict=True):
-            again = iter(common)  # every rank has the same tensors there
-            models.append(build(lambda *_, again=again, **__: next(again), empty_of(part, self._dtype)))
-        own = model.checkpoint_tensors()
-        of_all = {name: [each.checkpoint_tensors()[name] for each in models] for name in own}
-        whole = {
-            name: Shards(cast(list[Shard], each)) if isinstance(each[0], Shard) else each[0]
-            for name, each in of_all.items()
-        }
-        return WeightSet(model, whole, own)
+
+def _noting(found: list[Tensor], empty: Empty, *shape: int, **dtype: torch.dtype) -> Tensor:
+    found.append(empty(*shape, **dtype))
+    return found[-1]
 
 
 class FollowerArena:
-    """The memory of a follower's live weights, which the leader owns. `files`: the descriptors from the leader."""
+    """The memory of a follower's live weights, which the leader owns. `sizes`: the bytes of each owner's weights.
+    `files`: the descriptors from the leader.
+    """
 
     copy_note = ""
 
-    def __init__(self, common: int, own: int, files: Sequence[int]) -> None:
-        self.common, self.own = MappedArena(common), MappedArena(own)
+    def __init__(self, sizes: Mapping[Owner, int], files: Sequence[int]) -> None:
+        self.arenas = {owner: MappedArena(size) for owner, size in sizes.items()}
         self.map(files)
 
     @property
     def num_held(self) -> int:
         """See `Arena`."""
-        return self.common.num_held + self.own.num_held
+        return sum(arena.num_held for arena in self.arenas.values())
 
     def map(self, files: Sequence[int]) -> None:
         """Map the memory with these descriptors, and close them. Raise OSError on failure."""
-        for arena, file in zip((self.common, self.own), files, strict=True):
+        for arena, file in zip(self.arenas.values(), files, strict=True):
             arena.map(file)
             os.close(file)
 
@@ -148,21 +175,27 @@ class FollowerArena:
 
 
 class FollowerWeights:
-    """The `WeightMemory` of a follower. `receive_files()`: waits for the descriptors from the leader."""
+    """The `WeightMemory` of a follower. `receive_files(count)`: waits for `count` descriptors from the leader.
+    `reads_stage`: whether this rank reads the weights of its stage.
+    """
 
     num_bytes = 0  # the leader allocates the memory
 
-    def __init__(self, build: Build, dtype: torch.dtype, receive_files: Callable[[], Sequence[int]]) -> None:
+    def __init__(
+        self, build: Build, dtype: torch.dtype, receive_files: Callable[[int], Sequence[int]], reads_stage: bool
+    ) -> None:
         self._build, self._dtype, self.device = build, dtype, torch.device("cpu")
-        self._receive_files = receive_files
+        self._receive_files, self._sizes = receive_files, _sizes(build, dtype)
+        self._reads = (Owner.STAGE, Owner.RANK) if reads_stage else (Owner.RANK,)
 
     def new_arena(self, is_live: bool) -> FollowerArena:
         """See `WeightMemory.new_arena`."""
-        return FollowerArena(*_sizes(self._build, self._dtype), self._receive_files())
+        return FollowerArena(self._sizes, self._receive_files(len(self._sizes)))
 
     def weights_in(self, arena: FollowerArena) -> WeightSet:
-        """See `WeightMemory.weights_in`. The leader reads the common weights."""
-        model = self._build(empty_of(arena.common, self._dtype), empty_of(arena.own, self._dtype))
+        """See `WeightMemory.weights_in`."""
+        empties = {owner: empty_of(each, self._dtype) for owner, each in arena.arenas.items()}
+        model = self._build(partial(torch.empty, dtype=self._dtype), empties)
         tensors = model.checkpoint_tensors()
-        parts = {name: weight for name, weight in tensors.items() if isinstance(weight, Shard)}
-        return WeightSet(model, tensors, parts)
+        to_load = {name: weight for name, weight in tensors.items() if model.owners[name] in self._reads}
+        return WeightSet(model, tensors, to_load)

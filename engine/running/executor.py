@@ -132,7 +132,7 @@ class Executor(Protocol):
 
     def draft(self, step: DraftStep) -> list[list[int]]:
         """Return drafted tokens for each sequence of `step`. The model must have an MTP module. No step may be in
-        flight.
+        flight. A rank of a stage without the module only copies the blocks.
         """
         ...
 
@@ -183,7 +183,8 @@ class LocalComputation:
 
 
 class LocalExecutor:
-    """The executor of one process on one device. Construction includes the warm-up.
+    """The executor of one process on one device. Construction includes the warm-up. A rank of a stage that is not the
+    last one computes its layers, but has no results.
 
     Raise ConfigError if `config` cannot be served.
     """
@@ -196,18 +197,19 @@ class LocalExecutor:
         if is_needed(device):
             log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
-        if loaded.exchange is not None:
-            available = _available_per_rank(available, device, loaded.exchange)
+        if loaded.links is not None:
+            available = _available_per_rank(available, device, loaded.links.everyone)
         info = engine_info(config, loaded, available)
         spare = (
             1 if uses_graphs(config, loaded) else 0
         )  # one block per window and one state slot, for the padding rows of graphs
         num_blocks = [count + spare for count in info.blocks_by_window]
         journal = config.max_num_seqs, config.num_drafts
-        mtp = None
-        if loaded.drafts_with_mtp(config):
+        mtp, self._stage = None, loaded.model.spec.stage
+        if loaded.drafts_with_mtp(config) and self._stage.is_last:
             mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
-        self._runner = ModelRunner(loaded.model, num_blocks, config.block_size, info.num_slots + spare, journal, mtp)
+        sizes = num_blocks, config.block_size, info.num_slots + spare
+        self._runner = ModelRunner(loaded.model, *sizes, journal, mtp, loaded.links)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
@@ -247,6 +249,8 @@ class LocalExecutor:
         self._runner.copy_blocks(step.block_copies)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
         hidden, found = (graphs or self._runner).run(step, self._lanes)
+        if not self._stage.is_last:
+            return LocalComputation(None, (), None)
         if self._runner.mtp is not None:
             self._runner.follow(self._runner.mtp, step, self._lanes, hidden)
         routes = None if self._experts is None else self._routes(self._experts, found[ROUTES], step)
@@ -258,9 +262,8 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def draft(self, step: DraftStep) -> list[list[int]]:
-        assert self._runner.mtp is not None
         self._runner.copy_blocks(step.block_copies)
-        return self._runner.mtp.draft(step, self._sampler)
+        return [] if self._runner.mtp is None else self._runner.mtp.draft(step, self._sampler)
 
     def commit(self, staging: WeightStaging) -> None:
         if "weights" in self._asleep:

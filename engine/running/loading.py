@@ -17,7 +17,7 @@ from trueroll.errors import ConfigError, ModelError, brief
 from ...kernels.contract import Backend
 from ...kernels.families import describe
 from ...kernels.pieces import with_pieces
-from ...kernels.ranks import Exchange, Rank, RankedOps, part_of
+from ...kernels.ranks import RankedOps, part_of, stage_of
 from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec, is_of_mtp
 from ...kernels.spellings import Spellings
@@ -30,6 +30,7 @@ from ..models.loader import Checkpoint, check_checkpoint, checkpoint_names, copy
 from ..models.names import find_config, resolve_model
 from .experts import route_format
 from .planner import Sizes, Storage, plan_memory, scratch_bytes
+from .ranks import Links, Topology
 from .weight_memory import Build, LocalWeights, Place, WeightMemory
 from .weights import WeightStore
 
@@ -39,8 +40,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory, its backend, and the end-of-sequence tokens named in the model folder. `exchange`: moves
-    tensors between the ranks, if the model is the part of one of several ranks.
+    """A model in memory, its backend, and the end-of-sequence tokens named in the model folder. `links`: how this rank
+    reaches the others, if the model is the part of one of several ranks.
 
     Several engines can share a loaded model, as long as no engine commits other weights or puts the weights to sleep.
     """
@@ -49,7 +50,7 @@ class LoadedModel:
     weights: WeightStore
     backend: SelectedBackend
     eos_token_ids: tuple[int, ...]
-    exchange: Exchange | None = None
+    links: Links | None = None
 
     @property
     def model(self) -> Decoder:
@@ -58,7 +59,7 @@ class LoadedModel:
 
     def drafts_with_mtp(self, config: EngineConfig) -> bool:
         """Return whether an engine with this configuration drafts with the model's MTP module."""
-        return config.wants_mtp and self.model.mtp is not None
+        return config.wants_mtp and self.model.spec.serves_mtp
 
     @property
     def dtype_name(self) -> str:
@@ -82,8 +83,8 @@ class EngineInfo:
     `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the size of one
     token's recorded experts, in bytes. The four fields about experts are 0 for models without experts.
 
-    `tensor_parallel_size`: the number of ranks. With several ranks, `weight_bytes`, `kv_bytes` and `state_bytes` are
-    those of one rank.
+    `tensor_parallel_size`: the number of ranks in each stage. `pipeline_parallel_size`: the number of stages. With
+    several ranks, `weight_bytes` are those of rank 0, and `kv_bytes` and `state_bytes` those of one rank, at most.
 
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
@@ -122,6 +123,7 @@ class EngineInfo:
     scratch_bytes: int = 0
     warm_up_seconds: float = 0.0
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     @property
     def num_slots(self) -> int:
@@ -138,7 +140,7 @@ class EngineInfo:
 class _Plan:
     """The properties of a model, determined before memory is allocated.
 
-    `spec`: the whole decoder. `builds`: create the model of each rank. `exchange`: as in `LoadedModel`.
+    `spec`: the whole decoder. `builds`: create the model of each rank. `links`: as in `LoadedModel`.
     """
 
     folder: Path
@@ -148,16 +150,16 @@ class _Plan:
     device: torch.device
     backend: SelectedBackend
     eos_token_ids: tuple[int, ...]
-    exchange: Exchange | None
+    links: Links | None
 
     @property
     def build(self) -> Build:
         """Creates the model of this process."""
-        return self.builds[0 if self.exchange is None else self.exchange.rank.index]
+        return self.builds[0 if self.links is None else self.links.everyone.rank.index]
 
-    def outline(self) -> Decoder:
-        """Return the model on torch's meta device, without memory."""
-        return self.build(partial(torch.empty, dtype=self.dtype, device="meta"))
+    def outlines(self) -> list[Decoder]:
+        """Return the models of all ranks on torch's meta device, without memory."""
+        return [build(partial(torch.empty, dtype=self.dtype, device="meta")) for build in self.builds]
 
 
 class AllocatedModel(NamedTuple):
@@ -172,29 +174,26 @@ class AllocatedModel(NamedTuple):
         return self.loaded
 
 
-def load_model(config: EngineConfig, exchange: Exchange | None = None) -> LoadedModel:
+def load_model(config: EngineConfig, links: Links | None = None) -> LoadedModel:
     """Load a model and its backend. See `allocate_model`."""
-    return allocate_model(config, exchange).read()
+    return allocate_model(config, links).read()
 
 
-def allocate_model(
-    config: EngineConfig, exchange: Exchange | None = None, place: Place | None = None
-) -> AllocatedModel:
+def allocate_model(config: EngineConfig, links: Links | None = None, place: Place | None = None) -> AllocatedModel:
     """Allocate the memory of a model, and return the model and its backend.
 
-    The weights are uninitialized until `AllocatedModel.read`. `exchange`: allocate only this rank's part; its layers
-    exchange their sums through `exchange`. `place`: where to allocate the
-    weights; by default, in this process.
+    The weights are uninitialized until `AllocatedModel.read`. `links`: allocate only the part of this rank, which
+    reaches the other ranks through `links`. `place`: where to allocate the weights; by default, in this process.
 
     Raise ConfigError if the device or the backend is missing or cannot serve the model. Raise ModelError if the model
     cannot be loaded. The checkpoint is checked before memory is allocated.
     """
-    plan = _plan(config, _find_model, exchange)
-    outline = plan.outline()
+    plan = _plan(config, _find_model, links)
+    outlines = plan.outlines()
+    tensors = {name: tensor for each in outlines for name, tensor in each.checkpoint_tensors().items()}
+    outline = outlines[0]
     ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    checkpoint = check_checkpoint(
-        plan.folder, outline.checkpoint_tensors(), ignored, outline.spec.own_name, outline.stack_parts()
-    )
+    checkpoint = check_checkpoint(plan.folder, tensors, ignored, outline.spec.own_name, outline.stack_parts())
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     return AllocatedModel(_allocate(plan, place), checkpoint)
@@ -202,15 +201,15 @@ def allocate_model(
 
 def outline(config: EngineConfig) -> Decoder:
     """Return the model that `config.model` names, on torch's meta device (without memory). With several ranks, return
-    the part of rank 0.
+    the part of a rank that has the most weights.
 
     Accepts the same names and raises the same errors as `load_dummy`. Raise ConfigError if the model cannot have
-    `tensor_parallel_size` ranks.
+    the ranks that `config` asks for.
     """
-    plan = _plan(config, find_config)
-    ops = plan.backend.ops
-    part = part_of(plan.spec, Rank(0, config.tensor_parallel_size), ops.HEAD_SECTION)
-    return Decoder(part, ops, partial(torch.empty, dtype=plan.dtype, device="meta"))
+    plan, topology = _plan(config, find_config), Topology.of(config)
+    specs = specs_of_ranks(plan.spec, topology, plan.backend.ops)
+    empty = partial(torch.empty, dtype=plan.dtype, device="meta")
+    return max((Decoder(spec, plan.backend.ops, empty) for spec in specs), key=lambda model: model.num_bytes)
 
 
 def load_dummy(config: EngineConfig) -> LoadedModel:
@@ -230,7 +229,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     Raise ConfigError if the model or the memory cannot support the configuration.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
-    spec = model.spec if loaded.drafts_with_mtp(config) else model.spec.serving_mtp(False)
+    spec = model.spec.serving_mtp(loaded.drafts_with_mtp(config))
     sizes = Sizes.of(spec, Storage.of(model.dtype), config.block_size, config.num_drafts)
     plan = plan_memory(config, sizes, max_model_len, available)
     routes = route_format(model.spec)
@@ -275,7 +274,7 @@ def _find_model(name: str) -> Path:
     return folder
 
 
-def _plan(config: EngineConfig, find_folder: Callable[[str], Path], exchange: Exchange | None = None) -> _Plan:
+def _plan(config: EngineConfig, find_folder: Callable[[str], Path], links: Links | None = None) -> _Plan:
     device = _device(config.device)
     folder = find_folder(config.model)
     raw = read_config(folder)
@@ -286,14 +285,20 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], exchange: Ex
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)
     spec = spec.serving_mtp(_serves_mtp(config, folder, spec, backend.ops))
-    specs = (spec,)
-    if exchange is not None:
-        ranks = [Rank(index, exchange.rank.size) for index in range(exchange.rank.size)]
-        specs = tuple(part_of(spec, rank, backend.ops.HEAD_SECTION) for rank in ranks)
-        ops = RankedOps(backend.ops, exchange, specs[exchange.rank.index].head_range[0])
+    specs = [spec]
+    if links is not None:
+        specs = specs_of_ranks(spec, links.topology, backend.ops)
+    if links is not None and links.topology.tensor > 1:
+        ops = RankedOps(backend.ops, links.stage, specs[links.everyone.rank.index].head_range[0])
         backend = replace(backend, ops=cast(Backend, ops))
     builds = tuple(partial(Decoder, each, backend.ops) for each in specs)
-    return _Plan(folder, spec, builds, dtype, device, backend, eos_token_ids, exchange)
+    return _Plan(folder, spec, builds, dtype, device, backend, eos_token_ids, links)
+
+
+def specs_of_ranks(spec: DecoderSpec, topology: Topology, ops: Backend) -> list[DecoderSpec]:
+    """Return the part of each rank. Raise ConfigError if the model cannot have these ranks."""
+    places = [(topology.rank(index), topology.stage(index)) for index in range(topology.size)]
+    return [stage_of(part_of(spec, rank, ops.HEAD_SECTION), stage) for rank, stage in places]
 
 
 def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
@@ -364,7 +369,7 @@ def _allocate(plan: _Plan, place: Place | None = None) -> LoadedModel:
         weights = WeightStore(memory)
     except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError
         raise ModelError(f"{plan.folder}: the weights do not fit into memory: {error}; use a smaller model") from None
-    return LoadedModel(plan.folder, weights, plan.backend, plan.eos_token_ids, plan.exchange)
+    return LoadedModel(plan.folder, weights, plan.backend, plan.eos_token_ids, plan.links)
 
 
 def _check_memory(plan: _Plan, needed: int) -> None:

@@ -19,6 +19,7 @@ from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
 from .mtp import MtpRunner
+from .ranks import Link, Links
 from .step import Draws, JournalRows, Step
 
 
@@ -43,8 +44,11 @@ class ModelRunner:
 
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
     `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
-    and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `memories`: the
-    memory of each layer. `groups`: for each layer, the index of its window; 0 for layers without a KV cache.
+    and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `links`: how
+    this rank reaches the others, if the model is the part of a rank. `memories`: the memory of each layer. `groups`:
+    for each layer, the index of its window; 0 for layers without a KV cache.
+
+    A stage has the memory of its layers only, but steps and `num_blocks` have the windows of all layers.
     """
 
     def __init__(
@@ -55,10 +59,12 @@ class ModelRunner:
         num_slots: int = 0,
         journal: tuple[int, int] = (0, 0),
         mtp: MtpRunner | None = None,
+        links: Links | None = None,
     ) -> None:
         self.model, self.mtp, self.block_size = model, mtp, block_size
+        self._before, self._after = (None, None) if links is None else (links.before, links.after)
         windows = model.spec.windows
-        mixers = [layer.mixer for layer in model.spec.layers]
+        mixers = [model.spec.layers[i].mixer for i in model.spec.own_layers]
         self.groups = [windows.index(m.window) if isinstance(m, AttentionSpec) else 0 for m in mixers]
         blocks = [num_blocks[group] for group in self.groups]
 
@@ -120,15 +126,29 @@ class ModelRunner:
         states: Tensor | None = None,
         journal: JournalRows | None = None,
     ) -> ModelOutput:
-        """Run the model's forward pass, which reads and writes the memories.
+        """Run the model's forward pass, which reads and writes the memories. A stage begins with the hidden states of
+        the previous stage, and sends its own to the next one.
 
         `pages`: for each window, where to read and write keys and values. `states`, `journal`: as in `Step`, for a
         model with recurrent layers.
         """
-        tokens = token_ids, positions, self.memories, [pages[group] for group in self.groups]
+        batch = None
         if states is not None and self._journals is not None:
-            return self.model.forward(ModelInput(*tokens, self._states(pages[0].batch.query_starts, states, journal)))
-        return self.model.forward(ModelInput(*tokens))
+            batch = self._states(pages[0].batch.query_starts, states, journal)
+        of_layers = [pages[group] for group in self.groups]
+        before = None if self._before is None else self._received(self._before, len(token_ids))
+        out = self.model.forward(ModelInput(token_ids, positions, self.memories, of_layers, batch, before=before))
+        if self._after is not None:
+            for tensor in _up_to(self.model.spec.own_experts.stop, out):
+                self._after.send(tensor)
+        return out
+
+    def _received(self, link: Link, rows: int) -> ModelOutput:
+        """Wait for the output of the previous stage."""
+        out = self.model.new_output(rows)
+        for tensor in _up_to(self.model.spec.own_experts.start, out):
+            link.receive(tensor)
+        return out
 
     def _states(self, query_starts: Sequence[int], states: Tensor, rows: JournalRows | None) -> StateBatch:
         reads, writes = states
@@ -170,6 +190,13 @@ class ModelRunner:
     def to_device(self, values: np.ndarray) -> Tensor:
         """Copy values to the model's device without synchronizing. On a CPU, the result shares memory with `values`."""
         return to_device(torch.from_numpy(values), self.device)
+
+
+def _up_to(num_experts: int, out: ModelOutput) -> list[Tensor]:
+    """Return the tensors that a stage passes to the next one. `num_experts`: the number of layers with experts up to
+    this stage.
+    """
+    return [out.hidden, *(record[:num_experts] for record in out.records.values())]
 
 
 def _memory(

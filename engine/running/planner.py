@@ -10,7 +10,7 @@ group. The planner derives the number of blocks of every other group from the fi
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
@@ -19,7 +19,7 @@ import torch
 from trueroll.errors import ConfigError
 
 from ...kernels.contract import LOGITS_ROWS
-from ...kernels.specs import DecoderSpec
+from ...kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec, Stage
 from ..config import EngineConfig, defaults_of
 
 
@@ -44,7 +44,10 @@ class Storage:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of blocks and states in bytes, summed over layers.
+    """The sizes of blocks and states in bytes, summed over the layers of a rank.
+
+    All ranks have the same numbers of blocks and states. If the stages of a model differ, each size is that of the
+    stage in which it is largest.
 
     `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
     group, and what an MTP module keeps for the block. `windows` has a pair for each further group: its window in
@@ -64,16 +67,31 @@ class Sizes:
 
         `most`: the maximum number of tokens drafted for a sequence in a step.
         """
-        tokens = dict.fromkeys(spec.windows, 0)
-        for m in (*spec.attentions, *spec.mtp_attentions):
-            tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
-        state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in spec.delta_nets)
+        stages = [replace(spec, stage=Stage(i, spec.stage.size)) for i in range(spec.stage.size)]
+        found = [cls._of_stage(stage, storage, block_size, most) for stage in stages]
+        largest = [max(sizes) for sizes in zip(*([size for _, size in each.windows] for each in found), strict=True)]
+        return cls(
+            block_size,
+            max(each.block for each in found),
+            max(each.state for each in found),
+            tuple((window or 0, size) for window, size in zip(spec.windows[1:], largest, strict=True)),
+            max(each.draft for each in found),
+        )
+
+    @classmethod
+    def _of_stage(cls, spec: DecoderSpec, storage: Storage, block_size: int, most: int) -> Sizes:
+        tokens, holds_mtp = dict.fromkeys(spec.windows, 0), spec.stage.is_last and spec.serves_mtp
+        mixers = [spec.layers[i].mixer for i in spec.own_layers]
+        nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)]
+        for m in (*mixers, *(spec.mtp_attentions if holds_mtp else ())):
+            if isinstance(m, AttentionSpec):
+                tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
+        state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in nets)
         block, *others = (2 * block_size * token for token in tokens.values())
-        if spec.serves_mtp:
+        if holds_mtp:
             block += kept_states(most, block_size) * spec.hidden_size * storage.tail
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
-        draft = storage.tail * sum(m.row_size for m in spec.delta_nets)
-        return cls(block_size, block, state, further, draft)
+        return cls(block_size, block, state, further, storage.tail * sum(m.row_size for m in nets))
 
     @property
     def interval(self) -> int:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ...kernels.contract import Weight
 from ..cache.memory import Arena, bytes_needed, new_arena
-from ..models.decoder import Decoder, Empty
+from ..models.decoder import Decoder, Empty, Owner
 
 
 class Build(Protocol):
-    """Creates the model of a process. `empty`, `empty_part`: as for `Decoder`."""
+    """Creates the model of a process. `empty`, `of_owner`: as for `Decoder`."""
 
-    def __call__(self, empty: Empty, empty_part: Empty | None = None) -> Decoder: ...
+    def __call__(self, empty: Empty, of_owner: Mapping[Owner, Empty] | None = None) -> Decoder: ...
 
 
 class WeightArena(Protocol):

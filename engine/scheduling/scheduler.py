@@ -366,9 +366,12 @@ _MOST_LOOKUPS_IN_VAIN = 32
 
 @dataclass
 class _Plan:
-    """The plan of a step. `budget`: remaining tokens. `sizes`: for each lane, the number of tokens to compute."""
+    """The plan of a step. `budget`: remaining tokens. `may_preempt`: as for `Scheduler.schedule`. `sizes`: for each
+    lane, the number of tokens to compute.
+    """
 
     budget: int
+    may_preempt: bool = True
     sizes: dict[int, int] = field(default_factory=dict)
     short_of_blocks: bool = False
 
@@ -392,7 +395,8 @@ class Scheduler:
 
     At most `max_num_seqs` sequences run, with at most `max_num_batched_tokens` tokens per step. `slots`: the slots for
     recurrent states, or None if the model has no such states. `intervals`: the intervals of state checkpoints.
-    `routes`: the routed experts of published prefixes, for models with experts.
+    `routes`: the routed experts of published prefixes, for models with experts. `num_steps`: the number of steps in
+    flight, among which the decoding sequences are divided, so that each stage of the model has a step to compute.
     """
 
     def __init__(
@@ -403,25 +407,28 @@ class Scheduler:
         slots: StateSlots | None = None,
         intervals: Intervals = NO_CHECKPOINTS,
         routes: RouteRecords | None = None,
+        num_steps: int = 1,
     ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
+        self._num_steps = num_steps
         self.running = Running(cache, max_num_seqs, slots, intervals)
         self.waiting = Waiting()
         self.routes = routes
         self.stats = SchedulerStats()
         self._starter = Starter(cache, self.waiting, self.running, routes, max_num_batched_tokens, self.stats)
 
-    def schedule(self) -> Chunks:
+    def schedule(self, may_preempt: bool = True) -> Chunks:
         """Return the chunks of the next step, with blocks reserved for them.
 
-        The result is empty only if there are no sequences, or if all sequences wait for results of the step in flight
-        (tokens, blocks or prefixes).
+        The result is empty only if there are no sequences, or if all sequences wait for results of the steps in flight
+        (tokens, blocks or prefixes). `may_preempt`: whether sequences may lose their blocks to older ones. If not, a
+        sequence that finds no free block waits.
         """
-        plan, lanes = _Plan(self.max_num_batched_tokens), self.running.lanes
+        plan, lanes = _Plan(self.max_num_batched_tokens, may_preempt), self.running.lanes
         running = self.running.in_order()
         uncomputed = lanes.num_tokens[running] - lanes.num_computed[running]
-        one_by_one = self._decode(running[uncomputed == 1], plan)
+        one_by_one = self._decode(running[uncomputed == 1][: -(-len(running) // self._num_steps)], plan)
         for sequence in lanes.sequences[np.concatenate((one_by_one, running[uncomputed > 1]))]:
             if sequence.table:  # not preempted by an earlier sequence
                 self._continue(sequence, plan)
@@ -535,7 +542,7 @@ class Scheduler:
         needed = tables.blocks_for(start + size) - len(sequence.table)
         if needed > tables.num_available:
             plan.short_of_blocks = True
-            while tables.num_available == 0 and running[-1] is not sequence:
+            while plan.may_preempt and tables.num_available == 0 and running[-1] is not sequence:
                 self._preempt(running[-1], plan)
             needed = min(needed, tables.num_available)
         if needed > 0:

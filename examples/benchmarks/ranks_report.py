@@ -37,6 +37,7 @@ from trueroll.engine.parallel.exchange import SLOT_BYTES
 from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.engine.running.executor import LocalExecutor
 from trueroll.engine.running.loading import allocate_model, load_dummy, load_model
+from trueroll.engine.running.ranks import Links, Topology
 from trueroll.engine.running.step import Step
 from trueroll.kernels.cpu import backend
 from trueroll.kernels.cpu.ranks import RankMeetings
@@ -99,11 +100,15 @@ class Alone:
         return [self._slots[: x.nbytes].view(x.dtype).view(x.shape)] * SIZE
 
 
+def links_of(exchange: Alone) -> Links:
+    return Links(Topology(SIZE, 1), exchange, exchange)
+
+
 def report_memory(folder: Path, console: Console) -> None:
     whole = load_model(EngineConfig(model=str(folder))).weights.model.num_bytes
     table = Table("rank", "reads", "holds", title=f"The part of each of {SIZE} ranks, as a share of all weights")
     for index in range(SIZE):
-        model = allocate_model(EngineConfig(model=str(folder)), Alone(index))
+        model = allocate_model(EngineConfig(model=str(folder)), links_of(Alone(index)))
         tensors = model.loaded.weights.tensors
         parts = {name: weight for name, weight in tensors.items() if isinstance(weight, Shard)}
         read, held = copy_checkpoint(model.checkpoint, parts), sum(weight.nbytes for weight in parts.values())
@@ -175,8 +180,8 @@ def exchanging(folder: Path, step: Step) -> tuple[float, int]:
     number of meetings.
     """
     exchange = Alone(0)
-    several = LocalExecutor(config_of(folder), load_model(config_of(folder), exchange))
-    alone = LocalExecutor(config_of(folder), load_model(config_of(folder), Alone(0)))
+    several = LocalExecutor(config_of(folder), load_model(config_of(folder), links_of(exchange)))
+    alone = LocalExecutor(config_of(folder), load_model(config_of(folder), links_of(Alone(0))))
     alone._runner.model.ops = alone._sampler.ops = backend  # type: ignore[assignment]
     several.compute(step).wait()
     before = exchange.native.turn

@@ -307,7 +307,7 @@ def bench(config: EngineConfig, plan: Plan, console: Console) -> list[Measuremen
 
 def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, System]:
     systems: dict[str, System] = {}
-    shared = loaded if config.tensor_parallel_size == 1 else None  # ranks load their own parts
+    shared = loaded if config.num_ranks == 1 else None  # ranks load their own parts
     for is_on in plan.caches:
         cached = config.model_copy(update={"enable_prefix_caching": is_on, "speculative": "off"})
         systems[f"cache {'on' if is_on else 'off'}"] = EngineSystem(cached, shared)
@@ -319,8 +319,7 @@ def _make_systems(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict
 
 
 def _describe_setting(config: EngineConfig, plan: Plan, loaded: LoadedModel) -> dict[str, str]:
-    ranks = config.tensor_parallel_size
-    on_ranks = f" on each of {ranks} ranks" if ranks > 1 else ""
+    on_ranks = f" on each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
     return {
         "model": f"{config.model} with random weights" if plan.dummy_weights else config.model,
         "dtype": loaded.dtype_name,

@@ -126,6 +126,9 @@ ClientKeyFile = Annotated[str | None, typer.Option(help="Your .key_secret file f
 Ranks = Annotated[
     int, typer.Option(min=1, max=8, help="Ranks (processes) among which each layer is divided; a power of two.")
 ]
+Stages = Annotated[
+    int, typer.Option(min=1, max=8, help="Stages of neighbouring layers; each has as many ranks as divide a layer.")
+]
 
 
 class WorkloadName(StrEnum):
@@ -162,7 +165,7 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 def _summary(address: str, info: dict[str, Any]) -> str:
     """Return the text to print about a new worker: address, model, memory, capacity, and the next command to try."""
     sizes = {"weights": info["weight_bytes"], "KV cache": info["kv_bytes"], "recurrent states": info["state_bytes"]}
-    ranks = info.get("tensor_parallel_size", 1)
+    ranks = info["tensor_parallel_size"] * info["pipeline_parallel_size"]
     of_each = f", on each of {ranks} ranks" if ranks > 1 else ""
     tokenizer = ["--tokenizer", str(info["model"])] if address.startswith("tcp://") else []
     command = shlex.join(["trueroll", "generate", address, *tokenizer, "--prompt", "Once upon a time"])
@@ -370,7 +373,10 @@ def verify(
         bool,
         typer.Option("--quick", help="Run fewer cells with shorter prompts; the output says what is left out."),
     ] = False,
-    devices: Ranks = 1,
+    devices: Annotated[int, typer.Option(min=1, max=64, help="Compare this many ranks (processes) with one rank.")] = 1,
+    stages: Annotated[
+        int, typer.Option(min=1, max=8, help="Stages of neighbouring layers among which the ranks are divided.")
+    ] = 1,
     json: Annotated[
         Path | None, typer.Option(help="Write the results of all cells to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -379,7 +385,10 @@ def verify(
 
     Exits with 1 if any bit differs, or if intended circumstances, such as a preemption, did not occur.
     """
-    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend, tensor_parallel_size=devices)
+    if devices % stages:
+        raise typer.BadParameter(f"--devices must be a multiple of --stages = {stages} (got {devices})")
+    ranks = dict(tensor_parallel_size=devices // stages, pipeline_parallel_size=stages)
+    config = EngineConfig(model=model, dtype=dtype, device=device, backend=backend, **ranks)
     tell(f"loading {model} ...")
     from rich.console import Console
 
@@ -422,6 +431,7 @@ def bench(
     backend: Backend = ENGINE["backend"],
     num_threads: Threads = ENGINE["num_threads"],
     tensor_parallel_size: Ranks = 1,
+    pipeline_parallel_size: Stages = 1,
     json: Annotated[
         Path | None, typer.Option(help="Write the measurements to this file as JSON.", callback=_check_folder)
     ] = None,
@@ -432,10 +442,11 @@ def bench(
 ) -> None:
     """Measure tokens/s, requests/s, hit rate and time to first token."""
     named = _check_one_model(model, dummy_weights, compare)
-    if tensor_parallel_size > 1 and (dummy_weights is not None or compare is not None):
-        raise typer.BadParameter("--tensor-parallel-size needs a MODEL, and excludes --dummy-weights and --compare")
-    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, speculative=speculative)
-    config = config.model_copy(update=dict(num_threads=num_threads, tensor_parallel_size=tensor_parallel_size))
+    ranks = dict(tensor_parallel_size=tensor_parallel_size, pipeline_parallel_size=pipeline_parallel_size)
+    config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, speculative=speculative, **ranks)
+    config = config.model_copy(update=dict(num_threads=num_threads))
+    if config.num_ranks > 1 and (dummy_weights is not None or compare is not None):
+        raise typer.BadParameter("several ranks need a MODEL, and exclude --dummy-weights and --compare")
     tell(f"loading {named} ...")
     from rich.console import Console
 
@@ -465,6 +476,7 @@ def plan(
         typer.Option(min=1, max=4, help="Bytes per element of keys and values. Default: the size of --dtype."),
     ] = None,
     tensor_parallel_size: Ranks = 1,
+    pipeline_parallel_size: Stages = 1,
     dtype: DtypeOption = ENGINE["dtype"],
 ) -> None:
     """Show how a worker would divide a device's memory, and the effect of other checkpoint intervals."""
@@ -478,6 +490,7 @@ def plan(
         state_interval=state_interval,
         kv_memory_fraction=1.0,
         tensor_parallel_size=tensor_parallel_size,
+        pipeline_parallel_size=pipeline_parallel_size,
     )
     find_config(model)
     tell(f"planning for {model} ...")

@@ -50,6 +50,8 @@ ENGINE: Table = {
     },
     "Several ranks": {
         "tensor_parallel_size": "Number of processes among which each layer is divided, on a CPU only. Changes no bit.",
+        "pipeline_parallel_size": "Number of stages into which the layers are divided, each with its own processes, on "
+        "a CPU only. Changes no bit.",
         "pieces": "Number of pieces in which sums are computed: 1, 2, 4 or 8. The trainer needs the same number. "
         "Default: chosen for the model.",
     },

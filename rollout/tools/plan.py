@@ -60,10 +60,6 @@ class _Asked:
         return cls(config, model, find_max_model_len(config, model.spec), memory, kv_bytes)
 
     @property
-    def ranks(self) -> int:
-        return self.config.tensor_parallel_size
-
-    @property
     def sizes(self) -> Sizes:
         """Sizes of blocks and states of a rank."""
         itemsize, kv_head = self.model.dtype.itemsize, 4 if self.kv_bytes == 1 else 0
@@ -97,8 +93,8 @@ class _Asked:
         return replace(self, config=self.config.model_copy(update={"max_num_seqs": count}))
 
     def with_more_ranks(self) -> Iterator[_Asked]:
-        """Yield the same plan for each larger number of ranks that the model can have."""
-        ranks = 2 * self.ranks
+        """Yield the same plan for each larger number of ranks that can divide a layer."""
+        ranks = 2 * self.config.tensor_parallel_size
         while ranks <= min(_MOST_RANKS, self.model.spec.pieces):
             config = self.config.model_copy(update={"tensor_parallel_size": ranks})
             yield _Asked.of(config, self.memory, self.kv_bytes)
@@ -111,20 +107,20 @@ def _what_would_fit(asked: _Asked) -> str:
         parts += f" and {asked.sizes.state / GIB:.2f} of states for each of {asked.config.max_num_seqs} samples"
     proposals = " or ".join(_proposals(asked)) or f"a smaller model ({_MOST_GIB} GiB is not enough either)"
     return (
-        f"memory: {asked.memory / GIB:g} GiB on each of {asked.ranks} ranks is too little; the model needs, in GiB, "
-        f"{parts}, and room for a sample of {asked.max_model_len} tokens; use {proposals}"
+        f"memory: {asked.memory / GIB:g} GiB on each of {asked.config.num_ranks} ranks is too little; the model needs, "
+        f"in GiB, {parts}, and room for a sample of {asked.max_model_len} tokens; use {proposals}"
     )
 
 
 def _proposals(asked: _Asked) -> Iterator[str]:
     """Yield command line options, each of which makes the plan fit: the largest number of samples, the smallest number
-    of ranks, and the smallest memory.
+    of ranks that divide a layer, and the smallest memory.
     """
     seqs = asked.config.max_num_seqs
     if fewer := seqs - _first(seqs, lambda left_out: asked.with_seqs(seqs - left_out).holds_a_sample):
         yield f"--max-num-seqs {fewer}"
-    if (found := next((each.ranks for each in asked.with_more_ranks() if each.holds_a_sample), None)) is not None:
-        yield f"--tensor-parallel-size {found}"
+    if (found := next((each for each in asked.with_more_ranks() if each.holds_a_sample), None)) is not None:
+        yield f"--tensor-parallel-size {found.config.tensor_parallel_size}"
     gib = _first(_MOST_GIB + 1, lambda gib: replace(asked, memory=gib * GIB).holds_a_sample)
     if gib <= _MOST_GIB:
         yield f"--memory {gib}"

@@ -52,6 +52,11 @@ class _Model(_Shown):
     expert_layers: int
     num_experts: int
     tensor_parallel_size: int
+    pipeline_parallel_size: int
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class _Service(_Shown):
@@ -176,7 +181,7 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
     yield "worker", _worker(health)
     if now.model:
         yield "model", f"{now.model.model}, backend {now.model.backend}"
-        if now.model.tensor_parallel_size > 1:
+        if now.model.ranks > 1:
             yield "ranks", _ranks(before, now)
     yield "state", _state(health)
     yield "requests", _numbers({**health.requests, "finished": service.finished, "failed": service.failed})
@@ -198,9 +203,10 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
 
 
 def _ranks(before: Look, now: Look) -> str:
-    """Return the number of ranks, and the share of the time for which rank 0 waited for the others."""
+    """Return the numbers of ranks and stages, and the share of the time for which rank 0 waited for the others."""
     assert now.model is not None
-    told = f"{now.model.tensor_parallel_size}"
+    stages = now.model.pipeline_parallel_size
+    told = f"{now.model.ranks}" + (f" in {stages} stages" if stages > 1 else "")
     if now.engine and before.engine and before.health.instance == now.health.instance:
         waited = (now.engine.rank_wait_us - before.engine.rank_wait_us) / 1e6
         told += f"  rank 0 waits {_percent(waited, now.seconds - before.seconds)} of the time"

@@ -30,8 +30,8 @@ from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.parallel.leader import config_of_rank
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
-from ...engine.running.loading import LoadedModel, load_model
-from ...kernels.ranks import Rank, part_of
+from ...engine.running.loading import LoadedModel, load_model, specs_of_ranks
+from ...engine.running.ranks import Topology
 from .progress import tracked
 from .verify_drafts import MOST_DRAFTED, new_drafter
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
@@ -121,7 +121,7 @@ score computes the log-probs of given tokens; drafts come from repeated text
 and too long (adversarial); in flight names an event while requests run, after
 which all of them are computed again: an interruption, a push of equal weights,
 a push of adapters that change nothing, or a sleep; ranks are processes among
-which each layer is divided."""
+which each layer is divided, or which compute one stage of the layers each."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
@@ -134,6 +134,7 @@ STATE_CELLS = (
     Cell(cache="warm", interval=16, states="lost in a sleep"),
     Cell(others=10, interval=16, budget=64, event="interruption"),
 )
+ONE_RANK = Topology(1, 1)
 # Additional cells for several ranks.
 RANK_CELLS = (
     Cell(others=10, event="push"),
@@ -192,34 +193,31 @@ class CellResult:
         return self.differences == 0 and not self.failed_premises
 
 
-def run_matrix(
-    config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False, ranks: int = 1
-) -> Iterator[CellResult]:
+def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False) -> Iterator[CellResult]:
     """Yield the result of the baseline, and then the result of each cell in `cells_of`. The baseline has one rank.
 
-    `loaded`: the model of `config`. The dtype, device and backend are also taken from `config`. Raise ConfigError if
-    the model does not support `sizes.num_positions` tokens.
+    `loaded`: the model of `config`. The dtype, device, backend and ranks are also taken from `config`. Raise
+    ConfigError if the model does not support `sizes.num_positions` tokens.
     """
     lab = _Lab(config, loaded, sizes)
     runs, premises = lab.run(Cell(), {})
     baseline = {(sample.request_id, sample.index): sample for run in runs for sample in run.samples}
     yield CellResult(Cell(), len(baseline), 0, 0, premises + check_variations(runs))
-    for cell in cells_of(loaded, quick, ranks):
+    for cell in cells_of(loaded, Topology.of(config), quick):
         runs, premises = lab.run(cell, baseline)
         pieces = [piece for run in runs for piece in pieces_of(run, baseline, cell.num_reread)]
         yield compare(cell, pieces, baseline, premises)
 
 
-def cells_of(loaded: LoadedModel, quick: bool = False, ranks: int = 1) -> Sequence[Cell]:
+def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = False) -> Sequence[Cell]:
     """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
 
-    `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list. `ranks`: with more
-    than one, all cells have this number of ranks. Cells that set `threads` are then left out, and all RANK_CELLS are
-    added.
+    `topology`: with more than one rank, all cells have these ranks. Cells that set `threads` are then left out, and all
+    RANK_CELLS are added. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
     """
-    if ranks > 1:
-        cells = [cell for cell in cells_of(loaded, quick) if cell.threads is None]
-        return tuple(replace(cell, ranks=ranks) for cell in (*cells, *RANK_CELLS))
+    if topology.size > 1:
+        cells = [cell for cell in cells_of(loaded, ONE_RANK, quick) if cell.threads is None]
+        return tuple(replace(cell, ranks=topology.size, stages=topology.stages) for cell in (*cells, *RANK_CELLS))
     spec = loaded.model.spec
     more = (
         STATE_CELLS if spec.delta_nets else (),
@@ -252,8 +250,9 @@ class _Lab:
                 runs = list(self._runs(engine, cell, baseline))
             finally:
                 engine.close()
-            counts = torch.get_num_threads(), engine.info.tensor_parallel_size
-            return runs, check_premises(cell, runs, *counts, cuts=bool(self.loaded.model.spec.delta_nets))
+            topology = Topology(engine.info.tensor_parallel_size, engine.info.pipeline_parallel_size)
+            cuts = bool(self.loaded.model.spec.delta_nets)
+            return runs, check_premises(cell, runs, torch.get_num_threads(), topology, cuts)
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
         # A starved cell gets the blocks of all prompts, and one more block for each request. So all requests can start
@@ -279,7 +278,8 @@ class _Lab:
             decode_state_interval=cell.block_size if cell.num_reread and not cell.states else 0,
             speculative={"": "off", "mtp": "mtp"}.get(cell.drafts, "ngram"),
             num_speculative_tokens=MOST_DRAFTED,
-            tensor_parallel_size=cell.ranks,
+            tensor_parallel_size=cell.topology.tensor,
+            pipeline_parallel_size=cell.stages,
         )
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
@@ -486,20 +486,20 @@ def verify(
     ConfigError or ModelError if the model cannot be loaded or divided, or its context is too short for the matrix.
     """
     loaded = load_model(config.model_copy(update={"speculative": "auto"}))  # with the MTP module, if there is one
-    sizes, ranks = sizes or (QUICK_SIZES if quick else SIZES), config.tensor_parallel_size
-    if ranks > 1:
+    sizes, topology = sizes or (QUICK_SIZES if quick else SIZES), Topology.of(config)
+    if topology.size > 1:
         config_of_rank(config)
-        part_of(loaded.model.spec, Rank(0, ranks), loaded.backend.ops.HEAD_SECTION)
-    matrix = run_matrix(config, loaded, sizes, quick, ranks)
-    total = len(cells_of(loaded, quick, ranks)) + 1
+        specs_of_ranks(loaded.model.spec, topology, loaded.backend.ops)
+    matrix = run_matrix(config, loaded, sizes, quick)
+    total = len(cells_of(loaded, topology, quick)) + 1
     results = list(tracked(matrix, "verifying", total))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
-    on = f"{ranks} ranks on {loaded.model.device}" if ranks > 1 else loaded.model.device
+    on = f"{topology.text} on {loaded.model.device}" if topology.size > 1 else loaded.model.device
     arithmetic = f"{loaded.dtype_name}, {on}, {backend}, pieces {loaded.model.spec.pieces}"
     console.print(make_table(results, f"{config.model}, {arithmetic}"))
     console.print(LEGEND, markup=False, highlight=False)
     if quick:
-        run, every = (len(cells_of(loaded, each, ranks)) + 1 for each in (True, False))
+        run, every = (len(cells_of(loaded, topology, each)) + 1 for each in (True, False))
         console.print(
             LEFT_OUT.format(run=run, all=every, longest=max(sizes.prompt_lengths), usual=max(SIZES.prompt_lengths)),
             markup=False,

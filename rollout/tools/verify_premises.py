@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Literal
 
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, SamplingParams
+from ...engine.running.ranks import Topology
 from ...engine.stats import EngineStats
 
 UNLIMITED = 2**20
@@ -36,7 +37,8 @@ class Cell:
     - `event`: what happens while the requests run, after which all of them are computed again: an `interruption`; a
       `push` of equal weights; a push of `adapters` that change nothing; or a `sleep`
     - `drafts`: how tokens are drafted: `repeats`, `mtp`, or `adversarial` (see `verify_drafts`)
-    - `ranks`: number of processes among which each layer is divided
+    - `ranks`: number of processes among which the model is divided
+    - `stages`: number of stages into which the layers are divided; each has the same number of ranks
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -54,6 +56,12 @@ class Cell:
     drafts: Literal["", "repeats", "adversarial", "mtp"] = ""
     event: Literal["", "interruption", "push", "adapters", "sleep"] = ""
     ranks: int = 1
+    stages: int = 1
+
+    @property
+    def topology(self) -> Topology:
+        """The places of the ranks."""
+        return Topology(self.ranks // self.stages, self.stages)
 
     @property
     def name(self) -> str:
@@ -88,7 +96,7 @@ class Cell:
         if self.drafts:
             yield f"drafts {self.drafts}"
         if self.ranks > 1:
-            yield f"{self.ranks} ranks"
+            yield self.topology.text
 
 
 @dataclass(frozen=True)
@@ -186,12 +194,12 @@ _STATE_COUNTERS = {
 
 
 def check_premises(
-    cell: Cell, runs: Sequence[Run], num_threads: int, num_ranks: int, cuts: bool = False
+    cell: Cell, runs: Sequence[Run], num_threads: int, topology: Topology, cuts: bool = False
 ) -> list[Premise]:
     """Check the premises of a cell against its `runs`, and return all of them.
 
-    `num_threads`, `num_ranks`: number of threads and ranks during the runs. `cuts`: whether prompts are also split at
-    checkpoints of recurrent states.
+    `num_threads`, `topology`: the number of threads and the ranks during the runs. `cuts`: whether prompts are also
+    split at checkpoints of recurrent states.
     """
     preemptions = sum(run.preemptions for run in runs)
     return [
@@ -204,7 +212,7 @@ def check_premises(
         _company_premise(cell, runs),
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
         Premise("threads", num_threads, cell.threads in (None, num_threads)),
-        *([Premise("ranks", num_ranks, cell.ranks == num_ranks)] if cell.ranks > 1 else []),
+        *([Premise("ranks", topology.size, cell.topology == topology)] if cell.ranks > 1 else []),
     ]
 
 

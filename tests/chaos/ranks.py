@@ -1,8 +1,8 @@
 """Kills ranks of workers by hand: `.venv/bin/python -P tests/chaos/ranks.py --rounds 100`. Exits with 1 on a broken
 promise.
 
-Each round starts a worker with four ranks, and kills one of its processes in a random phase: while the worker starts,
-computes steps, receives and commits pushes, falls asleep and wakes up, or is idle. Promises:
+Each round starts a worker with four ranks, in 1, 2 or 4 stages, and kills one of its processes in a random phase: while
+the worker starts, computes steps, receives and commits pushes, falls asleep and wakes up, or is idle. Promises:
 
 - The worker ends within `SECONDS_TO_END`, with an exit code other than 0, and none of its processes is left.
 - Each call gets a reply or an error. If a follower was killed, the worker's error names it.
@@ -66,13 +66,16 @@ class Round:
         self.before, self.rank = set(_followers()), self.random.randrange(4)
         if self.phase == "start":
             self.rank = max(1, self.rank)
-        self.name = f"round {seed}: {self.phase}, rank {self.rank}"
+        stages = self.random.choice((1, 2, 4))
+        ranks = dict(tensor_parallel_size=4 // stages, pipeline_parallel_size=stages)
+        self.settings: dict[str, Any] = SETTINGS | ranks
+        self.name = f"round {seed}: {self.phase}, rank {self.rank}, {stages} stages"
 
     def run(self, expected: Samples) -> str:
         """Return the error that the calls got. `expected`: the samples of a worker with one rank."""
         if self.phase == "start":
             return self._kill_at_start()
-        with launch_worker(str(self.versions[0]), tensor_parallel_size=4, **SETTINGS) as worker:
+        with launch_worker(str(self.versions[0]), **self.settings) as worker:
             mine = sorted(set(_followers()) - self.before, key=lambda process: int(process.cmdline()[-1]))
             _expect(len(mine) == 3, f"{self.name}: {len(mine)} followers")
             victims = [psutil.Process(worker.pid), *mine]
@@ -132,7 +135,7 @@ class Round:
 
         def launch() -> None:
             try:
-                found.append(launch_worker(str(self.versions[0]), tensor_parallel_size=4, **SETTINGS))
+                found.append(launch_worker(str(self.versions[0]), **self.settings))
             except TruerollError as error:
                 found.append(error)
 

@@ -24,11 +24,12 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.parallel import exchange, leader
 from trueroll.engine.parallel.agreement import Agreement
-from trueroll.engine.parallel.exchange import SLOT_BYTES, RankError, SharedExchange, new_segment
+from trueroll.engine.parallel.exchange import SLOT_BYTES, RankError, Segment
 from trueroll.engine.parallel.leader import Followers
 from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
 from trueroll.engine.running.executor import StepResults
 from trueroll.engine.running.loading import EngineInfo
+from trueroll.engine.running.ranks import Topology
 from trueroll.engine.running.sampler import Drawn
 from trueroll.errors import ConfigError, ModelError
 from trueroll.kernels.ranks import Rank
@@ -54,8 +55,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def engine_of(model: str, size: int, **settings: Any) -> Iterator[Engine]:
-    engine = Engine(EngineConfig(model=model, tensor_parallel_size=size, **(SIZES | settings)))
+def engine_of(model: str, size: int, stages: int = 1, **settings: Any) -> Iterator[Engine]:
+    ranks = dict(tensor_parallel_size=size, pipeline_parallel_size=stages)
+    engine = Engine(EngineConfig(model=model, **ranks, **(SIZES | settings)))
     try:
         yield engine
     finally:
@@ -109,24 +111,46 @@ def test_engines_with_several_ranks_give_the_same_bits_and_statistics(model: str
     assert stats[1].preemptions > 0 and stats[1].prefix_hits > 0 and stats[1].checkpoints_restored > 0, "premise"
 
 
+@pytest.mark.parametrize(("size", "stages"), [(1, 2), (1, 4), (2, 2)])
+def test_engines_with_stages_give_the_same_bits(model: str, size: int, stages: int) -> None:
+    with engine_of(model, 1) as one, engine_of(model, size, stages) as several:
+        expected = run(one)
+        in_flight, settle = set[int](), several._pipeline._settle_next
+
+        def noting() -> Any:
+            in_flight.add(1 + len(several._pipeline._queued))
+            return settle()
+
+        several._pipeline._settle_next = noting  # type: ignore[method-assign]
+        assert run(several) == expected
+        assert max(in_flight) == stages, "premise: each stage computes another step"
+        several.check_integrity()
+        stats, info = several.stats(), several.info
+        assert (info.tensor_parallel_size, info.pipeline_parallel_size, info.pieces) == (size, stages, 4)
+        assert several.memory()["weights"] < 1.03 * one.memory()["weights"]
+        assert several.memory()["kv_cache"] < 1.5 * one.memory()["kv_cache"]
+    assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.checkpoints_restored > 0, "premise"
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("speculative", ["ngram", "mtp"])
-def test_drafts_and_the_mtp_module_on_ranks(speculative: str, tmp_path: Path) -> None:
+def test_drafts_and_the_mtp_module_on_ranks(speculative: str, size: int, stages: int, tmp_path: Path) -> None:
     model = str(make_mtp_model("qwen3_5_moe", tmp_path / "model", **FAMILIES["qwen3_5_moe"]))
-    found, drafts = dict[int, Any](), dict[int, Any]()
-    for size in (1, 2):
-        config = EngineConfig(model=model, tensor_parallel_size=size, speculative=speculative, **SIZES)
-        engine = Engine(config, draft_always=True)
+    found, drafts = list[Any](), list[Any]()
+    for ranks in ((1, 1), (size, stages)):
+        sizes = dict(tensor_parallel_size=ranks[0], pipeline_parallel_size=ranks[1])
+        engine = Engine(EngineConfig(model=model, speculative=speculative, **sizes, **SIZES), draft_always=True)
         try:
-            found[size] = run(engine)
+            outputs = run(engine)
             engine.sleep(1, ["weights", "kv_cache"], "drain")
             assert engine.memory()["kv_cache"] == 0
             engine.wake_up(["weights", "kv_cache"])
-            found[size] += run(engine)
-            drafts[size] = engine.stats().drafts
+            found.append(outputs + run(engine))
+            drafts.append(engine.stats().drafts)
         finally:
             engine.close()
-    assert found[2] == found[1] and drafts[2] == drafts[1]
-    assert sum(drafts[1][0].accepted) > 20, "premise"
+    assert found[0] == found[1] and drafts[0] == drafts[1]
+    assert sum(drafts[0][0].accepted) > 20, "premise"
 
 
 class Disagreement:
@@ -139,7 +163,7 @@ class Disagreement:
 
 
 def test_a_rank_with_other_results_is_named() -> None:
-    agreement, results = Agreement(Disagreement()), StepResults(Drawn([1], [-0.5], [True], {}), [], None, b"")
+    agreement, results = Agreement(Disagreement(), 2), StepResults(Drawn([1], [-0.5], [True], {}), [], None, b"")
     step: Any = SimpleNamespace(token_ids=tokens(3), positions=np.arange(3))
     for _ in range(63):
         agreement.add(step, results)
@@ -152,10 +176,10 @@ def test_a_rank_with_other_results_is_named() -> None:
 @pytest.mark.parametrize("length", [1, SLOT_BYTES // 4, SLOT_BYTES // 4 + 1, SLOT_BYTES // 2 + 3])
 def test_tensors_of_any_size_are_gathered(length: int) -> None:
     """Three calls use both sides of the memory; the ranks are threads of this process."""
-    segment = new_segment(4)
+    file = os.memfd_create("ranks")
 
     def gather(index: int) -> bool:
-        exchange = SharedExchange(Rank(index, 4), segment, lambda: None, 60.0)
+        exchange = Segment(Topology(4, 1), file, lambda: None).links(index).everyone
         found = []
         for call in range(3):
             own = torch.arange(length, dtype=torch.float32) + 10 * call + index
@@ -165,7 +189,31 @@ def test_tensors_of_any_size_are_gathered(length: int) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(gather, range(4)))
-    os.close(segment)
+    os.close(file)
+
+
+@pytest.mark.parametrize("length", [1, SLOT_BYTES // 4, SLOT_BYTES // 4 + 1, SLOT_BYTES // 2 + 3])
+def test_tensors_of_any_size_are_passed_on(length: int) -> None:
+    file = os.memfd_create("ranks")
+    sent = [torch.arange(length, dtype=torch.float32) + 10 * call for call in range(5)]
+
+    def compute(index: int) -> list[Tensor]:
+        links, found = Segment(Topology(1, 3), file, lambda: None).links(index), list[Tensor]()
+        for each in sent:
+            x = each
+            if links.before is not None:
+                x = torch.empty_like(each)
+                links.before.receive(x)
+            if links.after is not None:
+                links.after.send(x)
+            found.append(x)
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(
+            torch.equal(*pair) for found in pool.map(compute, range(3)) for pair in zip(found, sent, strict=True)
+        )
+    os.close(file)
 
 
 def children() -> list[psutil.Process]:

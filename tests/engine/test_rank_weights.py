@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
+from trueroll.engine.models.decoder import Owner
 from trueroll.engine.parallel.exchange import RankError
 from trueroll.engine.parallel.weights import RankedArena
 
@@ -33,9 +34,10 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def engines(versions: list[Path]) -> Iterator[list[Engine]]:
-    """An engine with one rank and an engine with four."""
-    with engine_of(str(versions[0]), 1) as one, engine_of(str(versions[0]), 4) as four:
-        yield [one, four]
+    """An engine with one rank, one with four, and one with two stages of two."""
+    path = str(versions[0])
+    with engine_of(path, 1) as one, engine_of(path, 4) as four, engine_of(path, 2, 2) as stages:
+        yield [one, four, stages]
 
 
 def commit(engine: Engine, staging: Any) -> None:
@@ -92,23 +94,25 @@ WAYS = [whole, in_place, some_tensors, elements, adapters, asleep]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_new_weights_give_the_same_bits_on_one_rank_and_on_four(
+def test_new_weights_give_the_same_bits_on_one_rank_and_on_several(
     engines: list[Engine], versions: list[Path], way: Callable[[Engine, Tensors, Tensors], None]
 ) -> None:
     first, second = (read_tensors(each) for each in versions[1:])
-    before, found = run(engines[1]), []
+    before, found = [run(engine) for engine in engines[1:]], []
     for engine in engines:
         torch.manual_seed(0)
         way(engine, first, second)
         found.append(run(engine))
-    assert found[1] == found[0] != before
-    one, four = ({name: engine.weights.served(name) for name in engine.weights.shapes} for engine in engines)
-    assert one.keys() == four.keys() and all(map(torch.equal, one.values(), four.values()))
+    assert found[2] == found[1] == found[0] not in before
+    one, *others = ({name: engine.weights.served(name) for name in engine.weights.shapes} for engine in engines)
+    for each in others:
+        assert each.keys() == one.keys() and all(torch.equal(each[name], tensor) for name, tensor in one.items())
 
 
 def test_weights_change_between_two_steps_of_running_requests(engines: list[Engine], versions: list[Path]) -> None:
+    """With stages, a sample has another number of tokens after as many steps."""
     found = []
-    for engine in engines:
+    for engine in engines[:2]:
         commit(engine, stage(engine, read_tensors(versions[0])))
         outputs = []
         for request in asked():
@@ -123,32 +127,38 @@ def test_weights_change_between_two_steps_of_running_requests(engines: list[Engi
     assert found[0] == found[1]
 
 
-def test_a_stale_shard_is_found(engines: list[Engine], versions: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 keeps the earlier weights."""
-    one, four = engines
+@pytest.mark.parametrize("stale", [(Owner.ALL, 0), (Owner.STAGE, 0), (Owner.RANK, 2)])
+def test_stale_weights_are_found(
+    engines: list[Engine], versions: list[Path], stale: tuple[Owner, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks that share some weights keep the earlier ones."""
     for engine in engines:
         commit(engine, stage(engine, read_tensors(versions[1])))
-    assert run(four) == run(one), "premise"
+    expected = run(engines[0])
+    assert all(run(engine) == expected for engine in engines[1:]), "premise"
 
     def take(own: RankedArena, other: RankedArena) -> None:
-        for arena, new in zip([own.common, *own.parts], [other.common, *other.parts], strict=True):
-            if arena is not own.parts[2]:
-                arena.take(new)
+        for place, arena in own.arenas.items():
+            if place != stale:
+                arena.take(other.arenas[place])
 
     with monkeypatch.context() as patch:
         patch.setattr(RankedArena, "take", take)
         for engine in engines:
             commit(engine, stage(engine, read_tensors(versions[2])))
-    assert run(four) != run(one)
-    commit(four, stage(four, read_tensors(versions[2])))
-    assert run(four) == run(one)
+    expected = run(engines[0])
+    for engine in engines[1:]:
+        assert run(engine) != expected
+        commit(engine, stage(engine, read_tensors(versions[2])))
+        assert run(engine) == expected
 
 
 def test_the_ranks_share_what_each_of_them_needs(engines: list[Engine]) -> None:
-    one, four = engines
-    assert one.memory()["weights"] <= four.memory()["weights"] < 1.03 * one.memory()["weights"]
+    one, *others = engines
+    for each in others:
+        assert one.memory()["weights"] <= each.memory()["weights"] < 1.03 * one.memory()["weights"]
     resident = [process.memory_info().shared for process in children()]
-    assert len(resident) == 3 and all(size > 0 for size in resident)
+    assert len(resident) == 6 and all(size > 0 for size in resident)
 
 
 def test_a_rank_that_is_killed_during_a_commit_is_named(versions: list[Path]) -> None:

@@ -24,6 +24,7 @@ from trueroll.engine.models.decoder import ROUTES, Decoder
 from trueroll.engine.models.loader import read_config
 from trueroll.engine.models.mxfp4 import dequantize
 from trueroll.engine.running.loading import load_dummy, load_model
+from trueroll.engine.running.ranks import Links, Topology
 from trueroll.errors import ModelError
 from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT
@@ -254,7 +255,7 @@ def test_a_rank_loads_its_experts(mixture_models: dict[str, Path], tmp_path: Pat
     whole = load_model(config).weights.tensors
     for index in range(2):
         exchange: Any = SimpleNamespace(rank=Rank(index, 2), native=None)
-        own = load_model(config, exchange).weights.tensors
+        own = load_model(config, Links(Topology(2, 1), exchange, exchange)).weights.tensors
         stacks = {name: weight for name, weight in own.items() if is_stack(weight)}
         assert len(stacks) == 4 * 2, "premise: matrices and biases of two layers"
         for name, weight in stacks.items():

@@ -7,6 +7,7 @@ their parts of the weights and of the memory, and draw the same tokens with the 
 from __future__ import annotations
 
 import dataclasses
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from trueroll.engine.parallel.leader import RankedExecutor
 from trueroll.engine.request import ScoreRequest
 from trueroll.engine.running.executor import LocalComputation, LocalExecutor, StepResults
 from trueroll.engine.running.loading import load_model
+from trueroll.engine.running.ranks import Links, Topology
 from trueroll.engine.running.step import Step
 from trueroll.kernels import ranks
 from trueroll.kernels.cpu.backend import HEAD_SECTION, PackedLayers
@@ -52,20 +54,66 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+class Room:
+    """Where `size` threads of this process meet."""
+
+    def __init__(self, size: int) -> None:
+        self.shelf, self.meeting = list[Any]([None] * size), threading.Barrier(size, timeout=120)
+
+
 class ThreadExchange:
-    """Moves tensors between threads of one process. `meeting`: where the threads wait for each other."""
+    """Moves tensors between the threads that meet in a room."""
 
     native = None
 
-    def __init__(self, rank: Rank, shelf: list[Any], meeting: threading.Barrier) -> None:
-        self.rank, self._shelf, self._meeting = rank, shelf, meeting
+    def __init__(self, rank: Rank, room: Room) -> None:
+        self.rank, self._room = rank, room
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
-        self._shelf[self.rank.index] = x
-        self._meeting.wait()
-        found = list(self._shelf)
-        self._meeting.wait()
+        self._room.shelf[self.rank.index] = x
+        self._room.meeting.wait()
+        found = list(self._room.shelf)
+        self._room.meeting.wait()
         return found
+
+
+class ThreadLink:
+    """Moves tensors from one thread to another."""
+
+    def __init__(self) -> None:
+        self._queue = queue.SimpleQueue[Tensor]()
+
+    def send(self, x: Tensor) -> None:
+        self._queue.put(x.clone())
+
+    def receive(self, out: Tensor) -> None:
+        found = self._queue.get(timeout=120)
+        assert found.shape == out.shape and found.dtype == out.dtype and out.is_contiguous()
+        out.copy_(found)
+
+
+class ThreadRanks:
+    """The ranks of a topology, as threads of this process."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology, self._everyone = topology, Room(topology.size)
+        self._stages = [Room(topology.tensor) for _ in range(topology.stages)]
+        self._links = [ThreadLink() for _ in range(topology.size)]  # by receiver
+
+    def links(self, index: int) -> Links:
+        topology, rank = self.topology, self.topology.rank(index)
+        after = topology.after(index)
+        return Links(
+            topology,
+            ThreadExchange(Rank(index, topology.size), self._everyone),
+            ThreadExchange(rank, self._stages[topology.stage(index).index]),
+            None if topology.before(index) is None else self._links[index],
+            None if after is None else self._links[after],
+        )
+
+    def abort(self) -> None:
+        for room in (self._everyone, *self._stages):
+            room.meeting.abort()
 
 
 def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, StepResults]]:
@@ -95,23 +143,26 @@ def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     return found
 
 
-def replay(config: EngineConfig, steps: Sequence[tuple[Step, StepResults]], size: int) -> list[int]:
-    """Compute the steps again on `size` ranks. Return the number of steps with different results, for each rank."""
-    shelf, meeting = [None] * size, threading.Barrier(size, timeout=120)
+def replay(config: EngineConfig, steps: Sequence[tuple[Step, StepResults]], tensor: int, stages: int = 1) -> list[int]:
+    """Compute the steps again on `stages` stages of `tensor` ranks. Return the number of steps with different results,
+    for each rank of the last stage.
+    """
+    ranks = ThreadRanks(Topology(tensor, stages))
 
     def compute(index: int) -> int:
         try:
-            loaded = load_model(config, ThreadExchange(Rank(index, size), shelf, meeting))
+            loaded = load_model(config, ranks.links(index))
+            assert len(loaded.model.layers) == 4 // stages, "premise"
             executor, differences = LocalExecutor(config, loaded), 0
             for step, expected in steps:
                 differences += bits(executor.compute(step).wait()) != bits(expected)
             return differences
         except BaseException:
-            meeting.abort()
+            ranks.abort()
             raise
 
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(compute, range(size)))
+    with ThreadPoolExecutor(ranks.topology.size) as pool:
+        return list(pool.map(compute, range(ranks.topology.size)))[:tensor]
 
 
 def bits(results: StepResults) -> tuple[Any, ...]:
@@ -142,8 +193,8 @@ def test_ranks_give_the_bits_of_one_device(family: str, tmp_path: Path, monkeypa
     steps, loaded = record(config, monkeypatch), load_model(config)
     assert loaded.model.spec.pieces == 4 and len(steps) > 50, "premise"
     assert loaded.backend.name == "cpu" and -(-loaded.model.spec.vocab_size // HEAD_SECTION) == 4, "premise"
-    for size in (2, 4):
-        assert replay(config, steps, size) == [0] * size
+    for tensor, stages in ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2)):
+        assert replay(config, steps, tensor, stages) == [0] * tensor
 
 
 def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
@@ -152,7 +203,9 @@ def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
     """The model has an empty piece for some ranks: 128 inner features of the shared expert."""
     for settings in (dict(dtype="bfloat16"), dict(backend="reference")):
         config = config_of("qwen3_next_moe", tmp_path, **settings)
-        assert replay(config, record(config, monkeypatch), 4) == [0] * 4
+        steps = record(config, monkeypatch)
+        assert replay(config, steps, 4) == [0] * 4
+        assert replay(config, steps, 2, 2) == [0] * 2
 
 
 of_attention, of_gated, of_head = ranks._part_of_attention, ranks._part_of_gated, ranks._part_of_head

@@ -70,10 +70,25 @@ def test_a_rank_holds_its_part(tmp_path: Path) -> None:
     assert 0.25 < float(four["weights"][2]) / float(one["weights"][2]) < 0.5, "each rank has the whole embeddings"
 
 
-def test_ranks_that_the_model_cannot_have_are_refused() -> None:
-    with pytest.raises(ConfigError, match="tensor_parallel_size must be a power of two up to 4, .*got 8"):
-        arguments = ["plan", "qwen2.5-7b", "--tensor-parallel-size", "8"]
-        CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+def test_a_stage_holds_its_layers(tmp_path: Path) -> None:
+    model = str(make_tiny_model("llama", tmp_path / "model", num_hidden_layers=4, vocab_size=64))
+    one, two = (rows(model, "--memory", "0.25", "--pipeline-parallel-size", size) for size in ("1", "2"))
+    assert float(two["KV blocks"][1]) == pytest.approx(float(one["KV blocks"][1]) / 2, abs=1e-4)
+    assert 0.5 < float(two["weights"][2]) / float(one["weights"][2]) < 0.6, "a stage has half of the layers"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--tensor-parallel-size", "8"], "tensor_parallel_size must be a power of two up to 4, .*got 8"),
+        (["--pipeline-parallel-size", "8"], "pipeline_parallel_size must be at most 4, the number of layers .*got 8"),
+    ],
+)
+def test_ranks_that_the_model_cannot_have_are_refused(arguments: list[str], error: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = dict(num_attention_heads=8, intermediate_size=512, num_hidden_layers=4)
+    model = str(make_tiny_model("llama", tmp_path / "model", **sizes))
+    with pytest.raises(ConfigError, match=error):
+        CliRunner().invoke(cli.app, ["plan", model, *arguments], catch_exceptions=False)
 
 
 def test_the_error_for_too_little_memory_proposes_options_that_fit() -> None:

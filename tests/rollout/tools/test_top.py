@@ -67,6 +67,7 @@ MODEL = {
     "expert_layers": 0,
     "num_experts": 0,
     "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
 }
 SERVICE = dict(accepted=1, joined=0, finished=6, failed=0, dropped=0)
 
@@ -110,9 +111,10 @@ def test_rates_are_differences_between_two_snapshots() -> None:
 
 
 def test_ranks_show_the_share_of_the_time_that_rank_0_waits() -> None:
-    model = MODEL | {"tensor_parallel_size": 4}
-    before, now = look(10.0, engine=model), look(12.0, {**ENGINE, "rank_wait_us": 700_000}, engine=model)
-    assert rows(before, now)["ranks"] == "4  rank 0 waits 10.0% of the time"
+    for stages, text in ((1, "4"), (2, "8 in 2 stages")):
+        model = MODEL | {"tensor_parallel_size": 4, "pipeline_parallel_size": stages}
+        before, now = look(10.0, engine=model), look(12.0, {**ENGINE, "rank_wait_us": 700_000}, engine=model)
+        assert rows(before, now)["ranks"] == f"{text}  rank 0 waits 10.0% of the time"
     assert "ranks" not in rows(look(10.0), look(12.0))
 
 

@@ -28,6 +28,7 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SampleOutput
 from trueroll.engine.running import executor
 from trueroll.engine.running.loading import LoadedModel, load_model
+from trueroll.engine.running.ranks import Topology
 from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, MlpWeights, TokenStatistics, Wanted, Weight
 from trueroll.kernels.cpu.library import Library, load_library
@@ -305,7 +306,11 @@ def test_no_engine_plans_for_more_tokens_than_a_step_can_have(
 
 
 def failed_premises(cell: Cell, run: Run) -> list[str]:
-    return [premise.name for premise in check_premises(cell, [run], num_threads=1, num_ranks=1) if not premise.holds]
+    return [
+        premise.name
+        for premise in check_premises(cell, [run], num_threads=1, topology=Topology(1, 1))
+        if not premise.holds
+    ]
 
 
 @pytest.mark.parametrize(
@@ -516,17 +521,22 @@ def test_the_legend_explains_every_premise(tiny_llama: Path) -> None:
     assert named >= {"reused", "chunks", "together", "preempted", "threads"} and missing == []
 
 
-def test_ranks_run_the_cells_and_the_events_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_run_the_cells_and_the_events_of_ranks(
+    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine of one cell starts another process, so a few cells stand for all."""
     sizes: dict[str, Any] = dict(num_attention_heads=8, intermediate_size=512, num_hidden_layers=4)
     model = make_tiny_model("llama", tmp_path / "model", **sizes)
-    config = EngineConfig(model=str(model), tensor_parallel_size=2)
+    topology = Topology(2 // stages, stages)
+    config = EngineConfig(model=str(model), tensor_parallel_size=2 // stages, pipeline_parallel_size=stages)
     loaded = load_model(config)
-    cells = verify.cells_of(loaded, ranks=2)
+    cells = verify.cells_of(loaded, topology)
+    assert {cell.topology for cell in cells} == {topology}
     assert {cell.ranks for cell in cells} == {2} and {*verify.EVENTS} == {cell.event for cell in cells} - {""}
     monkeypatch.setattr(verify, "CELLS", ())
     monkeypatch.setattr(verify, "RANK_CELLS", (Cell(others=3, event="push"), Cell(others=3, event="adapters")))
-    baseline, *results = verify.run_matrix(config, loaded, SMALL, ranks=2)
+    baseline, *results = verify.run_matrix(config, loaded, SMALL)
     assert baseline.cell.ranks == 1 and [result.cell.ranks for result in results] == [2, 2]
     assert all(result.passed and result.tokens > 0 for result in results)
     assert [premise.seen for result in results for premise in result.premises if premise.name == "ranks"] == [2, 2]

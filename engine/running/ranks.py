@@ -1,0 +1,84 @@
+"""The places of an engine's ranks, and how a rank reaches the others.
+
+A rank computes a part of each layer of one stage. Rank 0, the leader, belongs to the last stage, because the last stage
+draws the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from ...kernels.ranks import Exchange, Rank
+from ...kernels.specs import Stage
+from ..config import EngineConfig
+
+
+class Topology(NamedTuple):
+    """The places of `tensor` ranks in each of `stages` stages. The last stage has the first ranks."""
+
+    tensor: int
+    stages: int
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Topology:
+        """Return the topology that a configuration asks for."""
+        return cls(config.tensor_parallel_size, config.pipeline_parallel_size)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.tensor * self.stages
+
+    @property
+    def text(self) -> str:
+        """The numbers of ranks and stages, such as `4 ranks in 2 stages`."""
+        return f"{self.size} ranks" + (f" in {self.stages} stages" if self.stages > 1 else "")
+
+    def stage(self, index: int) -> Stage:
+        """Return the stage of a rank."""
+        return Stage(self.stages - 1 - index // self.tensor, self.stages)
+
+    def rank(self, index: int) -> Rank:
+        """Return the place of a rank among the ranks of its stage."""
+        return Rank(index % self.tensor, self.tensor)
+
+    def of_stage(self, index: int) -> list[int]:
+        """Return the ranks that are in the same stage as a rank, in their order."""
+        first = index - index % self.tensor
+        return [*range(first, first + self.tensor)]
+
+    def before(self, index: int) -> int | None:
+        """Return the rank that sends hidden states to a rank, or None in the first stage."""
+        return None if self.stage(index).is_first else index + self.tensor
+
+    def after(self, index: int) -> int | None:
+        """Return the rank to which a rank sends hidden states, or None in the last stage."""
+        return None if self.stage(index).is_last else index - self.tensor
+
+
+class Link(Protocol):
+    """Moves tensors from a rank to the rank of the next stage."""
+
+    def send(self, x: Tensor) -> None:
+        """Send a tensor."""
+        ...
+
+    def receive(self, out: Tensor) -> None:
+        """Wait for the next tensor from the other rank, and copy it to `out`, which has its shape and dtype."""
+        ...
+
+
+class Links(NamedTuple):
+    """How a rank reaches the others.
+
+    `everyone`: all ranks. `stage`: the ranks of the same stage. `before`, `after`: the rank of the previous stage, and
+    the rank of the next stage, if there is one.
+    """
+
+    topology: Topology
+    everyone: Exchange
+    stage: Exchange
+    before: Link | None = None
+    after: Link | None = None
