@@ -165,7 +165,7 @@ def _announce(address: str, info: dict[str, Any]) -> None:
 def _summary(address: str, info: dict[str, Any]) -> str:
     """Return the text to print about a new worker: address, model, memory, capacity, and the next command to try."""
     sizes = {"weights": info["weight_bytes"], "KV cache": info["kv_bytes"], "recurrent states": info["state_bytes"]}
-    ranks = info["tensor_parallel_size"] * info["pipeline_parallel_size"]
+    ranks = info.get("tensor_parallel_size", 1) * info.get("pipeline_parallel_size", 1)
     of_each = f", on each of {ranks} ranks" if ranks > 1 else ""
     tokenizer = ["--tokenizer", str(info["model"])] if address.startswith("tcp://") else []
     command = shlex.join(["trueroll", "generate", address, *tokenizer, "--prompt", "Once upon a time"])

@@ -74,7 +74,7 @@ def test_a_stage_holds_its_layers(tmp_path: Path) -> None:
     model = str(make_tiny_model("llama", tmp_path / "model", num_hidden_layers=4, vocab_size=64))
     one, two = (rows(model, "--memory", "0.25", "--pipeline-parallel-size", size) for size in ("1", "2"))
     assert float(two["KV blocks"][1]) == pytest.approx(float(one["KV blocks"][1]) / 2, abs=1e-4)
-    assert 0.5 < float(two["weights"][2]) / float(one["weights"][2]) < 0.6, "a stage has half of the layers"
+    assert 0.4 < float(two["weights"][2]) / float(one["weights"][2]) < 0.6, "a stage has half of the layers"
 
 
 @pytest.mark.parametrize(
