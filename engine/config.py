@@ -70,7 +70,11 @@ class EngineConfig(BaseModel):
 
     `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`.
     `pipeline_parallel_size`: the number of stages into which the layers are divided, at most the number of layers. Each
-    stage has `tensor_parallel_size` ranks. The bits do not depend on these two numbers.
+    stage has `tensor_parallel_size` ranks. The bits do not depend on these two numbers. `devices`: the device of each
+    rank, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks. None: one GPU for each rank, or
+    the CPU. `exchange`: how ranks exchange tensors: `shared` (memory of the host), `group` (a process group of torch:
+    NCCL on GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each
+    rank has a GPU of its own, otherwise `shared`.
 
     `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
@@ -101,6 +105,8 @@ class EngineConfig(BaseModel):
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
     tensor_parallel_size: int = Field(default=1, ge=1, le=8)
     pipeline_parallel_size: int = Field(default=1, ge=1, le=8)
+    devices: str | None = None
+    exchange: Literal["auto", "shared", "group", "symmetric"] = "auto"
     pieces: int | None = Field(default=None, ge=1, le=8)
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
@@ -118,6 +124,23 @@ class EngineConfig(BaseModel):
     def num_ranks(self) -> int:
         """The number of ranks of all stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def rank_devices(self) -> list[str]:
+        """The device of each rank."""
+        if self.devices is not None:
+            return [name.strip() for name in self.devices.split(",")]
+        one_each = self.device == "cuda" and self.num_ranks > 1
+        return [f"cuda:{index}" if one_each else self.device for index in range(self.num_ranks)]
+
+    @property
+    def rank_exchange(self) -> Literal["shared", "group", "symmetric"]:
+        """How ranks exchange tensors, if `exchange` is `auto`."""
+        if self.exchange != "auto":
+            return self.exchange
+        found = self.rank_devices
+        own_gpus = all(name.startswith("cuda") for name in found) and len(set(found)) == len(found)
+        return "group" if own_gpus else "shared"
 
     @property
     def num_steps(self) -> int:
@@ -154,6 +177,13 @@ class EngineConfig(BaseModel):
                     field=name,
                     value=interval,
                 )
+        if self.devices is not None and len(self.rank_devices) != self.num_ranks:
+            raise ConfigError(
+                f"devices must name one device for each of {self.num_ranks} ranks (got {self.devices!r}); "
+                "tensor_parallel_size times pipeline_parallel_size is the number of ranks",
+                field="devices",
+                value=self.devices,
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs must be at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "

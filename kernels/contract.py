@@ -33,7 +33,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -313,6 +313,21 @@ class Weight(Protocol):
     def to_dense(self) -> Tensor:
         """Return a tensor [rows, columns] with the same values. The tensor may be the weight itself."""
         ...
+
+
+def mark_rows(weight: Any, full_rows: int) -> Any:
+    """Mark a matrix that holds only some rows of a weight with `full_rows` rows, and return it.
+
+    The bits of some products depend on the shape of the weight. Backends with such products read the mark with
+    `full_rows_of`.
+    """
+    weight.full_rows = full_rows
+    return weight
+
+
+def full_rows_of(weight: Any) -> int:
+    """Return the number of rows of the weight of which a matrix holds some or all rows."""
+    return getattr(weight, "full_rows", weight.shape[0])
 
 
 class Backend(Protocol):

@@ -16,9 +16,9 @@ balanced binary tree. Bits therefore do not depend on the number of ranks. `Exch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -93,6 +93,26 @@ class Exchange(Protocol):
         result is valid until the next call.
         """
         ...
+
+    def add(self, own: Tensor, finish: Finish) -> Tensor:
+        """Return what `finish` makes of the sum of all ranks' tensors [M, N], which `fold` adds. An exchange may divide
+        the rows among the ranks, and gather what they have made.
+        """
+        ...
+
+
+Finish: TypeAlias = Callable[[Tensor, int], Tensor]
+"""finish(total, start): return what a layer makes of the sums `total` [rows, N], which begin with row `start`. Each row
+of the result [rows, N] depends on the same row of `total` only.
+"""
+
+
+def fold(sums: Sequence[Tensor]) -> Tensor:
+    """Add tensors as a balanced binary tree. Their number is a power of two."""
+    sums = list(sums)
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
 
 
 def part_of(spec: DecoderSpec, rank: Rank, section: int) -> DecoderSpec:
@@ -273,16 +293,22 @@ class RankedHead:
         """Join the tensors of all ranks along their second axis, which may have different lengths. For each `kind`, a
         rank passes tensors of the same length.
         """
+        if own.is_meta:
+            return torch.cat([own] * self.exchange.rank.size, 1)
         if kind not in self._widths:
-            found = self.exchange.gather(torch.tensor([own.shape[1]], device=own.device))
+            found = self._gathered(torch.tensor([own.shape[1]], device=own.device))
             self._widths[kind] = [int(width) for width in found]
         widths = self._widths[kind]
         padded = own
         if own.shape[1] < max(widths):
             padded = own.new_zeros(len(own), max(widths), *own.shape[2:])
             padded[:, : own.shape[1]] = own
-        parts = zip(self.exchange.gather(padded), widths, strict=True)
+        parts = zip(self._gathered(padded), widths, strict=True)
         return torch.cat([part[:, :width] for part, width in parts], 1)
+
+    def _gathered(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of all ranks. Tensors without memory, of a dry run, are not exchanged."""
+        return [x] * self.exchange.rank.size if x.is_meta else self.exchange.gather(x)
 
 
 class RankedOps(RankedHead):
@@ -346,8 +372,11 @@ class RankedOps(RankedHead):
         rows, columns = weight.shape
         empty = columns == 0
         own = x.new_zeros(len(x), rows, dtype=torch.float32) if empty else self.backend.back_sums(x, weight, pieces)
-        total = self._added(own)
-        out = (total if bias is None else total + bias.float()).to(x.dtype)
+
+        def finish(total: Tensor, start: int) -> Tensor:
+            return (total if bias is None else total + bias.float()).to(x.dtype)
+
+        out = self._added(own, finish)
         return out if residual is None else out + residual
 
     def experts(
@@ -361,8 +390,12 @@ class RankedOps(RankedHead):
         groups: int = 1,
     ) -> Tensor:
         """See `Backend.experts`. `weights` has the experts of this rank's `groups`."""
-        total = self._added(self.backend.expert_sums(x, spec, weights, experts, gates, groups))
-        return (total if shared is None else total + shared.float()).to(x.dtype)
+
+        def finish(total: Tensor, start: int) -> Tensor:
+            rows = slice(start, start + len(total))
+            return (total if shared is None else total + shared[rows].float()).to(x.dtype)
+
+        return self._added(self.backend.expert_sums(x, spec, weights, experts, gates, groups), finish)
 
     def qkv(
         self,
@@ -391,16 +424,13 @@ class RankedOps(RankedHead):
         """Return this rank's columns of a norm over the columns of all ranks. `sharers`: the number of neighbouring
         ranks that hold the same columns.
         """
-        rows, (whole,) = (torch.cat(list(self.exchange.gather(each))[::sharers], 1) for each in (x, weight[None]))
+        rows, (whole,) = (torch.cat(list(self._gathered(each))[::sharers], 1) for each in (x, weight[None]))
         start = self.exchange.rank.index // sharers * x.shape[1]
         return self.backend.rmsnorm(rows, whole, norm)[:, start : start + x.shape[1]]
 
-    def _added(self, own: Tensor) -> Tensor:
-        """Add the sums of all ranks as a balanced binary tree."""
-        sums = list(self.exchange.gather(own))
-        while len(sums) > 1:
-            sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-        return sums[0]
+    def _added(self, own: Tensor, finish: Finish) -> Tensor:
+        """Add the sums of all ranks, and finish them."""
+        return finish(own, 0) if own.is_meta else self.exchange.add(own, finish)
 
 
 def _tiles(wanted: Wanted) -> list[Wanted]:

@@ -37,7 +37,7 @@ FOREIGN_ALLOWED_TO = {
     "kernels.families.settings": {"transformers", "huggingface_hub"},
     **{
         f"kernels.triton.{name}": {"triton"}
-        for name in ("launch", "products", "attention", "experts", "rows", "recurrence", "head")
+        for name in ("launch", "products", "attention", "experts", "peers", "rows", "recurrence", "head")
     },
     **{f"rollout.http.{name}": {"starlette"} for name in ("app", "bodies", "guard", "lifecycle", "pages", "wire")},
     "rollout.http.bounds": {"h11"},
@@ -114,16 +114,20 @@ ENGINE = {
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
-    | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "sampler", "step")}
+    | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "ranks", "sampler")}
+    | {"running.step"}
     | {"running.warm_up", "running.weights"},
     "parallel.exchange": {"running.ranks"},
+    "parallel.groups": {"parallel.exchange", "running.ranks"},
+    "parallel.place": {"config", "parallel.exchange", "parallel.groups"},
+    "parallel.computation": {"parallel.agreement", "parallel.exchange", "running.executor", "running.step"},
     "parallel.agreement": {"parallel.exchange", "running.executor", "running.step"},
     "parallel.weights": {"cache.memory", "cache.shared", "models", "running.ranks", "running.weight_memory"},
     "parallel.wire": {"outputs.open_requests", "request", "running.mtp", "running.step"},
     "parallel.follower": {"config", "parallel"}
     | {f"running.{name}" for name in ("executor", "loading", "ranks", "weight_memory")},
     "parallel.leader": {"config", "outputs.routes", "parallel", "request"}
-    | {f"running.{name}" for name in ("executor", "loading", "mtp", "ranks", "step", "weights")},
+    | {f"running.{name}" for name in ("executor", "loading", "mtp", "ranks", "step", "weight_memory", "weights")},
     "drafting.drafter": {"scheduling.sequence"},
     "drafting.odds": set(),
     "drafting.repeats": {"drafting.odds", "scheduling.sequence"},

@@ -87,6 +87,11 @@ class Arena(ABC):
         self._layout.append((start, num_bytes))
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the memory, whether it is held or not."""
+        return self._memory.nbytes
+
     def take(self, other: Arena) -> None:
         """Move the content of another arena into this one. The other arena's content is undefined afterwards.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight
+from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight, mark_rows
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.shards import Shard
 from ...kernels.specs import HEAD_ROLE, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
@@ -108,6 +108,8 @@ class Decoder:
                 weight: Any = Stack.new(backend.new_weight, memory, shape, layout)
             else:
                 weight = backend.new_weight(*shape, memory) if len(shape) == 2 else memory(*shape)
+                if held.part is not None and held.part.dim == 0:
+                    mark_rows(weight, held.part.total)
             self._tensors[name] = weight if held.part is None else Shard(weight, held.part)
             return weight if layout is None else weight.matrix
 
@@ -139,7 +141,9 @@ class Decoder:
         if not self.spec.stage.is_last:
             return None
         if self.spec.tie_word_embeddings:
-            return self.embed.narrow(0, *self.spec.head_range) if self.spec.ranks > 1 else self.embed
+            if self.spec.ranks == 1:
+                return self.embed
+            return mark_rows(self.embed.narrow(0, *self.spec.head_range), self.spec.vocab_size)
         weight: Any = self._tensors[HEAD]
         return weight.own if isinstance(weight, Shard) else weight
 

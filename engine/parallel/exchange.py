@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.ranks import RankMeetings
-from ...kernels.ranks import Rank
+from ...kernels.ranks import Finish, Rank, fold
 from ..running.ranks import Links, Topology
 
 MOST_SECONDS, MOST_SECONDS_TO_START = 60.0, 1800.0
@@ -121,7 +121,7 @@ class SharedExchange:
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """See `Exchange.gather`."""
-        flat = _bytes_of(x.contiguous())
+        flat = _bytes_of(x.contiguous().cpu())
         if len(flat) <= SLOT_BYTES:
             parts = self._gather(flat)
         else:
@@ -130,11 +130,15 @@ class SharedExchange:
                 some = self._gather(flat[start : start + SLOT_BYTES])
                 for part, found in zip(parts, some, strict=True):
                     part[start : start + len(found)] = found
-        return [part.view(x.dtype).view(x.shape) for part in parts]
+        return [part.view(x.dtype).view(x.shape).to(x.device) for part in parts]
+
+    def add(self, own: Tensor, finish: Finish) -> Tensor:
+        """See `Exchange.add`."""
+        return finish(fold(self.gather(own)), 0)
 
     def send(self, x: Tensor) -> None:
         """See `Link.send`."""
-        flat = _bytes_of(x.contiguous())
+        flat = _bytes_of(x.contiguous().cpu())
         for start in range(0, len(flat), SLOT_BYTES):
             part = flat[start : start + SLOT_BYTES]
             self._slot((self.native.turn + 1) % 2, 0)[: len(part)] = part
@@ -142,11 +146,14 @@ class SharedExchange:
 
     def receive(self, out: Tensor) -> None:
         """See `Link.receive`. `out` must be contiguous."""
-        flat = _bytes_of(out)
+        host = out if out.device.type == "cpu" else torch.empty_like(out, device="cpu")
+        flat = _bytes_of(host)
         for start in range(0, len(flat), SLOT_BYTES):
             part = flat[start : start + SLOT_BYTES]
             self.meet()
             part.copy_(self._slot(self.native.turn % 2, 0)[: len(part)])
+        if host is not out:
+            out.copy_(host)
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         """Exchange bytes that fit into a slot. The result is valid until the next call."""

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
@@ -27,7 +28,9 @@ from ..running.loading import allocate_model
 from ..running.ranks import Topology
 from ..running.weight_memory import Build
 from .agreement import Agreement
-from .exchange import MOST_SECONDS, Segment, SharedExchange
+from .computation import RankComputation
+from .exchange import MOST_SECONDS, Segment
+from .place import RankPlace, config_of_rank
 from .weights import FollowerArena, FollowerWeights
 from .wire import Channel
 
@@ -36,50 +39,65 @@ class LeaderGone(Exception):
     """The leader has closed its end of the socket."""
 
 
-def follow(channel: Channel, segment: int, index: int) -> None:
-    """Compute what the leader sends to the rank with this index, until it closes the channel."""
-    _, settings = channel.receive()
-    config = EngineConfig(**settings)
-    topology = Topology.of(config)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+def follow(channel: Channel, file: int, index: int) -> None:
+    """Compute what the leader sends to the rank with this index, until it closes the channel. `file`: the descriptor of
+    the memory for exchanges.
+    """
+    _, (settings, folder, has_copies) = channel.receive()
+    whole = EngineConfig(**settings)
+    topology, config = Topology.of(whole), config_of_rank(whole, index)
+    torch.set_num_threads(config.num_threads or 1)
 
     def check() -> None:
         if channel.is_closed():
             raise LeaderGone
 
     # A follower waits without a limit. The leader waits for each follower too, and ends all if one hangs.
-    links = Segment(topology, segment, check).links(index)
-    os.close(segment)
-    everyone = cast(SharedExchange, links.everyone)
+    place = RankPlace(whole, index, Segment(topology, file, check))
+    os.close(file)
+    everyone = place.everyone
 
-    def place(builds: Sequence[Build], dtype: torch.dtype, device: torch.device) -> FollowerWeights:
-        return FollowerWeights(builds[index], dtype, channel.receive_files, topology.rank(index).index == 0)
+    def memory(builds: Sequence[Build], dtype: torch.dtype, device: torch.device) -> FollowerWeights:
+        reads_stage = topology.rank(index).index == 0
+        copies_to = torch.device(config.device) if has_copies else None
+        return FollowerWeights(builds[index], dtype, channel.receive_files, reads_stage, copies_to)
 
-    model = allocate_model(config, links, place)
+    place.join(folder)
+    model = allocate_model(config, place.links, memory)
     arena = cast(FollowerArena, model.loaded.weights.arena)
-    executor = LocalExecutor(config, model.read())
-    everyone.gather(torch.tensor([executor.memory()["kv_cache"]]))
+    loaded = model.read()
+    everyone.meet()  # all weights have been read
+    arena.update()
+    executor = LocalExecutor(config, loaded)
     gc.freeze()  # otherwise a garbage collection would traverse all of torch, and all ranks would wait
-    everyone.meet()
-    agreement = Agreement(everyone, topology.tensor)
+    place.total(executor.memory()["kv_cache"])
+    agreement, in_flight = Agreement(everyone, topology.tensor), deque[RankComputation]()
+
+    def settle(most: int = 0) -> None:
+        """Wait until at most this many steps are in flight."""
+        while len(in_flight) > most:
+            in_flight.popleft().wait()
+
     while True:
-        match channel.receive():
-            case "compute", step:
-                agreement.add(step, executor.compute(step).wait())
-            case "draft", step:
-                executor.draft(step)
-            case "meet", None:
-                everyone.meet()
-            case "map", None:
+        name, content = channel.receive()
+        if name == "compute":
+            computation = executor.compute(content)
+            in_flight.append(RankComputation(content, computation, loaded.model.device, agreement, place.segment))
+            settle(1 if executor.runs_ahead else 0)
+            continue
+        settle()
+        match name:
+            case "draft":
+                executor.draft(content)
+                continue
+            case "map":
                 arena.map(channel.receive_files(len(arena.arenas)))
-                everyone.meet()
-            case "sleep", (level, tags):
-                executor.sleep(level, tags)
-                everyone.meet()
-            case "wake_up", tags:
-                executor.wake_up(tags)
-                everyone.meet()
+                arena.update()
+            case "sleep":
+                executor.sleep(*content)
+            case "wake_up":
+                executor.wake_up(content)
+        everyone.meet()
 
 
 def main() -> None:
@@ -90,7 +108,7 @@ def main() -> None:
     try:
         follow(channel, int(sys.argv[2]), int(sys.argv[3]))
     except (EOFError, LeaderGone, ConnectionError):
-        return
+        os._exit(0)  # a GPU may wait for ranks that have ended
     except TruerollError as error:
         _report(channel, str(error))
     except BaseException as error:

@@ -9,27 +9,28 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn, cast
 
 import torch
 
-from trueroll.errors import ConfigError
-
-from ...kernels.cpu.library import library_obstacle
 from ..config import EngineConfig
 from ..outputs.routes import RouteFormat
 from ..request import Tag
-from ..running.executor import LocalComputation, LocalExecutor, Peers, StepResults
+from ..running.executor import LocalExecutor, Peers, StepResults
 from ..running.loading import EngineInfo, LoadedModel, allocate_model
 from ..running.mtp import DraftStep
-from ..running.ranks import Links, Topology
+from ..running.ranks import Topology
 from ..running.step import Step
+from ..running.weight_memory import Build
 from ..running.weights import WeightStaging, WeightStore
 from . import exchange
 from .agreement import Agreement
+from .computation import RankComputation
 from .exchange import RankError, Segment, SharedExchange
+from .place import RankPlace, config_of_rank
 from .weights import LeaderWeights, RankedArena
 from .wire import Channel, packed
 
@@ -54,8 +55,10 @@ class Followers:
         self._all = list[Follower]()
         self.close = weakref.finalize(self, _end, self._all)
 
-    def start(self, config: EngineConfig, segment: int) -> None:
-        """Start the followers. `segment`: the memory for exchanges."""
+    def start(self, config: EngineConfig, segment: int, folder: str, has_copies: bool) -> None:
+        """Start the followers. `segment`: the memory for exchanges. `folder`: where the ranks meet. `has_copies`:
+        whether each rank computes with a copy of its weights.
+        """
         for index in range(1, self._size):
             own, other = socket.socketpair()
             with other:
@@ -73,7 +76,7 @@ class Followers:
                     command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(), segment), start_new_session=True
                 )
             self._all.append(Follower(index, process, Channel(own, exchange.MOST_SECONDS)))
-        self.send("start", config.model_dump())
+        self.send("start", [config.model_dump(), folder, has_copies])
 
     def send(self, name: str, content: object = None) -> None:
         """Send a command to all followers."""
@@ -137,24 +140,31 @@ def _end(followers: list[Follower]) -> None:
 class _Computation:
     """A step in flight on all ranks. `compute`: computes this rank's part of it."""
 
-    def __init__(self, step: Step, compute: Callable[[Step], LocalComputation], agreement: Agreement) -> None:
-        self._step, self._compute, self._agreement = step, compute, agreement
+    def __init__(self, step: Step, compute: Callable[[Step], RankComputation]) -> None:
+        self._step, self._compute = step, compute
+        self._own: RankComputation | None = None
         self._results: StepResults | None = None
+
+    def begin(self) -> RankComputation:
+        """Compute or queue this rank's part, if that has not happened."""
+        if self._own is None:
+            self._own = self._compute(self._step)
+        return self._own
 
     def wait(self) -> StepResults:
         if self._results is None:
-            self._results = self._compute(self._step).wait()
-            self._agreement.add(self._step, self._results)
+            self._results = self.begin().wait()
         return self._results
 
 
 class Ranks:
-    """The other ranks, in the process of rank 0. `followers`: the processes. `links`: how rank 0 reaches them."""
+    """The other ranks, in the process of rank 0. `followers`: the processes. `place`: how rank 0 reaches them."""
 
-    def __init__(self, followers: Followers, links: Links) -> None:
-        self._followers, self._exchange = followers, cast(SharedExchange, links.everyone)
-        distinct = {id(each): each for each in (links.everyone, links.stage, links.before) if each is not None}
-        self._meetings = [cast(SharedExchange, each).native for each in distinct.values()]
+    def __init__(self, followers: Followers, place: RankPlace) -> None:
+        self._followers, self._place, links = followers, place, place.links
+        self._exchange = place.everyone
+        distinct = {id(each): each for each in (links.everyone, links.stage, links.before)}
+        self._meetings = [each.native for each in distinct.values() if isinstance(each, SharedExchange)]
 
     @property
     def waited_us(self) -> int:
@@ -186,6 +196,7 @@ class Ranks:
 
     def close(self) -> None:
         """See `Peers`."""
+        self._place.abort()
         self._followers.close()
 
 
@@ -198,30 +209,35 @@ class RankedExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._topology = topology = Topology.of(config)
-        config = config_of_rank(config)
-        torch.set_num_threads(config.num_threads or 1)
+        own = config_of_rank(config, 0)
+        torch.set_num_threads(own.num_threads or 1)
         followers, file = Followers(topology.size), os.memfd_create("trueroll-ranks", os.MFD_CLOEXEC)
         try:
-            segment = Segment(topology, file, followers.check, exchange.MOST_SECONDS_TO_START)
-            links = segment.links(0)
-            everyone = cast(SharedExchange, links.everyone)
-            model = allocate_model(config, links, lambda builds, dtype, _: LeaderWeights(builds, dtype, topology))
-            followers.start(config, file)
+            place = RankPlace(config, 0, Segment(topology, file, followers.check, exchange.MOST_SECONDS_TO_START))
+            copies_to = device_of_copies(torch.device(own.device))
+
+            def memory(builds: Sequence[Build], dtype: torch.dtype, device: torch.device) -> LeaderWeights:
+                return LeaderWeights(builds, dtype, topology, copies_to)
+
+            model = allocate_model(own, place.links, memory)
             self._arena = cast(RankedArena, model.loaded.weights.arena)
-            followers.share(self._arena)
-            self.loaded: LoadedModel = model.read()
-            self._own = LocalExecutor(config, self.loaded)
-            of_ranks = everyone.gather(torch.tensor([self._own.memory()["kv_cache"]]))
-            self._kv_bytes = sum(map(int, of_ranks))
-            everyone.meet()
+            with TemporaryDirectory(prefix="trueroll-ranks-") as folder:
+                followers.start(config, file, folder, copies_to is not None)
+                place.join(folder)
+                followers.share(self._arena)
+                self.loaded: LoadedModel = model.read()
+                place.everyone.meet()  # all weights have been read
+                self._arena.update()
+                self._own = LocalExecutor(own, self.loaded)
+                self._kv_bytes = place.total(self._own.memory()["kv_cache"])
         except BaseException:
             followers.close()
             raise
         finally:
             os.close(file)
-        segment.most_seconds = exchange.MOST_SECONDS
-        self._ranks, self._agreement = Ranks(followers, links), Agreement(everyone, topology.tensor)
-        self._in_flight = deque[_Computation](maxlen=topology.stages)
+        place.segment.most_seconds = exchange.MOST_SECONDS
+        self._ranks, self._agreement = Ranks(followers, place), Agreement(place.everyone, topology.tensor)
+        self._place, self._in_flight = place, deque[_Computation](maxlen=topology.stages)
 
     @property
     def info(self) -> EngineInfo:
@@ -252,11 +268,15 @@ class RankedExecutor:
         one, begins when the results are awaited, so that the first stage can begin another step meanwhile.
         """
         self._ranks.tell("compute", step)
-        computation = _Computation(step, self._own.compute, self._agreement)
+        computation = _Computation(step, self._compute)
         self._in_flight.append(computation)
         if self._topology.stages == 1:
-            computation.wait()
+            computation.begin()
         return computation
+
+    def _compute(self, step: Step) -> RankComputation:
+        own = self._own.compute(step)
+        return RankComputation(step, own, self.loaded.model.device, self._agreement, self._place.segment)
 
     def draft(self, step: DraftStep) -> list[list[int]]:
         self._ranks.tell("draft", step)
@@ -270,16 +290,20 @@ class RankedExecutor:
         try:
             self._own.commit(staging)
         finally:
-            if self._arena.files != before:
+            if self._arena.files != before or self._arena.copy is not None:
                 self._ranks.map(self._arena)
+                self._arena.update()
 
     def sleep(self, level: int, tags: Collection[Tag]) -> None:
-        self._ranks.order("sleep", [level, _without_weights(tags)])
+        self._ranks.order("sleep", [level, [*tags]])
         self._own.sleep(level, tags)
 
     def wake_up(self, tags: Collection[Tag]) -> None:
+        if "weights" in tags:
+            self._arena.restore_host()
+        self._ranks.tell("wake_up", [*tags])  # the ranks may have to capture CUDA graphs together
         self._own.wake_up(tags)
-        self._ranks.order("wake_up", _without_weights(tags))
+        self._place.everyone.meet()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that all ranks hold."""
@@ -287,21 +311,6 @@ class RankedExecutor:
         return own | {"kv_cache": self._kv_bytes if own["kv_cache"] else 0}
 
 
-def _without_weights(tags: Collection[Tag]) -> list[Tag]:
-    """Return the tags of memory that followers own."""
-    return [tag for tag in tags if tag != "weights"]
-
-
-def config_of_rank(config: EngineConfig) -> EngineConfig:
-    """Return the configuration of each rank. The ranks share the threads of the engine. Raise ConfigError for a device
-    other than a CPU, and without the native library.
-    """
-    field = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
-    if torch.device(config.device).type != "cpu":
-        value = getattr(config, field)
-        text = f"{field} must be 1 on {config.device} (got {value}); only a CPU can have several ranks"
-        raise ConfigError(text, field=field, value=value)
-    if obstacle := library_obstacle():
-        raise ConfigError(f"{field}: ranks exchange tensors with the native library, but {obstacle}")
-    cores = config.num_threads or len(os.sched_getaffinity(0))
-    return config.model_copy(update=dict(num_threads=max(1, cores // config.num_ranks)))
+def device_of_copies(device: torch.device) -> torch.device | None:
+    """Return the device to which ranks copy their weights; None if they compute with the leader's memory."""
+    return None if device.type == "cpu" else device

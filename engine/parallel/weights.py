@@ -5,12 +5,15 @@ stage, for what its ranks use whole (norms, routers), and one for the part of ea
 arena, that of its stage, and its own. So the leader receives, reads, saves and drops weights as an engine in one
 process does. New weights reach a follower as three descriptors. Followers do not compute while the leader writes into
 live weights.
+
+This memory is in the host. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up to
+date after each commit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias, cast
 
@@ -19,9 +22,9 @@ from torch import Tensor
 
 from ...kernels.contract import Weight
 from ...kernels.shards import Shard, Shards
-from ..cache.memory import bytes_needed
+from ..cache.memory import DeviceArena, HostArena, bytes_needed
 from ..cache.shared import FileArena, MappedArena
-from ..models.decoder import Empty, Owner
+from ..models.decoder import Decoder, Empty, Owner
 from ..running.ranks import Topology
 from ..running.weight_memory import Build, WeightSet, empty_of
 
@@ -42,20 +45,61 @@ def _sizes(build: Build, dtype: torch.dtype) -> dict[Owner, int]:
     return {owner: size for owner, size in found.items() if size}
 
 
-class RankedArena:
-    """Memory for one set of weights. `arenas`: the arena of each owner. `of_ranks`: the owners of the weights that each
-    rank uses.
-    """
+class DeviceCopy:
+    """A copy of a rank's weights in the memory of its device. `sizes`: the bytes of each owner's weights."""
 
-    copy_note = ""
-
-    def __init__(self, arenas: Mapping[_Place, FileArena], of_ranks: Sequence[Sequence[_Place]]) -> None:
-        self.arenas, self.of_ranks = arenas, of_ranks
+    def __init__(self, sizes: Mapping[Owner, int], dtype: torch.dtype, device: torch.device) -> None:
+        self._arenas = {owner: DeviceArena(size, device) for owner, size in sizes.items()}
+        self._dtype, self._device = dtype, device
 
     @property
     def num_held(self) -> int:
         """See `Arena`."""
-        return sum(arena.num_held for arena in self.arenas.values())
+        return sum(arena.num_held for arena in self._arenas.values())
+
+    def model(self, build: Build) -> Decoder:
+        """Return the model with these weights."""
+        empties = {owner: empty_of(arena, self._dtype) for owner, arena in self._arenas.items()}
+        return build(partial(torch.empty, dtype=self._dtype, device=self._device), empties)
+
+    def update(self, hosts: Iterable[HostArena]) -> None:
+        """Copy the weights from the host."""
+        for own, host in zip(self._arenas.values(), hosts, strict=True):
+            own.take(host)
+
+    def drop(self) -> None:
+        """Free the memory."""
+        for arena in self._arenas.values():
+            arena.drop(keep=False)
+
+    def restore(self) -> None:
+        """Reallocate the memory."""
+        for arena in self._arenas.values():
+            arena.restore()
+
+
+class RankedArena:
+    """Memory for one set of weights. `arenas`: the arena of each owner. `of_ranks`: the owners of the weights that each
+    rank uses. `copy`: the copy with which rank 0 computes; None if it computes with this memory.
+    """
+
+    copy_note = ""
+
+    def __init__(
+        self,
+        arenas: Mapping[_Place, FileArena],
+        of_ranks: Sequence[Sequence[_Place]],
+        copy: DeviceCopy | None = None,
+    ) -> None:
+        self.arenas, self.of_ranks, self.copy = arenas, of_ranks, copy
+
+    @property
+    def num_held(self) -> int:
+        """See `Arena`. If the ranks have copies, the memory of all copies."""
+        if self.copy is None:
+            return sum(arena.num_held for arena in self.arenas.values())
+        of_ranks = (self.arenas[place].num_bytes for places in self.of_ranks for place in places)
+        return sum(of_ranks) if self.copy.num_held else 0
 
     @property
     def files(self) -> list[int]:
@@ -75,9 +119,11 @@ class RankedArena:
         """See `Arena.drop`. Frees the memory for all ranks."""
         for arena in self.arenas.values():
             arena.drop(keep)
+        if self.copy is not None:
+            self.copy.drop()
 
-    def restore(self) -> None:
-        """See `Arena.restore`. If there is not enough memory, none is restored."""
+    def restore_host(self) -> None:
+        """As `restore`, without the copy."""
         try:
             for arena in self.arenas.values():
                 arena.restore()
@@ -85,12 +131,29 @@ class RankedArena:
             self.drop(keep=False)
             raise
 
+    def restore(self) -> None:
+        """See `Arena.restore`. If there is not enough memory, none is restored."""
+        self.restore_host()
+        if self.copy is not None:
+            self.copy.restore()
+            self.update()
+
+    def update(self) -> None:
+        """Bring the copy of rank 0 up to date."""
+        if self.copy is not None:
+            self.copy.update(self.arenas[place] for place in self.of_ranks[0])
+
 
 class LeaderWeights:
-    """The `WeightMemory` of the leader. `builds`: creates the model of each rank."""
+    """The `WeightMemory` of the leader. `builds`: creates the model of each rank. `copies_to`: the device on which rank
+    0 computes with a copy, if it does not compute with this memory.
+    """
 
-    def __init__(self, builds: Sequence[Build], dtype: torch.dtype, topology: Topology) -> None:
+    def __init__(
+        self, builds: Sequence[Build], dtype: torch.dtype, topology: Topology, copies_to: torch.device | None
+    ) -> None:
         self._builds, self._dtype, self.device = builds, dtype, torch.device("cpu")
+        self._copies_to = copies_to
         self._sizes, self._of_ranks = dict[_Place, int](), list[list[_Place]]()
         for index, build in enumerate(builds):
             numbers = {Owner.ALL: 0, Owner.STAGE: topology.stage(index).index, Owner.RANK: index}
@@ -101,8 +164,11 @@ class LeaderWeights:
 
     def new_arena(self, is_live: bool) -> RankedArena:
         """See `WeightMemory.new_arena`."""
-        arenas = {place: FileArena(size, huge_pages=is_live) for place, size in self._sizes.items()}
-        return RankedArena(arenas, self._of_ranks)
+        arenas, copy = {place: FileArena(size, huge_pages=is_live) for place, size in self._sizes.items()}, None
+        if is_live and self._copies_to is not None:
+            own = {place[0]: self._sizes[place] for place in self._of_ranks[0]}
+            copy = DeviceCopy(own, self._dtype, self._copies_to)
+        return RankedArena(arenas, self._of_ranks, copy)
 
     def weights_in(self, arena: RankedArena) -> WeightSet:
         """See `WeightMemory.weights_in`. The leader also reads the weights of all ranks."""
@@ -119,7 +185,8 @@ class LeaderWeights:
             whole[name] = Shards(cast(list[Shard], weights)) if isinstance(weights[0], Shard) else weights[0]
             if holders[0].owners[name] is Owner.ALL:
                 to_load[name] = weights[0]
-        return WeightSet(models[0], whole, to_load)
+        model = models[0] if arena.copy is None else arena.copy.model(self._builds[0])
+        return WeightSet(model, whole, to_load)
 
     def _empties(
         self, arena: RankedArena, places: Sequence[_Place], allocated: dict[_Place, list[Tensor]]
@@ -143,19 +210,14 @@ def _noting(found: list[Tensor], empty: Empty, *shape: int, **dtype: torch.dtype
 
 class FollowerArena:
     """The memory of a follower's live weights, which the leader owns. `sizes`: the bytes of each owner's weights.
-    `files`: the descriptors from the leader.
+    `files`: the descriptors from the leader. `copy`: as for `RankedArena`.
     """
 
-    copy_note = ""
+    copy_note, num_held = "", 0
 
-    def __init__(self, sizes: Mapping[Owner, int], files: Sequence[int]) -> None:
-        self.arenas = {owner: MappedArena(size) for owner, size in sizes.items()}
+    def __init__(self, sizes: Mapping[Owner, int], files: Sequence[int], copy: DeviceCopy | None) -> None:
+        self.arenas, self.copy = {owner: MappedArena(size) for owner, size in sizes.items()}, copy
         self.map(files)
-
-    @property
-    def num_held(self) -> int:
-        """See `Arena`."""
-        return sum(arena.num_held for arena in self.arenas.values())
 
     def map(self, files: Sequence[int]) -> None:
         """Map the memory with these descriptors, and close them. Raise OSError on failure."""
@@ -163,34 +225,51 @@ class FollowerArena:
             arena.map(file)
             os.close(file)
 
+    def update(self) -> None:
+        """Bring the copy up to date."""
+        if self.copy is not None:
+            self.copy.update(self.arenas.values())
+
     def take(self, other: object) -> None:
         """Not used, because the leader commits new weights."""
         raise NotImplementedError
 
     def drop(self, keep: bool) -> None:
-        """Do nothing, because the leader owns the memory."""
+        """Free the copy. The leader owns the other memory."""
+        if self.copy is not None:
+            self.copy.drop()
 
     def restore(self) -> None:
-        """Do nothing, because the leader owns the memory."""
+        """Reallocate the copy. The leader must have restored the other memory."""
+        if self.copy is not None:
+            self.copy.restore()
+            self.update()
 
 
 class FollowerWeights:
     """The `WeightMemory` of a follower. `receive_files(count)`: waits for `count` descriptors from the leader.
-    `reads_stage`: whether this rank reads the weights of its stage.
+    `reads_stage`: whether this rank reads the weights of its stage. `copies_to`: as for `LeaderWeights`.
     """
 
     num_bytes = 0  # the leader allocates the memory
 
     def __init__(
-        self, build: Build, dtype: torch.dtype, receive_files: Callable[[int], Sequence[int]], reads_stage: bool
+        self,
+        build: Build,
+        dtype: torch.dtype,
+        receive_files: Callable[[int], Sequence[int]],
+        reads_stage: bool,
+        copies_to: torch.device | None,
     ) -> None:
+        self._copies_to = copies_to
         self._build, self._dtype, self.device = build, dtype, torch.device("cpu")
         self._receive_files, self._sizes = receive_files, _sizes(build, dtype)
         self._reads = (Owner.STAGE, Owner.RANK) if reads_stage else (Owner.RANK,)
 
     def new_arena(self, is_live: bool) -> FollowerArena:
         """See `WeightMemory.new_arena`."""
-        return FollowerArena(self._sizes, self._receive_files(len(self._sizes)))
+        copy = None if self._copies_to is None else DeviceCopy(self._sizes, self._dtype, self._copies_to)
+        return FollowerArena(self._sizes, self._receive_files(len(self._sizes)), copy)
 
     def weights_in(self, arena: FollowerArena) -> WeightSet:
         """See `WeightMemory.weights_in`."""
@@ -198,4 +277,4 @@ class FollowerWeights:
         model = self._build(partial(torch.empty, dtype=self._dtype), empties)
         tensors = model.checkpoint_tensors()
         to_load = {name: weight for name, weight in tensors.items() if model.owners[name] in self._reads}
-        return WeightSet(model, tensors, to_load)
+        return WeightSet(model if arena.copy is None else arena.copy.model(self._build), tensors, to_load)

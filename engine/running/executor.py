@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.ranks import Exchange
 from ...kernels.transfer import HostCopies, to_device
 from ..config import EngineConfig
 from ..models.decoder import ROUTES
@@ -31,6 +30,7 @@ from .graphs import DecodeGraphs
 from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
 from .model_runner import LaneState, ModelRunner
 from .mtp import DraftStep, MtpRunner
+from .ranks import Links
 from .sampler import Drawing, Drawn, Sampler
 from .step import ScoredRows, Step
 from .warm_up import is_needed, warm_up
@@ -198,7 +198,7 @@ class LocalExecutor:
             log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
         if loaded.links is not None:
-            available = _available_per_rank(available, device, loaded.links.everyone)
+            available = _available_per_rank(available, loaded.links)
         info = engine_info(config, loaded, available)
         spare = (
             1 if uses_graphs(config, loaded) else 0
@@ -218,7 +218,9 @@ class LocalExecutor:
             self._graphs.capture()
         formed = route_format(loaded.model.spec)
         self._experts = ExpertCounts(formed, device) if formed else None
-        self._lanes = LaneState(config.max_num_seqs, device) if runs_ahead(device) else None
+        # Only the last stage has the drawn tokens on its device.
+        ahead = runs_ahead(device) and self._stage.size == 1
+        self._lanes = LaneState(config.max_num_seqs, device) if ahead else None
         self._asleep: set[Tag] = set()
         self.weights = loaded.weights
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
@@ -315,10 +317,9 @@ class LocalExecutor:
         return self._sampler.draw(hidden, step.draws)
 
 
-def _available_per_rank(available: int, device: torch.device, exchange: Exchange) -> int:
-    """Return the memory that is available to each rank, in bytes. Ranks on a CPU share the memory of the machine."""
-    least = min(int(each) for each in exchange.gather(torch.tensor([available])))
-    return least // exchange.rank.size if device.type == "cpu" else least
+def _available_per_rank(available: int, links: Links) -> int:
+    """Return the memory that is available to each rank, in bytes."""
+    return min(int(each) for each in links.everyone.gather(torch.tensor([available // links.num_sharers])))
 
 
 def _buckets(info: EngineInfo) -> dict[str, int]:

@@ -409,7 +409,8 @@ def find_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
 
 def uses_graphs(config: EngineConfig, loaded: LoadedModel) -> bool:
     """Return whether decode steps run as CUDA graphs."""
-    return config.cuda_graphs and loaded.backend.can_capture
+    can_exchange = loaded.links is None or loaded.links.can_capture
+    return config.cuda_graphs and loaded.backend.can_capture and can_exchange
 
 
 def available_memory(device: torch.device) -> int:

@@ -19,7 +19,7 @@ from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
 from .mtp import MtpRunner
-from .ranks import Link, Links
+from .ranks import Links
 from .step import Draws, JournalRows, Step
 
 
@@ -136,18 +136,19 @@ class ModelRunner:
         if states is not None and self._journals is not None:
             batch = self._states(pages[0].batch.query_starts, states, journal)
         of_layers = [pages[group] for group in self.groups]
-        before = None if self._before is None else self._received(self._before, len(token_ids))
+        before = None if self.model.spec.stage.is_first else self._received(len(token_ids))
         out = self.model.forward(ModelInput(token_ids, positions, self.memories, of_layers, batch, before=before))
         if self._after is not None:
             for tensor in _up_to(self.model.spec.own_experts.stop, out):
                 self._after.send(tensor)
         return out
 
-    def _received(self, link: Link, rows: int) -> ModelOutput:
-        """Wait for the output of the previous stage."""
+    def _received(self, rows: int) -> ModelOutput:
+        """Wait for the output of the previous stage. Without `links`, return an uninitialized output."""
         out = self.model.new_output(rows)
-        for tensor in _up_to(self.model.spec.own_experts.start, out):
-            link.receive(tensor)
+        if self._before is not None:
+            for tensor in _up_to(self.model.spec.own_experts.start, out):
+                self._before.receive(tensor)
         return out
 
     def _states(self, query_starts: Sequence[int], states: Tensor, rows: JournalRows | None) -> StateBatch:

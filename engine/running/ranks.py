@@ -74,7 +74,8 @@ class Links(NamedTuple):
     """How a rank reaches the others.
 
     `everyone`: all ranks. `stage`: the ranks of the same stage. `before`, `after`: the rank of the previous stage, and
-    the rank of the next stage, if there is one.
+    the rank of the next stage, if there is one. `num_sharers`: the number of ranks that share the memory of this rank's
+    device. `can_capture`: whether a CUDA graph can capture what the ranks of a stage exchange.
     """
 
     topology: Topology
@@ -82,3 +83,5 @@ class Links(NamedTuple):
     stage: Exchange
     before: Link | None = None
     after: Link | None = None
+    num_sharers: int = 1
+    can_capture: bool = False

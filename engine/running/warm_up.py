@@ -17,6 +17,7 @@ from torch import Tensor
 from trueroll.errors import ConfigError
 
 from ...kernels.contract import LOGITS_ROWS, AttentionBatch, Pages
+from ...kernels.specs import Stage
 from ..config import EngineConfig
 from ..models.decoder import Decoder
 from ..request import Distribution
@@ -105,9 +106,9 @@ class _Computation:
 
 
 def _outline(loaded: LoadedModel) -> Decoder:
-    """Return the model on torch's meta device, without memory and with one layer of each kind."""
+    """Return the model on torch's meta device, without memory and with one layer of each kind, in a single stage."""
     model = loaded.model
-    spec = replace(model.spec, layers=tuple(dict.fromkeys(model.spec.layers)))
+    spec = replace(model.spec, layers=tuple(dict.fromkeys(model.spec.layers)), stage=Stage())
     return Decoder(spec, model.ops, partial(torch.empty, dtype=model.dtype, device="meta"))
 
 

@@ -55,7 +55,7 @@ class WeightSet(NamedTuple):
 
 class WeightMemory(Protocol):
     """Creates memory for sets of weights. `num_bytes`: the bytes that this process allocates for a set. `device`: where
-    the memory is.
+    weights are received. The model may compute with a copy on another device.
     """
 
     @property

@@ -161,7 +161,7 @@ class WeightStore:
     @property
     def num_held(self) -> int:
         """The device memory that the live weights and the base weights of adapters hold now, in bytes."""
-        kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.model.device]
+        kept = [tensor.nbytes for tensor in self.base.kept.values() if tensor.device == self.memory.device]
         return self.arena.num_held + sum(kept)
 
     @property
@@ -251,7 +251,7 @@ class WeightStore:
     def before_adapters(self, name: str) -> Tensor:
         """Return a dense copy of a parameter's base value, without adapters. The live weights must be complete."""
         if (kept := self.base.kept.get(name)) is not None:
-            return kept.to(self.model.device)
+            return kept.to(self.memory.device)
         return self.tensors[name].to_dense().clone()
 
     def rows(self, tensors: Mapping[str, Weight], name: str, start: int = 0, length: int | None = None) -> Weight:
@@ -342,7 +342,7 @@ class WeightStaging:
         self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
-            empty = partial(torch.empty, dtype=self._store.dtype_of(name), device=self._store.model.device)
+            empty = partial(torch.empty, dtype=self._store.dtype_of(name), device=self._store.memory.device)
             self._factors[name] = Factors(empty((rank, columns)), empty((rows, rank)), scale)
             self._by_name |= {a: self._factors[name].a, b: self._factors[name].b}
         self._others_bytes += sum(tensor.nbytes for tensor in self._by_name.values())
@@ -422,7 +422,7 @@ class WeightStaging:
         least, most = indices.aminmax() if len(indices) else (0, 0)
         if least < 0 or most >= numel:
             raise ValueError(f"{name}: indices must be in [0, {numel})")
-        device, (own_name, first) = self._store.model.device, self._place(name)
+        device, (own_name, first) = self._store.memory.device, self._place(name)
         self.elements.append((own_name, indices.to(device, copy=True).add_(first), values.to(device, copy=True)))
         self._others_bytes += indices.nbytes + values.nbytes
 

@@ -41,7 +41,7 @@ from trueroll.engine.running.ranks import Links, Topology
 from trueroll.engine.running.step import Step
 from trueroll.kernels.cpu import backend
 from trueroll.kernels.cpu.ranks import RankMeetings
-from trueroll.kernels.ranks import Rank
+from trueroll.kernels.ranks import Finish, Rank, fold
 from trueroll.kernels.shards import Shard
 from trueroll.rollout import WeightPublisher, launch_worker
 
@@ -98,6 +98,9 @@ class Alone:
         self._slots[: x.nbytes] = x.contiguous().view(-1).view(torch.uint8)
         self.native.meet()
         return [self._slots[: x.nbytes].view(x.dtype).view(x.shape)] * SIZE
+
+    def add(self, own: torch.Tensor, finish: Finish) -> torch.Tensor:
+        return finish(fold(self.gather(own)), 0)
 
 
 def links_of(exchange: Alone) -> Links:

@@ -49,6 +49,7 @@ from trueroll.kernels.specs import (
 )
 from trueroll.kernels.triton import backend, machine
 from trueroll.kernels.triton.launch import Launch, compile_form, recording
+from trueroll.kernels.triton.peers import fold_peers
 
 sys.path.insert(0, str(Path(__file__).parent))
 import triton_model  # noqa: E402
@@ -159,7 +160,14 @@ def record(names: Iterable[str]) -> list[Launch]:
                 mix(*EXPERTS[name])
             else:
                 Calls(MODELS[name], torch.float16 if name == FLOAT16 else torch.bfloat16).all()
+                fold_ranks(MODELS[name].hidden)
     return sorted(dict.fromkeys(launches), key=lambda launch: name_of(launch.kernel))
+
+
+def fold_ranks(hidden: int) -> None:
+    """Add the sums of ranks."""
+    for ranks in (2, 4, 8):
+        fold_peers([floats(17, hidden)] * ranks)
 
 
 def name_of(kernel: Any) -> str:

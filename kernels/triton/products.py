@@ -17,8 +17,8 @@ are +0.0.
 Owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias, residual,
 activation. Does not own norms, or the epilogue of the products with the weights of q, k and v. Activations are copied
 if `launch` cannot use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a
-shard, which holds some rows of a whole weight. If `full_rows` is the whole weight's number of rows, each element of a
-product has the same bits with the shard as with the whole weight.
+shard, which holds some rows of a whole weight (`contract.mark_rows`). Each element of a product has the same bits with
+the shard as with the whole weight.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
@@ -42,7 +42,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import CLAMP, CLAMPED_SLOPE
+from ..contract import CLAMP, CLAMPED_SLOPE, full_rows_of
 from ..reference import GELU_CUBIC, GELU_SLOPE
 from ..specs import WHOLE, Activation, Pieces, pieces_of
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
@@ -145,14 +145,13 @@ def k_splits(rows: int, columns: int) -> int:
     return 1 if rows >= 8192 else min(4, max(1, columns // 768))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, full_rows: int | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply x [M, K] by weight [N, K] transposed, add bias [N] in float32, and round once. Return [M, N] in x's
     dtype.
 
-    All tensors share one dtype, bfloat16 or float16. `full_rows`, here and below: the number of rows of the whole
-    weight, if this weight is a shard.
+    All tensors share one dtype, bfloat16 or float16.
     """
-    return _linear(x, factor_of((weight,), (full_rows,)), bias, None, x.dtype)
+    return _linear(x, factor_of(weight), bias, None, x.dtype)
 
 
 def project_back(
@@ -161,15 +160,13 @@ def project_back(
     residual: Tensor | None = None,
     bias: Tensor | None = None,
     pieces: Pieces = WHOLE,
-    *,
-    full_rows: int | None = None,
 ) -> Tensor:
     """Return linear(x, weight, bias) [M, N], plus `residual` [M, N] if it is given. The product is rounded before the
     residual is added, and the sum is rounded again.
 
     With several `pieces`, K is cut into these pieces instead of those of `k_splits`.
     """
-    factor = factor_of((weight,), (full_rows,)) if pieces.count == 1 else Factor((weight,), (pieces,), is_tree=True)
+    factor = factor_of(weight) if pieces.count == 1 else Factor((weight,), (pieces,), is_tree=True)
     return _linear(x, factor, bias, residual, x.dtype)
 
 
@@ -182,11 +179,11 @@ def back_sums(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
     return _linear(x, Factor((weight,), (pieces,), is_tree=True), None, None, torch.float32)
 
 
-def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full_rows: int | None = None) -> Tensor:
+def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return gate_mul(linear(x, gate), linear(x, up), activation), to the bit. `gate` and `up` are [I, H]; the result
     is [M, I].
     """
-    x, factor = aligned(x), factor_of((gate, up), (full_rows,) * 2)
+    x, factor = aligned(x), factor_of(gate, up)
     out = x.new_empty(len(x), len(gate))
     tile, apart = way_of(len(x), factor)
     if apart:
@@ -196,23 +193,18 @@ def gate_up(x: Tensor, gate: Tensor, up: Tensor, activation: Activation, *, full
     return out
 
 
-def lm_head(hidden: Tensor, weight: Tensor, *, full_rows: int | None = None) -> Tensor:
+def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
     """Multiply hidden [M, H] by weight [V, H] transposed. Return the logits, float32 [M, V], without rounding."""
-    return _linear(hidden, factor_of((weight,), (full_rows,)), None, None, torch.float32)
+    return _linear(hidden, factor_of(weight), None, None, torch.float32)
 
 
-def qkv_parts(
-    hidden: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor],
-    *,
-    full_rows: tuple[int | None, int | None, int | None] = (None, None, None),
-) -> Tensor:
+def qkv_parts(hidden: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Multiply hidden [M, H] by weights [Nq, H], [Nk, H] and [Nv, H], and return the products side by side, in parts.
 
     The result is float32 [P, M, Nq + Nk + Nv], to be summed by `fold_parts`; P is 1 for many tokens. Summing the parts,
     adding a bias and rounding once gives the same bits as `linear` with each weight alone.
     """
-    factor = factor_of(weights, full_rows)
+    factor = factor_of(*weights)
     return _parts(aligned(hidden), factor, *way_of(len(hidden), factor))
 
 
@@ -231,9 +223,12 @@ def _linear(x: Tensor, factor: Factor, bias: Tensor | None, residual: Tensor | N
     return out
 
 
-def factor_of(weights: tuple[Tensor, ...], full_rows: tuple[int | None, ...]) -> Factor:
-    full, columns = (rows or len(weight) for weight, rows in zip(weights, full_rows, strict=True)), weights[0].shape[1]
-    return Factor(weights, tuple(pieces_of(k_splits(rows, columns), columns, SPLIT_UNIT) for rows in full))
+def factor_of(*weights: Tensor) -> Factor:
+    """Return weights of which a product is computed side by side. They have the same number of columns."""
+    columns = weights[0].shape[1]
+    return Factor(
+        weights, tuple(pieces_of(k_splits(full_rows_of(each), columns), columns, SPLIT_UNIT) for each in weights)
+    )
 
 
 def way_of(tokens: int, factor: Factor) -> Way:

@@ -49,9 +49,12 @@ ENGINE: Table = {
         "Default: 8192 (GPU), 512 (CPU).",
     },
     "Several ranks": {
-        "tensor_parallel_size": "Number of processes among which each layer is divided, on a CPU only. Changes no bit.",
-        "pipeline_parallel_size": "Number of stages into which the layers are divided, each with its own processes, on "
-        "a CPU only. Changes no bit.",
+        "tensor_parallel_size": "Number of processes among which each layer is divided. Changes no bit.",
+        "pipeline_parallel_size": "Number of stages into which the layers are divided, each with its own processes. "
+        "Changes no bit.",
+        "devices": "Device of each process, separated by commas, such as cuda:0,cuda:1.",
+        "exchange": "How processes exchange tensors: auto, shared (host memory), group (NCCL or gloo), or symmetric "
+        "(each GPU reads the others).",
         "pieces": "Number of pieces in which sums are computed: 1, 2, 4 or 8. The trainer needs the same number. "
         "Default: chosen for the model.",
     },

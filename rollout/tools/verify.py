@@ -28,7 +28,7 @@ from trueroll.errors import printable
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
-from ...engine.parallel.leader import config_of_rank
+from ...engine.parallel.place import config_of_rank
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model, specs_of_ranks
 from ...engine.running.ranks import Topology
@@ -488,7 +488,7 @@ def verify(
     loaded = load_model(config.model_copy(update={"speculative": "auto"}))  # with the MTP module, if there is one
     sizes, topology = sizes or (QUICK_SIZES if quick else SIZES), Topology.of(config)
     if topology.size > 1:
-        config_of_rank(config)
+        config_of_rank(config, 0)
         specs_of_ranks(loaded.model.spec, topology, loaded.backend.ops)
     matrix = run_matrix(config, loaded, sizes, quick)
     total = len(cells_of(loaded, topology, quick)) + 1

@@ -74,7 +74,7 @@ def test_every_tile_gives_the_same_bits(
     x, weight = random(ROWS, k, dtype=dtype), random(n, k, dtype=dtype, scale=k**-0.5, seed=1)
     everything = product(kernels, x, weight)
     parts = weight.chunk(2 if "pair" in name else 1)
-    factor = products.factor_of(parts, (None,) * len(parts))
+    factor = products.factor_of(*parts)
     ways = {way for count in (1, ROWS) for way in products.ways_of(count, k, factor.rows, factor.most_pieces)}
     assert len(ways) >= (2 if "cut" in name else 1) * (1 if k % 8 else len(products.TILES) // 2), "premise: many tiles"
     for way in ways:

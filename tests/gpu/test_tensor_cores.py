@@ -36,7 +36,7 @@ SHAPES = [
 
 def piece_of(weight: Tensor) -> int:
     """Return the number of columns in a piece of the weight."""
-    return products.factor_of((weight,), (None,)).pieces[0].length
+    return products.factor_of(weight).pieces[0].length
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from torch import Tensor
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.engine.models import decoder
 from trueroll.engine.parallel.leader import RankedExecutor
 from trueroll.engine.request import ScoreRequest
+from trueroll.engine.running import loading
 from trueroll.engine.running.executor import LocalComputation, LocalExecutor, StepResults
 from trueroll.engine.running.loading import load_model
 from trueroll.engine.running.ranks import Links, Topology
@@ -32,6 +35,7 @@ from trueroll.kernels import ranks
 from trueroll.kernels.cpu.backend import HEAD_SECTION, PackedLayers
 from trueroll.kernels.ranks import Rank, RankedOps
 from trueroll.kernels.specs import AttentionSpec
+from trueroll.kernels.triton import products
 
 from ..drive import generate, run, tokens
 
@@ -76,6 +80,9 @@ class ThreadExchange:
         self._room.meeting.wait()
         return found
 
+    def add(self, own: Tensor, finish: ranks.Finish) -> Tensor:
+        return finish(ranks.fold(self.gather(own)), 0)
+
 
 class ThreadLink:
     """Moves tensors from one thread to another."""
@@ -116,10 +123,9 @@ class ThreadRanks:
             room.meeting.abort()
 
 
-def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, StepResults]]:
-    """Return the steps of an engine on one device, and their results. The steps have chunks of prompts, prefix hits,
-    groups, preemptions, filters, scores and top log-probs.
-    """
+@contextmanager
+def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Step, StepResults]]]:
+    """Record the steps of engines on one device, and their results."""
     found = list[tuple[Step, StepResults]]()
     compute: Callable[[LocalExecutor, Step], LocalComputation] = LocalExecutor.compute
 
@@ -130,6 +136,14 @@ def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalExecutor, "compute", recorded)
+        yield found
+
+
+def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, StepResults]]:
+    """Return the steps of an engine on one device, and their results. The steps have chunks of prompts, prefix hits,
+    groups, preemptions, filters, scores and top log-probs.
+    """
+    with recording(monkeypatch) as found:
         engine = Engine(config)
         shared = tokens(40)
         asked = [
@@ -193,7 +207,7 @@ def test_ranks_give_the_bits_of_one_device(family: str, tmp_path: Path, monkeypa
     steps, loaded = record(config, monkeypatch), load_model(config)
     assert loaded.model.spec.pieces == 4 and len(steps) > 50, "premise"
     assert loaded.backend.name == "cpu" and -(-loaded.model.spec.vocab_size // HEAD_SECTION) == 4, "premise"
-    for tensor, stages in ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2)):
+    for tensor, stages in ((4, 1), (1, 4), (2, 2)):
         assert replay(config, steps, tensor, stages) == [0] * tensor
 
 
@@ -211,8 +225,8 @@ def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
 of_attention, of_gated, of_head = ranks._part_of_attention, ranks._part_of_gated, ranks._part_of_head
 
 
-def add_from_the_left(ops: RankedOps, own: Tensor) -> Tensor:
-    first, *others = ops.exchange.gather(own)
+def add_from_the_left(sums: Sequence[Tensor]) -> Tensor:
+    first, *others = sums
     return sum(others, first)
 
 
@@ -229,11 +243,11 @@ def take_the_features_of_another_rank(role: str, inner: int, pieces: int, rank: 
     return own, unit, parts | {f"{role}.down": of_gated(role, inner, pieces, other)[2][f"{role}.down"]}
 
 
-def add_in_a_ring(ops: RankedOps, own: Tensor) -> Tensor:
+def add_in_a_ring(sums: Sequence[Tensor]) -> Tensor:
     """Add as the all-reduce of a library does: each rank begins with the columns of another rank."""
-    sums = [each.tensor_split(4, 1) for each in ops.exchange.gather(own)]
+    cut = [each.tensor_split(4, 1) for each in sums]
     return torch.cat(
-        [sum((sums[(first + i) % 4][first] for i in range(1, 4)), sums[first][first]) for first in range(4)], 1
+        [sum((cut[(first + i) % 4][first] for i in range(1, 4)), cut[first][first]) for first in range(4)], 1
     )
 
 
@@ -244,8 +258,8 @@ def shift_by_a_section(vocab_size: int, rank: Rank, section: int) -> Any:
 
 
 SABOTAGE: list[tuple[Any, str, Any]] = [
-    (RankedOps, "_added", add_from_the_left),
-    (RankedOps, "_added", add_in_a_ring),
+    (ranks, "fold", add_from_the_left),
+    (ranks, "fold", add_in_a_ring),
     (ranks, "_part_of_head", shift_by_a_section),
     (ranks, "_part_of_attention", take_keys_of_another_head),
     (ranks, "_part_of_gated", take_the_features_of_another_rank),
@@ -273,3 +287,42 @@ def test_the_sums_that_the_library_exchanges_give_the_bits_of_one_device(
         assert [bits(executor.compute(step).wait()) != bits(expected) for step, expected in steps].count(True) == 0
     finally:
         executor.peers.close()
+
+
+class OneAtATime:
+    """The ops of a backend, for threads that cannot interpret kernels at the same time."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend, self._lock = backend, INTERPRETER
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._backend, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                return found(*args, **kwargs)
+
+        return call
+
+
+INTERPRETER = threading.RLock()
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_moe", marks=pytest.mark.exhaustive)])
+def test_ranks_give_the_bits_of_one_device_with_triton(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of a product depend on the shape of the whole weight, of which a rank holds some rows. Here, they differ
+    for parts of the head; the products in layers are rounded to bfloat16, which hides most differences.
+    """
+    monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= 3000 else 2)
+    monkeypatch.setattr(loading, "RankedOps", lambda backend, *rest: RankedOps(OneAtATime(backend), *rest))
+    monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | dict(hidden_size=256, vocab_size=4100))
+    config = config_of(family, tmp_path, backend="triton", dtype="bfloat16")
+    with recording(monkeypatch) as steps:
+        run(Engine(config), [generate("a", tokens(9), n=2, max_tokens=2), ScoreRequest("b", tokens(8))])
+    assert replay(config, steps, 4) == [0] * 4
+    monkeypatch.setattr(decoder, "mark_rows", lambda weight, full_rows: weight)
+    assert min(replay(config, steps, 4)) > 0, "premise: without the mark, a rank has other bits"

@@ -7,13 +7,13 @@ import math
 import statistics
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from matrix import thinned
 from torch import Tensor
 
+from trueroll.kernels.contract import mark_rows
 from trueroll.kernels.specs import Activation, Pieces
 from trueroll.kernels.triton import launch, products, rows
 from trueroll.kernels.triton.products import CUT_TILES, NARROW_TILE, TILES, Tile
@@ -257,7 +257,7 @@ def test_pieces_are_whole_steps_and_none_is_empty(rows: int, columns: int) -> No
 def weights_of(*shapes: tuple[int, int]) -> products.Factor:
     """Return weights without memory."""
     weights = tuple(torch.empty(shape, device="meta") for shape in shapes)
-    return products.factor_of(weights, (None,) * len(weights))
+    return products.factor_of(*weights)
 
 
 @pytest.mark.parametrize("weight", ["o", "down"])
@@ -340,17 +340,16 @@ def test_a_shard_of_a_weight_has_the_bits_of_the_whole(monkeypatch: pytest.Monke
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= FEATURES else PIECES)
     x, weight, bias, residual = inputs(17, *WHOLE)
     up = randn(*weight.shape, dtype=weight.dtype, seed=5)
-    full: dict[str, Any] = dict(full_rows=FEATURES)
     whole = products.linear(x, weight, bias)
     added, logits = products.project_back(x, weight, residual), products.lm_head(x, weight)
     both, parts = products.gate_up(x, weight, up, "silu"), products.qkv_parts(x, (weight, up, up))
     assert not same_bits(products.lm_head(x, weight[:32]), logits[:, :32]), "premise: alone it has other bits"
     for part in (slice(0, 32), slice(32, FEATURES)):
-        shard, shard_up = weight[part].contiguous(), up[part].contiguous()
-        assert same_bits(products.linear(x, shard, bias[part], **full), whole[:, part])
-        assert same_bits(products.project_back(x, shard, residual[:, part], **full), added[:, part])
-        assert same_bits(products.lm_head(x, shard, **full), logits[:, part])
-        assert same_bits(products.gate_up(x, shard, shard_up, "silu", **full), both[:, part])
-        of_shards = products.qkv_parts(x, (shard, shard_up, shard_up), full_rows=(FEATURES, FEATURES, FEATURES))
+        shard, shard_up = (mark_rows(each[part].contiguous(), FEATURES) for each in (weight, up))
+        assert same_bits(products.linear(x, shard, bias[part]), whole[:, part])
+        assert same_bits(products.project_back(x, shard, residual[:, part]), added[:, part])
+        assert same_bits(products.lm_head(x, shard), logits[:, part])
+        assert same_bits(products.gate_up(x, shard, shard_up, "silu"), both[:, part])
+        of_shards = products.qkv_parts(x, (shard, shard_up, shard_up))
         expected = torch.cat([each[:, :, part] for each in parts.split(FEATURES, dim=2)], dim=2)
         assert same_bits(of_shards, expected)

@@ -1,0 +1,75 @@
+"""The place of a rank in an engine with several ranks: its device, and how it reaches the other ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from trueroll.errors import ConfigError
+
+from ...kernels.cpu.library import library_obstacle
+from ..config import EngineConfig
+from .exchange import Segment, SharedExchange
+from .groups import Connections
+
+
+class RankPlace:
+    """The place of rank `index`. `segment`: the memory that all ranks share.
+
+    `links`: how the rank reaches the others. `everyone`: all ranks, through the host's memory.
+    """
+
+    def __init__(self, config: EngineConfig, index: int, segment: Segment) -> None:
+        devices, kind, topology = config.rank_devices, config.rank_exchange, segment.topology
+        self.segment, self._device = segment, torch.device(devices[index])
+        self.links, self._connections = segment.links(index), None
+        self.everyone = cast(SharedExchange, self.links.everyone)
+        if kind != "shared":
+            self._connections = Connections(self.links, kind, segment.check)
+            self.links = self._connections.links
+        on_gpu = self._device.type == "cuda"
+        self.links = self.links._replace(
+            num_sharers=devices.count(devices[index]), can_capture=on_gpu and kind != "shared" and topology.stages == 1
+        )
+
+    def join(self, folder: str) -> None:
+        """Connect this rank with the others, which meet in a folder. All ranks call this."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        if self._connections is not None:
+            self._connections.join(Path(folder), self._device)
+
+    def total(self, count: int) -> int:
+        """Return the sum of the numbers of all ranks."""
+        return sum(int(each) for each in self.everyone.gather(torch.tensor([count])))
+
+    def abort(self) -> None:
+        """End what this rank exchanges on a GPU. No call may follow."""
+        if self._connections is not None:
+            self._connections.abort()
+
+
+def config_of_rank(config: EngineConfig, index: int) -> EngineConfig:
+    """Return the configuration of a rank, with its device and its share of the threads. Raise ConfigError if the
+    devices or the native library are missing.
+    """
+    name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
+    if obstacle := library_obstacle():
+        raise ConfigError(f"{name}: ranks exchange tensors with the native library, but {obstacle}")
+    devices, found = config.rank_devices, torch.cuda.device_count()
+    numbers = [torch.device(device).index or 0 for device in devices if device.startswith("cuda")]
+    if missing := [number for number in numbers if number >= found]:
+        raise ConfigError(
+            f"{name}: {config.num_ranks} ranks use the GPUs {numbers}, but torch finds {found}, so {missing} are "
+            "missing; use fewer ranks, or set devices, in which ranks may share a GPU",
+            field=name,
+            value=getattr(config, name),
+        )
+    if config.rank_exchange == "symmetric" and len({*numbers}) < len(devices):
+        raise ConfigError("exchange: symmetric needs a GPU for each rank; use shared or group", field="exchange")
+    cores = config.num_threads or len(os.sched_getaffinity(0))
+    threads = max(1, cores // config.num_ranks)
+    return config.model_copy(update=dict(device=devices[index], num_threads=threads))
