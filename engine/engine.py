@@ -73,8 +73,7 @@ class Engine:
             adapts = drafter is None and not draft_always
             drafters = [drafter] if drafter is not None else self._new_drafters(config, loaded)
             self._drafting = Drafting(drafters, config.num_drafts, self.info.vocab_size, adapts)
-        parts = self._executor, self._scheduler, self._prompts, self._ledger, self._drafting
-        self._pipeline = Pipeline(*parts, config.num_steps)
+        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, self._drafting)
 
     @property
     def info(self) -> EngineInfo:

@@ -193,8 +193,7 @@ class _QueuedStep:
 class Pipeline:
     """Computes the open requests of `ledger`, step by step.
 
-    `num_steps`: the number of steps in flight, if the model is divided into stages. `commit`: the weights in use.
-    `experts`: the experts that the steps chose.
+    `commit`: the weights in use. `experts`: the experts that the steps chose.
     """
 
     def __init__(
@@ -204,14 +203,12 @@ class Pipeline:
         prompts: SharedPrompts,
         ledger: Ledger,
         drafting: Drafting | None = None,
-        num_steps: int = 1,
     ) -> None:
         self.commit = Commit(0)
         self.experts = ExpertRecorder(executor.routes)
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
         self._queued = deque[_QueuedStep]()
         self._drafting = drafting
-        self._num_steps = num_steps
 
     def step(self) -> list[Output]:
         """See `Engine.step`."""
@@ -227,11 +224,11 @@ class Pipeline:
         if drafting is not None:
             chunks = drafting.extend(chunks, self._scheduler)
         queued = self._launch(chunks, started) if len(chunks.lanes) else None
-        if queued is None or runs_ahead or num_before + 1 == self._num_steps:
+        if queued is None or runs_ahead or num_before + 1 == self._scheduler.num_steps:
             outputs += self._settle_next()
         if queued is not None:
             self._queued.append(queued)
-        if not self._ledger.open or (self._num_steps == 1 and not runs_ahead):
+        if not self._ledger.open or (self._scheduler.num_steps == 1 and not runs_ahead):
             return outputs + self.settle()
         if runs_ahead and queued is not None:
             self._expect(queued)

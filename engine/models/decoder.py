@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -148,11 +148,6 @@ class Decoder:
         return weight.own if isinstance(weight, Shard) else weight
 
     @property
-    def norm(self) -> Any:
-        """The weight of the last norm, [hidden_size]. Only the last stage has it."""
-        return self._tensors[LAST_NORM]
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype of hidden states."""
         return self._like.dtype
@@ -213,25 +208,19 @@ class Decoder:
     def forward(self, tokens: ModelInput) -> ModelOutput:
         """Return the hidden states and the records of the tokens."""
         ops, spec, rotations = self.ops, self.spec, self.rotations(tokens.positions)
-        x, records = self._begin(tokens) if tokens.before is None else tokens.before
+        x, records = tokens.before or new_output(spec, self.embedded(tokens.token_ids))
+        if tokens.embedded is not None and spec.stage.is_first:
+            x = x.index_copy(0, tokens.embedded.places, tokens.embedded.rows)
         routes = records[ROUTES][spec.own_experts] if ROUTES in records else None
         x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states, routes)
-        return ModelOutput(ops.rmsnorm(x, self.norm, spec.norm) if spec.stage.is_last else x, records)
+        if spec.stage.is_last:
+            x = ops.rmsnorm(x, cast(Tensor, self._tensors[LAST_NORM]), spec.norm)
+        return ModelOutput(x, records)
 
-    def new_output(self, rows: int) -> ModelOutput:
-        """Return an uninitialized output for this number of tokens."""
-        hidden = torch.empty(rows, self.spec.hidden_size, dtype=self.dtype, device=self.device)
-        return ModelOutput(hidden, self._new_records(rows))
 
-    def _begin(self, tokens: ModelInput) -> ModelOutput:
-        """Return the input of the first layer."""
-        x = self.embedded(tokens.token_ids)
-        if tokens.embedded is not None:
-            x = x.index_copy(0, tokens.embedded.places, tokens.embedded.rows)
-        return ModelOutput(x, self._new_records(len(x)))
-
-    def _new_records(self, rows: int) -> dict[str, Tensor]:
-        if not (specs := self.spec.experts):
-            return {}
-        shape = len(specs), rows, specs[0].top_k
-        return {ROUTES: torch.empty(shape, dtype=torch.int32, device=self.device)}
+def new_output(spec: DecoderSpec, hidden: Tensor) -> ModelOutput:
+    """Return an output with these hidden states and uninitialized records."""
+    if not (experts := spec.experts):
+        return ModelOutput(hidden, {})
+    shape = len(experts), len(hidden), experts[0].top_k
+    return ModelOutput(hidden, {ROUTES: torch.empty(shape, dtype=torch.int32, device=hidden.device)})

@@ -208,7 +208,7 @@ class RankedExecutor:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._topology = topology = Topology.of(config)
+        topology = Topology.of(config)
         own = config_of_rank(config, 0)
         torch.set_num_threads(own.num_threads or 1)
         followers, file = Followers(topology.size), os.memfd_create("trueroll-ranks", os.MFD_CLOEXEC)
@@ -241,7 +241,7 @@ class RankedExecutor:
 
     @property
     def info(self) -> EngineInfo:
-        tensor, stages = self._topology
+        tensor, stages = self._place.links.topology
         return replace(self._own.info, tensor_parallel_size=tensor, pipeline_parallel_size=stages)
 
     @property
@@ -270,7 +270,7 @@ class RankedExecutor:
         self._ranks.tell("compute", step)
         computation = _Computation(step, self._compute)
         self._in_flight.append(computation)
-        if self._topology.stages == 1:
+        if self._place.links.topology.stages == 1:
             computation.begin()
         return computation
 

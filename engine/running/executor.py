@@ -205,8 +205,8 @@ class LocalExecutor:
         )  # one block per window and one state slot, for the padding rows of graphs
         num_blocks = [count + spare for count in info.blocks_by_window]
         journal = config.max_num_seqs, config.num_drafts
-        mtp, self._stage = None, loaded.model.spec.stage
-        if loaded.drafts_with_mtp(config) and self._stage.is_last:
+        mtp, stage = None, loaded.model.spec.stage
+        if loaded.drafts_with_mtp(config) and stage.is_last:
             mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
         sizes = num_blocks, config.block_size, info.num_slots + spare
         self._runner = ModelRunner(loaded.model, *sizes, journal, mtp, loaded.links)
@@ -219,7 +219,7 @@ class LocalExecutor:
         formed = route_format(loaded.model.spec)
         self._experts = ExpertCounts(formed, device) if formed else None
         # Only the last stage has the drawn tokens on its device.
-        ahead = runs_ahead(device) and self._stage.size == 1
+        ahead = runs_ahead(device) and stage.size == 1
         self._lanes = LaneState(config.max_num_seqs, device) if ahead else None
         self._asleep: set[Tag] = set()
         self.weights = loaded.weights
@@ -251,7 +251,7 @@ class LocalExecutor:
         self._runner.copy_blocks(step.block_copies)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
         hidden, found = (graphs or self._runner).run(step, self._lanes)
-        if not self._stage.is_last:
+        if not self._runner.model.spec.stage.is_last:
             return LocalComputation(None, (), None)
         if self._runner.mtp is not None:
             self._runner.follow(self._runner.mtp, step, self._lanes, hidden)

@@ -17,7 +17,7 @@ from ...kernels.journal import Journal
 from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import Arena, bytes_needed, new_arena
-from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput
+from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput, new_output
 from .mtp import MtpRunner
 from .ranks import Links
 from .step import Draws, JournalRows, Step
@@ -46,7 +46,7 @@ class ModelRunner:
     `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
     and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `links`: how
     this rank reaches the others, if the model is the part of a rank. `memories`: the memory of each layer. `groups`:
-    for each layer, the index of its window; 0 for layers without a KV cache.
+    for each layer, the index of its window; None for layers without a KV cache.
 
     A stage has the memory of its layers only, but steps and `num_blocks` have the windows of all layers.
     """
@@ -62,11 +62,11 @@ class ModelRunner:
         links: Links | None = None,
     ) -> None:
         self.model, self.mtp, self.block_size = model, mtp, block_size
-        self._before, self._after = (None, None) if links is None else (links.before, links.after)
+        self._links = links
         windows = model.spec.windows
         mixers = [model.spec.layers[i].mixer for i in model.spec.own_layers]
-        self.groups = [windows.index(m.window) if isinstance(m, AttentionSpec) else 0 for m in mixers]
-        blocks = [num_blocks[group] for group in self.groups]
+        self.groups = [windows.index(m.window) if isinstance(m, AttentionSpec) else None for m in mixers]
+        blocks = [0 if group is None else num_blocks[group] for group in self.groups]
 
         def build(empty: Empty) -> tuple[list[Memory], list[Tensor | None]]:
             pairs = zip(mixers, blocks, strict=True)
@@ -80,9 +80,6 @@ class ModelRunner:
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories, journals = build(empty)
         self._journals = journals if model.spec.delta_nets else None  # None without recurrent layers
-        self._caches: list[list[Tensor]] = [[] for _ in windows]  # for each group
-        for mixer, group, memory in zip(mixers, self.groups, self.memories, strict=True):
-            self._caches[group] += memory if isinstance(mixer, AttentionSpec) else ()
 
     @property
     def device(self) -> torch.device:
@@ -135,20 +132,21 @@ class ModelRunner:
         batch = None
         if states is not None and self._journals is not None:
             batch = self._states(pages[0].batch.query_starts, states, journal)
-        of_layers = [pages[group] for group in self.groups]
+        of_layers = [pages[group or 0] for group in self.groups]
         before = None if self.model.spec.stage.is_first else self._received(len(token_ids))
         out = self.model.forward(ModelInput(token_ids, positions, self.memories, of_layers, batch, before=before))
-        if self._after is not None:
+        if self._links is not None and self._links.after is not None:
             for tensor in _up_to(self.model.spec.own_experts.stop, out):
-                self._after.send(tensor)
+                self._links.after.send(tensor)
         return out
 
     def _received(self, rows: int) -> ModelOutput:
         """Wait for the output of the previous stage. Without `links`, return an uninitialized output."""
-        out = self.model.new_output(rows)
-        if self._before is not None:
+        spec, dtype = self.model.spec, self.model.dtype
+        out = new_output(spec, torch.empty(rows, spec.hidden_size, dtype=dtype, device=self.device))
+        if self._links is not None and self._links.before is not None:
             for tensor in _up_to(self.model.spec.own_experts.start, out):
-                self._before.receive(tensor)
+                self._links.before.receive(tensor)
         return out
 
     def _states(self, query_starts: Sequence[int], states: Tensor, rows: JournalRows | None) -> StateBatch:
@@ -175,12 +173,12 @@ class ModelRunner:
 
     def copy_blocks(self, block_copies: Sequence[np.ndarray]) -> None:
         """Copy blocks of the KV cache. `block_copies`: as in `Step`."""
-        for copies, caches in zip(block_copies, self._caches, strict=True):
-            if not len(copies):
-                continue
-            sources, destinations = self.to_device(copies).unbind(1)
-            for cache in caches:
-                cache[destinations] = cache[sources]
+        places = [self.to_device(copies).unbind(1) if len(copies) else None for copies in block_copies]
+        for group, memory in zip(self.groups, self.memories, strict=True):
+            if group is not None and (found := places[group]) is not None:
+                sources, destinations = found
+                for cache in memory:
+                    cache[destinations] = cache[sources]
         if self.mtp is not None:
             self.mtp.copy_blocks(block_copies[0])
 

@@ -411,7 +411,7 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._num_steps = num_steps
+        self.num_steps = num_steps
         self.running = Running(cache, max_num_seqs, slots, intervals)
         self.waiting = Waiting()
         self.routes = routes
@@ -428,7 +428,7 @@ class Scheduler:
         plan, lanes = _Plan(self.max_num_batched_tokens, may_preempt), self.running.lanes
         running = self.running.in_order()
         uncomputed = lanes.num_tokens[running] - lanes.num_computed[running]
-        one_by_one = self._decode(running[uncomputed == 1][: -(-len(running) // self._num_steps)], plan)
+        one_by_one = self._decode(running[uncomputed == 1][: -(-len(running) // self.num_steps)], plan)
         for sequence in lanes.sequences[np.concatenate((one_by_one, running[uncomputed > 1]))]:
             if sequence.table:  # not preempted by an earlier sequence
                 self._continue(sequence, plan)

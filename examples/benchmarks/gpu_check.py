@@ -143,7 +143,7 @@ PARTS: dict[str, tuple[Promise, ...]] = {
         Promise("every bit of a push arrives, and a push leaks no memory", 260, PUSH),
         Promise("a push with expandable segments is complete and leaks no memory", 260, PUSH, settings=EXPANDABLE),
     ),
-    "ranks": (Promise("several ranks give the bits of one GPU", 560, ("test_ranks.py",)),),
+    "ranks": (Promise("several ranks give the bits of one GPU", 500, ("test_ranks.py",)),),
     "speed": (
         Promise("products, attention and decode steps are measured", 520, sections=("products", "attention", "steps")),
     ),

@@ -318,7 +318,12 @@ def test_ranks_give_the_bits_of_one_device_with_triton(
     for parts of the head; the products in layers are rounded to bfloat16, which hides most differences.
     """
     monkeypatch.setattr(products, "k_splits", lambda rows, columns: 1 if rows >= 3000 else 2)
-    monkeypatch.setattr(loading, "RankedOps", lambda backend, *rest: RankedOps(OneAtATime(backend), *rest))
+
+    def one_at_a_time(backend: Any, exchange: Any, first_id: int) -> RankedOps:
+        alone: Any = OneAtATime(backend)
+        return RankedOps(alone, exchange, first_id)
+
+    monkeypatch.setattr(loading, "RankedOps", one_at_a_time)
     monkeypatch.setitem(FAMILIES, family, FAMILIES[family] | dict(hidden_size=256, vocab_size=4100))
     config = config_of(family, tmp_path, backend="triton", dtype="bfloat16")
     with recording(monkeypatch) as steps:
