@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,17 +236,41 @@ def test_a_killed_rank_is_named_and_no_process_is_left(model: str) -> None:
     assert children() == []
 
 
-def test_a_rank_that_hangs_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "MOST_SECONDS", 1.0)
+def compute(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+def commit(engine: Engine) -> None:
+    engine.commit_weights(engine.weights.new_staging(in_place=False), 1, "abort")
+
+
+def fall_asleep(engine: Engine) -> None:
+    engine.sleep(1, ["weights", "kv_cache"], "abort")
+
+
+@pytest.mark.parametrize(
+    ("size", "stages", "hung", "act"),
+    [(2, 1, 1, compute), (1, 3, 2, compute), (2, 1, 1, commit), (1, 2, 1, fall_asleep)],
+)
+def test_a_rank_that_hangs_is_named(
+    size: int,
+    stages: int,
+    hung: int,
+    act: Callable[[Engine], None],
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With three stages, rank 0 waits for rank 1, which waits for rank 2."""
+    monkeypatch.setattr(exchange, "MOST_SECONDS", 2.0)
     monkeypatch.setattr(leader, "SECONDS_TO_END", 0.5)
-    with engine_of(model, 2) as engine:
+    with engine_of(model, size, stages) as engine:
         engine.add(asked()[0])
         engine.step()
-        (stopped,) = children()
-        stopped.send_signal(signal.SIGSTOP)
-        with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not answer in 1 s"):
-            while engine.has_unfinished:
-                engine.step()
+        engine.settle()
+        children()[hung - 1].send_signal(signal.SIGSTOP)
+        with pytest.raises(RankError, match=rf"ranks \[{hung}\] of {size * stages} did not answer in 2 s"):
+            act(engine)
     assert children() == []
 
 
