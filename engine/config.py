@@ -69,12 +69,12 @@ class EngineConfig(BaseModel):
     `num_speculative_tokens`: the maximum number of tokens drafted for a sample in one step.
 
     `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`.
-    `pipeline_parallel_size`: the number of stages into which the layers are divided, at most the number of layers. Each
-    stage has `tensor_parallel_size` ranks. The bits do not depend on these two numbers. `devices`: the device of each
-    rank, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks. None: one GPU for each rank, or
-    the CPU. `exchange`: how ranks exchange tensors: `shared` (memory of the host), `group` (a process group of torch:
-    NCCL on GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each
-    rank has a GPU of its own, otherwise `shared`.
+    `pipeline_parallel_size`: the number of stages into which the layers are divided: at most 8, and at most the number
+    of layers. Each stage has `tensor_parallel_size` ranks. The bits do not depend on these two numbers. `devices`: the
+    device of each rank, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks. None: one GPU
+    for each rank, or the CPU. `exchange`: how ranks exchange tensors: `shared` (memory of the host), `group` (a process
+    group of torch: NCCL on GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is
+    `group` if each rank has a GPU of its own, otherwise `shared`.
 
     `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
@@ -135,7 +135,7 @@ class EngineConfig(BaseModel):
 
     @property
     def rank_exchange(self) -> Literal["shared", "group", "symmetric"]:
-        """How ranks exchange tensors, if `exchange` is `auto`."""
+        """How ranks exchange tensors: `exchange`, with `auto` resolved."""
         if self.exchange != "auto":
             return self.exchange
         found = self.rank_devices

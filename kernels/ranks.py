@@ -10,8 +10,9 @@ embeddings are whole on every rank. The head is divided by sections of the vocab
 of all sections. So every rank has the same hidden states, routes and tokens.
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
-subtree of its own pieces in float32. The ranks exchange these sums, and every rank adds all of them as the rest of the
-balanced binary tree. Bits therefore do not depend on the number of ranks. `Exchange` only moves bytes.
+subtree of its own pieces in float32. These sums are then added as the rest of the balanced binary tree, on every rank
+or, for large tensors, divided by rows among the ranks (`Exchange.add`). Bits therefore do not depend on the number of
+ranks. `Exchange` only moves bytes.
 """
 
 from __future__ import annotations
@@ -296,19 +297,15 @@ class RankedHead:
         if own.is_meta:
             return torch.cat([own] * self.exchange.rank.size, 1)
         if kind not in self._widths:
-            found = self._gathered(torch.tensor([own.shape[1]], device=own.device))
+            found = self.exchange.gather(torch.tensor([own.shape[1]], device=own.device))
             self._widths[kind] = [int(width) for width in found]
         widths = self._widths[kind]
         padded = own
         if own.shape[1] < max(widths):
             padded = own.new_zeros(len(own), max(widths), *own.shape[2:])
             padded[:, : own.shape[1]] = own
-        parts = zip(self._gathered(padded), widths, strict=True)
+        parts = zip(self.exchange.gather(padded), widths, strict=True)
         return torch.cat([part[:, :width] for part, width in parts], 1)
-
-    def _gathered(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the tensors of all ranks. Tensors without memory, of a dry run, are not exchanged."""
-        return [x] * self.exchange.rank.size if x.is_meta else self.exchange.gather(x)
 
 
 class RankedOps(RankedHead):
@@ -427,6 +424,10 @@ class RankedOps(RankedHead):
         rows, (whole,) = (torch.cat(list(self._gathered(each))[::sharers], 1) for each in (x, weight[None]))
         start = self.exchange.rank.index // sharers * x.shape[1]
         return self.backend.rmsnorm(rows, whole, norm)[:, start : start + x.shape[1]]
+
+    def _gathered(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the tensors of all ranks. Tensors without memory, of a dry run, are not exchanged."""
+        return [x] * self.exchange.rank.size if x.is_meta else self.exchange.gather(x)
 
     def _added(self, own: Tensor, finish: Finish) -> Tensor:
         """Add the sums of all ranks, and finish them."""

@@ -76,7 +76,9 @@ class ModelOutput(NamedTuple):
 
 
 class Owner(Enum):
-    """The ranks that use a weight whole: all ranks, the ranks of one stage, or one rank (its part of a weight)."""
+    """Which ranks share the memory of a weight: ranks of any stage (embeddings), the ranks of one stage (weights that
+    are not divided), or one rank (its part of a divided weight).
+    """
 
     ALL = auto()
     STAGE = auto()
@@ -89,7 +91,7 @@ class Decoder:
 
     `empty(*shape)` allocates an uninitialized tensor for a weight. All tensors must be on the same device, and have the
     same dtype unless `dtype` is passed. The calls to `empty` and their order depend only on the spec and the backend.
-    `of_owner`: maps owners to functions that replace `empty` for their weights.
+    `of_owner`: allocators that replace `empty` for the weights of some owners.
     """
 
     def __init__(

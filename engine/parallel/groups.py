@@ -1,8 +1,8 @@
 """Exchange of tensors between ranks by libraries, which only move bytes: process groups of torch.distributed (NCCL on
 GPUs, gloo on a CPU), and torch's symmetric memory, in which a GPU reads the memory of other GPUs.
 
-The ranks meet in a folder, so that no port is open to find each other. NCCL and gloo connect through the loopback
-interface.
+The ranks find each other through a file, not through a port. gloo connects through the loopback interface, and so does
+NCCL unless `NCCL_SOCKET_IFNAME` is set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from .exchange import RankError
 c10d: Any = torch.distributed  # torch documents stores and groups, but does not export them
 MOST_SECONDS_TO_JOIN = 600.0
 ONE_SHOT_BYTES = 2**20
-"""Larger tensors are added in two steps: each rank adds some rows, and the ranks gather what they have made of them."""
+"""Larger tensors are added in two steps: each rank adds and finishes a share of the rows, then the ranks gather the
+finished rows.
+"""
 BUFFER_BYTES = 64 * 2**20
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_SOCKET_IFNAME": "lo"}
 _environment = threading.Lock()
@@ -209,7 +211,9 @@ def _symmetric(rank: Rank, name: str) -> SymmetricExchange:
 
 
 def _failure(check: Callable[[], object], text: str) -> RankError:
-    """Return the error of a failed exchange, or raise that of a rank that has ended, which may be known only later."""
+    """Return the error of a failed exchange. If `check` reports within two seconds that a rank has ended, raise that
+    error instead, because it names the cause.
+    """
     for _ in range(20):
         check()
         time.sleep(0.1)
@@ -234,8 +238,9 @@ def _nccl(store: Any, rank: Rank, device: torch.device) -> Any:
 
 @contextmanager
 def _variables(wanted: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set. NCCL reads them when a group is created. Its watchdog would end the
-    process if another rank hangs; here, the leader ends the ranks.
+    """Set these environment variables inside the `with` block, except those that are set already. NCCL reads them when
+    a group is created. They turn off its watchdog, which would kill the process if a rank hangs: the leader ends the
+    ranks instead.
     """
     with _environment:
         added = {name: value for name, value in wanted.items() if name not in os.environ}

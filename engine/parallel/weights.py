@@ -1,10 +1,10 @@
 """The weights of an engine with several ranks.
 
-The leader owns the memory of all weights: one arena for the weights of all ranks (embeddings, last norm), one for each
-stage, for what its ranks use whole (norms, routers), and one for the part of each rank. A follower maps the first
-arena, that of its stage, and its own. So the leader receives, reads, saves and drops weights as an engine in one
-process does. New weights reach a follower as three descriptors. Followers do not compute while the leader writes into
-live weights.
+The leader owns the memory of all weights: one arena for the embeddings, which several stages may use; one per stage for
+the weights that all its ranks use whole (norms, routers); and one per rank for its part of the divided weights. A
+follower maps the arenas that its model needs. So the leader receives, reads, saves and drops weights as an engine in
+one process does. New weights reach a follower as one descriptor per arena. Followers do not compute while the leader
+writes into live weights.
 
 This memory is in the host. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up to
 date after each commit.
@@ -33,7 +33,7 @@ _Place: TypeAlias = tuple[Owner, int]
 
 
 def _sizes(build: Build, dtype: torch.dtype) -> dict[Owner, int]:
-    """Return how many bytes of weights a rank shares with each owner. Owners without weights are left out."""
+    """Return the bytes of a rank's weights, by owner. Owners without weights are left out."""
 
     def unallocated(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -171,7 +171,9 @@ class LeaderWeights:
         return RankedArena(arenas, self._of_ranks, copy)
 
     def weights_in(self, arena: RankedArena) -> WeightSet:
-        """See `WeightMemory.weights_in`. The leader also reads the weights of all ranks."""
+        """See `WeightMemory.weights_in`. The leader also loads the embeddings, even if its own stage does not use
+        them.
+        """
         allocated = dict[_Place, list[Tensor]]()
         models = [
             build(partial(torch.empty, dtype=self._dtype), dict(self._empties(arena, places, allocated)))

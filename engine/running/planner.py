@@ -68,30 +68,10 @@ class Sizes:
         `most`: the maximum number of tokens drafted for a sequence in a step.
         """
         stages = [replace(spec, stage=Stage(i, spec.stage.size)) for i in range(spec.stage.size)]
-        found = [cls._of_stage(stage, storage, block_size, most) for stage in stages]
-        largest = [max(sizes) for sizes in zip(*([size for _, size in each.windows] for each in found), strict=True)]
-        return cls(
-            block_size,
-            max(each.block for each in found),
-            max(each.state for each in found),
-            tuple((window or 0, size) for window, size in zip(spec.windows[1:], largest, strict=True)),
-            max(each.draft for each in found),
-        )
-
-    @classmethod
-    def _of_stage(cls, spec: DecoderSpec, storage: Storage, block_size: int, most: int) -> Sizes:
-        tokens, holds_mtp = dict.fromkeys(spec.windows, 0), spec.stage.is_last and spec.serves_mtp
-        mixers = [spec.layers[i].mixer for i in spec.own_layers]
-        nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)]
-        for m in (*mixers, *(spec.mtp_attentions if holds_mtp else ())):
-            if isinstance(m, AttentionSpec):
-                tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
-        state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in nets)
-        block, *others = (2 * block_size * token for token in tokens.values())
-        if holds_mtp:
-            block += kept_states(most, block_size) * spec.hidden_size * storage.tail
+        found = [_sizes_of_stage(stage, storage, block_size, most) for stage in stages]
+        state, draft, block, *others = map(max, zip(*found, strict=True))
         further = tuple((window or 0, size) for window, size in zip(spec.windows[1:], others, strict=True))
-        return cls(block_size, block, state, further, storage.tail * sum(m.row_size for m in nets))
+        return cls(block_size, block, state, further, draft)
 
     @property
     def interval(self) -> int:
@@ -147,6 +127,21 @@ class MemoryPlan:
     def state_bytes(self) -> int:
         """The memory of states and of the inputs of drafted tokens."""
         return self.num_slots * self.sizes.state + self.num_drafts * self.sizes.draft
+
+
+def _sizes_of_stage(spec: DecoderSpec, storage: Storage, block_size: int, most: int) -> list[int]:
+    """Return the sizes of a state, of the inputs of a drafted token, and of the blocks of each group."""
+    tokens, holds_mtp = dict.fromkeys(spec.windows, 0), spec.stage.is_last and spec.serves_mtp
+    mixers = [spec.layers[i].mixer for i in spec.own_layers]
+    nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)]
+    for m in (*mixers, *(spec.mtp_attentions if holds_mtp else ())):
+        if isinstance(m, AttentionSpec):
+            tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
+    state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in nets)
+    block, *others = (2 * block_size * token for token in tokens.values())
+    if holds_mtp:
+        block += kept_states(most, block_size) * spec.hidden_size * storage.tail
+    return [state, storage.tail * sum(m.row_size for m in nets), block, *others]
 
 
 def kept_states(most: int, block_size: int) -> int:

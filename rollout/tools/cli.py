@@ -127,7 +127,10 @@ Ranks = Annotated[
     int, typer.Option(min=1, max=8, help="Ranks (processes) among which each layer is divided; a power of two.")
 ]
 Stages = Annotated[
-    int, typer.Option(min=1, max=8, help="Stages of neighbouring layers; each has as many ranks as divide a layer.")
+    int,
+    typer.Option(
+        min=1, max=8, help="Stages into which the layers are divided, each with --tensor-parallel-size ranks."
+    ),
 ]
 
 
@@ -446,7 +449,7 @@ def bench(
     config = EngineConfig(model=named, dtype=dtype, device=device, backend=backend, speculative=speculative, **ranks)
     config = config.model_copy(update=dict(num_threads=num_threads))
     if config.num_ranks > 1 and (dummy_weights is not None or compare is not None):
-        raise typer.BadParameter("several ranks need a MODEL, and exclude --dummy-weights and --compare")
+        raise typer.BadParameter("--dummy-weights and --compare support only one rank")
     tell(f"loading {named} ...")
     from rich.console import Console
 

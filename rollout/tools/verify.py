@@ -120,8 +120,8 @@ score computes the log-probs of given tokens; drafts come from repeated text
 (repeats), from the model's module (mtp), or from a drafter that is right, wrong
 and too long (adversarial); in flight names an event while requests run, after
 which all of them are computed again: an interruption, a push of equal weights,
-a push of adapters that change nothing, or a sleep; ranks are processes among
-which each layer is divided, or which compute one stage of the layers each."""
+a push of adapters that change nothing, or a sleep; ranks are processes that
+each compute a part of every layer of one stage; without stages, of all layers."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
