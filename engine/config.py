@@ -5,6 +5,7 @@ This module does not import torch, so that the command line can check settings b
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -72,9 +73,10 @@ class EngineConfig(BaseModel):
     `pipeline_parallel_size`: the number of stages into which the layers are divided: at most 8, and at most the number
     of layers. Each stage has `tensor_parallel_size` ranks. The bits do not depend on these two numbers. `devices`: the
     device of each rank, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks. None: one GPU
-    for each rank, or the CPU. `exchange`: how ranks exchange tensors: `shared` (memory of the host), `group` (a process
-    group of torch: NCCL on GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is
-    `group` if each rank has a GPU of its own, otherwise `shared`.
+    for each rank, or the CPU; with a device such as `cuda:1`, all ranks share it. `exchange`: how ranks exchange
+    tensors: `shared` (memory of the host), `group` (a process group of torch: NCCL on GPUs, gloo on a CPU) or
+    `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each rank has a GPU of its own,
+    otherwise `shared`.
 
     `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
@@ -111,7 +113,7 @@ class EngineConfig(BaseModel):
     num_threads: int | None = Field(default=None, ge=1, le=1024)
 
     def __init__(self, **values: Any) -> None:
-        defaults = defaults_of(str(values.get("device")))
+        defaults = defaults_of(str(values.get("devices") or values.get("device")))
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             if values.get(name) is None:
                 values[name] = getattr(defaults, name)
@@ -177,13 +179,7 @@ class EngineConfig(BaseModel):
                     field=name,
                     value=interval,
                 )
-        if self.devices is not None and len(self.rank_devices) != self.num_ranks:
-            raise ConfigError(
-                f"devices must name one device for each of {self.num_ranks} ranks (got {self.devices!r}); "
-                "tensor_parallel_size times pipeline_parallel_size is the number of ranks",
-                field="devices",
-                value=self.devices,
-            )
+        self._check_devices()
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs must be at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "
@@ -193,3 +189,22 @@ class EngineConfig(BaseModel):
                 limit=self.max_num_batched_tokens,
             )
         return self
+
+    def _check_devices(self) -> None:
+        """Raise ConfigError if `devices` does not name a device for each rank, or if the ranks cannot use them."""
+        names = self.rank_devices
+        is_known = all(re.fullmatch("cpu|cuda:[0-9]{1,2}", name) for name in names) and len({n[:3] for n in names}) == 1
+        if self.devices is not None and (self.num_ranks == 1 or len(names) != self.num_ranks or not is_known):
+            raise ConfigError(
+                f"devices must name a device of one kind for each of {self.num_ranks} ranks, such as cuda:0,cuda:1 "
+                f"(got {self.devices!r}); for a single rank, set device",
+                field="devices",
+                value=self.devices,
+            )
+        shares = names[0] != "cpu" and len({*names}) < len(names)
+        if self.num_ranks > 1 and shares and self.exchange in ("group", "symmetric"):
+            raise ConfigError(
+                f"exchange: {self.exchange} needs a GPU for each rank (got {', '.join(names)}); use shared",
+                field="exchange",
+                value=self.exchange,
+            )

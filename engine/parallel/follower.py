@@ -13,6 +13,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +35,8 @@ from .exchange import MOST_SECONDS, Segment
 from .place import RankPlace, config_of_rank
 from .weights import FollowerArena, FollowerWeights
 from .wire import Channel
+
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class LeaderGone(Exception):
@@ -62,6 +66,8 @@ def follow(channel: Channel, file: int, index: int) -> None:
         copies_to = torch.device(config.device) if has_copies else None
         return FollowerWeights(builds[index], dtype, channel.receive_files, reads_stage, copies_to)
 
+    if config.device != "cpu":
+        threading.Thread(target=_end_with_the_leader, args=[channel], daemon=True).start()
     place.join(folder)
     model = allocate_model(config, place.links, memory)
     arena = cast(FollowerArena, model.loaded.weights.arena)
@@ -98,6 +104,15 @@ def follow(channel: Channel, file: int, index: int) -> None:
             case "wake_up":
                 executor.wake_up(content)
         everyone.meet()
+
+
+def _end_with_the_leader(channel: Channel) -> None:
+    """End this process as soon as the leader has closed its end of the socket. Otherwise, a GPU could wait for ranks
+    that have ended, and this process for the GPU.
+    """
+    while not channel.is_closed():
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    os._exit(0)
 
 
 def main() -> None:

@@ -20,6 +20,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
+from trueroll.errors import ConfigError
+
 from ...kernels.ranks import Finish, Rank, fold
 from ..running.ranks import Links
 from .exchange import RankError
@@ -123,11 +125,15 @@ class SymmetricExchange:
         self.rank, self._name, self._fold, self._handle = rank, name, fold_peers, cast(Handle, None)
 
     def join(self, store: Any, device: torch.device) -> None:
-        """Allocate this rank's buffer, and map those of the other ranks."""
-        memory: Any = cast(Any, torch._C)._distributed_c10d._SymmetricMemory
-        memory.set_group_info(self._name, *self.rank, c10d.PrefixStore(self._name, store))
-        buffer = memory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, self._name)
-        self._handle = memory.rendezvous(buffer)
+        """Allocate this rank's buffer, and map those of the other ranks. Raise ConfigError if torch cannot do this."""
+        try:
+            memory: Any = cast(Any, torch._C)._distributed_c10d._SymmetricMemory
+            memory.set_group_info(self._name, *self.rank, c10d.PrefixStore(self._name, store))
+            buffer = memory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, self._name)
+            self._handle = memory.rendezvous(buffer)
+        except (AttributeError, RuntimeError) as error:
+            text = f"exchange: torch cannot use symmetric memory on {device}: {error}; use group or shared"
+            raise ConfigError(text, field="exchange", value="symmetric") from error
 
     def abort(self) -> None:
         """Do nothing: a barrier ends with the process."""
@@ -228,6 +234,8 @@ def _gloo(store: Any, rank: Rank, device: torch.device) -> Any:
 
 
 def _nccl(store: Any, rank: Rank, device: torch.device) -> Any:
+    if not hasattr(c10d, "ProcessGroupNCCL"):
+        raise ConfigError("exchange: this torch has no NCCL; use shared", field="exchange", value="group")
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=MOST_SECONDS_TO_JOIN)
     with _variables(_NO_WATCHDOG):

@@ -6,10 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn, cast
@@ -35,6 +37,7 @@ from .weights import LeaderWeights, RankedArena
 from .wire import Channel, packed
 
 SECONDS_TO_END = 5.0
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 class Follower(NamedTuple):
@@ -94,6 +97,10 @@ class Followers:
                 follower.channel.send_files(arena.files_of(follower.index))
             except OSError:
                 self._raise_failure(follower)
+
+    def has_news(self) -> bool:
+        """Return whether a follower has failed or ended. Any thread may call this."""
+        return any(follower.channel.has_news() for follower in self._all)
 
     def check(self) -> None:
         """Raise RankError if a follower has failed or ended."""
@@ -212,9 +219,13 @@ class RankedExecutor:
         own = config_of_rank(config, 0)
         torch.set_num_threads(own.num_threads or 1)
         followers, file = Followers(topology.size), os.memfd_create("trueroll-ranks", os.MFD_CLOEXEC)
+        place: RankPlace | None = None
         try:
             place = RankPlace(config, 0, Segment(topology, file, followers.check, exchange.MOST_SECONDS_TO_START))
             copies_to = device_of_copies(torch.device(own.device))
+            if own.device != "cpu":
+                watched = weakref.ref(followers), weakref.ref(place)
+                threading.Thread(target=_abort_after_a_failure, args=watched, daemon=True).start()
 
             def memory(builds: Sequence[Build], dtype: torch.dtype, device: torch.device) -> LeaderWeights:
                 return LeaderWeights(builds, dtype, topology, copies_to)
@@ -231,6 +242,8 @@ class RankedExecutor:
                 self._own = LocalExecutor(own, self.loaded)
                 self._kv_bytes = place.total(self._own.memory()["kv_cache"])
         except BaseException:
+            if place is not None:
+                place.abort()
             followers.close()
             raise
         finally:
@@ -285,6 +298,8 @@ class RankedExecutor:
     def commit(self, staging: WeightStaging) -> None:
         for computation in self._in_flight:
             computation.wait()
+        if not self._arena.is_held:
+            raise RuntimeError("engine: cannot commit weights while they are asleep; wake them up first")
         before = self._arena.files
         self._ranks.settle()  # no follower may read weights while they are written
         try:
@@ -302,13 +317,29 @@ class RankedExecutor:
         if "weights" in tags:
             self._arena.restore_host()
         self._ranks.tell("wake_up", [*tags])  # the ranks may have to capture CUDA graphs together
-        self._own.wake_up(tags)
+        try:
+            self._own.wake_up(tags)
+        except BaseException:
+            self._ranks.close()  # the other ranks are awake, and no call can follow
+            raise
         self._place.everyone.meet()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that all ranks hold."""
         own = self._own.memory()
         return own | {"kv_cache": self._kv_bytes if own["kv_cache"] else 0}
+
+
+def _abort_after_a_failure(followers: Callable[[], Followers | None], place: Callable[[], RankPlace | None]) -> None:
+    """Wait until a follower has failed, then end what rank 0 exchanges on its GPU. Otherwise, this process could wait
+    for the GPU, and the GPU for the follower.
+    """
+    with suppress(OSError, ValueError):  # the channels are closed
+        while (watched := followers()) is not None and not watched.has_news():
+            del watched
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    if (ended := place()) is not None:
+        ended.abort()
 
 
 def device_of_copies(device: torch.device) -> torch.device | None:

@@ -36,9 +36,12 @@ class RankPlace:
         )
 
     def join(self, folder: str) -> None:
-        """Connect this rank with the others, which meet in a folder. All ranks call this."""
+        """Connect this rank with the others, which meet in a folder. All ranks call this. Raise ConfigError if torch
+        cannot exchange tensors in this way here.
+        """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        self.everyone.meet()  # a rank that could not start is noticed here
         if self._connections is not None:
             self._connections.join(Path(folder), self._device)
 
@@ -60,7 +63,7 @@ def config_of_rank(config: EngineConfig, index: int) -> EngineConfig:
     if obstacle := library_obstacle():
         raise ConfigError(f"{name}: ranks exchange tensors with the native library, but {obstacle}")
     devices, found = config.rank_devices, torch.cuda.device_count()
-    numbers = [torch.device(device).index or 0 for device in devices if device.startswith("cuda")]
+    numbers = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
     if missing := [number for number in numbers if number >= found]:
         raise ConfigError(
             f"{name}: {config.num_ranks} ranks use the GPUs {numbers}, but torch finds {found}, so {missing} are "
@@ -68,8 +71,6 @@ def config_of_rank(config: EngineConfig, index: int) -> EngineConfig:
             field=name,
             value=getattr(config, name),
         )
-    if config.rank_exchange == "symmetric" and len({*numbers}) < len(devices):
-        raise ConfigError("exchange: symmetric needs a GPU for each rank; use shared or group", field="exchange")
     cores = config.num_threads or len(os.sched_getaffinity(0))
     threads = max(1, cores // config.num_ranks)
     return config.model_copy(update=dict(device=devices[index], num_threads=threads))

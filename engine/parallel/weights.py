@@ -102,6 +102,12 @@ class RankedArena:
         return sum(of_ranks) if self.copy.num_held else 0
 
     @property
+    def is_held(self) -> bool:
+        """Return whether all of the memory and the copy are held."""
+        arenas = [*self.arenas.values(), *([] if self.copy is None else [self.copy])]
+        return all(arena.num_held for arena in arenas)
+
+    @property
     def files(self) -> list[int]:
         """The descriptors of all memory."""
         return [arena.file for arena in self.arenas.values()]

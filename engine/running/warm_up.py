@@ -120,5 +120,7 @@ def _rehearse(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> 
     graphs = DecodeGraphs(computation.runner, computation.sampler, *spare, config.max_num_seqs, max_model_len)
     if uses_graphs(config, loaded):
         graphs.capture()  # Capture first, because a capture releases memory that torch has cached.
-    computation.heads(computation.hidden(config.max_num_batched_tokens)[:LOGITS_ROWS])
+    hidden = computation.hidden(config.max_num_batched_tokens)
+    if loaded.model.spec.stage.is_last:
+        computation.heads(hidden[:LOGITS_ROWS])
     return available_memory(loaded.model.device)

@@ -339,6 +339,30 @@ def test_followers_end_with_the_leader(model: str) -> None:
     assert alive == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        (dict(devices="cpu"), r"devices must name a device of one kind for each of 2 ranks, .*got 'cpu'"),
+        (dict(devices="cpu,cuda:0"), r"devices must name a device of one kind"),
+        (dict(devices="cuda:x,cuda:0"), r"devices must name a device of one kind"),
+        (
+            dict(devices="cuda:0,cuda:0", exchange="group"),
+            "exchange: group needs a GPU for each rank .got cuda:0, cuda:0",
+        ),
+        (dict(tensor_parallel_size=1, devices="cpu"), "for a single rank, set device"),
+    ],
+)
+def test_devices_that_ranks_cannot_use_are_refused(settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        EngineConfig(**(dict(model="a", tensor_parallel_size=2) | settings))
+
+
+def test_missing_gpus_are_named() -> None:
+    config = EngineConfig(model="a", tensor_parallel_size=2, devices="cuda:0,cuda:99")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 ranks use the GPUs \[0, 99\], but torch finds"):
+        Engine(config)
+
+
 def test_what_cannot_be_served_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be a power of two up to 4, the number of pieces .* .got 8"):
         Engine(EngineConfig(model=model, tensor_parallel_size=8))
