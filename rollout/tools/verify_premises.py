@@ -358,11 +358,12 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
 
 def _company_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
     """Return the premise about how many samples or score requests shared a step. Cells with `is_starved` or
-    `is_score` claim only that several requests shared a step.
+    `is_score` claim only that several requests shared a step. With stages, the samples are divided among as many steps.
     """
     together = [run.together for run in runs]
     if cell.others == 0:
         return Premise("together", max(together), all(run.together <= run.largest_group for run in runs))
     if cell.is_starved or cell.is_score:
-        return Premise("together", min(together), all(run.together > run.largest_group for run in runs))
-    return Premise("together", min(together), min(together) > cell.others)
+        shared = all(run.together * cell.stages > run.largest_group for run in runs)
+        return Premise("together", min(together), shared)
+    return Premise("together", min(together), min(together) * cell.stages > cell.others)

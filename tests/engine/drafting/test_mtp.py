@@ -289,7 +289,9 @@ def test_the_memory_of_the_module_is_planned(tmp_path: Path) -> None:
 def loaded_bytes(engine: Engine) -> float:
     """Return the bytes of a block, from the shapes of the tensors."""
     runner = engine._executor._runner  # type: ignore[attr-defined]
-    tensors = [*runner.mtp._memory, runner.mtp._hidden, *runner._caches[0]]
+    of_layers = zip(runner.groups, runner.memories, strict=True)
+    caches = [cache for group, memory in of_layers if group == 0 for cache in memory]
+    tensors = [*runner.mtp._memory, runner.mtp._hidden, *caches]
     return sum(tensor.nbytes / len(tensor) for tensor in tensors)
 
 
