@@ -195,7 +195,7 @@ def measure_tiles(ops: Backend, machine: Machine) -> Iterator[Row]:
     for name, (n, k) in PRODUCTS.items():
         weights = [random(n, k) for _ in range(-(-COLD_BYTES // (2 * n * k)))]
         parts = weights[0].chunk(2 if name == "gate_up" else 1)
-        factor = factor_of(parts, (None,) * len(parts))
+        factor = factor_of(*parts)
         for rows in (rows for rows in TILE_ROWS if name != "head" or rows <= MOST_HEAD_ROWS):
             x, limit = random(rows, k), machine.limit(*product_cost(rows, n, k))
             inputs, op = [(x, weight) for weight in weights], special.get(name, ops.linear)
