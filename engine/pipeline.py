@@ -4,9 +4,9 @@ While a GPU computes one step, the host plans and queues the next step. The next
 not reached `max_tokens`, although the host has not seen the sequence's last token yet. If the unseen token ends the
 sample, the sequence's row in the next step is discarded. On a CPU, a step is done before `step` returns.
 
-If a model is divided into stages, as many steps as stages are in flight. A sequence whose next token is being drawn is
-in no other step, so the scheduler divides the sequences among the steps. While steps are in flight, no sequence is
-preempted. With drafts, a single step is in flight.
+If a model is divided into stages, as many steps are in flight as there are stages. A step needs the last token of each
+of its sequences, so no other step in flight may be drawing it. The scheduler therefore divides the sequences among the
+steps. While steps are in flight, no sequence is preempted. With drafts, a single step is in flight.
 
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the steps in flight, decides
 whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not

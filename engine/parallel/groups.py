@@ -113,8 +113,8 @@ class Handle(Protocol):
 
 
 class SymmetricExchange:
-    """The `Exchange` of a rank whose GPU can read the buffers of the other ranks. `fold_peers`: adds tensors as `fold`
-    does, in one kernel.
+    """The `Exchange` of a rank on a GPU that can read the buffers of the other ranks. `fold_peers(sums)`: returns the
+    same bits as `kernels.ranks.fold(sums)`, in one kernel.
 
     A rank writes to its buffer between two barriers, so a CUDA graph can capture any number of calls.
     """

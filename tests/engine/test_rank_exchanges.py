@@ -56,7 +56,7 @@ def symmetric(folder: Path) -> Callable[[int], SymmetricExchange]:
 
 
 def group(folder: Path) -> Callable[[int], GroupExchange]:
-    store = torch.distributed.FileStore(str(folder / "store"), -1)  # type: ignore[attr-defined]
+    store = groups.c10d.FileStore(str(folder / "store"), -1)
 
     def make(index: int) -> GroupExchange:
         exchange = GroupExchange(Rank(index, SIZE), "test", lambda: None)
@@ -103,7 +103,7 @@ def test_tensors_are_gathered(shape: tuple[int, ...], dtype: torch.dtype, make: 
 
 
 def test_tensors_are_passed_to_the_next_stage(tmp_path: Path) -> None:
-    store = torch.distributed.FileStore(str(tmp_path / "store"), -1)  # type: ignore[attr-defined]
+    store = groups.c10d.FileStore(str(tmp_path / "store"), -1)
     sent = [torch.randn(5, 3), torch.arange(4, dtype=torch.int32).view(2, 2)]
 
     def compute(index: int) -> list[Tensor]:
