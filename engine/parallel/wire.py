@@ -71,13 +71,10 @@ class Channel:
         return bool(poll.poll(seconds * 1000))
 
     def is_closed(self) -> bool:
-        """Return whether all messages have been received and the other process has closed its end or has ended."""
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+        """Return whether the other process has closed its end or has ended, even if messages have not been received."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         """Close the socket. The other process then receives EOFError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from trueroll.engine.parallel import exchange, leader
 from trueroll.engine.parallel.agreement import Agreement
 from trueroll.engine.parallel.exchange import SLOT_BYTES, RankError, Segment
 from trueroll.engine.parallel.leader import Followers
+from trueroll.engine.parallel.wire import Channel
 from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
 from trueroll.engine.running.executor import StepResults
 from trueroll.engine.running.loading import EngineInfo
@@ -312,6 +314,19 @@ def test_a_rank_that_computes_other_steps_is_named(
         with pytest.raises(RankError, match=error):
             while engine.has_unfinished:
                 engine.step()
+
+
+def test_a_leader_that_has_ended_is_noticed_while_its_messages_are_pending() -> None:
+    ours, theirs = socket.socketpair()
+    follower, leader = Channel(ours, 1.0), Channel(theirs, 1.0)
+    leader.send("compute")
+    assert not follower.is_closed()
+    leader.close()
+    assert follower.is_closed()
+    assert follower.receive() == ("compute", None)
+    with pytest.raises(EOFError):
+        follower.receive()
+    follower.close()
 
 
 def test_followers_end_with_the_leader(model: str) -> None:
