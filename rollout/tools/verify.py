@@ -68,7 +68,7 @@ CELLS = (
     Cell(budget=1),
     Cell(others=10, block_size=8),
     Cell(others=10, block_size=64),
-    Cell(others=10, is_starved=True),
+    Cell(others=10, block_size=8, is_starved=True),
     Cell(num_reread=9, block_size=8),
     Cell(others=10, threads=1),
     Cell(others=10, threads=2),
@@ -88,7 +88,7 @@ CELLS = (
 QUICK_CELLS = (
     Cell(cache="warm"),
     Cell(others=10, budget=64),
-    Cell(others=10, is_starved=True),
+    Cell(others=10, block_size=8, is_starved=True),
     Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
     Cell(is_score=True, budget=64),
     Cell(drafts="adversarial", budget=64),
