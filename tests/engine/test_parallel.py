@@ -276,6 +276,38 @@ def test_a_rank_that_hangs_is_named(
     assert children() == []
 
 
+def start_hampered(model: str, hamper: Callable[[psutil.Process], None], **settings: Any) -> None:
+    """Start an engine with two ranks. As soon as there is a follower, `hamper` its process."""
+
+    def wait_and_hamper() -> None:
+        while not (found := children()):
+            time.sleep(0.01)
+        hamper(found[0])
+
+    with ThreadPoolExecutor(1) as pool:
+        hampered = pool.submit(wait_and_hamper)
+        try:
+            with engine_of(model, 2, **settings):
+                pass
+        finally:
+            hampered.result()
+            assert children() == []
+
+
+def test_a_rank_that_hangs_while_the_engine_starts_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "MOST_SECONDS_TO_START", 3.0)
+    monkeypatch.setattr(leader, "SECONDS_TO_END", 0.5)
+    with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not answer in 3 s"):
+        start_hampered(model, lambda follower: follower.send_signal(signal.SIGSTOP))
+
+
+def test_a_rank_without_memory_is_named(model: str) -> None:
+    """Each rank reserves about 4 GiB for its KV cache, and rank 1 may map half of that."""
+    sizes = dict(num_blocks=2**15, block_size=1024, state_interval=1024)
+    with pytest.raises(RankError, match=r"rank 1 of 2 \(process \d+\) failed: .*memory"):
+        start_hampered(model, lambda follower: follower.rlimit(psutil.RLIMIT_AS, (2**31, 2**31)), **sizes)
+
+
 def drop_a_step(followers: Followers, name: str, content: object, sent: list[tuple[str, object]]) -> None:
     """Do not send the tenth message to rank 1."""
     for follower in followers._all:
