@@ -75,12 +75,17 @@ class AttentionBatch:
     `lens` (int64 [num_sequences]): the context lengths, on the device. A CUDA graph that captures a call with `lens`
     reads `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper
     bounds.
+
+    `ends` (int64 [M], on the device): query row r sees no token at or after ends[r] of its sequence. None for causal
+    attention, where a query sees the tokens up to its own. An end lies after the query's own token. The ends of a
+    sequence's queries are in ascending order, and the last one is the context length.
     """
 
     query_starts: Sequence[int]
     context_lens: Sequence[int]
     block_tables: Tensor
     lens: Tensor | None = None
+    ends: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -543,13 +548,12 @@ class Backend(Protocol):
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Return the causal attention [M, heads, D] of q [M, heads, D] over the caches [blocks, block_size, kv_heads,
-        D].
+        """Return the attention [M, heads, D] of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D].
 
-        A query at position p sees the tokens (p - window, p]; without a window, the query sees all tokens up to p. With
-        a cap, a score s = scale * (q . k) becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the
-        score of an additional key that every query sees. The value vector of the additional key is zero. The key is
-        folded in after the last split.
+        A query at position p with the end e (`AttentionBatch.ends`; p + 1 for causal attention) sees the tokens (p -
+        window, e); without a window, the query sees all tokens before e. With a cap, a score s = scale * (q . k)
+        becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the score of an additional key that every
+        query sees. The value vector of the additional key is zero. The key is folded in after the last split.
         """
         ...
 

@@ -309,9 +309,9 @@ def paged_attention(
         sequences.sort(reverse=True)
         contexts, members = zip(*sequences, strict=True)
         rows = torch.tensor([range(starts[i], starts[i + 1]) for i in members], device=q.device)
-        tables = batch.block_tables[list(members)]
+        tables, ends = batch.block_tables[list(members)], None if batch.ends is None else batch.ends[rows]
         reach = contexts[0] if window is None else window
-        attention = _EqualQueries(num_queries, contexts, tables, k_cache, v_cache, reach, soft_cap, sinks)
+        attention = _EqualQueries(num_queries, contexts, ends, tables, k_cache, v_cache, reach, soft_cap, sinks)
         out[rows] = attention(q[rows].float() * scale).to(q.dtype)
     return out
 
@@ -327,6 +327,7 @@ class _EqualQueries:
 
     num_queries: int
     contexts: tuple[int, ...]
+    ends: Tensor | None
     tables: Tensor
     k_cache: Tensor
     v_cache: Tensor
@@ -349,17 +350,23 @@ class _EqualQueries:
         tile = -(-group // 8) * 8
         rows = q.view(units, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
         rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % tile)).unflatten(2, (-1, tile))
-        out = self._fold_splits(rows, self._row_positions(rows.shape[2] * tile, group).unflatten(1, (-1, tile)), group)
+        places = (part.unflatten(1, (-1, tile)) for part in self._row_places(rows.shape[2] * tile, group))
+        out = self._fold_splits(rows, *places, group)
         out = out.flatten(2, 3)[:, :, : queries * group]
         return out.unflatten(2, (queries, group)).transpose(1, 2).reshape(q.shape)
 
-    def _row_positions(self, num_rows: int, group: int) -> Tensor:
-        """Return the absolute positions [U, num_rows] of the rows' queries. Padding rows repeat the last query."""
+    def _row_places(self, num_rows: int, group: int) -> tuple[Tensor, Tensor]:
+        """Return the absolute positions [U, num_rows] of the rows' queries, and the ends of the tokens that they see.
+        Padding rows repeat the last query.
+        """
         query = (torch.arange(num_rows, device=self.tables.device) // group).clamp(max=self.num_queries - 1)
-        return (self.context_lens - self.num_queries)[:, None] + query
+        positions = (self.context_lens - self.num_queries)[:, None] + query
+        return positions, positions + 1 if self.ends is None else self.ends[:, query]
 
-    def _fold_splits(self, rows: Tensor, positions: Tensor, group: int) -> Tensor:
-        """Compute online softmax over the splits (Milakov and Gimelshein 2018). rows: [U, kv_heads, tiles, TILE, D]."""
+    def _fold_splits(self, rows: Tensor, positions: Tensor, ends: Tensor, group: int) -> Tensor:
+        """Compute online softmax over the splits (Milakov and Gimelshein 2018). rows: [U, kv_heads, tiles, TILE, D];
+        positions and ends: [U, tiles, TILE].
+        """
         out = torch.zeros_like(rows)
         total = torch.zeros_like(rows[..., :1])
         peak = torch.full_like(total, -torch.inf)
@@ -369,7 +376,8 @@ class _EqualQueries:
                 slice(None),
                 slice(self._first_tile(start, group, rows.shape[3]), None),
             )
-            split = self._reduce_split(start, rows[live], positions[live[0], None, live[2]])
+            places = (part[live[0], None, live[2]] for part in (positions, ends))
+            split = self._reduce_split(start, rows[live], *places)
             peak[live], total[live], out[live] = _fold((peak[live], total[live], out[live]), split)
         if self.sinks is not None:
             sinks = self._of_rows(self.sinks.float(), group, rows).expand_as(peak)
@@ -389,17 +397,19 @@ class _EqualQueries:
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
     def _first_tile(self, start: int, group: int, tile: int) -> int:
-        """Return the first tile with a query that sees key `start`. The first such tile belongs to the sequence with
-        the longest context.
+        """Return a tile before which no query sees key `start`. In causal attention, this is the first tile of the
+        sequence with the longest context that sees the key.
         """
+        if self.ends is not None:
+            return 0
         first_query = start - (self.contexts[0] - self.num_queries)
         return max(0, first_query) * group // tile
 
-    def _reduce_split(self, start: int, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _reduce_split(self, start: int, rows: Tensor, positions: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (peak, total, out) over keys [start, start + KV_SPLIT). The peak of rows that see no key is -inf."""
         keys, values = self._gather(start, rows.shape[0])
-        distance = positions[..., None] - torch.arange(start, start + KV_SPLIT, device=rows.device)
-        visible = (distance >= 0) & (distance < self.window)
+        token = torch.arange(start, start + KV_SPLIT, device=rows.device)
+        visible = (token < ends[..., None]) & (positions[..., None] - token < self.window)
         scores = _capped(_multiply_alike(rows, keys.transpose(2, 3)), self.soft_cap).masked_fill_(~visible, -torch.inf)
         peak = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - peak.masked_fill(peak == -torch.inf, 0.0))

@@ -369,7 +369,7 @@ def project_back(
     x: Tensor, weight: PackedWeight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
 ) -> Tensor:
     x, rows = x.contiguous(), weight.shape[0]
-    bias, residual = (None if extra is None else extra.contiguous() for extra in (bias, residual))
+    bias, residual = _contiguous(bias), _contiguous(residual)
     out = torch.empty(x.shape[0], rows, dtype=x.dtype)
     extras = _pointer(bias), _pointer(residual), pieces.count, pieces.length
     _library.linear(*_rows(x), weight.pointer, rows, *extras, out.data_ptr())
@@ -419,9 +419,9 @@ def experts(
     groups: int = 1,
 ) -> Tensor:
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    inputs = experts.contiguous(), gates.contiguous(), None if shared is None else shared.contiguous()
+    inputs = experts.contiguous(), gates.contiguous(), _contiguous(shared)
     stacks = stack_tensors(weights, spec.num_experts)
-    stacks = [None if tensor is None else tensor.contiguous() for tensor in stacks]
+    stacks = [*map(_contiguous, stacks)]
     _library.experts(
         *(*_rows(x), *map(_pointer, stacks), spec.num_experts, spec.intermediate_size, spec.top_k),
         *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
@@ -434,7 +434,7 @@ def expert_sums(
 ) -> Tensor:
     x, out = x.contiguous(), torch.empty(x.shape, dtype=torch.float32)
     inputs, (first, count) = (experts.contiguous(), gates.contiguous()), spec.own
-    stacks = [None if tensor is None else tensor.contiguous() for tensor in stack_tensors(weights, count)]
+    stacks = [*map(_contiguous, stack_tensors(weights, count))]
     _library.expert_sums(
         *(*_rows(x), *map(_pointer, stacks), first, count, spec.intermediate_size, spec.top_k),
         *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
@@ -458,7 +458,7 @@ def qkv(
     x, slots = x.contiguous(), slots.contiguous()
     cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
     q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim * (2 if spec.output_gate else 1), dtype=x.dtype)
-    tensors = [None if tensor is None else tensor.contiguous() for tensor in qkv_tensors(weights)]
+    tensors = [*map(_contiguous, qkv_tensors(weights))]
     pointers, numbers = array("Q", [_pointer(tensor) or 0 for tensor in tensors]), array("d", attention_numbers(spec))
     _library.qkv(
         *(*_rows(x), _address(numbers), _address(pointers), k_cache.data_ptr(), v_cache.data_ptr()),
@@ -483,15 +483,15 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    sinks = None if sinks is None else sinks.contiguous()
+    sinks = _contiguous(sinks)
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     starts, lens = array("q", batch.query_starts), array("q", batch.context_lens)
-    tables = batch.block_tables.contiguous()
+    tables, ends = batch.block_tables.contiguous(), _contiguous(batch.ends)
     _, block_size, kv_heads, head_dim = k_cache.shape
     _library.attention(
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
         *(q.shape[1], kv_heads, head_dim, block_size),
-        *(len(lens), _address(starts), _address(lens), tables.data_ptr(), tables.shape[1]),
+        *(len(lens), _address(starts), _address(lens), tables.data_ptr(), tables.shape[1], _pointer(ends)),
         *(scale, window or 0, soft_cap or 0.0, _pointer(sinks), out.data_ptr()),
     )
     return out
@@ -575,14 +575,16 @@ def packed_layers(
     numbers = {key: _PageNumbers(page) for key, page in groups.items()}
     turns = [part.contiguous() for rotation in rotations for part in rotation]
     starts, lens = array("q", pages[0].batch.query_starts), array("q", pages[0].batch.context_lens)
+    ends = _contiguous(pages[0].batch.ends)
     weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
     paged = array("Q", b"".join([numbers[id(page)].pointers for page in pages]))
     reads, writes = _slots(layers, states)
-    record = None if routes is None else routes.contiguous()
+    record = _contiguous(routes)
     buffers = [torch.empty(len(x), width, dtype=x.dtype) for width in layers.widths]
     _library.layers(
         *(*_rows(x), _address(layers.numbers), weights.data_ptr(), _address(places), _address(paged), len(layers)),
         *(_address(turned), _block_size(layers, memories), len(lens), _address(starts), _address(lens)),
+        _pointer(ends),
         *(_pointer(reads), _pointer(writes), _pointer(record), *(buffer.data_ptr() for buffer in buffers), ranks),
     )
     if routes is not None and record is not None and record is not routes:
@@ -710,6 +712,10 @@ def _rows(x: Tensor) -> tuple[int, int, int, int, int]:
     """Return a tuple: the number of threads, whether x is bfloat16, and the address, rows and columns of x."""
     rows, columns = x.shape
     return get_num_threads(), _is_bfloat16(x), x.data_ptr(), rows, columns
+
+
+def _contiguous(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.contiguous()
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -77,7 +77,8 @@ class _Plan(NamedTuple):
 
     `decodes`: [n], the sequences with one query. `tiles`: [n, 2]; each entry names a tile of rows by the tile's
     sequence and by the tile's number in the sequence. Only sequences with several queries have tiles. `starts` and
-    `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest context of `decodes`.
+    `lens`: `query_starts` and `context_lens` of all sequences. `longest`: the longest context of `decodes`. The end of
+    a single query is the context length, so only tiles need the ends of a batch.
     """
 
     decodes: Tensor
@@ -97,8 +98,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return the causal attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]. The result has
-    the shape [M, heads, D].
+    """Return the attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]. The result has the
+    shape [M, heads, D].
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
     are float32. Softmax weights are rounded to the dtype before they multiply values. With `batch.lens`, the
@@ -117,7 +118,7 @@ def paged_attention(
     rows_per_query, stream = q.shape[1] // k_cache.shape[2], current_stream(q.device)
     plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, q.device, stream)
     _decode(inputs, (plan.decodes, plan.starts, plan.lens), plan.longest, out, listed=True)
-    _prefill(inputs, plan, out)
+    _prefill(inputs, plan, batch.ends, out)
     return out
 
 
@@ -167,12 +168,13 @@ def _most_partitions(longest: int, window: int) -> int:
     return min(-(-longest // PARTITION), (window + PARTITION - 2) // PARTITION + 1)
 
 
-def _prefill(inputs: _Inputs, plan: _Plan, out: Tensor) -> None:
-    """Compute attention for the tiles of a plan."""
+def _prefill(inputs: _Inputs, plan: _Plan, ends: Tensor | None, out: Tensor) -> None:
+    """Compute attention for the tiles of a plan. `ends`: as in `AttentionBatch`."""
     kv_heads = inputs.k_cache.shape[2]
     numbers = inputs.tables.shape[1], inputs.window, inputs.scale
     sinks, which = _sinks(inputs)
-    args = *inputs[:4], plan.tiles, plan.starts, plan.lens, sinks, out, *numbers
+    which["ENDS"], ends = ends is not None, plan.lens if ends is None else aligned(ends)
+    args = *inputs[:4], plan.tiles, plan.starts, plan.lens, ends, sinks, out, *numbers
     launch(_prefill_kernel, (len(plan.tiles), kv_heads), *args, **which, **_scoring(inputs))
 
 
@@ -239,6 +241,7 @@ def _decode_kernel(
     head = (query * tl.num_programs(1) + kv_head) * GROUP + tl.minimum(row, GROUP - 1)
     q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     position = tl.zeros([ROWS], tl.int32) + (length - 1)
+    sight = position, position + 1, window
     table_ptr = tables_ptr + sequence * width
     real = row < GROUP
     oldest = _oldest(length - 1, window)
@@ -247,7 +250,7 @@ def _decode_kernel(
         start = index * PARTITION
         seen = oldest, start, tl.minimum(start + PARTITION, length), length - 1
         peak, total, out = _partition(
-            q, position, window, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
+            q, sight, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
         )
         part = ((i * tl.num_programs(1) + kv_head) * partitions + index - first) * GROUP + row
         tl.store(peaks_ptr + part, peak, mask=real)
@@ -305,12 +308,14 @@ def _prefill_kernel(
     tiles_ptr,
     starts_ptr,
     lens_ptr,
+    ends_ptr,
     sinks_ptr,
     out_ptr,
     width,
     window,
     scale,
     SINKS: tl.constexpr,
+    ENDS: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -332,13 +337,19 @@ def _prefill_kernel(
     q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     position = length - queries + row // GROUP
     oldest = _oldest(length - queries + first // GROUP, window)
-    end = length - queries + tl.minimum(first + ROWS - 1, last) // GROUP + 1
+    last_query = tl.minimum(first + ROWS - 1, last) // GROUP
+    end = length - queries + last_query + 1
+    row_end = position + 1
+    if ENDS:
+        end = tl.load(ends_ptr + start + last_query).to(tl.int32)
+        row_end = tl.load(ends_ptr + start + row // GROUP).to(tl.int32)
+    sight = position, row_end, window
     table_ptr = tables_ptr + sequence * width
     peak, total, out = _fresh(SIZE, ROWS)
     for start in range(oldest // PARTITION * PARTITION, end, PARTITION):
         seen = oldest, start, tl.minimum(start + PARTITION, end), length - 1
         part_peak, part_total, part_out = _partition(
-            q, position, window, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
+            q, sight, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
         )
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
     if SINKS:
@@ -367,8 +378,7 @@ def _oldest(position, window):
 @device_function
 def _partition(
     q,
-    position,
-    window,
+    sight,
     seen,
     table_ptr,
     k_ptr,
@@ -381,14 +391,15 @@ def _partition(
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the partial softmax of rows q [ROWS, SIZE] over those keys of a partition that lie in the rows' windows.
+    """Return the partial softmax of rows q [ROWS, SIZE] over those keys of a partition that the rows see.
 
+    `sight`: the positions of the rows and the ends of the keys that they see, both [ROWS], and the window.
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
     before the first visible key or after the last token may belong to another sequence. Where a key may belong to
     another sequence, the kernel reads the first visible key or the last token instead.
     """
     d = tl.arange(0, SIZE)
-    oldest, start, end, last = seen
+    (position, row_end, window), (oldest, start, end, last) = sight, seen
     peak, total, out = _fresh(SIZE, ROWS)
     for first in range(tl.maximum(start, oldest // KEYS * KEYS), end, KEYS):
         token = first + tl.arange(0, KEYS)
@@ -399,8 +410,8 @@ def _partition(
         place = (slot * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * D
         k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
         v = tl.load(v_ptr + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
-        distance = position[:, None] - token[None, :]
-        scores = _scores(q, k, (distance >= 0) & (distance < window), scale, SOFT_CAP)
+        visible = (token[None, :] < row_end[:, None]) & (position[:, None] - token[None, :] < window)
+        scores = _scores(q, k, visible, scale, SOFT_CAP)
         peak, total, out = _add_tile(peak, total, out, scores, v)
     return peak, total, out
 

@@ -175,8 +175,9 @@ def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: 
 class Paged:
     """Sequences of given lengths in a paged cache, with one query for each token. Unused places hold NaN.
 
-    `attention`: the window and the soft cap of `paged_attention`. `sinks`: whether heads have sinks. `q`, `k`, `v`: for
-    each sequence [its length, heads, size]; keys and values have `kv_heads` heads.
+    `attention`: the window and the soft cap of `paged_attention`. `sinks`: whether heads have sinks. `spans`: pairs
+    (start, end) of tokens that see all tokens of their pair, in each sequence that has them. `q`, `k`, `v`: for each
+    sequence [its length, heads, size]; keys and values have `kv_heads` heads.
     """
 
     def __init__(
@@ -189,8 +190,13 @@ class Paged:
         block_size: int = 16,
         seed: int = 0,
         sinks: bool = False,
+        spans: Sequence[tuple[int, int]] = (),
         **attention: Any,
     ) -> None:
+        self.ends = torch.arange(max(lens)) + 1
+        for start, end in spans:
+            self.ends[start:end] = end
+        self.has_spans = bool(spans)
         if sinks:
             attention["sinks"] = randn(heads, dtype=served.dtype, seed=9)
         self.ops, self.lens, self.size, self.block_size, self.attention = served.ops, lens, size, block_size, attention
@@ -226,7 +232,8 @@ class Paged:
         ends = list(accumulate(end - start for _, start, end in chunks))
         tables = self.tables[[i for i, _, _ in chunks]]
         q = torch.cat([self.q[i][start:end] for i, start, end in chunks])
-        return q, AttentionBatch([0, *ends], [end for _, _, end in chunks], tables)
+        seen = torch.cat([self.ends[start:end] for _, start, end in chunks]) if self.has_spans else None
+        return q, AttentionBatch([0, *ends], [end for _, _, end in chunks], tables, ends=seen)
 
     def whole(self, i: int) -> Tensor:
         return self.attend([(i, 0, self.lens[i])])[0]

@@ -180,7 +180,7 @@ def exact_attention(
     q, k, v = (x[i].double().transpose(0, 1) for x in (paged.q, paged.k, paged.v))
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     places = torch.arange(q.shape[1])
-    hidden = places > places[:, None]
+    hidden = places >= paged.ends[: len(places), None]
     if window is not None:
         hidden |= places <= places[:, None] - window
     scores = q @ k.transpose(1, 2) * paged.size**-0.5
@@ -207,6 +207,13 @@ def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None
 )
 def test_attention_with_window_and_soft_cap(served: Served, window: int | None, soft_cap: float | None) -> None:
     check_attention(served, Paged(served, [300], window=window, soft_cap=soft_cap))
+
+
+@for_served("window,spans", [(None, [(0, 300)]), (None, [(3, 40), (120, 290)]), (60, [(100, 180)])], interpreted=1)
+def test_attention_of_tokens_that_see_all_of_their_span(
+    served: Served, window: int | None, spans: list[tuple[int, int]]
+) -> None:
+    check_attention(served, Paged(served, [300], window=window, spans=spans))
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])

@@ -490,6 +490,32 @@ def test_attention_does_not_depend_on_chunks_or_company(
         assert same_bits(out, alone[i][start:end])
 
 
+@pytest.mark.parametrize("heads,kv_heads,size", [(6, 2, 64), (4, 4, 80), (9, 1, 16)])
+@pytest.mark.parametrize("attention", [{}, {"window": 60}, {"window": 250, "soft_cap": 3.0, "sinks": True}])
+def test_attention_within_spans_does_not_depend_on_chunks_or_company(
+    quick: Served, heads: int, kv_heads: int, size: int, attention: dict[str, Any]
+) -> None:
+    """Chunks end at the ends of spans, or outside spans. Without a window, a query gets the bits of the only query of a
+    sequence that ends with the query's span.
+    """
+    spans, borders = [(3, 40), (130, 290)], [0, 2, 3, 40, 41, 100, 130, 290, 299, 300]
+    paged = Paged(quick, [300, 290, 40], heads, kv_heads, size, spans=spans, **attention)
+    alone = [paged.whole(i) for i in range(3)]
+    causal = Paged(quick, [300, 290, 40], heads, kv_heads, size, **attention)
+    assert not same_bits(alone[0], causal.whole(0))
+    assert same_bits(alone[0][290:], causal.whole(0)[290:])
+    chunks = [paged.attend([(0, start, end)])[0] for start, end in itertools.pairwise(borders)]
+    assert same_bits(torch.cat(chunks), alone[0])
+    mixed = [(0, 130, 290), (1, 41, 290), (2, 0, 40), (0, 299, 300), (0, 130, 290)]
+    for (i, start, end), out in zip(mixed, paged.attend(mixed), strict=True):
+        assert same_bits(out, alone[i][start:end])
+    if "window" not in attention:
+        for row in (3, 20, 39, 130, 200, 289):
+            q, end = paged.q[0][row : row + 1], int(paged.ends[row])
+            batch, caches = AttentionBatch([0, 1], [end], paged.tables[:1]), (paged.k_cache, paged.v_cache)
+            assert same_bits(quick.ops.paged_attention(q, *caches, batch, size**-0.5), alone[0][row : row + 1])
+
+
 @pytest.mark.parametrize(
     "heads,kv_heads,size,attention", [(6, 2, 64, {}), (4, 4, 80, {}), (6, 2, 64, {"window": 140, "sinks": True})]
 )

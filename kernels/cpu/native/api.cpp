@@ -162,6 +162,7 @@ struct Batch {
     long sequences;
     const int64_t *query_starts, *context_lens, *tables;
     long max_blocks;
+    const int64_t* ends;
 };
 
 template <class T>
@@ -208,7 +209,7 @@ AttentionArgs<T> attention_args(
     args.caches = sizes.caches<T>(caches);
     args.heads = sizes.heads, args.sequences = batch.sequences;
     args.query_starts = batch.query_starts, args.context_lens = batch.context_lens;
-    args.tables = batch.tables, args.max_blocks = batch.max_blocks;
+    args.tables = batch.tables, args.max_blocks = batch.max_blocks, args.ends = batch.ends;
     args.scale = scoring.scale, args.soft_cap = scoring.soft_cap, args.sinks = as<const T>(scoring.sinks);
     args.window = scoring.window > 0 ? scoring.window : NO_WINDOW;
     return args;
@@ -219,7 +220,7 @@ struct LayerRun {
     long count, k;
     const RotationPointers* rotations;
     long block_size, sequences;
-    const int64_t *query_starts, *context_lens;
+    const int64_t *query_starts, *context_lens, *ends;
     StateBatch states;
     void *projected, *convolved, *gates, *rates, *mixed, *middle, *active, *out;
 };
@@ -283,7 +284,9 @@ void set_attention(
     const LayerRun& run, const Input<T>& x, const AttentionNumbers& numbers, const QkvPointers& from,
     const void* sinks, const CachePointers& caches, const PagePointers& pages, LayerArgs<T>& args
 ) {
-    const Batch batch = {run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks};
+    const Batch batch = {
+        run.sequences, run.query_starts, run.context_lens, pages.tables, pages.max_blocks, run.ends
+    };
     const RotationPointers& rotation = run.rotations[static_cast<size_t>(numbers.rotation)];
     const Scoring scoring = {
         static_cast<float>(numbers.scale), static_cast<long>(numbers.window), static_cast<float>(numbers.soft_cap),
@@ -598,11 +601,12 @@ void trueroll_write_kv(
 void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
     long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, const void* sinks, void* out
+    const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window, float soft_cap,
+    const void* sinks, void* out
 ) {
     const Call call(threads);
     const Sizes sizes = {heads, kv_heads, head_dim, block_size};
-    const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks};
+    const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks, ends};
     const Scoring scoring = {scale, window, soft_cap, sinks};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
@@ -614,14 +618,15 @@ void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
     const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
-    const int64_t* context_lens, const int64_t* reads, const int64_t* writes, int32_t* routes, void* projected,
-    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out, RankExchange* ranks
+    const int64_t* context_lens, const int64_t* ends, const int64_t* reads, const int64_t* writes, int32_t* routes,
+    void* projected, void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out,
+    RankExchange* ranks
 ) {
     const Call call(threads);
     const StateBatch states = {sequences, query_starts, reads, writes, nullptr};
     const LayerRun run = {
-        count, k, rotations, block_size, sequences, query_starts, context_lens, states, projected, convolved, gates,
-        rates, mixed, middle, active, out
+        count, k, rotations, block_size, sequences, query_starts, context_lens, ends, states, projected, convolved,
+        gates, rates, mixed, middle, active, out
     };
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);

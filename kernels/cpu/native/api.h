@@ -188,10 +188,12 @@ void trueroll_write_kv(
 void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
     long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, float scale, long window, float soft_cap, const void* sinks, void* out
+    const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window, float soft_cap,
+    const void* sinks, void* out
 );
 
-// Runs layers one after the other, each with its numbers, weights, memory and pages. `reads`, `writes`: as in
+// Runs layers one after the other, each with its numbers, weights, memory and pages. `ends`: for each row, the end of the
+// tokens that it sees, or null for causal attention (`AttentionBatch` in kernels/contract.py). `reads`, `writes`: as in
 // `StateBatch`, or null if no layer is a delta net. `routes`: [layers with experts, count, top_k], or null. The other
 // pointers are buffers between steps, of the size that the largest layer needs: `middle` [count, k]; `active` [count,
 // intermediate size of the MLP or shared expert]. For attention: `projected`, `mixed` and, with output gates, `gates`,
@@ -201,8 +203,9 @@ void trueroll_layers(
     long threads, int bfloat16, const void* x, long count, long k, const LayerNumbers* numbers,
     const LayerPointers* weights, const MemoryPointers* memories, const PagePointers* pages, long num_layers,
     const RotationPointers* rotations, long block_size, long sequences, const int64_t* query_starts,
-    const int64_t* context_lens, const int64_t* reads, const int64_t* writes, int32_t* routes, void* projected,
-    void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out, RankExchange* ranks
+    const int64_t* context_lens, const int64_t* ends, const int64_t* reads, const int64_t* writes, int32_t* routes,
+    void* projected, void* convolved, void* gates, void* rates, void* mixed, void* middle, void* active, void* out,
+    RankExchange* ranks
 );
 
 // Computes the results of the sections of the n ids from `first` on. With statistics, also `top_values` and `top_ids`,

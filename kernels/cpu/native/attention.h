@@ -66,11 +66,21 @@ struct Keys {
 };
 
 // The keys, of `keys` keys, that the queries of a tile see: query i sees [from(i), to(i)).
+//
+// Without `ends`, query i sees the keys up to `first_to` + i. With `ends`, query i sees the keys up to the token ends[i],
+// and the split's first key is the token `start`.
 struct Sight {
     long first_from, first_to, keys;
+    const int64_t* ends = nullptr;
+    long start = 0;
 
-    long from(long query) const { return larger(0, smaller(keys, first_from + query)); }
-    long to(long query) const { return larger(0, smaller(keys, first_to + query)); }
+    long from(long query) const { return within(first_from + query); }
+    long to(long query) const { return within(ends == nullptr ? first_to + query : ends[query] - start); }
+    // The same sight of the keys after the first `count` keys.
+    Sight after(long count) const { return {first_from - count, first_to - count, keys - count, ends, start + count}; }
+
+  private:
+    long within(long key) const { return larger(0, smaller(keys, key)); }
 };
 
 // Keys and values that a thread will read soon, in panels of 16 tokens.
@@ -92,7 +102,7 @@ class Attention {
     // The keys [first_key, context) that any query of a tile's first member sees, and the splits [first_split, splits)
     // that contain these keys.
     long first_key(const QueryTile& tile) const { return larger(0, position(tile, 0) + 1 - args_.window); }
-    long context(const QueryTile& tile) const { return position(tile, tile.count - 1) + 1; }
+    long context(const QueryTile& tile) const { return end(tile, tile.count - 1); }
     long first_split(const QueryTile& tile) const { return first_key(tile) / KV_SPLIT; }
     long splits(const QueryTile& tile) const { return round_up(context(tile), KV_SPLIT) / KV_SPLIT; }
 
@@ -120,9 +130,10 @@ class Attention {
         const long n = rows(tile), D = dim_;
         const Sight sight = sight_of(tile, split);
         const long skipped = sight.from(0) / TWO_PANELS * TWO_PANELS;
-        const long start = split * KV_SPLIT + skipped, keys = sight.keys - skipped;
+        const Sight rest = sight.after(skipped);
+        const long start = split * KV_SPLIT + skipped, keys = rest.keys;
         const long panels = round_up(keys, LANES) / LANES;
-        const Split at(*this, tile, start, keys, sight.from(0) - skipped);
+        const Split at(*this, tile, start, keys, rest.from(0));
         const bool all_see_all = sight.to(0) == sight.keys && sight.from(tile.count - 1) == sight.from(0);
         if (!all_see_all && !at.all_finite(panels, LANES * D)) return reduce_one_by_one(tile, split, out);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
@@ -134,7 +145,7 @@ class Attention {
         };
         if (half > 0) fetch_ahead(scoring, {ahead.panels, half}, spare, 1);
         multiply(scoring, n, false, scores, KV_SPLIT);
-        softmax(scores, n, {sight.first_from - skipped, sight.first_to - skipped, keys}, weights, out);
+        softmax(scores, n, rest, weights, out);
         const long width = D / LANES;
         const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
         for (long i = 0; i < panels; ++i) {
@@ -283,12 +294,21 @@ class Attention {
         return args_.context_lens[tile.sequence] - (starts[1] - starts[0]) + tile.first + query;
     }
 
+    // The end of the keys that a query of the tile's first sequence sees.
+    long end(const QueryTile& tile, long query) const {
+        return args_.ends == nullptr ? position(tile, query) + 1 : own_ends(tile)[query];
+    }
+    const int64_t* own_ends(const QueryTile& tile) const {
+        return args_.ends + args_.query_starts[tile.sequence] + tile.first;
+    }
+
     // The keys of a split that a tile's queries see. Queries of several sequences see all keys of the split.
     Sight sight_of(const QueryTile& tile, long split) const {
         const long start = split * KV_SPLIT;
         if (tile.members > 1) return {-tile.members * tile.count, KV_SPLIT, KV_SPLIT};
-        const long end = position(tile, 0) + 1 - start;
-        return {end - args_.window, end, smaller(KV_SPLIT, context(tile) - start)};
+        const long end = position(tile, 0) + 1 - start, keys = smaller(KV_SPLIT, context(tile) - start);
+        if (args_.ends != nullptr) return {end - args_.window, end, keys, own_ends(tile), start};
+        return {end - args_.window, end, keys};
     }
 
     // Copies the rows of a tile [rows, head_dim] one after the other.

@@ -176,6 +176,7 @@ struct AttentionArgs {
     long heads, sequences;
     const int64_t *query_starts, *context_lens, *tables;
     long max_blocks;
+    const int64_t* ends;  // for each query, the end of the keys that it sees; null for causal attention
     float scale;     // positive, since the largest score is found before scaling
     long window;     // number of keys a query sees, itself included, or NO_WINDOW
     float soft_cap;  // or 0
