@@ -14,10 +14,9 @@ layout anew. Packed weights are not cached, because torch's version counter miss
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -30,21 +29,17 @@ from .contract import (
     CLAMP,
     CLAMPED_SLOPE,
     L2_EPS,
-    NO_SLOT,
-    AttentionBatch,
     Backend,
     DeltaNetWeights,
     ExpertsWeights,
     Rotation,
-    StateBatch,
     TokenStatistics,
     Wanted,
     Weight,
 )
-from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec, Pieces
+from .packed import Packed, attend
+from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerNormSpec, NormSpec, Pieces
 
-# Block size of the cache; any even size gives the same bits.
-_BLOCK_SIZE = 16
 # Tokens per chunk; any size gives the same gradients within rounding.
 _CHUNK = 64
 # Limit on the bytes of logits that a backward pass holds at once. A single row of logits may exceed the limit.
@@ -136,6 +131,24 @@ class _Rmsnorm(Function):
         return None, grad_x, grad_weight, None
 
 
+class _LayerNorm(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.norm = norm
+        return ops.layer_norm(x, weight, bias, norm)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            return F.layer_norm(x, x.shape[-1:], weight, bias, ctx.norm.eps)
+
+        return None, *_float32_gradients(layer_norm, ctx.saved_tensors, grad), None
+
+
 class _Rope(Function):
     @staticmethod
     def forward(ctx: Any, ops: Backend, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -175,8 +188,8 @@ def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activati
         return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
     if activation == "clamped_silu":
         return _clamped_gradients(gate, up, grad)
-    grad_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-    return grad_gate, grad * F.gelu(gate, approximate="tanh")
+    kind = "tanh" if activation == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward(grad * up, gate, approximate=kind), grad * F.gelu(gate, approximate=kind)
 
 
 def _clamped_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -304,57 +317,6 @@ def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, 
             yield expert, found // experts.shape[1], found % experts.shape[1]
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Sequences with the lengths `lens`, packed one after the other as rows.
-
-    `positions`: the position of each row in its sequence, counted from 0, as int64 [M].
-    """
-
-    lens: Sequence[int]
-    positions: Tensor
-
-    @classmethod
-    def of(cls, lens: Sequence[int], device: torch.device) -> Packed:
-        """Return sequences with these lengths; the tensor of positions is on `device`."""
-        return cls(lens, torch.cat([torch.arange(n, device=device) for n in lens]))
-
-    @cached_property
-    def batch(self) -> AttentionBatch:
-        """The attention batch: each row attends to the earlier rows of its sequence and to itself. Each sequence has
-        its own cache blocks.
-        """
-        counts = torch.tensor([-(-n // _BLOCK_SIZE) for n in self.lens], device=self.positions.device)
-        first = counts.cumsum(0) - counts
-        tables = first[:, None] + torch.arange(int(counts.max()), device=counts.device)
-        return AttentionBatch(
-            query_starts=[0, *torch.tensor(self.lens).cumsum(0).tolist()],
-            context_lens=list(self.lens),
-            block_tables=torch.minimum(tables, counts.sum() - 1),
-        )
-
-    @cached_property
-    def slots(self) -> Tensor:
-        """The cache slot of each row's key and value: int64 [M]."""
-        lens = torch.tensor(self.lens, device=self.positions.device)
-        return self.batch.block_tables[:, 0].repeat_interleave(lens) * _BLOCK_SIZE + self.positions
-
-    @cached_property
-    def states(self) -> StateBatch:
-        """The state batch: each sequence starts from zeros and stores its state in a slot of its own."""
-        slots = torch.arange(len(self.lens), device=self.positions.device)
-        return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
-
-    def groups(self) -> list[list[int]]:
-        """Group the sequences by length. Within a group, each sequence is longer than half of the longest sequence, so
-        padding to the longest sequence does not double the number of tokens.
-        """
-        alike: dict[int, list[int]] = defaultdict(list)
-        for i, length in enumerate(self.lens):
-            alike[length.bit_length()].append(i)
-        return list(alike.values())
-
-
 class _Attention(Function):
     @staticmethod
     @_without_autocast
@@ -370,25 +332,24 @@ class _Attention(Function):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v, sinks)
         ctx.packed, ctx.spec = packed, spec
-        num_blocks = int(packed.batch.block_tables.max()) + 1
-        caches = k.new_zeros(2, num_blocks, _BLOCK_SIZE, *k.shape[1:])
-        ops.write_kv(k, v, caches[0], caches[1], packed.slots)
-        scoring = spec.scale, spec.window, spec.soft_cap, sinks
-        return ops.paged_attention(q, caches[0], caches[1], packed.batch, *scoring)
+        return attend(ops, q, k, v, packed, spec, sinks)
 
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        lens = list(ctx.packed.lens)
+        packed, lens = ctx.packed, list(ctx.packed.lens)
         *saved, sinks = ctx.saved_tensors  # a checkpointed layer allows only one read
         inputs = [x.split(lens) for x in saved]
         outputs = [torch.empty_like(x) for x in saved]
         places = [x.split(lens) for x in outputs]
         grads, of_sinks = grad.split(lens), []
-        for group in ctx.packed.groups():
+        ends = None if packed.ends is None else packed.ends.split(lens)
+        for group in packed.groups():
             padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*inputs, grads)]
-            found = _attention_gradients(padded, sinks, ctx.spec)
+            # Padding sees the first row, since a row that sees nothing would have no softmax.
+            own = None if ends is None else pad_sequence([ends[i] for i in group], True, 1.0)
+            found = _attention_gradients(padded, own, sinks, ctx.spec)
             for part, place in zip(found[:3], places, strict=True):
                 for i, rows in zip(group, part, strict=True):
                     place[i].copy_(rows[: lens[i]])
@@ -397,31 +358,35 @@ class _Attention(Function):
         return None, *outputs, grad_sinks, None, None
 
 
-def _attention_gradients(padded: Sequence[Tensor], sinks: Tensor | None, spec: AttentionSpec) -> list[Tensor]:
+def _attention_gradients(
+    padded: Sequence[Tensor], ends: Tensor | None, sinks: Tensor | None, spec: AttentionSpec
+) -> list[Tensor]:
     """Return the gradients of q, k and v, and float32 gradients of `sinks` [heads] if there are sinks.
 
     `padded`: q, k, v and the gradient of the output, each padded to [B, T, heads, D]. Sequences are padded on the
-    right, so under causal attention no real query sees padding.
+    right, so no real query sees padding. `ends`: [B, T], or None if attention is causal.
     """
     *inputs, grad = (x.transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
     sinks = None if sinks is None else sinks.float().clone().requires_grad_()
     with torch.enable_grad():
-        out = _attend(q, k, v, sinks, spec)
+        out = _attend(q, k, v, ends, sinks, spec)
     found = torch.autograd.grad(out, inputs if sinks is None else [*inputs, sinks], grad)
     return [*(x.transpose(1, 2) for x in found[:3]), *found[3:]]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
-    """Compute attention with torch from q [B, heads, T, D], k and v [B, kv_heads, T, D], and sinks [heads]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, sinks: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """Compute attention with torch from q [B, heads, T, D], k and v [B, kv_heads, T, D], ends [B, T] or None for causal
+    attention, and sinks [heads].
+    """
     length = q.shape[2]
     is_whole = spec.window is None or spec.window >= length
     is_plain = spec.soft_cap is None and sinks is None
-    if is_plain and is_whole:
+    if is_plain and is_whole and ends is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
     places = torch.arange(length, device=q.device)
-    distance = places[:, None] - places
-    visible = (distance >= 0) & (distance < (length if spec.window is None else spec.window))
+    visible = places < (places + 1 if ends is None else ends[:, None])[..., None]
+    visible = visible & (places[:, None] - places < (length if spec.window is None else spec.window))
     if is_plain:
         return F.scaled_dot_product_attention(q, k, v, visible, scale=spec.scale, enable_gqa=True)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -617,8 +582,8 @@ class _LogProbs(Function):
 
 @dataclass(frozen=True)
 class GradientOps:
-    """The ops of a decoder, computed by `backend`, with gradients. The methods include the ops of `layer.LayerOps`,
-    with plain tensors as weights.
+    """The ops of a decoder and of a vision tower, computed by `backend`, with gradients. The methods include the ops of
+    `layer.LayerOps` and of `towers.TowerOps`, with plain tensors as weights.
     """
 
     backend: Backend
@@ -658,6 +623,22 @@ class GradientOps:
         weight.
         """
         return _Rmsnorm.apply(self.backend, x, weight, norm)  # type: ignore[return-value]
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor:
+        """`Backend.layer_norm`."""
+        return _LayerNorm.apply(self.backend, x, weight, bias, norm)  # type: ignore[return-value]
+
+    def look_up(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `TowerOps.look_up`."""
+        return F.embedding(token_ids, table)
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """See `TowerOps.matrix`."""
+        return tensor
+
+    def transposed(self, weight: Tensor) -> Tensor:
+        """See `TowerOps.transposed`."""
+        return weight.T
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotate x [M, heads, D] by the cosines and sines in `rotation`, which are float32 constants [M, D / 2]."""
@@ -716,7 +697,7 @@ class GradientOps:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return the causal attention within each sequence, as [M, heads, D].
+        """Return the attention within each sequence, as [M, heads, D].
 
         q is [M, heads, D], k and v are [M, kv_heads, D]. `sinks` is [heads] if the spec has sinks.
         """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trueroll.errors import AlignmentError
 
-from .autograd import Packed
+from .packed import Packed
 from .specs import DecoderSpec
 
 OWN_CHOICE = -1

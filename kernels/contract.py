@@ -39,7 +39,17 @@ import torch
 from torch import Tensor
 
 from .journal import Journal
-from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, NormSpec, Pieces
+from .specs import (
+    WHOLE,
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerNormSpec,
+    LayerSpec,
+    NormSpec,
+    Pieces,
+)
 
 KV_SPLIT = 128  # split length of the backends reference and cpu; triton uses another length
 
@@ -407,6 +417,12 @@ class Backend(Protocol):
         """
         ...
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor:
+        """Subtract the mean of each row from x [M, H], divide by the standard deviation, multiply by weight [H] and add
+        bias [H]. The result is computed in float32 and rounded once: [M, H] in x's dtype.
+        """
+        ...
+
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Multiply x [M, K] by the transpose of weight [N, K] and add bias [N]. The result is [M, N] in x's dtype."""
         ...
@@ -449,6 +465,7 @@ class Backend(Protocol):
 
         `sigmoid` is the gate of attention's output. `silu` is the gate of MLPs and of a delta net's output.
         `clamped_silu` is the gate of some experts: it clamps both inputs and adds 1 to `up`, as documented at `CLAMP`.
+        `gelu`, with an `up` of ones, is the activation of vision towers; the fused ops do not support it.
         """
         ...
 

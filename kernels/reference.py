@@ -5,7 +5,7 @@ of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `
 into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
 every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). An elementwise function is
 used only if torch's vector code and torch's scalar tail give equal bits for the function. Such functions are exp, log,
-log1p, cos, sin and correctly rounded arithmetic, but not silu or sigmoid.
+log1p, cos, sin, erf and correctly rounded arithmetic, but not silu or sigmoid.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .contract import (
     Weight,
 )
 from .layer import project, run_layers
-from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, NormSpec, Pieces
+from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerNormSpec, NormSpec, Pieces
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -60,6 +60,7 @@ MERGE_TILE = 2**16
 # GELU_CUBIC x^2).
 GELU_SLOPE = 2.0 * math.sqrt(2.0 / math.pi)
 GELU_CUBIC = GELU_SLOPE * 0.044715
+ROOT_HALF = math.sqrt(0.5)
 
 _SELF = cast(Backend, sys.modules[__name__])
 
@@ -177,6 +178,11 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     return (wide.to(x.dtype) * weight).to(x.dtype)
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor:
+    wide = x.float()
+    return F.layer_norm(wide, wide.shape[-1:], weight.float(), bias.float(), norm.eps).to(x.dtype)
+
+
 def project_back(
     x: Tensor, weight: Tensor, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
 ) -> Tensor:
@@ -209,6 +215,8 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     if activation == "clamped_silu":
         wide, raised = wide.clamp(max=CLAMP), up.float().clamp(-CLAMP, CLAMP) + 1.0
         return (wide / (1.0 + torch.exp(wide * -CLAMPED_SLOPE)) * raised).to(gate.dtype)
+    if activation == "gelu":
+        return (wide * 0.5 * (1.0 + torch.erf(wide * ROOT_HALF)) * up.float()).to(gate.dtype)
     slope = wide * (GELU_SLOPE + GELU_CUBIC * (wide * wide)) if activation == "gelu_tanh" else wide
     numerator = torch.ones_like(wide) if activation == "sigmoid" else wide
     return (numerator / (1.0 + torch.exp(-slope)) * up.float()).to(gate.dtype)
@@ -350,8 +358,8 @@ class _EqualQueries:
         tile = -(-group // 8) * 8
         rows = q.view(units, queries, kv_heads, group, size).transpose(1, 2).flatten(2, 3)
         rows = F.pad(rows, (0, 0, 0, -rows.shape[2] % tile)).unflatten(2, (-1, tile))
-        places = (part.unflatten(1, (-1, tile)) for part in self._row_places(rows.shape[2] * tile, group))
-        out = self._fold_splits(rows, *places, group)
+        positions, ends = (part.unflatten(1, (-1, tile)) for part in self._row_places(rows.shape[2] * tile, group))
+        out = self._fold_splits(rows, positions, ends, group)
         out = out.flatten(2, 3)[:, :, : queries * group]
         return out.unflatten(2, (queries, group)).transpose(1, 2).reshape(q.shape)
 
@@ -376,8 +384,8 @@ class _EqualQueries:
                 slice(None),
                 slice(self._first_tile(start, group, rows.shape[3]), None),
             )
-            places = (part[live[0], None, live[2]] for part in (positions, ends))
-            split = self._reduce_split(start, rows[live], *places)
+            row_positions, row_ends = (part[live[0], None, live[2]] for part in (positions, ends))
+            split = self._reduce_split(start, rows[live], row_positions, row_ends)
             peak[live], total[live], out[live] = _fold((peak[live], total[live], out[live]), split)
         if self.sinks is not None:
             sinks = self._of_rows(self.sinks.float(), group, rows).expand_as(peak)

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_silu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "clamped_silu"]
 
 
 HEAD_ROLE = "head"
@@ -57,6 +57,13 @@ class NormSpec:
 
     eps: float
     zero_centered: bool = False
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """A layer norm with weight and bias (Ba et al. 2016)."""
+
+    eps: float
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,8 @@ class DeltaNetSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated MLP: down(activation(gate(x)) * up(x)). `gelu_tanh` is the approximation of GELU by a tanh.
+    """A gated MLP: down(activation(gate(x)) * up(x)). `gelu` is the GELU with the error function; `gelu_tanh`
+    approximates it by a tanh.
 
     `unit`: the columns of `down` are cut into pieces at multiples of this number.
     """
@@ -268,6 +276,84 @@ LAYER_NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class TowerSpec:
+    """A vision tower: a transformer that turns an image into embeddings, including the names of its weights.
+
+    An image is a grid of square patches. Neighbouring `merge` x `merge` patches form a block, and each block becomes
+    one row of `out_size` embeddings, which takes the place of one token. The patches of a block are neighbouring rows
+    of the tower's input, and the blocks follow each other row by row.
+
+    `channels`, `frames`, `patch_size`: a patch has channels * frames * patch_size**2 values. With several frames, each
+    frame of a still image has the same values. `patch_bias`: whether the product that embeds the patches has a bias.
+    `table_side`: the tower has a learned position for each place of a square grid with this side, which is interpolated
+    to the size of the image; 0 without such a table. `rotation`: the rotation of q and k by the row and column of the
+    patch, or None.
+
+    `norm`: the norms of the layers. `gated`: the MLP is gated, as an `MlpSpec`; otherwise, it is
+    down(activation(up(x))). All products of a layer have biases. `joined`: one matrix computes q, k and v. `window`:
+    the side of the windows, in blocks, within which patches see each other; None without windows. `whole_layers`: the
+    layers in which patches see the whole image all the same. `last_norm`: a norm follows the last layer.
+
+    `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Otherwise, they are
+    normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm of either. `deepstack`:
+    after each of these layers, a further merger computes a row for each block, which is added to the hidden states of a
+    layer of the decoder: the first of them after the decoder's first layer, and so on (Meng et al. 2024). These mergers
+    join the rows before they normalize them.
+
+    `placeholder`: the id of the tokens whose embeddings the rows replace. `sees_span`: in the decoder's attention, each
+    token of an image sees all tokens of the image. `grid`: the only size of images that the tower takes, in rows and
+    columns of patches; None for any size. `names`: weight names by role. The names of layers and of deepstack mergers
+    have a place `{}` for the number.
+    """
+
+    hidden_size: int
+    num_heads: int
+    intermediate_size: int
+    num_layers: int
+    out_size: int
+    norm: NormSpec | LayerNormSpec
+    merger_norm: NormSpec | LayerNormSpec
+    activation: Activation
+    names: Mapping[str, str]
+    placeholder: int
+    patch_size: int
+    merge: int
+    channels: int = 3
+    frames: int = 1
+    patch_bias: bool = True
+    table_side: int = 0
+    rotation: RotationSpec | None = None
+    gated: bool = False
+    joined: bool = True
+    window: int | None = None
+    whole_layers: frozenset[int] = frozenset()
+    last_norm: LayerNormSpec | None = None
+    pooled: bool = False
+    deepstack: tuple[int, ...] = ()
+    sees_span: bool = False
+    grid: tuple[int, int] | None = None
+
+    @property
+    def patch_values(self) -> int:
+        """The number of values of a patch."""
+        return self.channels * self.frames * self.patch_size**2
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def row_size(self) -> int:
+        """The length of a row of the tower's output: the embedding, and one part for each layer in `deepstack`."""
+        return self.out_size * (1 + len(self.deepstack))
+
+    def num_tokens(self, rows: int, columns: int) -> int:
+        """Return the number of tokens of an image with this many rows and columns of patches."""
+        return rows * columns // self.merge**2
+
+
 MTP_PREFIX = "mtp."
 """The prefix of the names of the MTP module's weights in a checkpoint."""
 
@@ -346,7 +432,8 @@ class DecoderSpec:
     model's dtype. `stage`: the stage that this spec describes; `layers` has the layers of all stages. `mtp`: the layer
     of the model's multi-token prediction (MTP) module, which guesses the token after the next one; None without such a
     module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint are
-    ignored.
+    ignored. `tower`: the vision tower beside the decoder, or None. `serves_tower`: whether the tower belongs to the
+    decoder; otherwise, its tensors in a checkpoint are ignored.
     """
 
     architecture: str
@@ -368,6 +455,8 @@ class DecoderSpec:
     held: Mapping[str, WeightSpec] = field(default_factory=dict)
     mtp: LayerSpec | None = None
     serves_mtp: bool = False
+    tower: TowerSpec | None = None
+    serves_tower: bool = False
 
     @property
     def own_layers(self) -> range:
@@ -423,6 +512,15 @@ class DecoderSpec:
         """The layer of the MTP module, if the module belongs to the decoder."""
         return self.mtp if self.serves_mtp else None
 
+    def serving_tower(self, is_served: bool) -> DecoderSpec:
+        """Return a copy of the spec. `is_served`: whether the vision tower belongs to the decoder, if there is one."""
+        return replace(self, serves_tower=is_served and self.tower is not None)
+
+    @property
+    def served_tower(self) -> TowerSpec | None:
+        """The vision tower, if it belongs to the decoder."""
+        return self.tower if self.serves_tower else None
+
     @property
     def head_range(self) -> tuple[int, int]:
         """The first token id of this rank's part of the head, and the number of ids."""
@@ -439,7 +537,14 @@ class DecoderSpec:
         if name.startswith(self.others) and not (self.serves_mtp and is_of_mtp(name)):
             return None
         beginning = next((other for other in self.renamed if name.startswith(other)), "")
-        return self.renamed.get(beginning, "") + name.removeprefix(beginning)
+        own = self.renamed.get(beginning, "") + name.removeprefix(beginning)
+        return None if own.startswith(self._tower_prefixes) and not self.serves_tower else own
+
+    @cached_property
+    def _tower_prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the names of the tower's weights: their first two components."""
+        names = () if self.tower is None else self.tower.names.values()
+        return tuple({".".join(name.split(".")[:2]) + "." for name in names})
 
     def __hash__(self) -> int:
         # Hash only a few fields, for speed: each module of an aligned model looks up its backend by spec.

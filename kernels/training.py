@@ -47,10 +47,11 @@ from .adapters import (
     with_adapter,
 )
 from .arguments import check_call, check_signature
-from .autograd import GradientOps, Packed
+from .autograd import GradientOps
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
 from .layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, gated, make_layer, project, run_layer, scale_embedding, turn
+from .packed import Packed
 from .pieces import with_pieces
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed

@@ -68,16 +68,19 @@ KERNELS = {
     "cpu": SPEC | {"cpu", "layer", "reference"},
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
-    "autograd": SPEC,
-    "batches": SPEC | {"autograd"},
+    "packed": SPEC,
+    "media": set(),
+    "towers": SPEC | {"layer", "packed"},
+    "autograd": SPEC | {"packed"},
+    "batches": SPEC | {"packed"},
     "wrappers": set(),
     "plain_models": {"families", "specs", "wrappers"},
     "replay": {"batches", "plain_models", "specs"},
     "adapters": SPEC | {"wrappers"},
     "arguments": set(),
     "training": SPEC
-    | {"adapters", "arguments", "autograd", "batches", "layer", "pieces", "plain_models", "replay", "selection"}
-    | {"stacks", "wrappers"},
+    | {"adapters", "arguments", "autograd", "batches", "layer", "packed", "pieces", "plain_models", "replay"}
+    | {"selection", "stacks", "wrappers"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}

@@ -20,6 +20,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, get_num_threads
 
+from .. import reference
 from ..contract import (
     AttentionBatch,
     AttentionWeights,
@@ -38,6 +39,7 @@ from ..contract import (
     Weight,
 )
 from ..layer import project, run_layers
+from ..reference import layer_norm as layer_norm
 from ..reference import prepare as prepare
 from ..reference import rope as rope
 from ..specs import (
@@ -384,6 +386,8 @@ def back_sums(x: Tensor, weight: PackedWeight, pieces: Pieces) -> Tensor:
 
 
 def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    if activation == "gelu":
+        return reference.gate_mul(gate, up, activation)
     gate, up, out = gate.contiguous(), up.contiguous(), torch.empty_like(gate, memory_format=torch.contiguous_format)
     inputs = gate.data_ptr(), up.data_ptr(), gate.numel(), ACTIVATIONS[activation]
     _library.gate_mul(get_num_threads(), _is_bfloat16(gate), *inputs, out.data_ptr())

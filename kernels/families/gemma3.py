@@ -1,7 +1,8 @@
-"""Gemma 3, text only: norms before and after both mixer and MLP, per-head norms of q and k, a tanh-GELU gate, and
+"""Gemma 3: norms before and after both mixer and MLP, per-head norms of q and k, a tanh-GELU gate, and
 scaled embeddings. The factor of the norms before and after mixer and MLP is 1 + w.
 
-Five of every six layers have a window and use a second rotation.
+Five of every six layers have a window and use a second rotation. The larger models have a vision tower; the tokens of
+an image see all tokens of the image.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from ..specs import LAYER_NAMES, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from .settings import FULL, SLIDING, expect, fill_layer_types, fill_rotations, read_settings
+from .towers import siglip_tower, wrapped
 
 _DEFAULTS = dict(
     max_position_embeddings=131072,
@@ -54,4 +56,24 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     return settings.decoder(architecture, layers, rotations, embed_scale=settings.hidden_size**0.5, names=NAMES)
 
 
-FAMILIES = {"Gemma3ForCausalLM": _describe}
+# The settings that files of the larger models leave to the defaults.
+_WITH_TOWER = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4)
+# Prefixes of names in a checkpoint, in older files and in those that transformers saves now, and in the model.
+_RENAMED = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+    "vision_tower.vision_model.": "model.vision_tower.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+
+
+def _describe_text(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    return _describe(_WITH_TOWER | raw, architecture)
+
+
+FAMILIES = {
+    "Gemma3ForCausalLM": _describe,
+    "Gemma3ForConditionalGeneration": wrapped(_describe_text, siglip_tower, _RENAMED, is_tied=True),
+}

@@ -1,11 +1,10 @@
-"""Qwen3-Next and Qwen3.5, text only.
+"""Qwen3-Next and Qwen3.5.
 
 Three of every four layers have a gated delta net. The fourth layer has attention with an output gate, and rotates only
 a part of each head. Norms multiply by 1 + w, except the norm of a delta net's output.
 
 Qwen3-Next has experts in some or all layers, and Qwen3.5-MoE has experts in all layers. Each layer with experts has a
-shared expert for all tokens. If a Qwen3.5 checkpoint has other parts beside the text model, only the text model is
-described.
+shared expert for all tokens. A Qwen3.5 checkpoint may have a vision tower.
 
 A module for multi-token prediction (MTP) with one layer is described. An MTP layer has attention, and the same
 MLP or experts as the decoder's last layer.
@@ -18,8 +17,8 @@ from typing import Any
 from trueroll.errors import ModelError, brief
 
 from ..specs import MTP_PREFIX, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
-from . import Describe
 from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
+from .towers import OF_TEXT, qwen3_tower, wrapped
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=32768,
@@ -33,10 +32,7 @@ _QWEN3_NEXT: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, 
 _QWEN3_NEXT |= dict(intermediate_size=5632, norm_topk_prob=True)
 _QWEN3_5: dict[str, Any] = _DEFAULTS | dict(num_key_value_heads=4)
 _QWEN3_5_MOE: dict[str, Any] = _DEFAULTS | _SHARED | dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8)
-# Prefix of the text model in a multimodal checkpoint, and the prefix of the same weights in the text model that
-# transformers loads.
-_OF_TEXT = {"model.language_model.": "model."}
-_BESIDE_TEXT = ("model.visual.", MTP_PREFIX)
+_BESIDE_TEXT = (MTP_PREFIX,)
 _NUM_MTP_LAYERS = "mtp_num_hidden_layers"
 
 
@@ -90,7 +86,7 @@ def _qwen3_next(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_5 | raw)
     mlps: list[Any] = [MlpSpec(settings.intermediate_size)] * settings.num_hidden_layers
-    names: dict[str, Any] = dict(renamed=_OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
+    names: dict[str, Any] = dict(renamed=OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
     return _describe(settings, architecture, mlps, joined=False, **names)
 
 
@@ -100,26 +96,14 @@ def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_5_MOE | raw | {"intermediate_size": 1})
     experts = settings.experts(shared_size=settings.shared_expert_intermediate_size)
     mlps = [experts] * settings.num_hidden_layers
-    names: dict[str, Any] = dict(renamed=_OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
+    names: dict[str, Any] = dict(renamed=OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
     return _describe(settings, architecture, mlps, joined=False, **names)
-
-
-def _with_more(describe_text: Describe) -> Describe:
-    def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-        text = raw.get("text_config")
-        if not isinstance(text, dict):
-            raise ModelError(f"text_config in config.json must be a map (got {brief(text)}); correct the file")
-        outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
-        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
-        return describe_text(outer | text | tied, architecture)
-
-    return describe
 
 
 FAMILIES = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
-    "Qwen3_5ForConditionalGeneration": _with_more(_qwen3_5),
-    "Qwen3_5MoeForConditionalGeneration": _with_more(_qwen3_5_moe),
+    "Qwen3_5ForConditionalGeneration": wrapped(_qwen3_5, qwen3_tower, OF_TEXT),
+    "Qwen3_5MoeForConditionalGeneration": wrapped(_qwen3_5_moe, qwen3_tower, OF_TEXT),
 }

@@ -126,7 +126,6 @@ class Settings(PreTrainedConfig):
     mlp_only_layers: list[int] | None = None
     swiglu_alpha: float | int | None = None
     swiglu_limit: float | int | None = None
-    # A text token has the same position on all three axes, so the assignment of pairs to axes has no effect.
     ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
 
     def __post_init__(self, **others: Any) -> None:
@@ -228,7 +227,7 @@ class Settings(PreTrainedConfig):
                 f"rope parameters in config.json do not give a valid rotation (got {brief([*parameters.items()])}); "
                 "correct the file"
             )
-        return RotationSpec(tuple(inv_freq.tolist()), scale)
+        return RotationSpec(tuple(inv_freq.tolist()), scale, _axes(parameters, len(inv_freq)))
 
     def _inv_freq(self: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
         if kind != "default":
@@ -239,6 +238,23 @@ class Settings(PreTrainedConfig):
         size = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def _axes(parameters: Mapping[str, Any], num_pairs: int) -> tuple[int, ...]:
+    """Return the axis of each pair (`RotationSpec.axes`), if positions have several axes. The pairs of an axis are a
+    range; or, if `mrope_interleaved` is set, the axes take turns, until an axis has as many pairs as it should.
+    """
+    if (sections := parameters.get("mrope_section")) is None:
+        return ()
+    is_list = isinstance(sections, list | tuple) and all(type(size) is int and size >= 0 for size in sections)
+    if not is_list or len(sections) != 3 or sum(sections) != num_pairs:
+        raise ModelError(
+            f"mrope_section in config.json must have three numbers with the sum {num_pairs} (got {brief(sections)}); "
+            "correct the file"
+        )
+    if parameters.get("mrope_interleaved"):
+        return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(num_pairs))
+    return tuple(axis for axis, size in enumerate(sections) for _ in range(size))
 
 
 def _rope_function(kind: str) -> Callable[..., Any]:

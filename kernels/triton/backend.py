@@ -51,6 +51,7 @@ from .products import qkv_parts
 from .recurrence import convolve as convolve
 from .recurrence import delta_rule as delta_rule
 from .rows import gate_mul as gate_mul
+from .rows import layer_norm as layer_norm
 from .rows import qkv_epilogue
 from .rows import rmsnorm as rmsnorm
 from .rows import rope as rope

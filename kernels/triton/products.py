@@ -43,7 +43,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import CLAMP, CLAMPED_SLOPE, full_rows_of
-from ..reference import GELU_CUBIC, GELU_SLOPE
+from ..reference import GELU_CUBIC, GELU_SLOPE, ROOT_HALF
 from ..specs import WHOLE, Activation, Pieces, pieces_of
 from .launch import ALIGNMENT, aligned, device_function, exact_jit, launch
 from .machine import H100
@@ -94,6 +94,7 @@ SPLIT_UNIT = 128  # the pieces of `k_splits` are multiples of this number, which
 _SWIZZLE = tl.constexpr(8)  # token tiles that neighbouring programs process in turn
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _GELU_SLOPE, _GELU_CUBIC = tl.constexpr(GELU_SLOPE), tl.constexpr(GELU_CUBIC)
+_ROOT_HALF = tl.constexpr(ROOT_HALF)
 _CLAMP, _CLAMPED_SLOPE = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_SLOPE)
 
 
@@ -500,6 +501,8 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
     if ACTIVATION == "clamped_silu":  # comparisons keep NaN
         gate = tl.where(gate > _CLAMP, _CLAMP, gate)
         up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
+    if ACTIVATION == "gelu":
+        return gate * 0.5 * (1.0 + tl.erf(gate * _ROOT_HALF)) * up
     slope = gate
     if ACTIVATION == "clamped_silu":
         slope = gate * _CLAMPED_SLOPE

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..specs import Activation, NormSpec
+from ..specs import Activation, LayerNormSpec, NormSpec
 from .launch import aligned, device_function, exact_jit, launch
 from .products import fold_parts, gate_mul_tile
 
@@ -39,6 +39,18 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     warps = min(max(2 ** (size - 1).bit_length() // 512, 1), 16)
     options = dict(SIZE=size, ZERO_CENTERED=norm.zero_centered)
     launch(_rmsnorm_kernel, (rows,), x, weight, norm.eps, out, warps=warps, **options)
+    return out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor:
+    """Subtract the mean of each row from x [M, H], divide by the standard deviation, multiply by weight [H] and add
+    bias [H]. Return [M, H], rounded once.
+    """
+    x, weight, bias = aligned(x), aligned(weight), aligned(bias)
+    out = torch.empty_like(x)
+    rows, size = x.shape
+    warps = min(max(2 ** (size - 1).bit_length() // 512, 1), 16)
+    launch(_layer_norm_kernel, (rows,), x, weight, bias, norm.eps, out, warps=warps, SIZE=size)
     return out
 
 
@@ -111,6 +123,21 @@ def qkv_epilogue(
 def _rmsnorm_kernel(x_ptr, weight_ptr, eps, out_ptr, SIZE: tl.constexpr, ZERO_CENTERED: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * SIZE
     x = _norm(_load_halves(x_ptr + row, SIZE), weight_ptr, eps, SIZE, ZERO_CENTERED)
+    _store_halves(out_ptr + row, x, SIZE)
+
+
+@exact_jit
+def _layer_norm_kernel(x_ptr, weight_ptr, bias_ptr, eps, out_ptr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    x = _load_halves(x_ptr + row, SIZE)
+    mean = sum_in_pairs(x[0] + x[1]) * (1.0 / SIZE)
+    FIRST: tl.constexpr = (SIZE + 1) // 2
+    place = tl.arange(0, triton.next_power_of_2(FIRST))  # type: ignore[reportArgumentType]
+    low = tl.where(place < FIRST, x[0] - mean, 0.0)
+    high = tl.where(place < SIZE - FIRST, x[1] - mean, 0.0)
+    scale = tl.rsqrt(sum_in_pairs(low * low + high * high) * (1.0 / SIZE) + eps)
+    weight, bias = _load_halves(weight_ptr, SIZE), _load_halves(bias_ptr, SIZE)
+    x = low * scale * weight[0] + bias[0], high * scale * weight[1] + bias[1]
     _store_halves(out_ptr + row, x, SIZE)
 
 

@@ -276,7 +276,7 @@ def test_a_rank_that_hangs_is_named(
     assert children() == []
 
 
-def start_hampered(model: str, hamper: Callable[[psutil.Process], None], **settings: Any) -> None:
+def start_hampered(model: str, hamper: Callable[[psutil.Process], object], **settings: Any) -> None:
     """Start an engine with two ranks. As soon as there is a follower, `hamper` its process."""
 
     def wait_and_hamper() -> None:

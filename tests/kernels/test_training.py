@@ -28,8 +28,9 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from tiny import MIXTURES, make_tiny_model
 from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import autograd, reference, training
-from trueroll.kernels.autograd import GradientOps, Packed
+from trueroll.kernels.autograd import GradientOps
 from trueroll.kernels.contract import ExpertsWeights
+from trueroll.kernels.packed import Packed
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, NormSpec
 from trueroll.kernels.training import Arithmetic, align, aligned_with, replayed, token_experts, token_log_probs, unalign

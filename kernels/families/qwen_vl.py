@@ -1,0 +1,36 @@
+"""Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3 with a vision tower.
+
+The tokens of an image have positions with three axes. Qwen2.5-VL gives each axis a range of a head's pairs; Qwen3-VL
+gives pairs to the axes in turn, and adds rows of its tower to the hidden states after its first layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..specs import DecoderSpec
+from . import Describe
+from .llama import FAMILIES as LLAMA
+from .towers import OF_TEXT, qwen2_5_tower, qwen3_tower, wrapped
+
+_QWEN2, _QWEN3 = LLAMA["Qwen2ForCausalLM"], LLAMA["Qwen3ForCausalLM"]
+
+
+def _qwen2_5_text(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    rope = raw.get("rope_scaling")
+    if isinstance(rope, dict) and rope.get("type") == "mrope":
+        raw = raw | {"rope_scaling": rope | {"type": "default", "rope_type": "default"}}
+    return _QWEN2(raw, architecture)
+
+
+def _qwen2_5(describe: Describe) -> Describe:
+    """Return a function that also accepts older files, which have the settings of the text model at the top level."""
+    return lambda raw, architecture: describe({"text_config": raw} | raw, architecture)
+
+
+FAMILIES = {
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5(
+        wrapped(_qwen2_5_text, qwen2_5_tower, OF_TEXT | {"visual.": "model.visual."})
+    ),
+    "Qwen3VLForConditionalGeneration": wrapped(_QWEN3, qwen3_tower, OF_TEXT),
+}

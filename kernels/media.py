@@ -1,0 +1,57 @@
+"""Where the tokens of images are in a sequence: the positions of all tokens, and which tokens each token sees.
+
+Worker and trainer use these functions. The tokens of an image are a span of the sequence, one token for each block of
+the image's patches, row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ImageSpan(NamedTuple):
+    """The tokens [start, start + rows * columns) of an image. `rows`, `columns`: the size of the image, in tokens."""
+
+    start: int
+    rows: int
+    columns: int
+
+    @property
+    def end(self) -> int:
+        """The index of the token after the span."""
+        return self.start + self.rows * self.columns
+
+
+def axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Tensor:
+    """Return the positions of a sequence's tokens in time, row and column: int64 [3, num_tokens] (Wang et al. 2024,
+    Qwen2-VL). `spans`: the images, in ascending order.
+
+    A text token has the same position on all axes: one more than the highest position before it. The tokens of an image
+    at position p have the position p in time, and p plus their row and their column in the image.
+    """
+    positions, done, following = torch.empty(3, num_tokens, dtype=torch.int64), 0, 0
+    for span in spans:
+        text = span.start - done
+        positions[:, done : span.start] = torch.arange(following, following + text)
+        following += text
+        token = torch.arange(span.end - span.start)
+        places = torch.stack((torch.zeros_like(token), token // span.columns, token % span.columns))
+        positions[:, span.start : span.end] = following + places
+        following += max(span.rows, span.columns)
+        done = span.end
+    positions[:, done:] = torch.arange(following, following + num_tokens - done)
+    return positions
+
+
+def span_ends(num_tokens: int, spans: Sequence[ImageSpan]) -> Tensor:
+    """Return, for each token of a sequence, the end of the tokens that it sees if the tokens of an image see all of the
+    image: int64 [num_tokens] (`AttentionBatch.ends`).
+    """
+    ends = torch.arange(1, num_tokens + 1)
+    for span in spans:
+        ends[span.start : span.end] = span.end
+    return ends

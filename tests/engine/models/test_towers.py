@@ -1,0 +1,201 @@
+"""Models with vision towers agree with transformers: towers, positions and logits."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from mixers import attention_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from vision_models import GRIDS, MODELS, PLACEHOLDER, make_vision_model, random_patches
+
+from trueroll.engine.models.decoder import Decoder, EmbeddedRows, ModelInput
+from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
+from trueroll.kernels.contract import AttentionBatch, Pages, StateBatch
+from trueroll.kernels.families import describe
+from trueroll.kernels.media import ImageSpan, axis_positions, span_ends
+from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import DeltaNetSpec, TowerSpec
+from trueroll.kernels.towers import Grid, finish
+
+from ..drive import tokens
+
+CPU = torch.device("cpu")
+# The limits of errors, relative to the largest value. The delta nets of the random Qwen3.5 turn a change of the rows by
+# 1e-6 into a change of the logits by 1.6e-5; transformers' own logits differ from float64 by as much.
+TOWER_LIMIT, LOGITS_LIMITS = 1e-5, {"qwen3_5": 3e-5}
+# The prefixes of names on the hub, where they differ from those that transformers saves.
+HUB = {"gemma3": {"vision_tower.": "vision_tower.vision_model."}}
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Decoder:
+    spec = describe(read_config(folder)).serving_tower(True)
+    ops = select_backend(backend, CPU, dtype, spec).ops
+    model = Decoder(spec, ops, partial(torch.empty, dtype=dtype))
+    ignored = model.ignored_tensors() | model.tied_tensors().keys()
+    checkpoint = check_checkpoint(folder, model.checkpoint_tensors(), ignored, spec.own_name, model.stack_parts())
+    copy_checkpoint(checkpoint, model.checkpoint_tensors())
+    return model
+
+
+def tower_of(model: Decoder) -> TowerSpec:
+    assert model.spec.tower is not None
+    return model.spec.tower
+
+
+def images_of(family: str, tower: TowerSpec) -> list[tuple[Tensor, Grid]]:
+    return [
+        (random_patches(rows * columns, tower.patch_values, seed), (rows, columns))
+        for seed, (rows, columns) in enumerate(GRIDS[family])
+    ]
+
+
+def encode(model: Decoder, patches: Tensor, grid: Grid) -> Tensor:
+    with torch.inference_mode():
+        return finish(model.encode(patches.to(model.dtype), grid))
+
+
+def pixels_for_transformers(tower: TowerSpec, patches: Tensor, grid: Grid) -> dict[str, Tensor]:
+    """Return the arguments of transformers for one image."""
+    rows, columns = grid
+    if not tower.pooled:
+        return dict(pixel_values=patches, image_grid_thw=torch.tensor([[1, rows, columns]]))
+    side, merge, size = tower.patch_size, tower.merge, tower.channels
+    blocks = patches.view(rows // merge, columns // merge, merge, merge, size, side, side)
+    return dict(pixel_values=blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(1, size, rows * side, columns * side))
+
+
+@cache
+def models_of(family: str, folder: Path) -> tuple[Any, Decoder]:
+    """Return the model of transformers, and ours, with the same weights."""
+    make_vision_model(family, folder)
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    return theirs.eval(), load(folder)
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any, Decoder]:
+    family = request.param
+    return family, *models_of(family, tmp_path_factory.getbasetemp() / "vision" / family)
+
+
+for_families = pytest.mark.parametrize("pair", MODELS, indirect=True)
+
+
+@for_families
+def test_towers_agree_with_transformers(pair: tuple[str, Any, Decoder]) -> None:
+    family, theirs, ours = pair
+    tower = tower_of(ours)
+    for patches, grid in images_of(family, tower):
+        with torch.inference_mode():
+            found = theirs.model.get_image_features(**pixels_for_transformers(tower, patches, grid))
+        parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+        expected = torch.cat([torch.cat(list(part)) for part in parts], -1)
+        rows = encode(ours, patches, grid)
+        assert rows.shape == (tower.num_tokens(*grid), tower.row_size)
+        expected = expected.reshape(rows.shape)
+        assert expected.abs().mean() > 0.01, "premise: the rows are not zeros"
+        assert (rows - expected).abs().max() <= TOWER_LIMIT * expected.abs().max()
+
+
+def prompt_with_images(family: str, tower: TowerSpec) -> tuple[np.ndarray, list[ImageSpan]]:
+    """Return the tokens of a prompt with all images of the family, and the spans of the images."""
+    parts, spans, length = [], list[ImageSpan](), 0
+    for number, (rows, columns) in enumerate(GRIDS[family]):
+        parts.append(tokens(5 + 3 * number, seed=number))
+        length += len(parts[-1])
+        spans.append(ImageSpan(length, rows // tower.merge, columns // tower.merge))
+        parts.append(np.full(spans[-1].end - length, PLACEHOLDER, np.int32))
+        length = spans[-1].end
+    return np.concatenate([*parts, tokens(9, seed=9)]), spans
+
+
+def forward(model: Decoder, ids: np.ndarray, spans: list[ImageSpan], rows: Tensor) -> Tensor:
+    """Return the hidden states of a prompt with images, computed in one step."""
+    length = len(ids)
+    tables = torch.arange(-(-length // 16))[None]
+    ends = span_ends(length, spans) if tower_of(model).sees_span else None
+    page = Pages(torch.arange(length), AttentionBatch([0, length], [length], tables, ends=ends))
+    memories: list[tuple[Tensor, Tensor]] = []
+    for layer in model.spec.layers:
+        if isinstance(layer.mixer, DeltaNetSpec):
+            states = torch.zeros(1, *layer.mixer.state_shape)
+            memories.append((states, torch.zeros(1, *layer.mixer.tail_shape, dtype=model.dtype)))
+        else:
+            mixer = attention_of(layer)
+            shape = tables.numel(), 16, mixer.num_kv_heads, mixer.head_dim
+            memories.append((torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype)))
+    has_axes = any(rotation.axes for rotation in model.spec.rotations)
+    positions = axis_positions(length, spans) if has_axes else torch.arange(length)
+    places = torch.cat([torch.arange(span.start, span.end) for span in spans])
+    states = StateBatch([0, length], torch.tensor([-1]), torch.tensor([0])) if model.spec.delta_nets else None
+    given = torch.from_numpy(ids).long(), positions, memories, [page] * len(memories), states
+    with torch.inference_mode():
+        return model.forward(ModelInput(*given, embedded=EmbeddedRows(places, rows))).hidden
+
+
+@for_families
+def test_positions_and_logits_agree_with_transformers(pair: tuple[str, Any, Decoder]) -> None:
+    family, theirs, ours = pair
+    tower, limit = tower_of(ours), LOGITS_LIMITS.get(family, 1e-5)
+    ids, spans = prompt_with_images(family, tower)
+    images, given = images_of(family, tower), torch.from_numpy(ids).long()[None]
+    each = [pixels_for_transformers(tower, *image) for image in images]
+    types = (given == PLACEHOLDER).int()
+    inputs = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+    if "image_grid_thw" in inputs:
+        expected = theirs.model.get_rope_index(given, mm_token_type_ids=types, image_grid_thw=inputs["image_grid_thw"])
+        assert torch.equal(axis_positions(len(ids), spans), expected[0][:, 0])
+        inputs["mm_token_type_ids"] = types
+    else:
+        inputs["token_type_ids"] = types
+    with torch.inference_mode():
+        expected = theirs(input_ids=given, **inputs).logits[0]
+        rows = torch.cat([encode(ours, *image) for image in images])
+        found = ours.ops.lm_head(forward(ours, ids, spans, rows), ours.head)
+    assert (found - expected).abs().max() <= limit * expected.abs().max()
+    assert (expected.topk(2).values.diff().abs() > 100 * limit * expected.abs().max()).any(), "premise"
+
+
+@for_families
+def test_checkpoints_as_the_hub_has_them(pair: tuple[str, Any, Decoder], tmp_path: Path) -> None:
+    family, theirs, ours = pair
+    theirs.save_pretrained(tmp_path)
+    tensors, prefixes = load_file(tmp_path / "model.safetensors"), HUB.get(family, {})
+    renamed = {}
+    for name, tensor in tensors.items():
+        beginning = next((one for one in prefixes if name.startswith(one)), "")
+        renamed[prefixes.get(beginning, "") + name.removeprefix(beginning)] = tensor
+    save_file(renamed, tmp_path / "model.safetensors")
+    if prefixes:
+        assert renamed.keys() != tensors.keys(), "premise"
+    found, expected = load(tmp_path).checkpoint_tensors(), ours.checkpoint_tensors()
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        one, other = (w if isinstance(w, Tensor) else w.to_dense() for w in (weight, expected[name]))
+        assert torch.equal(one, other), name
+
+
+@for_families
+def test_trainers_push_the_names_of_the_worker(pair: tuple[str, Any, Decoder]) -> None:
+    _, theirs, ours = pair
+    own_name = ours.spec.own_name
+    names = {own_name(name) for name in theirs.state_dict()} - ours.tied_tensors().keys()
+    assert names == ours.checkpoint_tensors().keys()
+
+
+@for_families
+def test_without_its_tower_a_model_is_served_as_text(pair: tuple[str, Any, Decoder]) -> None:
+    _, theirs, ours = pair
+    spec = ours.spec.serving_tower(False)
+    assert spec.served_tower is None
+    model = Decoder(spec, ours.ops, partial(torch.empty, device="meta"))
+    names = {spec.own_name(name) for name in theirs.state_dict()} - {None} - model.tied_tensors().keys()
+    assert names == model.checkpoint_tensors().keys()
+    assert len(names) < len(ours.checkpoint_tensors())
