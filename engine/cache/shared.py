@@ -42,7 +42,7 @@ class FileArena(HostArena):
     """Memory that this process owns and that other processes may map. Raise MemoryError if there is not enough memory.
 
     `huge_pages`: whether to allocate all memory now, in huge pages if the system has them. Otherwise, the system
-    allocates small pages at their first use.
+    allocates small pages at their first use, and the other processes map them one by one.
 
     `take(other)` exchanges the files of both arenas, so other processes must then map the new file. `drop` frees the
     memory for all processes.
