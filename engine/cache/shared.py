@@ -41,15 +41,15 @@ class MemoryFile:
 class FileArena(HostArena):
     """Memory that this process owns and that other processes may map. Raise MemoryError if there is not enough memory.
 
-    `huge_pages`: whether to allocate all memory now, in huge pages if the system has them. Otherwise, the system
-    allocates small pages at their first use, and the other processes map them one by one.
+    All memory is allocated at once, in huge pages if the system has them. Each process would have to map small pages
+    one by one.
 
     `take(other)` exchanges the files of both arenas, so other processes must then map the new file. `drop` frees the
     memory for all processes.
     """
 
-    def __init__(self, num_bytes: int, huge_pages: bool) -> None:
-        super().__init__(num_bytes, huge_pages)
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(num_bytes, huge_pages=True)
         with no_memory(num_bytes):
             self._file = MemoryFile()
         self._allocate()
@@ -81,8 +81,7 @@ class FileArena(HostArena):
         with no_memory(size):
             os.ftruncate(self.file, size)
             self.map_file(self.file, mmap.MAP_SHARED)
-            if self._huge_pages:
-                self._file.allocate(self._memory.data_ptr(), size)
+            self._file.allocate(self._memory.data_ptr(), size)
 
 
 class MappedArena(HostArena):

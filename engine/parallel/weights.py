@@ -170,7 +170,7 @@ class LeaderWeights:
 
     def new_arena(self, is_live: bool) -> RankedArena:
         """See `WeightMemory.new_arena`."""
-        arenas, copy = {place: FileArena(size, huge_pages=True) for place, size in self._sizes.items()}, None
+        arenas, copy = {place: FileArena(size) for place, size in self._sizes.items()}, None
         if is_live and self._copies_to is not None:
             own = {place[0]: self._sizes[place] for place in self._of_ranks[0]}
             copy = DeviceCopy(own, self._dtype, self._copies_to)
