@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionBatch, Backend
-from trueroll.kernels.specs import Activation, ExpertsSpec, NormSpec
+from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, NormSpec
 
 from .accuracy import EPSILON, FLOAT32, check, check_mean, check_products
 from .backends import Served, for_served
@@ -85,6 +85,27 @@ def test_rmsnorm_of_extremes(served: Served) -> None:
         x = torch.full((2, 48), value, dtype=served.dtype)
         expected = x.double() / (x.double().pow(2) + 1e-6).sqrt()
         check(served.ops.rmsnorm(x, ones, NormSpec(1e-6)), expected, 1, 16, expected)
+
+
+@pytest.mark.parametrize("size", [16, 577, 4608])
+def test_layer_norm(served: Served, size: int) -> None:
+    x = randn(64, size, dtype=served.dtype) * 3 + 5
+    weight, bias = (randn(size, dtype=served.dtype, seed=seed) for seed in (1, 2))
+    norm = LayerNormSpec(1e-5)
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
+    # The mean is several times the deviation, so its rounding shows.
+    magnitude = weight.double().abs() * (x.double().abs() + 5) + bias.double().abs()
+    check(served.ops.layer_norm(x, weight, bias, norm), expected, 1, size / 2 + 9, magnitude)
+    torch_found = F.layer_norm(x, (size,), weight, bias, 1e-5)
+    check_against_torch(served.ops.layer_norm(x, weight, bias, norm), torch_found, expected)
+
+
+def test_gelu(served: Served) -> None:
+    special = [0.0, 1e-3, -1e-3, 1.0, -1.0, 5.0, -5.0, 20.0, -20.0, 6e4, -6e4]
+    gate = torch.cat((torch.tensor(special), randn(50) * 4)).to(served.dtype)
+    up = torch.ones_like(gate)
+    # 1 + erf(x) cancels for negative x.
+    check(served.ops.gate_mul(gate, up, "gelu"), F.gelu(gate.double()), 1, 8, gate.double().abs().clamp(max=40))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "sigmoid"])

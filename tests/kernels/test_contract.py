@@ -17,7 +17,7 @@ from mixers import attention_of
 from torch import Tensor
 
 from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, AttentionWeights, Pages, Wanted
-from trueroll.kernels.specs import Activation, ExpertsSpec, LayerSpec, NormSpec
+from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, LayerSpec, NormSpec
 
 from .backends import SERVED, Implementation, Served, for_served, param, served_id
 from .inputs import (
@@ -181,6 +181,12 @@ def rmsnorm(size: int, zero_centered: bool, served: Served) -> RowOp:
     return RowOp(lambda x: served.ops.rmsnorm(x, weight, norm), (randn(ROWS, size, dtype=served.dtype),))
 
 
+def layer_norm(size: int, served: Served) -> RowOp:
+    weight, bias = (randn(size, dtype=served.dtype, seed=seed) for seed in (1, 2))
+    norm = LayerNormSpec(1e-6)
+    return RowOp(lambda x: served.ops.layer_norm(x, weight, bias, norm), (randn(ROWS, size, dtype=served.dtype),))
+
+
 def embedding(served: Served) -> RowOp:
     weight = stored(served.ops, randn(ROWS, 577, dtype=served.dtype, seed=1))
     return RowOp(lambda ids: served.ops.embedding(ids, weight), (torch.arange(ROWS) * 7 % 13,))
@@ -270,6 +276,7 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"project_back {n}x{k}": partial(project_back, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
     **{f"gate_mul silu {n}": partial(gate_mul, n, "silu") for n in (7, 130, 1001)},
     "gate_mul gelu_tanh 130": partial(gate_mul, 130, "gelu_tanh"),
+    "gate_mul gelu 577": partial(gate_mul, 577, "gelu"),
     "gate_mul sigmoid 130": partial(gate_mul, 130, "sigmoid"),
     **{f"rope {size}": partial(rope, size, size) for size in (16, 80, 128)},
     "rope 20 of 80": partial(rope, 80, 20),
@@ -290,6 +297,7 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"layers {name}": partial(layers, each[-1]) for name, each in FAMILY_LAYERS.items()},
     **{f"rmsnorm {size}": partial(rmsnorm, size, False) for size in (1, 16, 577, 8192)},
     "rmsnorm 577 zero-centered": partial(rmsnorm, 577, True),
+    **{f"layer_norm {size}": partial(layer_norm, size) for size in (1, 16, 577, 4608)},
     "embedding": embedding,
     **{f"lm_head {v}": partial(lm_head, v) for v in (17, 1001)},
     **{f"next_tokens {v}": partial(next_tokens, v, rows, None) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
@@ -320,7 +328,15 @@ INTERPRETED = (
     ),
     *("qkv 128 biases norms", "write_kv", "rmsnorm 577 zero-centered", "embedding", "lm_head 1001", "next_tokens 1001"),
     *("qkv 80 a gate and a part", "qkv 80 norms over heads", "gate_up silu 130x577"),
-    *("rotation", "log_probs 512", "token_statistics 1001", "filter_logits 1001", "sample 1001"),
+    *(
+        "layer_norm 577",
+        "gate_mul gelu 577",
+        "rotation",
+        "log_probs 512",
+        "token_statistics 1001",
+        "filter_logits 1001",
+        "sample 1001",
+    ),
 )
 
 

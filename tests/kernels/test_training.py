@@ -32,7 +32,7 @@ from trueroll.kernels.autograd import GradientOps
 from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.packed import Packed
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, NormSpec
+from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, LayerNormSpec, NormSpec
 from trueroll.kernels.training import Arithmetic, align, aligned_with, replayed, token_experts, token_log_probs, unalign
 
 from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
@@ -261,6 +261,33 @@ def test_rmsnorm(zero_centered: bool) -> None:
         randn(37, 50),
         randn(50, seed=1),
     )
+
+
+def test_layer_norm() -> None:
+    norm = LayerNormSpec(1e-3)
+    check_gradients(
+        lambda x, w, b: native().layer_norm(x, w, b, norm),
+        lambda x, w, b: F.layer_norm(x, (50,), w, b, 1e-3),
+        *(randn(37, 50), randn(50, seed=1), randn(50, seed=2)),
+    )
+
+
+def test_gelu() -> None:
+    check_gradients(lambda x: native().gate_mul(x, torch.ones_like(x), "gelu"), F.gelu, randn(37, 50))
+
+
+@pytest.mark.parametrize("lens", [[37], [16, 20, 1], [5, 5, 40]])
+def test_attention_of_rows_that_see_all(lens: list[int]) -> None:
+    """Heads of 24 elements are padded."""
+    spec = AttentionSpec(3, 3, 24, 0.3)
+    packed = Packed.of(lens, torch.device("cpu"), see_all=True)
+
+    def definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = zip(*(x.transpose(0, 1).split(lens, 1) for x in (q, k, v)), strict=True)
+        return torch.cat([F.scaled_dot_product_attention(*part, scale=0.3) for part in parts], 1).transpose(0, 1)
+
+    inputs = (randn(sum(lens), 3, 24, seed=seed) for seed in range(3))
+    check_gradients(lambda q, k, v: native().attention(q, k, v, packed, spec), definition, *inputs)
 
 
 def test_project_back() -> None:

@@ -27,8 +27,7 @@ KINDS: dict[str, Callable[[int], Arena]] = {
     "small pages": partial(HostArena, huge_pages=False),
     "device": partial(DeviceArena, device=CPU),
     "to lend": LendableArena,
-    "to share": partial(FileArena, huge_pages=True),
-    "to share, small pages": partial(FileArena, huge_pages=False),
+    "to share": FileArena,
 }
 
 
