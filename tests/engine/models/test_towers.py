@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from vision_models import GRIDS, MODELS, PLACEHOLDER, make_vision_model, random_
 
 from trueroll.engine.models.decoder import Decoder, EmbeddedRows, ModelInput
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
+from trueroll.kernels.autograd import GradientOps
 from trueroll.kernels.contract import AttentionBatch, Pages, StateBatch
 from trueroll.kernels.families import describe
 from trueroll.kernels.media import ImageSpan, axis_positions, span_ends
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import DeltaNetSpec, TowerSpec
-from trueroll.kernels.towers import Grid, finish
+from trueroll.kernels.specs import Activation, DecoderSpec, DeltaNetSpec, TowerSpec
+from trueroll.kernels.towers import BackendTowerOps, Grid, TowerWeights, encode_at_once, finish, make_tower
 
 from ..drive import tokens
 
@@ -74,6 +77,7 @@ def pixels_for_transformers(tower: TowerSpec, patches: Tensor, grid: Grid) -> di
 @cache
 def models_of(family: str, folder: Path) -> tuple[Any, Decoder]:
     """Return the model of transformers, and ours, with the same weights."""
+    folder.mkdir(parents=True, exist_ok=True)
     make_vision_model(family, folder)
     theirs = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return theirs.eval(), load(folder)
@@ -88,20 +92,132 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 for_families = pytest.mark.parametrize("pair", MODELS, indirect=True)
 
 
+def rows_of_transformers(model: Any, tower: TowerSpec, patches: Tensor, grid: Grid) -> Tensor:
+    found = model.model.get_image_features(**pixels_for_transformers(tower, patches, grid))
+    parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
+    return torch.cat([torch.cat(list(part)) for part in parts], -1).reshape(tower.num_tokens(*grid), -1)
+
+
+def tower_error(theirs: Any, ours: Decoder, family: str) -> float:
+    """Return the largest error of the rows of the family's images, relative to the largest value of an image."""
+    tower, errors = tower_of(ours), []
+    for patches, grid in images_of(family, tower):
+        with torch.inference_mode():
+            expected = rows_of_transformers(theirs, tower, patches, grid)
+        rows = encode(ours, patches, grid)
+        assert rows.shape == expected.shape == (tower.num_tokens(*grid), tower.row_size)
+        assert expected.abs().mean() > 0.01, "premise: the rows are not zeros"
+        errors.append(float((rows - expected).abs().max() / expected.abs().max()))
+    return max(errors)
+
+
 @for_families
 def test_towers_agree_with_transformers(pair: tuple[str, Any, Decoder]) -> None:
     family, theirs, ours = pair
-    tower = tower_of(ours)
-    for patches, grid in images_of(family, tower):
-        with torch.inference_mode():
-            found = theirs.model.get_image_features(**pixels_for_transformers(tower, patches, grid))
-        parts = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
-        expected = torch.cat([torch.cat(list(part)) for part in parts], -1)
-        rows = encode(ours, patches, grid)
-        assert rows.shape == (tower.num_tokens(*grid), tower.row_size)
-        expected = expected.reshape(rows.shape)
-        assert expected.abs().mean() > 0.01, "premise: the rows are not zeros"
-        assert (rows - expected).abs().max() <= TOWER_LIMIT * expected.abs().max()
+    assert tower_error(theirs, ours, family) <= TOWER_LIMIT
+
+
+def raster(spec: TowerSpec, grid: Grid) -> Tensor:
+    rows, columns = (torch.arange(size) for size in grid)
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).flatten(1)
+
+
+def tanh_for_erf(ops: BackendTowerOps, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    return ops.backend.gate_mul(gate, up, "gelu_tanh" if activation == "gelu" else activation)
+
+
+@pytest.mark.parametrize(
+    ("pair", "part", "broken"),
+    [
+        ("qwen3_vl", "patch_places", raster),
+        ("qwen3_5", "BackendTowerOps.gate_mul", tanh_for_erf),
+        ("qwen2_5_vl", "_window_order", lambda spec, grid: None),
+        ("gemma3", "_mean", lambda x: x[:, 0]),
+    ],
+    indirect=["pair"],
+)
+def test_a_broken_tower_is_noticed(
+    pair: tuple[str, Any, Decoder], part: str, broken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, theirs, ours = pair
+    monkeypatch.setattr(f"trueroll.kernels.towers.{part}", broken)
+    assert tower_error(theirs, ours, family) > 10 * TOWER_LIMIT
+
+
+def test_a_deepstack_layer_too_late_is_noticed(tmp_path: Path) -> None:
+    theirs, ours = models_of("qwen3_vl", tmp_path)
+    ours.spec = replace(ours.spec, tower=replace(tower_of(ours), deepstack=(0, 1, 3)))
+    assert tower_error(theirs, ours, "qwen3_vl") > 10 * TOWER_LIMIT
+
+
+def trained_tower(model: Any, spec: DecoderSpec, dtype: torch.dtype) -> TowerWeights:
+    """Return the tower of a model of transformers, with its parameters as weights."""
+    assert spec.tower is not None
+    named = {spec.own_name(name): parameter for name, parameter in model.named_parameters()}
+
+    def get(name: str, *shape: int) -> Tensor:
+        assert named[name].shape == shape, name
+        return named[name].to(dtype)
+
+    return make_tower(spec.tower, get)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_families
+def test_worker_and_trainer_compute_the_same_bits(
+    pair: tuple[str, Any, Decoder], dtype: torch.dtype, backend: str, tmp_path: Path
+) -> None:
+    """A worker pauses between the layers of an image and encodes another one meanwhile."""
+    family, theirs, _ = pair
+    theirs.save_pretrained(tmp_path)
+    ours = load(tmp_path, dtype, backend)
+    tower, images = tower_of(ours), images_of(family, tower_of(ours))
+    weights, ops = trained_tower(theirs, ours.spec, dtype), GradientOps(ours.ops)
+    with torch.no_grad():
+        patches = torch.cat([patches for patches, _ in images]).to(dtype)
+        expected = encode_at_once(ops, tower, weights, patches, [grid for _, grid in images])
+        steps = [ours.encode(patches.to(dtype), grid) for patches, grid in images]
+        for _ in range(tower.num_layers):
+            for step in steps:
+                next(step)
+        found = torch.cat(list(map(finish, steps)))
+    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@for_families
+def test_gradients_of_a_tower_agree_with_transformers(pair: tuple[str, Any, Decoder]) -> None:
+    family, theirs, ours = pair
+    tower, spec = tower_of(ours), ours.spec
+    patches, grid = images_of(family, tower)[0]
+    weights = torch.randn(tower.num_tokens(*grid), tower.row_size, generator=torch.Generator().manual_seed(1))
+    parameters = [one for name, one in theirs.named_parameters() if is_of_tower(spec, name)]
+    exact = copy.deepcopy(theirs).double()
+    exact_parameters = [one for name, one in exact.named_parameters() if is_of_tower(spec, name)]
+    exact_rows = rows_of_transformers(exact, tower, patches.double(), grid)
+    expected = torch.autograd.grad((exact_rows * weights.double()).sum(), exact_parameters)
+    rows = encode_at_once(GradientOps(ours.ops), tower, trained_tower(theirs, spec, torch.float32), patches, [grid])
+    found = torch.autograd.grad((rows * weights).sum(), parameters)
+    scale = max(gradient.norm() for gradient in expected)
+    assert sum(gradient.norm() > 1e-3 * scale for gradient in expected) > len(expected) // 2 > 10, "premise"
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6 * scale
+
+
+def is_of_tower(spec: DecoderSpec, name: str) -> bool:
+    return spec.serving_tower(False).own_name(name) is None
+
+
+@for_families
+def test_the_number_of_threads_changes_no_bit_of_a_tower(pair: tuple[str, Any, Decoder]) -> None:
+    family, _, ours = pair
+    image, before = images_of(family, tower_of(ours))[0], torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        expected = encode(ours, *image)
+        torch.set_num_threads(1)
+        assert torch.equal(encode(ours, *image), expected)
+    finally:
+        torch.set_num_threads(before)
 
 
 def prompt_with_images(family: str, tower: TowerSpec) -> tuple[np.ndarray, list[ImageSpan]]:
