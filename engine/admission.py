@@ -7,14 +7,16 @@ changes nothing. An accepted request is in the ledger and in the scheduler when 
 from __future__ import annotations
 
 from array import array
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
+from ..kernels.specs import DecoderSpec, TowerSpec
 from .cache.prefix_cache import Chain
+from .media import ImageInput, check_images
 from .outputs.open_requests import DrawRecord, OpenSample, OpenScore
 from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
@@ -32,8 +34,30 @@ from .request import (
     derive_seed,
 )
 from .running.loading import EngineInfo
+from .scheduling.media import SequenceMedia
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Generation, Sequence
+
+
+@dataclass(frozen=True)
+class ImageLimits:
+    """The limits on the images of a request. `spec`: the decoder with its tower, if images are served. `most`: the
+    images of a prompt. `most_patches`: the patches of an image.
+    """
+
+    spec: DecoderSpec
+    most: int
+    most_patches: int
+
+    @property
+    def tower(self) -> TowerSpec | None:
+        """The tower that encodes images, or None."""
+        return self.spec.served_tower
+
+    @property
+    def has_axes(self) -> bool:
+        """Return whether the positions of tokens have several axes."""
+        return any(rotation.axes for rotation in self.spec.rotations)
 
 
 class Admission:
@@ -45,13 +69,19 @@ class Admission:
     """
 
     def __init__(
-        self, info: EngineInfo, model: Path, scheduler: Scheduler, prompts: SharedPrompts, ledger: Ledger
+        self,
+        info: EngineInfo,
+        model: Path,
+        scheduler: Scheduler,
+        prompts: SharedPrompts,
+        ledger: Ledger,
+        images: ImageLimits,
     ) -> None:
         self.num_added = 0
         self.joined_tokens = 0
         self._info = info
         self._vocabulary = _load_vocabulary(model)
-        self._scheduler, self._prompts, self._ledger = scheduler, prompts, ledger
+        self._scheduler, self._prompts, self._ledger, self._images = scheduler, prompts, ledger, images
 
     def add(self, request: Request) -> None:
         """Accept a request. Raise InvalidRequestError, with nothing changed, if the request can never be served."""
@@ -81,6 +111,7 @@ class Admission:
         assert params.max_tokens is not None
         num_tokens = num_prompt_tokens + params.max_tokens
         self._check_content("prompt_token_ids", request.prompt_token_ids, request.spans, 1, num_tokens)
+        self._check_images(request.images, request.prompt_token_ids, request.spans)
         _check_prior(request)
         _check_top_logprobs(params.top_logprobs, info)
         _check_experts(params.return_routed_experts, info)
@@ -129,18 +160,30 @@ class Admission:
         make a new sequence.
         """
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
-        chain = self._scheduler.cache.identity.new_chain(params.cache_salt, request.spans, params.return_routed_experts)
+        chain = self._new_chain(params.cache_salt, request, params.return_routed_experts)
         running = self._prompts.find(prompt, chain)
         if running is not None:
             self._join(running, samples)
             return running
-        sequence = self._new_sequence(prompt, Generation(samples), chain)
+        sequence = self._new_sequence(prompt, Generation(samples), chain, request.images)
         if self._scheduler.cache.enabled:
             self._prompts.add(sequence)
         return sequence
 
-    def _new_sequence(self, tokens: array[int], purpose: Generation | OpenScore, chain: Chain) -> Sequence:
+    def _new_chain(self, cache_salt: str | None, request: Request, has_records: bool) -> Chain:
+        spans = request.spans
+        if (tower := self._images.tower) is not None and request.images:
+            ends = [image.start + tower.num_tokens(image.rows, image.columns) for image in request.images]
+            pairs = zip(request.images, ends, strict=True)
+            spans = tuple(ContentSpan(image.start, end, image.content_hash) for image, end in pairs)
+        return self._scheduler.cache.identity.new_chain(cache_salt, spans, has_records)
+
+    def _new_sequence(
+        self, tokens: array[int], purpose: Generation | OpenScore, chain: Chain, images: tuple[ImageInput, ...]
+    ) -> Sequence:
         sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose)
+        if images and self._images.tower is not None:
+            sequence.media = SequenceMedia(images, len(tokens), self._images.tower, self._images.has_axes)
         sequence.routes = Routes(self._info.route_bytes) if chain.has_records else None
         self._scheduler.waiting.add(sequence)
         return sequence
@@ -154,14 +197,52 @@ class Admission:
 
     def _add_score(self, request: ScoreRequest) -> None:
         self._check_content("token_ids", request.token_ids, request.spans, 2, len(request.token_ids))
+        self._check_images(request.images, request.token_ids[:-1], request.spans)
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
         # The last token is scored but never fed to the model.
         tokens, score = array("i", request.token_ids[:-1].tolist()), OpenScore.of(request)
-        chain = self._scheduler.cache.identity.new_chain(
-            request.cache_salt, request.spans, request.return_routed_experts
-        )
-        self._ledger.open_score(score, self._new_sequence(tokens, score, chain))
+        chain = self._new_chain(request.cache_salt, request, request.return_routed_experts)
+        self._ledger.open_score(score, self._new_sequence(tokens, score, chain, request.images))
+
+    def _check_images(
+        self, images: tuple[ImageInput, ...], token_ids: np.ndarray, spans: tuple[ContentSpan, ...]
+    ) -> None:
+        """Raise InvalidRequestError unless all images of a prompt can be served."""
+        if not images:
+            return
+        limits, tower = self._images, self._images.tower
+        if tower is None or len(images) > limits.most:
+            raise InvalidRequestError(
+                f"images: a prompt may have at most {limits.most if tower is not None else 0} images (got "
+                f"{len(images)}); raise max_images, if the model has a vision tower",
+                field="images",
+                value=len(images),
+                limit=limits.most,
+            )
+        if spans:
+            raise InvalidRequestError("spans must be empty in a request with images; leave them out", field="spans")
+        check_images(images, token_ids, tower, limits.most_patches)
+        encodings, budget = self._scheduler.running.encodings, self._scheduler.max_num_batched_tokens
+        assert encodings is not None
+        for i, image in enumerate(images):
+            size, tokens = encodings.size_of(image), tower.num_tokens(image.rows, image.columns)
+            if size > encodings.budget:
+                raise InvalidRequestError(
+                    f"images[{i}]: the encoded image has {size} bytes (limit {encodings.budget}); give a smaller "
+                    "image, or raise encoded_memory",
+                    field=f"images[{i}]",
+                    value=size,
+                    limit=encodings.budget,
+                )
+            if tower.sees_span and tokens > budget:
+                raise InvalidRequestError(
+                    f"images[{i}]: all {tokens} tokens of the image must be computed in one step (limit {budget}); "
+                    "raise max_num_batched_tokens",
+                    field=f"images[{i}]",
+                    value=tokens,
+                    limit=budget,
+                )
 
     def _check_content(
         self, field: str, token_ids: np.ndarray, spans: tuple[ContentSpan, ...], minimum: int, num_tokens: int

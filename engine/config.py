@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from trueroll.errors import ConfigError
 
-from .request import from_validation
+from .request import MAX_SPANS, from_validation
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "cpu", "triton", "reference"]
@@ -81,6 +81,10 @@ class EngineConfig(BaseModel):
     `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
 
+    `max_images`: the maximum number of images in a prompt, for a model with a vision tower. With 0, the tower is not
+    loaded. `max_image_patches`: the maximum size of an image, in patches of the tower. `encoded_memory`: the bytes for
+    encoded images.
+
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.
     """
@@ -102,6 +106,9 @@ class EngineConfig(BaseModel):
     decode_state_interval: int = Field(default=0, ge=0)
     state_budget: int | None = Field(default=None, ge=0)
     enable_prefix_caching: bool = True
+    max_images: int = Field(default=0, ge=0, le=MAX_SPANS)
+    max_image_patches: int = Field(default=16384, ge=1, le=2**20)
+    encoded_memory: int = Field(default=2**29, ge=1)
     cuda_graphs: bool = True
     speculative: Literal["off", "auto", "ngram", "mtp"] = "off"
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)

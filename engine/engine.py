@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from .admission import Admission
+from .admission import Admission, ImageLimits
 from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
 from .config import EngineConfig
@@ -39,6 +39,7 @@ from .request import InFlight, Output, Request, SampleDelta, Tag
 from .running.executor import Executor, LocalExecutor
 from .running.loading import EngineInfo, LoadedModel, load_model
 from .running.weights import WeightStaging, WeightStore
+from .scheduling.encodings import Encodings
 from .scheduling.recurrent import Intervals, StateSlots, StateStats
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .stats import EngineStats
@@ -65,9 +66,10 @@ class Engine:
             torch.set_num_threads(config.num_threads)
         assert drafter is None or config.num_drafts, "a drafter needs speculative other than off"
         self._executor, loaded = _new_executor(config, loaded)
-        self._scheduler = _new_scheduler(config, self.info)
+        self._scheduler = _new_scheduler(config, self.info, loaded)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
-        self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger)
+        images = ImageLimits(loaded.model.spec, config.max_images, config.max_image_patches)
+        self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger, images)
         self._drafting: Drafting | None = None
         if config.num_drafts:
             adapts = drafter is None and not draft_always
@@ -155,6 +157,7 @@ class Engine:
         """
         self._check_drained(in_flight)
         self._executor.commit(staging)
+        self._forget_images()
         outputs = self.settle()  # These tokens were drawn with the old weights and are recorded with the old version.
         self._pipeline.commit = Commit(version)
         return outputs + self.interrupt(in_flight)
@@ -176,6 +179,7 @@ class Engine:
             outputs = self.settle()
             self.invalidate_prefix_cache()
         self._executor.sleep(level, tags)
+        self._forget_images()
         return outputs
 
     def wake_up(self, tags: Collection[Tag]) -> None:
@@ -269,6 +273,12 @@ class Engine:
         assert found, "with speculative='mtp', `loaded` must be loaded with it"
         return found
 
+    def _forget_images(self) -> None:
+        """Drop all encoded images, and the one under way."""
+        if (encodings := self._scheduler.running.encodings) is not None and self._executor.encoder is not None:
+            encodings.clear()
+            self._executor.encoder.clear()
+
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
@@ -283,7 +293,7 @@ def _new_executor(config: EngineConfig, loaded: LoadedModel | None) -> tuple[Exe
     return LocalExecutor(config, loaded), loaded
 
 
-def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
+def _new_scheduler(config: EngineConfig, info: EngineInfo, loaded: LoadedModel) -> Scheduler:
     """Return a scheduler with an empty prefix cache.
 
     An entry that leaves the cache loses its state checkpoint and its routed experts.
@@ -302,4 +312,7 @@ def _new_scheduler(config: EngineConfig, info: EngineInfo) -> Scheduler:
     cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
     intervals = Intervals(info.state_interval, config.decode_state_interval)
     sizes = config.max_num_seqs, config.max_num_batched_tokens
-    return Scheduler(cache, *sizes, slots, intervals, routes, config.num_steps)
+    encodings, tower = None, loaded.model.spec.served_tower
+    if tower is not None:
+        encodings = Encodings(config.encoded_memory, tower.row_size * loaded.model.dtype.itemsize, tower.merge**2)
+    return Scheduler(cache, *sizes, slots, intervals, routes, config.num_steps, encodings)

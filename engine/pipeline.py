@@ -38,6 +38,8 @@ from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
 
 Entry: TypeAlias = OpenSample | OpenScore
+# The layers of a vision tower that are computed between two steps, so that other requests go on.
+_LAYERS, _MANY = 2, 2**31
 _NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
 
 
@@ -224,6 +226,7 @@ class Pipeline:
         if drafting is not None:
             chunks = drafting.extend(chunks, self._scheduler)
         queued = self._launch(chunks, started) if len(chunks.lanes) else None
+        self._encode(all_layers=queued is None and not num_before)
         if queued is None or runs_ahead or num_before + 1 == self._scheduler.num_steps:
             outputs += self._settle_next()
         if queued is not None:
@@ -233,6 +236,16 @@ class Pipeline:
         if runs_ahead and queued is not None:
             self._expect(queued)
         return outputs
+
+    def _encode(self, all_layers: bool) -> None:
+        """Compute some layers of the image that is needed first, or all of them."""
+        encodings, encoder = self._scheduler.running.encodings, self._executor.encoder
+        if encodings is None or encoder is None:
+            return
+        if (task := encodings.choose()) is not None:
+            encoder.begin(task)
+        if encodings.under_way is not None and encoder.advance(_MANY if all_layers else _LAYERS):
+            encodings.finish()
 
     def settle(self) -> list[Output]:
         """Wait for the steps in flight, and return their outputs."""

@@ -27,6 +27,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, brief
 
+from .media import ImageInput
+
 
 @dataclass(frozen=True, eq=False)
 class Column:
@@ -415,9 +417,10 @@ class GenerateRequest:
     """A request for `params.n` samples of one prompt. The prompt is prefilled once for all samples.
 
     `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
-    disjoint. `params.seed` must be set. If the request continues a sample, the prompt ends with the sample's earlier
-    tokens. `num_prior_tokens` is the number of these tokens. A stop string may begin in these `num_prior_tokens`
-    tokens.
+    disjoint. The content only distinguishes the prompt from others. `images`: the images of the prompt, sorted and
+    disjoint. A request with images has no spans. `params.seed` must be set. If the request continues a sample, the
+    prompt ends with the sample's earlier tokens. `num_prior_tokens` is the number of these tokens. A stop string may
+    begin in these `num_prior_tokens` tokens.
     """
 
     id: str
@@ -425,13 +428,14 @@ class GenerateRequest:
     params: SamplingParams
     num_prior_tokens: int = 0
     spans: tuple[ContentSpan, ...] = ()
+    images: tuple[ImageInput, ...] = ()
 
 
 @dataclass(frozen=True)
 class ScoreRequest:
     """A request for the log-probs of given tokens.
 
-    `token_ids`: int32 [num_tokens], at least two. `spans`: as in `GenerateRequest`. `top_logprobs` and
+    `token_ids`: int32 [num_tokens], at least two. `spans`, `images`: as in `GenerateRequest`. `top_logprobs` and
     `return_routed_experts`: as in `SamplingParams`.
     """
 
@@ -442,6 +446,7 @@ class ScoreRequest:
     top_logprobs: int | None = None
     return_routed_experts: bool = False
     spans: tuple[ContentSpan, ...] = ()
+    images: tuple[ImageInput, ...] = ()
 
 
 Request: TypeAlias = GenerateRequest | ScoreRequest

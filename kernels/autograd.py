@@ -582,8 +582,8 @@ class _LogProbs(Function):
 
 @dataclass(frozen=True)
 class GradientOps:
-    """The ops of a decoder and of a vision tower, computed by `backend`, with gradients. The methods include the ops of
-    `layer.LayerOps` and of `towers.TowerOps`, with plain tensors as weights.
+    """The ops of a decoder, computed by `backend`, with gradients. The methods include the ops of `layer.LayerOps`,
+    with plain tensors as weights.
     """
 
     backend: Backend
@@ -623,22 +623,6 @@ class GradientOps:
         weight.
         """
         return _Rmsnorm.apply(self.backend, x, weight, norm)  # type: ignore[return-value]
-
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor:
-        """`Backend.layer_norm`."""
-        return _LayerNorm.apply(self.backend, x, weight, bias, norm)  # type: ignore[return-value]
-
-    def look_up(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """See `TowerOps.look_up`."""
-        return F.embedding(token_ids, table)
-
-    def matrix(self, tensor: Tensor) -> Tensor:
-        """See `TowerOps.matrix`."""
-        return tensor
-
-    def transposed(self, weight: Tensor) -> Tensor:
-        """See `TowerOps.transposed`."""
-        return weight.T
 
     def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
         """Rotate x [M, heads, D] by the cosines and sines in `rotation`, which are float32 constants [M, D / 2]."""
@@ -727,3 +711,23 @@ class GradientOps:
             found = self.backend.next_token_statistics(hidden, stored, wanted, k)[1]
         given = self.backend, hidden, weight, token_ids, temperature, found.logprobs
         return found._replace(logprobs=_LogProbs.apply(*given))
+
+
+class GradientTowerOps(GradientOps):
+    """The ops of a vision tower, computed by `backend`, with gradients. See `towers.TowerOps`."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor:
+        """`Backend.layer_norm`."""
+        return _LayerNorm.apply(self.backend, x, weight, bias, norm)  # type: ignore[return-value]
+
+    def look_up(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """See `TowerOps.look_up`."""
+        return F.embedding(token_ids, table)
+
+    def matrix(self, tensor: Tensor) -> Tensor:
+        """See `TowerOps.matrix`."""
+        return tensor
+
+    def transposed(self, weight: Tensor) -> Tensor:
+        """See `TowerOps.transposed`."""
+        return weight.T

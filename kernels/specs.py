@@ -349,6 +349,11 @@ class TowerSpec:
         """The length of a row of the tower's output: the embedding, and one part for each layer in `deepstack`."""
         return self.out_size * (1 + len(self.deepstack))
 
+    @cached_property
+    def prefixes(self) -> tuple[str, ...]:
+        """The beginnings of the names of the tower's weights: their first two components."""
+        return tuple({".".join(name.split(".")[:2]) + "." for name in self.names.values()})
+
     def num_tokens(self, rows: int, columns: int) -> int:
         """Return the number of tokens of an image with this many rows and columns of patches."""
         return rows * columns // self.merge**2
@@ -503,18 +508,16 @@ class DecoderSpec:
         """
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
-    def serving_mtp(self, is_served: bool) -> DecoderSpec:
-        """Return a copy of the spec. `is_served`: whether the MTP module belongs to the decoder, if there is one."""
-        return replace(self, serves_mtp=is_served and self.mtp is not None)
+    def serving(self, mtp: bool, tower: bool) -> DecoderSpec:
+        """Return a copy of the spec. `mtp`, `tower`: whether the MTP module and the vision tower belong to the decoder,
+        if there are any.
+        """
+        return replace(self, serves_mtp=mtp and self.mtp is not None, serves_tower=tower and self.tower is not None)
 
     @property
     def served_mtp(self) -> LayerSpec | None:
         """The layer of the MTP module, if the module belongs to the decoder."""
         return self.mtp if self.serves_mtp else None
-
-    def serving_tower(self, is_served: bool) -> DecoderSpec:
-        """Return a copy of the spec. `is_served`: whether the vision tower belongs to the decoder, if there is one."""
-        return replace(self, serves_tower=is_served and self.tower is not None)
 
     @property
     def served_tower(self) -> TowerSpec | None:
@@ -538,13 +541,8 @@ class DecoderSpec:
             return None
         beginning = next((other for other in self.renamed if name.startswith(other)), "")
         own = self.renamed.get(beginning, "") + name.removeprefix(beginning)
-        return None if own.startswith(self._tower_prefixes) and not self.serves_tower else own
-
-    @cached_property
-    def _tower_prefixes(self) -> tuple[str, ...]:
-        """The beginnings of the names of the tower's weights: their first two components."""
-        names = () if self.tower is None else self.tower.names.values()
-        return tuple({".".join(name.split(".")[:2]) + "." for name in names})
+        is_of_tower = self.tower is not None and own.startswith(self.tower.prefixes)
+        return None if is_of_tower and not self.serves_tower else own
 
     def __hash__(self) -> int:
         # Hash only a few fields, for speed: each module of an aligned model looks up its backend by spec.

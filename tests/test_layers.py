@@ -85,7 +85,8 @@ KERNELS = {
 }
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
-    "request": set(),
+    "media": set(),
+    "request": {"media"},
     "config": {"request"},
     "stats": set(),
     "outputs.routes": set(),
@@ -96,15 +97,19 @@ ENGINE = {
     "cache.lending": {"cache.memory", "cache.shared"},
     "cache.prefix_cache": {"request", "stats"},
     "cache.routes": {"cache.prefix_cache"},
-    "scheduling.sequence": {"outputs", "cache.prefix_cache"},
+    "scheduling.media": {"media"},
+    "scheduling.encodings": {"media"},
+    "scheduling.sequence": {"outputs", "cache.prefix_cache", "scheduling.media"},
     "scheduling.recurrent": {"cache.prefix_cache", "scheduling.sequence"},
     "scheduling.scheduler": OUTPUTS
     | {"cache.prefix_cache", "cache.routes"}
-    | {f"scheduling.{name}" for name in ("recurrent", "sequence")},
+    | {f"scheduling.{name}" for name in ("encodings", "media", "recurrent", "sequence")},
     "models": {"models"},
-    "running.step": OUTPUTS | {"scheduling.sequence"},
+    "running.step": OUTPUTS | {"scheduling.media", "scheduling.sequence"},
+    "running.encoder": {"media", "models", "scheduling.encodings", "scheduling.media"},
     "running.sampler": OUTPUTS | {"running.step"},
-    "running.model_runner": {"cache.memory", "models", "running.mtp", "running.ranks", "running.step"},
+    "running.model_runner": {"cache.memory", "models"}
+    | {f"running.{name}" for name in ("encoder", "mtp", "ranks", "step")},
     "running.experts": {"outputs.routes"},
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weight_memory": {"cache.memory", "models"},
@@ -118,7 +123,7 @@ ENGINE = {
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
     | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "ranks", "sampler")}
-    | {"running.step"}
+    | {"running.encoder", "running.step"}
     | {"running.warm_up", "running.weights"},
     "parallel.exchange": {"running.ranks"},
     "parallel.groups": {"parallel.exchange", "running.ranks"},
@@ -145,8 +150,8 @@ ENGINE = {
     | {"running.executor", "running.sampler", "running.step"}
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "admission": OUTPUTS
-    | {"cache.prefix_cache", "pipeline", "running.loading"}
-    | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
+    | {"cache.prefix_cache", "media", "pipeline", "running.loading"}
+    | {f"scheduling.{name}" for name in ("media", "scheduler", "sequence")},
 }
 ENGINE["engine"] = {*ENGINE}
 ENGINE["__init__"] = set()

@@ -74,10 +74,16 @@ def _qwen2_5_vl() -> Any:
 
 
 def _gemma3() -> Any:
-    text = _text(sliding_window=32, query_pre_attn_scalar=16) | dict(num_hidden_layers=6)
-    return T.Gemma3ForConditionalGeneration(
-        T.Gemma3Config(text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=16, image_token_index=PLACEHOLDER)
+    # With tied embeddings, large embeddings would make the model repeat each token.
+    text = _text(sliding_window=32, query_pre_attn_scalar=16, tie_word_embeddings=False) | dict(num_hidden_layers=6)
+    config = T.Gemma3Config(
+        text_config=text,
+        vision_config=_SIGLIP,
+        mm_tokens_per_image=16,
+        image_token_index=PLACEHOLDER,
+        tie_word_embeddings=False,
     )
+    return T.Gemma3ForConditionalGeneration(config)
 
 
 MODELS: dict[str, Callable[[], Any]] = {

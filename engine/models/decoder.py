@@ -7,10 +7,10 @@ state between calls, and has no code for particular model families.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -21,25 +21,13 @@ from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, sca
 from ...kernels.shards import Shard
 from ...kernels.specs import HEAD_ROLE, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
 from ...kernels.stacks import Stack, StackLayout
-from ...kernels.towers import BackendTowerOps, Grid, TowerWeights, encode, make_tower
 from .mtp import MTP_LAYER, Mtp
+from .tower import EmbeddedRows, Tower
 
 Empty: TypeAlias = Callable[..., Tensor]
 ROUTES = "routed_experts"
 # Maps the role of each stack to the roles of its parts, in the order of their rows.
 _PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("expert.down",)}
-
-
-class EmbeddedRows(NamedTuple):
-    """Embeddings of content other than text.
-
-    `places`: int64 [R], the distinct indices of the tokens that get the embeddings in `rows`. `rows`: the embeddings,
-    [R, (1 + layers) * hidden_size], in the model's dtype. Each further part of a row is added to the token's hidden
-    state after a layer: the second part after the first layer, and so on.
-    """
-
-    places: Tensor
-    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -121,12 +109,9 @@ class Decoder:
             new(EMBEDDING, spec.vocab_size, spec.hidden_size)
         layers = [make_layer(spec, i, new) for i in spec.own_layers]
         self.layers = backend.new_layers(layers)
-        self.tower: TowerWeights | None = None
+        self.tower: Tower | None = None
         if spec.served_tower is not None and spec.stage.is_first:
-            self.tower, num_deep = make_tower(spec.served_tower, new), len(spec.served_tower.deepstack)
-            # The layers after which rows of the tower are added, one by one, and the other layers.
-            self._deep = [backend.new_layers([layer]) for layer in layers[:num_deep]]
-            self._deep.append(backend.new_layers(layers[num_deep:]))
+            self.tower = Tower(spec.served_tower, backend, new, layers)
         self.mtp: Mtp | None = None
         if spec.stage.is_last:
             new(LAST_NORM, spec.hidden_size)
@@ -135,9 +120,6 @@ class Decoder:
             if spec.served_mtp is not None:
                 self.mtp = Mtp(spec, spec.served_mtp, backend, new)
         self._like = empty(0)
-        self._inv_freqs = [
-            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=self.device) for rotation in spec.rotations
-        ]
 
     @property
     def embed(self) -> Any:
@@ -198,14 +180,14 @@ class Decoder:
         return frozenset(name for name in self._tensors if is_of_mtp(name))
 
     @property
-    def record_names(self) -> tuple[str, ...]:
-        """The names of the records that `forward` returns."""
-        return (ROUTES,) if self.spec.experts else ()
-
-    @property
     def num_bytes(self) -> int:
         """The size of the weights, in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @cached_property
+    def _inv_freqs(self) -> list[Tensor]:
+        frequencies = (rotation.inv_freq for rotation in self.spec.rotations)
+        return [torch.tensor(each, dtype=torch.float32, device=self.device) for each in frequencies]
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
         """Return the rotations of tokens. `positions`: as in `ModelInput`."""
@@ -221,39 +203,14 @@ class Decoder:
         ops, spec, rotations = self.ops, self.spec, self.rotations(tokens.positions)
         x, records = tokens.before or new_output(spec, self.embedded(tokens.token_ids))
         routes = records[ROUTES][spec.own_experts] if ROUTES in records else None
-        if tokens.embedded is not None and spec.stage.is_first:
-            x = self._forward_with_rows(x, tokens, tokens.embedded, rotations, routes)
+        context = rotations, tokens.memories, tokens.pages, tokens.states, routes
+        if tokens.embedded is not None and self.tower is not None:
+            x = self.tower.run_layers(x, tokens.embedded, *context)
         else:
-            x = ops.layers(x, self.layers, rotations, tokens.memories, tokens.pages, tokens.states, routes)
+            x = ops.layers(x, self.layers, *context)
         if spec.stage.is_last:
             x = ops.rmsnorm(x, cast(Tensor, self._tensors[LAST_NORM]), spec.norm)
         return ModelOutput(x, records)
-
-    def _forward_with_rows(
-        self, x: Tensor, tokens: ModelInput, embedded: EmbeddedRows, rotations: list[Rotation], routes: Tensor | None
-    ) -> Tensor:
-        """Run the layers on x [M, hidden_size], with the embeddings of content other than text."""
-        first, *others = embedded.rows.split(self.spec.hidden_size, 1)
-        x = x.index_copy(0, embedded.places, first)
-        groups = self._deep if others else [self.layers]
-        start, first_route = 0, 0
-        for layers, rows in zip(groups, [*others, None], strict=True):
-            end = start + len(layers)
-            is_mixture = [isinstance(layer.spec.mlp, ExpertsSpec) for layer in layers]
-            own = None if routes is None else routes[first_route : first_route + sum(is_mixture)]
-            memory = tokens.memories[start:end], tokens.pages[start:end]
-            x = self.ops.layers(x, layers, rotations, *memory, tokens.states, own)
-            if rows is not None:
-                x = x.index_copy(0, embedded.places, x[embedded.places] + rows)
-            start, first_route = end, first_route + sum(is_mixture)
-        return x
-
-    def encode(self, patches: Tensor, grid: Grid) -> Generator[None, None, Tensor]:
-        """Compute the rows of `EmbeddedRows` for an image, [tokens, row_size] (`towers.encode`). Only the first stage
-        of a model with a tower has the weights.
-        """
-        assert self.tower is not None and self.spec.tower is not None
-        return encode(BackendTowerOps(self.ops), self.spec.tower, self.tower, patches, grid)
 
 
 def new_output(spec: DecoderSpec, hidden: Tensor) -> ModelOutput:

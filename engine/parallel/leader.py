@@ -270,6 +270,10 @@ class RankedExecutor:
         return self._own.runs_ahead
 
     @property
+    def encoder(self) -> None:
+        """None, because images are not served with several ranks."""
+
+    @property
     def peers(self) -> Peers:
         return self._ranks
 

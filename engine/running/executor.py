@@ -25,6 +25,7 @@ from ..config import EngineConfig
 from ..models.decoder import ROUTES
 from ..outputs.routes import RouteFormat
 from ..request import Tag
+from .encoder import ImageEncoder
 from .experts import ExpertCounts, StepRoutes, route_format
 from .graphs import DecodeGraphs
 from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
@@ -121,6 +122,11 @@ class Executor(Protocol):
 
     @property
     def peers(self) -> Peers: ...
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        """Encodes images, for a model with a vision tower."""
+        ...
 
     def check_ready(self) -> None:
         """Raise RuntimeError if steps cannot be computed, because memory is asleep or the weights are incomplete."""
@@ -239,6 +245,10 @@ class LocalExecutor:
     @property
     def peers(self) -> Peers:
         return NoPeers()
+
+    @property
+    def encoder(self) -> ImageEncoder | None:
+        return self._runner.encoder
 
     def check_ready(self) -> None:
         if self._asleep:

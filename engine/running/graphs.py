@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import GREEDY, NO_SLOT, AttentionBatch, Pages, Wanted
-from ..models.decoder import ModelOutput
+from ..models.decoder import ROUTES, ModelOutput
 from .model_runner import LaneState, ModelRunner
 from .sampler import Drawing, Sampler, make_wanted
 from .step import Step
@@ -98,7 +98,8 @@ class _Inputs:
         """Write the tokens of a step to the inputs. The remaining rows become padding."""
         count, owners = len(step.token_ids), step.owners if len(step.drafted) else slice(None)
         states = step.states[:, owners]
-        columns = np.vstack((step.token_ids, step.positions, step.positions + 1, states, *step.slots))
+        turns = step.positions if step.turns is None else step.turns
+        columns = np.vstack((step.token_ids, turns, step.positions + 1, states, *step.slots))
         token_ids, positions, lens, reads, writes, *slots = runner.to_device(columns)
         self.token_ids[:count] = runner.seen(token_ids, step, lanes)
         self.positions[:count] = positions
@@ -176,7 +177,8 @@ class DecodeGraphs:
         """
         count = len(step.token_ids)
         each_computes_one = count - len(step.drafted) == len(step.context_lens)
-        return each_computes_one and step.journal is None and count <= self._sizes[-1]
+        has_plain_rows = step.journal is None and not step.images and (step.turns is None or step.turns.ndim == 1)
+        return each_computes_one and has_plain_rows and count <= self._sizes[-1]
 
     def draws(self, step: Step) -> bool:
         """Return whether `draw` can compute the draws. The step must make one plain draw per row."""
@@ -205,7 +207,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _captured(self, size: int, capture: Capture) -> _Graphs:
         inputs = _Inputs(self._runner, size, self._max_model_len, *self._spare)
-        names = self._runner.model.record_names
+        names = (ROUTES,) if self._runner.model.spec.experts else ()
         forward = _Graph(*capture(lambda: self._forward(inputs, names)))
         hidden = forward.outputs[0]
         draw = _Graph(*capture(lambda: self._sampler.next_tokens(hidden, inputs.wanted)))

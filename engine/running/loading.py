@@ -229,7 +229,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     Raise ConfigError if the model or the memory cannot support the configuration.
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
-    spec = model.spec.serving_mtp(loaded.drafts_with_mtp(config))
+    spec = model.spec.serving(loaded.drafts_with_mtp(config), model.spec.serves_tower)
     sizes = Sizes.of(spec, Storage.of(model.dtype), config.block_size, config.num_drafts)
     plan = plan_memory(config, sizes, max_model_len, available)
     routes = route_format(model.spec)
@@ -284,7 +284,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], links: Links
     eos_token_ids = find_eos_tokens(folder, raw, spec.vocab_size)
     dtype = _dtype(config, folder, spec.dtype)
     backend = select_backend(config.backend, device, dtype, spec)
-    spec = spec.serving_mtp(_serves_mtp(config, folder, spec, backend.ops))
+    spec = spec.serving(_serves_mtp(config, folder, spec, backend.ops), _serves_tower(config, folder, spec))
     specs = [spec]
     if links is not None:
         specs = specs_of_ranks(spec, links.topology, backend.ops)
@@ -317,13 +317,26 @@ def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Back
     return found
 
 
+def _serves_tower(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool:
+    """Return whether to load the model's vision tower. Raise ConfigError if `max_images` asks for it, but the model has
+    none, or the engine has several ranks.
+    """
+    if not config.max_images:
+        return False
+    if spec.tower is None:
+        raise ConfigError(f"max_images must be 0, because {folder} has no vision tower (got {config.max_images})")
+    if config.num_ranks > 1:
+        raise ConfigError(f"max_images must be 0 with several ranks (got {config.max_images})")
+    return True
+
+
 def _has_module(folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
     """Return whether a folder has exactly the tensors of the MTP module. If the folder has no weight files, assume that
     the module is present.
     """
     if (names := checkpoint_names(folder)) is None:
         return True
-    model = Decoder(spec.serving_mtp(True), ops, partial(torch.empty, dtype=spec.dtype, device="meta"))
+    model = Decoder(spec.serving(mtp=True, tower=False), ops, partial(torch.empty, dtype=spec.dtype, device="meta"))
     wanted = {name: tuple(model.checkpoint_tensors()[name].shape) for name in model.optional_tensors()}
     parts = {name: each for name, each in model.stack_parts().items() if name in wanted}
     found, spellings = {name for name in names if is_of_mtp(name)}, Spellings(wanted, parts)

@@ -7,6 +7,7 @@ between steps. The model runner knows nothing about requests, and does not synch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from ...kernels.specs import AttentionSpec, DeltaNetSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput, new_output
+from ..models.tower import EmbeddedRows
+from .encoder import ImageEncoder
 from .mtp import MtpRunner
 from .ranks import Links
 from .step import Draws, JournalRows, Step
@@ -45,8 +48,8 @@ class ModelRunner:
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
     `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
     and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `links`: how
-    this rank reaches the others, if the model is the part of a rank. `memories`: the memory of each layer. `groups`:
-    for each layer, the index of its window; None for layers without a KV cache.
+    this rank reaches the others, if the model is the part of a rank. `memories`: the memory of each layer. `encoder`:
+    encodes images; None for a model without a vision tower.
 
     A stage has the memory of its layers only, but steps and `num_blocks` have the windows of all layers.
     """
@@ -63,9 +66,8 @@ class ModelRunner:
     ) -> None:
         self.model, self.mtp, self.block_size = model, mtp, block_size
         self._links = links
-        windows = model.spec.windows
+        self.encoder = None if model.tower is None else ImageEncoder(model)
         mixers = [model.spec.layers[i].mixer for i in model.spec.own_layers]
-        self.groups = [windows.index(m.window) if isinstance(m, AttentionSpec) else None for m in mixers]
         blocks = [0 if group is None else num_blocks[group] for group in self.groups]
 
         def build(empty: Empty) -> tuple[list[Memory], list[Tensor | None]]:
@@ -80,6 +82,13 @@ class ModelRunner:
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories, journals = build(empty)
         self._journals = journals if model.spec.delta_nets else None  # None without recurrent layers
+
+    @cached_property
+    def groups(self) -> list[int | None]:
+        """For each layer, the index of its window; None for layers without a KV cache."""
+        spec = self.model.spec
+        mixers, windows = [spec.layers[i].mixer for i in spec.own_layers], spec.windows
+        return [windows.index(mixer.window) if isinstance(mixer, AttentionSpec) else None for mixer in mixers]
 
     @property
     def device(self) -> torch.device:
@@ -106,14 +115,16 @@ class ModelRunner:
 
         `lanes`: the tokens drawn by previous steps. A step with unseen tokens requires `lanes`.
         """
-        arrays = step.token_ids, step.positions, step.states, *step.slots, *step.block_tables
+        turns = step.positions if step.turns is None else step.turns
+        arrays = step.token_ids, turns, step.states, *step.slots, *step.block_tables
         token_ids, positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
-        count = len(step.slots)
+        count, ends = len(step.slots), None if step.ends is None else self.to_device(step.ends)
         pages = [
-            Pages(slots, AttentionBatch(step.query_starts, step.context_lens, tables))
+            Pages(slots, AttentionBatch(step.query_starts, step.context_lens, tables, ends=ends))
             for slots, tables in zip(paged[:count], paged[count:], strict=True)
         ]
-        return self.forward(self.seen(token_ids, step, lanes), positions, pages, states, step.journal)
+        embedded = self.encoder.embedded(step.images) if step.images and self.encoder is not None else None
+        return self.forward(self.seen(token_ids, step, lanes), positions, pages, states, step.journal, embedded)
 
     def forward(
         self,
@@ -122,19 +133,21 @@ class ModelRunner:
         pages: Sequence[Pages],
         states: Tensor | None = None,
         journal: JournalRows | None = None,
+        embedded: EmbeddedRows | None = None,
     ) -> ModelOutput:
         """Run the model's forward pass, which reads and writes the memories. A stage begins with the hidden states of
         the previous stage, and sends its own to the next one.
 
-        `pages`: for each window, where to read and write keys and values. `states`, `journal`: as in `Step`, for a
-        model with recurrent layers.
+        `positions`, `embedded`: as in `ModelInput`. `pages`: for each window, where to read and write keys and values.
+        `states`, `journal`: as in `Step`, for a model with recurrent layers.
         """
         batch = None
         if states is not None and self._journals is not None:
             batch = self._states(pages[0].batch.query_starts, states, journal)
         of_layers = [pages[group or 0] for group in self.groups]
         before = None if self.model.spec.stage.is_first else self._received(len(token_ids))
-        out = self.model.forward(ModelInput(token_ids, positions, self.memories, of_layers, batch, before=before))
+        rows = ModelInput(token_ids, positions, self.memories, of_layers, batch, embedded, before)
+        out = self.model.forward(rows)
         if self._links is not None and self._links.after is not None:
             for tensor in _up_to(self.model.spec.own_experts.stop, out):
                 self._links.after.send(tensor)

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ...kernels.contract import NO_SLOT
 from ..outputs.open_requests import DRAW, OpenScore
 from ..request import Distribution
+from ..scheduling.media import ImageRows
 from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
 NO_LANE = -1
@@ -110,6 +112,10 @@ class Step:
     without recurrent layers, and for a step that has neither drafted nor repeated rows. `records_routes`: whether at
     least one sequence of the step records routed experts.
 
+    `images`: rows of encoded images that replace the embeddings of tokens; `place` is the index of a token in the step.
+    `turns` [M] or [3, M]: the positions of the tokens for rotations, with the axes time, row and column; None if they
+    are `positions`. `ends` [M]: as in `AttentionBatch`, or None.
+
     `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
     the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`
     [C, 2]: source and destination of each block that is copied before the computation.
@@ -129,6 +135,9 @@ class Step:
     drafted: np.ndarray
     journal: JournalRows | None = None
     records_routes: bool = False
+    images: Sequence[ImageRows] = ()
+    turns: np.ndarray | None = None
+    ends: np.ndarray | None = None
 
     @property
     def owners(self) -> np.ndarray:
@@ -167,7 +176,28 @@ def plan_step(
         drafted=drafted,
         journal=_journal(chunks, lanes, num_drafted, drafted),
         records_routes=any(sequence.routes is not None for sequence in chunks.sequences),
+        **_media(chunks, lanes, positions, owners),
     )
+
+
+def _media(chunks: Chunks, lanes: Lanes, positions: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
+    """Return `images`, `turns` and `ends` of a step. `owners`: the index of each token's chunk."""
+    if not lanes.media_end[chunks.lanes].any():
+        return {}
+    images, turns, ends = list[ImageRows](), np.tile(positions + lanes.shift[chunks.lanes][owners], (3, 1)), None
+    first = 0
+    for chunk in chunks:
+        media, last = chunk.sequence.media, first + chunk.num_tokens
+        if media is not None and chunk.start < media.end:
+            turns[:, first:last] = media.positions(chunk.start, chunk.end)
+            images += [rows._replace(place=first + rows.place) for rows in media.rows(chunk.start, chunk.end)]
+            if (own := media.ends(chunk.start, chunk.end)) is not None:
+                ends = positions + 1 if ends is None else ends
+                ends[first:last] = own
+        first = last
+    if (turns == turns[0]).all():
+        turns = turns[0]
+    return dict(images=images, turns=turns, ends=ends)
 
 
 def pairs_of(block_copies: Sequence[Mapping[int, int]]) -> list[np.ndarray]:

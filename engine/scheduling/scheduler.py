@@ -25,6 +25,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from ..cache.routes import RouteRecords
 from ..outputs.open_requests import OpenSample
 from ..outputs.routes import Routes
 from ..request import ContentSpan
+from .encodings import Encodings
 from .recurrent import NO_CHECKPOINTS, NO_SLOTS, Intervals, RecurrentStates, Slots, StateSlots
 from .sequence import Chunks, Generation, Lanes, Sequence
 
@@ -164,10 +166,18 @@ class Running:
     """At most `capacity` running sequences.
 
     `sequences`: the sequences, sorted. `lanes`: their counters. `states`: the recurrent states of the sequences, or
-    None if the model has no recurrent layers.
+    None if the model has no recurrent layers. `encodings`: the encoded images, or None.
     """
 
-    def __init__(self, cache: PrefixCache, capacity: int, slots: StateSlots | None, intervals: Intervals) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        capacity: int,
+        slots: StateSlots | None,
+        intervals: Intervals,
+        encodings: Encodings | None = None,
+    ) -> None:
+        self.encodings = encodings
         self.lanes = Lanes(capacity, len(cache.tables.windows))
         self.states = None if slots is None else RecurrentStates(slots, self.lanes, cache.block_size, intervals)
         self.sequences: list[Sequence] = []
@@ -224,6 +234,14 @@ class Running:
             self.extend(sequence, needed)
         return max(min(count, len(sequence.table) * tables.block_size - end), 0)
 
+    def with_images(self, sequence: Sequence, size: int) -> int:
+        """Return how many of the next `size` tokens of a sequence with images can be computed with the images that are
+        encoded.
+        """
+        assert sequence.media is not None and self.encodings is not None
+        is_ready = partial(self.encodings.is_ready, order=sequence.order)
+        return sequence.media.cut(sequence.num_computed, size, is_ready)
+
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """Return a new sequence for `sample`. It has the KV and the tokens of `parent`, followed by `token`, the
         sample's first token.
@@ -235,7 +253,7 @@ class Running:
         chain, tokens = parent.chain.fork(), parent.tokens + array("i", (token,))
         child = Sequence(sample.order, tokens, parent.num_prompt_tokens, chain, Generation([sample]))
         child.num_cached_tokens = parent.num_cached_tokens
-        child.routes = None if parent.routes is None else parent.routes.fork()
+        child.routes, child.media = None if parent.routes is None else parent.routes.fork(), parent.media
         num_fresh = len(parent.table) - parent.num_computed // self._cache.block_size
         has_room = self.has_room and num_fresh <= self._cache.tables.num_available
         slots = None
@@ -306,7 +324,7 @@ class Starter:
         # The last token is always computed, because its logits are needed. Scores need the logits of all tokens.
         limit = num_tokens - 1 if isinstance(sequence.purpose, Generation) else 0
         found = cache.lookup(sequence.chain, sequence.tokens, limit)
-        hits = self._recorded(sequence, found)
+        hits = self._outside_images(sequence, self._recorded(sequence, found))
         resumed = hits if self._states is None else cache.deepest(hits, self._states.slots.is_ready)
         awaited = cache.find_claim(sequence.chain, len(hits), limit)
         if awaited is None and self._states is not None:
@@ -345,6 +363,14 @@ class Starter:
             return hits
         recorded = self._routes.recorded(hits)
         return recorded if len(recorded) == len(hits) else self._cache.deepest(recorded)
+
+    def _outside_images(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
+        """Return the hits after which the sequence can continue."""
+        if sequence.media is None:
+            return hits
+        while hits and not sequence.media.can_resume(len(hits) * self._cache.block_size):
+            hits = self._cache.deepest(hits[:-1])
+        return hits
 
     def _begin(self, sequence: Sequence, hits: list[Entry], slots: Slots) -> None:
         cache = self._cache
@@ -397,6 +423,7 @@ class Scheduler:
     recurrent states, or None if the model has no such states. `intervals`: the intervals of state checkpoints.
     `routes`: the routed experts of published prefixes, for models with experts. `num_steps`: the number of steps in
     flight, among which the decoding sequences are divided, so that each stage of the model has a step to compute.
+    `encodings`: the encoded images, for a model with a vision tower.
     """
 
     def __init__(
@@ -408,11 +435,12 @@ class Scheduler:
         intervals: Intervals = NO_CHECKPOINTS,
         routes: RouteRecords | None = None,
         num_steps: int = 1,
+        encodings: Encodings | None = None,
     ) -> None:
         self.cache = cache
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_steps = num_steps
-        self.running = Running(cache, max_num_seqs, slots, intervals)
+        self.running = Running(cache, max_num_seqs, slots, intervals, encodings)
         self.waiting = Waiting()
         self.routes = routes
         self.stats = SchedulerStats()
@@ -422,14 +450,17 @@ class Scheduler:
         """Return the chunks of the next step, with blocks reserved for them.
 
         The result is empty only if there are no sequences, or if all sequences wait for results of the steps in flight
-        (tokens, blocks or prefixes). `may_preempt`: whether sequences may lose their blocks to older ones. If not, a
-        sequence that finds no free block waits.
+        (tokens, blocks or prefixes) or for encoded images. `may_preempt`: whether sequences may lose their blocks to
+        older ones. If not, a sequence that finds no free block waits.
         """
         plan, lanes = _Plan(self.max_num_batched_tokens, may_preempt), self.running.lanes
         running = self.running.in_order()
+        if self.running.encodings is not None:
+            self.running.encodings.begin_plan()
         uncomputed = lanes.num_tokens[running] - lanes.num_computed[running]
-        one_by_one = self._decode(running[uncomputed == 1][: -(-len(running) // self.num_steps)], plan)
-        for sequence in lanes.sequences[np.concatenate((one_by_one, running[uncomputed > 1]))]:
+        is_decode = (uncomputed == 1) & (lanes.num_computed[running] >= lanes.media_end[running])
+        one_by_one = self._decode(running[is_decode][: -(-len(running) // self.num_steps)], plan)
+        for sequence in lanes.sequences[np.concatenate((one_by_one, running[(uncomputed > 0) & ~is_decode]))]:
             if sequence.table:  # not preempted by an earlier sequence
                 self._continue(sequence, plan)
         if not plan.short_of_blocks:
@@ -527,8 +558,17 @@ class Scheduler:
         return decoding[:0]
 
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:
-        start = sequence.num_computed
-        size = self._reserve(sequence, start, min(sequence.num_tokens - start, plan.budget), plan)
+        start, media = sequence.num_computed, sequence.media
+        size = min(sequence.num_tokens - start, plan.budget)
+        if media is not None and start < media.end:
+            if size < media.size_of_span(start):
+                plan.budget = (
+                    0  # otherwise newer sequences could take the tokens that this image needs, again and again
+                )
+            size = self.running.with_images(sequence, size)
+        size = self._reserve(sequence, start, size, plan)
+        if media is not None and start < media.end:
+            size = self.running.with_images(sequence, size)  # there may be blocks for a part of an image only
         if size > 0:
             states = self.running.states
             plan.add(sequence.lane, size if states is None else states.cut(sequence, size))

@@ -19,6 +19,7 @@ from ...kernels.contract import NO_SLOT
 from ..cache.prefix_cache import Chain, Table
 from ..outputs.open_requests import DRAW, OpenSample, OpenScore
 from ..outputs.routes import Routes
+from .media import SequenceMedia
 
 
 @dataclass(eq=False, slots=True)
@@ -53,11 +54,13 @@ class Counters:
     number of tokens with KV in the sequence's blocks, counting the KV that the steps in flight are computing.
     `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
     An unseen token is a token that the step in flight draws and that the host does not know yet. `states`: the counters
-    of recurrent states.
+    of recurrent states. `shift`: what is added to the index of a token after the last image to get its position.
+    `media_end`: the token after the last image; 0 without images.
     """
 
     def __init__(self, capacity: int) -> None:
         self.num_tokens, self.num_computed, self.num_prompt_tokens = (np.zeros(capacity, np.int64) for _ in range(3))
+        self.shift, self.media_end = np.zeros(capacity, np.int64), np.zeros(capacity, np.int64)
         self.last_token, self.has_unseen = np.zeros(capacity, np.int64), np.zeros(capacity, np.bool_)
         self.states = StateCounters(capacity)
 
@@ -77,7 +80,8 @@ class Sequence:
     sequence will take a checkpoint, because the cache lacks a checkpoint there. This position is the end of the tokens
     that the sequence found in the cache. 0 if the sequence will take no such checkpoint. `routes`: the recorded experts
     of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the recorded experts of
-    all tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no blocks.
+    all tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no blocks. `media`: the
+    images of the prompt, or None.
     """
 
     order: tuple[int, int]
@@ -92,6 +96,7 @@ class Sequence:
     routes: Routes | None = None
     counters: Counters | None = None
     lane: int = -1
+    media: SequenceMedia | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -230,6 +235,8 @@ class Lanes(Counters):
         states = self.states
         states.slot[lane], states.source[lane], states.target[lane] = slot, source, slot
         states.num_repeated[lane] = 0
+        media = sequence.media
+        self.shift[lane], self.media_end[lane] = (0, 0) if media is None else (media.shift, media.end)
         self.num_blocks[lane] = 0
         for table in self.tables:
             table[lane] = 0

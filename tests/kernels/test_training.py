@@ -28,7 +28,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from tiny import MIXTURES, make_tiny_model
 from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import autograd, reference, training
-from trueroll.kernels.autograd import GradientOps
+from trueroll.kernels.autograd import GradientOps, GradientTowerOps
 from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.packed import Packed
 from trueroll.kernels.selection import select_backend
@@ -266,7 +266,7 @@ def test_rmsnorm(zero_centered: bool) -> None:
 def test_layer_norm() -> None:
     norm = LayerNormSpec(1e-3)
     check_gradients(
-        lambda x, w, b: native().layer_norm(x, w, b, norm),
+        lambda x, w, b: GradientTowerOps(native().backend).layer_norm(x, w, b, norm),
         lambda x, w, b: F.layer_norm(x, (50,), w, b, 1e-3),
         *(randn(37, 50), randn(50, seed=1), randn(50, seed=2)),
     )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from mixers import attention_of
 from torch import Tensor
+from vision_models import make_vision_model
 
-from tiny import make_tiny_model
-from trueroll.engine.models.decoder import Decoder, EmbeddedRows, ModelInput
+from trueroll.engine.models.decoder import Decoder, ModelInput
+from trueroll.engine.models.tower import EmbeddedRows
 from trueroll.kernels.contract import AttentionBatch, Pages
 from trueroll.kernels.layer import turn
 from trueroll.kernels.specs import RotationSpec
@@ -39,7 +38,8 @@ def forward(model: Decoder, positions: Tensor, embedded: EmbeddedRows | None = N
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_replace_embeddings(tmp_path: Path, dtype: str, backend: str) -> None:
     """The family scales the embeddings of text tokens, but not rows given as embeddings."""
-    model = executor_of(make_engine(make_tiny_model("gemma3", tmp_path), dtype=dtype, backend=backend))._runner.model
+    folder = make_vision_model("gemma3", tmp_path)
+    model = executor_of(make_engine(folder, dtype=dtype, backend=backend, max_images=1))._runner.model
     positions, ids = torch.arange(LEN), torch.from_numpy(tokens(LEN)).long()
     plain = forward(model, positions)
     places = torch.tensor([20, 7, 21])
@@ -72,37 +72,3 @@ def test_each_pair_rotates_by_its_axis(tiny_llama: Path, backend: str) -> None:
         for pair, axis in enumerate(axes or [0] * len(AXES)):
             expected = ops.rotation(positions[axis], inv_freq, 1.2)
             assert all(torch.equal(f[:, pair], e[:, pair]) for f, e in zip(found, expected, strict=True))
-
-
-def test_text_beside_an_image_rotates_as_in_transformers(tmp_path: Path, backend: str) -> None:
-    """The text model of Qwen3-VL has the weights of Qwen3.
-
-    Its input contains the positions and embeddings of an image.
-    """
-    folder = make_tiny_model("qwen3", tmp_path)
-    own = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sections = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 2, 2], mrope_interleaved=True)
-    config: dict[str, Any] = {**own.config.to_dict(), "rope_parameters": sections, "model_type": "qwen3_vl_text"}
-    config |= dict(_attn_implementation="eager")
-    theirs = transformers.models.qwen3_vl.modeling_qwen3_vl.Qwen3VLTextModel(
-        transformers.Qwen3VLTextConfig(**config)
-    ).eval()
-    theirs.load_state_dict(own.model.state_dict())
-    model = executor_of(make_engine(folder, backend=backend))._runner.model
-    inv_freq = tuple(theirs.rotary_emb.inv_freq.tolist())
-    in_turn = tuple(1 if i % 3 == 1 and i < 6 else 2 if i % 3 == 2 and i < 6 else 0 for i in range(len(inv_freq)))
-    model.spec = replace(model.spec, rotations=(RotationSpec(inv_freq, axes=in_turn),))
-    model._inv_freqs = [torch.tensor(inv_freq)]
-    before, height, width = 10, 4, 3
-    grid = torch.stack((torch.zeros(12), torch.arange(12) // width, torch.arange(12) % width)).long() + before
-    rest = torch.arange(LEN - before - height * width) + before + max(height, width)
-    positions = torch.cat((torch.arange(before).expand(3, -1), grid, rest.expand(3, -1)), 1)
-    places = torch.arange(before, before + height * width)
-    rows = torch.randn(len(places), model.spec.hidden_size)
-    x = own.model.embed_tokens(torch.from_numpy(tokens(LEN)).long()).index_copy(0, places, rows)
-    with torch.inference_mode():
-        expected = theirs(inputs_embeds=x[None], position_ids=positions[:, None]).last_hidden_state[0]
-    found = forward(model, positions, EmbeddedRows(places, rows))
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    plain = forward(model, torch.arange(LEN), EmbeddedRows(places, rows))
-    assert (plain - expected).abs().max() > 1e-2 * expected.abs().max(), "premise: the positions matter"

@@ -17,9 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vision_models import GRIDS, MODELS, PLACEHOLDER, make_vision_model, random_patches
 
-from trueroll.engine.models.decoder import Decoder, EmbeddedRows, ModelInput
+from trueroll.engine.models.decoder import Decoder, ModelInput
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
-from trueroll.kernels.autograd import GradientOps
+from trueroll.engine.models.tower import EmbeddedRows, Tower
+from trueroll.kernels.autograd import GradientTowerOps
 from trueroll.kernels.contract import AttentionBatch, Pages, StateBatch
 from trueroll.kernels.families import describe
 from trueroll.kernels.media import ImageSpan, axis_positions, span_ends
@@ -38,7 +39,7 @@ HUB = {"gemma3": {"vision_tower.": "vision_tower.vision_model."}}
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Decoder:
-    spec = describe(read_config(folder)).serving_tower(True)
+    spec = describe(read_config(folder)).serving(mtp=False, tower=True)
     ops = select_backend(backend, CPU, dtype, spec).ops
     model = Decoder(spec, ops, partial(torch.empty, dtype=dtype))
     ignored = model.ignored_tensors() | model.tied_tensors().keys()
@@ -59,9 +60,14 @@ def images_of(family: str, tower: TowerSpec) -> list[tuple[Tensor, Grid]]:
     ]
 
 
+def of(model: Decoder) -> Tower:
+    assert model.tower is not None
+    return model.tower
+
+
 def encode(model: Decoder, patches: Tensor, grid: Grid) -> Tensor:
     with torch.inference_mode():
-        return finish(model.encode(patches.to(model.dtype), grid))
+        return finish(of(model).encode(patches.to(model.dtype), grid))
 
 
 def pixels_for_transformers(tower: TowerSpec, patches: Tensor, grid: Grid) -> dict[str, Tensor]:
@@ -146,7 +152,7 @@ def test_a_broken_tower_is_noticed(
 
 def test_a_deepstack_layer_too_late_is_noticed(tmp_path: Path) -> None:
     theirs, ours = models_of("qwen3_vl", tmp_path)
-    ours.spec = replace(ours.spec, tower=replace(tower_of(ours), deepstack=(0, 1, 3)))
+    of(ours)._spec = replace(tower_of(ours), deepstack=(0, 1, 3))
     assert tower_error(theirs, ours, "qwen3_vl") > 10 * TOWER_LIMIT
 
 
@@ -172,11 +178,11 @@ def test_worker_and_trainer_compute_the_same_bits(
     theirs.save_pretrained(tmp_path)
     ours = load(tmp_path, dtype, backend)
     tower, images = tower_of(ours), images_of(family, tower_of(ours))
-    weights, ops = trained_tower(theirs, ours.spec, dtype), GradientOps(ours.ops)
+    weights, ops = trained_tower(theirs, ours.spec, dtype), GradientTowerOps(ours.ops)
     with torch.no_grad():
         patches = torch.cat([patches for patches, _ in images]).to(dtype)
         expected = encode_at_once(ops, tower, weights, patches, [grid for _, grid in images])
-        steps = [ours.encode(patches.to(dtype), grid) for patches, grid in images]
+        steps = [of(ours).encode(patches.to(dtype), grid) for patches, grid in images]
         for _ in range(tower.num_layers):
             for step in steps:
                 next(step)
@@ -195,7 +201,9 @@ def test_gradients_of_a_tower_agree_with_transformers(pair: tuple[str, Any, Deco
     exact_parameters = [one for name, one in exact.named_parameters() if is_of_tower(spec, name)]
     exact_rows = rows_of_transformers(exact, tower, patches.double(), grid)
     expected = torch.autograd.grad((exact_rows * weights.double()).sum(), exact_parameters)
-    rows = encode_at_once(GradientOps(ours.ops), tower, trained_tower(theirs, spec, torch.float32), patches, [grid])
+    rows = encode_at_once(
+        GradientTowerOps(ours.ops), tower, trained_tower(theirs, spec, torch.float32), patches, [grid]
+    )
     found = torch.autograd.grad((rows * weights).sum(), parameters)
     scale = max(gradient.norm() for gradient in expected)
     assert sum(gradient.norm() > 1e-3 * scale for gradient in expected) > len(expected) // 2 > 10, "premise"
@@ -204,7 +212,7 @@ def test_gradients_of_a_tower_agree_with_transformers(pair: tuple[str, Any, Deco
 
 
 def is_of_tower(spec: DecoderSpec, name: str) -> bool:
-    return spec.serving_tower(False).own_name(name) is None
+    return spec.serving(mtp=False, tower=False).own_name(name) is None
 
 
 @for_families
@@ -309,7 +317,7 @@ def test_trainers_push_the_names_of_the_worker(pair: tuple[str, Any, Decoder]) -
 @for_families
 def test_without_its_tower_a_model_is_served_as_text(pair: tuple[str, Any, Decoder]) -> None:
     _, theirs, ours = pair
-    spec = ours.spec.serving_tower(False)
+    spec = ours.spec.serving(mtp=False, tower=False)
     assert spec.served_tower is None
     model = Decoder(spec, ours.ops, partial(torch.empty, device="meta"))
     names = {spec.own_name(name) for name in theirs.state_dict()} - {None} - model.tied_tensors().keys()

@@ -98,6 +98,10 @@ class Leader:
     def peers(self) -> NoPeers:
         return NoPeers()  # the follower is in this process
 
+    @property
+    def encoder(self) -> None:
+        return None
+
     def check_ready(self) -> None:
         self._own.check_ready()
         self._follower.check_ready()

@@ -1,0 +1,129 @@
+"""Images in requests: processed pixels, their place in the prompt, and the checks of both.
+
+Does not import torch, so that clients can use `ImageInput` without torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from trueroll.errors import InvalidRequestError
+
+NUM_LEVELS = 256
+_GRID = struct.Struct("<qqq")
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInput:
+    """An image of a prompt, as an image processor made it.
+
+    `start`: the index of the first token of the image; the tokens are placeholders, one for each block of patches.
+    `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * patch_size**2],
+    the levels of each patch, in the order in which the tower takes the patches (`TowerSpec`). `table`: float32
+    [channels, 256], the value of each level. Image processors make at most 256 values for a channel, so levels and
+    table lose nothing.
+    """
+
+    start: int
+    rows: int
+    columns: int
+    levels: np.ndarray
+    table: np.ndarray
+
+    @cached_property
+    def content_hash(self) -> bytes:
+        """A 32-byte hash of kind, size, table and levels. The size matters: images of 8 x 12 and 12 x 8 patches can
+        have the same levels.
+        """
+        found = hashlib.sha256(b"image" + _GRID.pack(1, self.rows, self.columns))
+        for part in (self.table, self.levels):
+            found.update(np.ascontiguousarray(part).data.cast("B"))
+        return found.digest()
+
+
+class Tower(Protocol):
+    """What the checks need to know of a vision tower: see `kernels.specs.TowerSpec`."""
+
+    @property
+    def placeholder(self) -> int: ...
+    @property
+    def patch_size(self) -> int: ...
+    @property
+    def merge(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def sees_span(self) -> bool: ...
+    @property
+    def grid(self) -> tuple[int, int] | None: ...
+
+    def num_tokens(self, rows: int, columns: int) -> int: ...
+
+
+def check_images(images: Sequence[ImageInput], token_ids: np.ndarray, tower: Tower, most_patches: int) -> None:
+    """Raise InvalidRequestError unless the images of a prompt are sorted and disjoint, fit the tower, and cover
+    placeholders only. `most_patches`: the limit on the patches of an image.
+    """
+    before = 0
+    for i, image in enumerate(images):
+        field = f"images[{i}]"
+        _check_pixels(field, image, tower, most_patches)
+        end = image.start + tower.num_tokens(image.rows, image.columns)
+        if not before <= image.start < end <= len(token_ids):
+            raise InvalidRequestError(
+                f"{field}: the tokens [{image.start}, {end}) overlap the previous image, or are not tokens of the "
+                f"prompt, which has {len(token_ids)}; give sorted images that do not overlap",
+                field=field,
+            )
+        if tower.sees_span and i and image.start == before:
+            raise InvalidRequestError(
+                f"{field}: the image begins where the previous image ends, and models of this family would read both "
+                "as one; put a token between them, as the family's processor does",
+                field=field,
+            )
+        others = np.flatnonzero(token_ids[image.start : end] != tower.placeholder)
+        if len(others):
+            place = image.start + int(others[0])
+            raise InvalidRequestError(
+                f"{field}: token {place} must be the placeholder {tower.placeholder} (got {token_ids[place]})",
+                field=field,
+                value=int(token_ids[place]),
+            )
+        before = end
+
+
+def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int) -> None:
+    sizes = image.rows, image.columns
+    is_whole = all(type(size) is int and size >= tower.merge and size % tower.merge == 0 for size in sizes)
+    if not is_whole or (tower.grid is not None and sizes != tower.grid):
+        wanted = f"multiples of {tower.merge}" if tower.grid is None else f"{tower.grid[0]} and {tower.grid[1]}"
+        raise InvalidRequestError(
+            f"{field}: rows and columns of patches must be {wanted} (got {image.rows} and {image.columns})", field=field
+        )
+    if (count := image.rows * image.columns) > most_patches:
+        raise InvalidRequestError(
+            f"{field}: an image may have at most {most_patches} patches (got {count}); give a smaller image",
+            field=field,
+            value=count,
+            limit=most_patches,
+        )
+    shapes = {
+        "levels": (image.levels, np.uint8, (count, tower.channels * tower.patch_size**2)),
+        "table": (image.table, np.float32, (tower.channels, NUM_LEVELS)),
+    }
+    for name, (found, dtype, shape) in shapes.items():
+        if found.dtype != dtype or found.shape != shape:
+            raise InvalidRequestError(
+                f"{field}: {name} must be {np.dtype(dtype)} of shape {list(shape)} (got {found.dtype} of shape "
+                f"{list(found.shape)})",
+                field=field,
+            )
+    if not np.isfinite(image.table).all():
+        raise InvalidRequestError(f"{field}: table has values that are not finite", field=field)

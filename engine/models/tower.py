@@ -1,0 +1,66 @@
+"""The vision tower of a decoder: its weights, the embeddings of images, and the layers that its rows are added to."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...kernels.contract import Backend, Layer, Memory, Pages, Rotation, StateBatch
+from ...kernels.layer import GetWeight
+from ...kernels.specs import ExpertsSpec, TowerSpec
+from ...kernels.towers import BackendTowerOps, Grid, encode, make_tower
+
+
+class EmbeddedRows(NamedTuple):
+    """Embeddings of content other than text.
+
+    `places`: int64 [R], the distinct indices of the tokens that get the embeddings in `rows`. `rows`: the embeddings,
+    [R, (1 + layers) * hidden_size], in the model's dtype. Each further part of a row is added to the token's hidden
+    state after a layer: the second part after the first layer, and so on.
+    """
+
+    places: Tensor
+    rows: Tensor
+
+
+class Tower:
+    """The tower that `spec` describes, with the weights that `get` returns. `layers`: the layers of the decoder."""
+
+    def __init__(self, spec: TowerSpec, backend: Backend, get: GetWeight, layers: Sequence[Layer]) -> None:
+        self._spec, self._ops, self._weights = spec, backend, make_tower(spec, get)
+        # The layers after which rows are added, one by one, and the other layers.
+        count = len(spec.deepstack)
+        self._groups: list[Any] = [backend.new_layers([layer]) for layer in layers[:count]]
+        self._groups.append(backend.new_layers(layers[count:]))
+
+    def encode(self, patches: Tensor, grid: Grid) -> Generator[None, None, Tensor]:
+        """Compute the rows of `EmbeddedRows` for an image, [tokens, row_size]. See `towers.encode`."""
+        return encode(BackendTowerOps(self._ops), self._spec, self._weights, patches, grid)
+
+    def run_layers(
+        self,
+        x: Tensor,
+        embedded: EmbeddedRows,
+        rotations: Sequence[Rotation],
+        memories: Sequence[Memory],
+        pages: Sequence[Pages],
+        states: StateBatch | None,
+        routes: Tensor | None,
+    ) -> Tensor:
+        """Run the layers of the decoder, as `Backend.layers` does, on the hidden states x [M, hidden_size] of tokens,
+        some of which have embeddings of their own.
+        """
+        first, *others = embedded.rows.split(x.shape[1], 1)
+        x = x.index_copy(0, embedded.places, first)
+        start, first_route = 0, 0
+        for layers, rows in zip(self._groups, [*others, None], strict=True):
+            end = start + len(layers)
+            next_route = first_route + sum(isinstance(layer.spec.mlp, ExpertsSpec) for layer in layers)
+            own = None if routes is None else routes[first_route:next_route]
+            x = self._ops.layers(x, layers, rotations, memories[start:end], pages[start:end], states, own)
+            if rows is not None:
+                x = x.index_copy(0, embedded.places, x[embedded.places] + rows)
+            start, first_route = end, next_route
+        return x

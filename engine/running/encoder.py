@@ -1,0 +1,72 @@
+"""Encodes images on the device, and holds the rows of encoded images until they are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.specs import TowerSpec
+from ...kernels.transfer import to_device
+from ..media import ImageInput
+from ..models.decoder import Decoder
+from ..models.tower import EmbeddedRows
+from ..scheduling.encodings import Encode
+from ..scheduling.media import ImageRows
+
+
+class ImageEncoder:
+    """The rows of encoded images, by key, and the image under way."""
+
+    def __init__(self, model: Decoder) -> None:
+        self._model = model
+        self._rows: dict[bytes, Tensor] = {}
+        self._under_way: tuple[bytes, Generator[None, None, Tensor]] | None = None
+
+    @torch.inference_mode()
+    def begin(self, task: Encode) -> None:
+        """Begin to encode an image, after the rows of the evicted images are dropped. No other image may be under
+        way.
+        """
+        assert self._under_way is None and self._model.spec.tower is not None and self._model.tower is not None
+        for key in task.evicted:
+            del self._rows[key]
+        image = task.image
+        patches = patches_of(image, self._model.spec.tower, self._model.dtype, self._model.device)
+        self._under_way = task.key, self._model.tower.encode(patches, (image.rows, image.columns))
+
+    @torch.inference_mode()
+    def advance(self, most_layers: int) -> bool:
+        """Compute at most this many layers of the image under way. Return whether it is encoded now."""
+        assert self._under_way is not None
+        key, steps = self._under_way
+        for _ in range(most_layers):
+            try:
+                next(steps)
+            except StopIteration as end:
+                self._rows[key], self._under_way = end.value, None
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Drop all rows, and the image under way."""
+        self._rows.clear()
+        self._under_way = None
+
+    def embedded(self, images: Sequence[ImageRows]) -> EmbeddedRows:
+        """Return the rows of a step. The places of `images` are indices of the step's tokens."""
+        places = [np.arange(rows.place, rows.place + rows.end - rows.start) for rows in images]
+        parts = [self._rows[rows.key][rows.start : rows.end] for rows in images]
+        return EmbeddedRows(to_device(torch.from_numpy(np.concatenate(places)), self._model.device), torch.cat(parts))
+
+
+def patches_of(image: ImageInput, tower: TowerSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values of an image's patches, [patches, patch_values]: all frames of a patch have the same values."""
+    table = to_device(torch.from_numpy(np.ascontiguousarray(image.table)), device).to(dtype)
+    levels = to_device(torch.from_numpy(np.ascontiguousarray(image.levels)), device)
+    levels = levels.unflatten(1, (tower.channels, 1, -1)).long()
+    channels = torch.arange(tower.channels, device=device)[:, None, None]
+    values = table[channels, levels]
+    return values.expand(-1, -1, tower.frames, -1).reshape(len(levels), -1)

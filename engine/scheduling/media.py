@@ -1,0 +1,89 @@
+"""The images of a sequence: the positions of its tokens, and where its computation may pause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ...kernels.media import ImageSpan, axis_positions, span_ends
+from ...kernels.specs import TowerSpec
+from ..media import ImageInput
+
+
+class ImageRows(NamedTuple):
+    """Rows [start, end) of an encoded image, which replace the embeddings of the tokens from `place` on."""
+
+    key: bytes
+    start: int
+    end: int
+    place: int
+
+
+class SequenceMedia:
+    """The images of a sequence with a prompt of `num_tokens` tokens. There is at least one image.
+
+    `end`: the token after the last image. `shift`: what is added to the index of a token after the last image to get
+    its position; negative or zero. `has_axes`: whether positions have the axes time, row and column.
+    """
+
+    def __init__(self, images: Sequence[ImageInput], num_tokens: int, tower: TowerSpec, has_axes: bool) -> None:
+        self.images = tuple(images)
+        self.spans = [ImageSpan(i.start, i.rows // tower.merge, i.columns // tower.merge) for i in images]
+        self.end = self.spans[-1].end
+        self._num_tokens, self._sees_span = num_tokens, tower.sees_span
+        self._positions: np.ndarray | None = None
+        self.shift = 0
+        if has_axes:
+            self._positions = axis_positions(num_tokens + 1, self.spans).numpy()
+            self.shift = int(self._positions[0, -1]) - num_tokens
+        self._ends = span_ends(num_tokens, self.spans).numpy() if tower.sees_span else None
+
+    def positions(self, start: int, end: int) -> np.ndarray:
+        """Return the positions of tokens [start, end), int64 [3, n]."""
+        tokens = np.arange(start, end)
+        if self._positions is None:
+            return np.tile(tokens, (3, 1))
+        known = self._positions[:, start : min(end, self._num_tokens)]
+        return np.concatenate((known, np.tile(tokens[known.shape[1] :] + self.shift, (3, 1))), 1)
+
+    def ends(self, start: int, end: int) -> np.ndarray | None:
+        """Return the ends of the tokens that each of the tokens [start, end) sees, int64 [n]; None if attention is
+        causal.
+        """
+        if self._ends is None:
+            return None
+        known = self._ends[start : min(end, self._num_tokens)]
+        return np.concatenate((known, np.arange(start + len(known) + 1, end + 1)))
+
+    def rows(self, start: int, end: int) -> Iterator[ImageRows]:
+        """Yield the rows of images that replace embeddings of tokens [start, end). Places are relative to `start`."""
+        for image, span in zip(self.images, self.spans, strict=True):
+            first, last = max(start, span.start), min(end, span.end)
+            if first < last:
+                yield ImageRows(image.content_hash, first - span.start, last - span.start, first - start)
+
+    def cut(self, start: int, size: int, is_ready: Callable[[ImageInput], bool]) -> int:
+        """Return how many of the tokens [start, start + size) can be computed in one step: tokens before the first
+        image that is not ready, and whole images only if the tokens of an image see each other. `is_ready` is called
+        for each image of the tokens, up to the first one that is not ready.
+        """
+        end = start + size
+        for image, span in zip(self.images, self.spans, strict=True):
+            if span.end <= start or span.start >= end:
+                continue
+            if not is_ready(image) or (self._sees_span and span.end > end):
+                return max(span.start - start, 0)
+        return size
+
+    def size_of_span(self, start: int) -> int:
+        """Return the number of tokens of the image that begins at this token and must be computed in one step; 0 if
+        there is none.
+        """
+        found = (span.end - span.start for span in self.spans if span.start == start)
+        return next(found, 0) if self._sees_span else 0
+
+    def can_resume(self, num_tokens: int) -> bool:
+        """Return whether a sequence may continue after a cached prefix of this length."""
+        return not self._sees_span or not any(span.start < num_tokens < span.end for span in self.spans)
