@@ -43,6 +43,7 @@ from trueroll.kernels.specs import (
     AttentionSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    LayerNormSpec,
     NormSpec,
     Pieces,
     pieces_of,
@@ -140,6 +141,8 @@ EXPERTS = {
     "Qwen3-Next-80B-A3B": (ExpertsSpec(512, 10, 512, normed=False, shared_size=512), 2048),
     "experts of no multiples of 16": (ExpertsSpec(6, 2, 33, activation="gelu_tanh"), 1001),
 }
+# Vision towers: hidden size, heads, and inner size of an MLP.
+TOWERS = {"the tower of Qwen3-VL-8B": (1152, 16, 4304)}
 FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
@@ -151,13 +154,15 @@ DECODE_CONTEXT = 1152
 
 
 def record(names: Iterable[str]) -> list[Launch]:
-    """Return the distinct launches of the named models, delta nets or experts, grouped by kernel."""
+    """Return the distinct launches of the named models, delta nets, experts or towers, grouped by kernel."""
     with recording() as launches:
         for name in names:
             if name in DELTA_NETS:
                 recur(DELTA_NETS[name])
             elif name in EXPERTS:
                 mix(*EXPERTS[name])
+            elif name in TOWERS:
+                see(*TOWERS[name])
             else:
                 Calls(MODELS[name], torch.float16 if name == FLOAT16 else torch.bfloat16).all()
                 fold_ranks(MODELS[name].hidden)
@@ -306,6 +311,18 @@ def mix(spec: ExpertsSpec, hidden: int) -> None:
         chosen, gates = backend.route(logits, spec)
         backend.route(logits, spec, chosen)
         backend.experts(x, spec, weights, chosen, gates, x if spec.shared_size else None, math.gcd(count, 4))
+
+
+def see(hidden: int, heads: int, inner: int) -> None:
+    """Call the ops of a vision tower that decoders do not have, for an image of 448 x 448 pixels."""
+    rows, size = 784, -(-hidden // heads // 16) * 16
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    backend.layer_norm(empty(rows, hidden), empty(hidden), empty(hidden), LayerNormSpec(1e-6))
+    for activation in ("gelu", "gelu_tanh"):
+        backend.gate_mul(empty(rows, inner), empty(rows, inner), activation)
+    cache = empty(rows // 16, 16, heads, size)
+    batch = AttentionBatch([0, rows], [rows], integers(1, rows // 16), ends=integers(rows))
+    backend.paged_attention(empty(rows, heads, size), cache, cache, batch, size**-0.5)
 
 
 def launches_of(call: Callable[[], object]) -> list[Launch]:
@@ -613,7 +630,7 @@ def main() -> None:
     if options.model:
         print_model(MODELS[MODELLED])
     elif options.json or options.all or options.few:
-        launches = record([*MODELS, *DELTA_NETS, *EXPERTS])
+        launches = record([*MODELS, *DELTA_NETS, *EXPERTS, *TOWERS])
         if options.few:
             jobs = few_jobs(launches)
         else:

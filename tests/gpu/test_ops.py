@@ -75,7 +75,7 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Eight tests have separate cases in this file, because the original cases name backends that run on a CPU.
+# Ten tests have separate cases in this file, because the original cases name backends that run on a CPU.
 
 
 @pytest.mark.parametrize("with_", joined.WITH)
@@ -132,6 +132,19 @@ def test_contract(served: Served, name: str, check: Callable[[RowOp], None], two
 )
 def test_attention_company(served: Served, heads: int, kv_heads: int, size: int, attention: dict[str, Any]) -> None:
     contract.test_attention_does_not_depend_on_chunks_or_company(served, heads, kv_heads, size, attention)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), HEADS)
+@pytest.mark.parametrize("attention", [{}, {"window": 60}, {"window": 250, "soft_cap": 3.0, "sinks": True}])
+def test_attention_spans(served: Served, heads: int, kv_heads: int, size: int, attention: dict[str, Any]) -> None:
+    contract.test_attention_within_spans_does_not_depend_on_chunks_or_company(served, heads, kv_heads, size, attention)
+
+
+@pytest.mark.parametrize(("window", "spans"), [(None, [(0, 300)]), (None, [(3, 40), (120, 290)]), (60, [(100, 180)])])
+def test_attention_of_tokens_that_see_all_of_their_span(
+    served: Served, window: int | None, spans: list[tuple[int, int]]
+) -> None:
+    accuracy.test_attention_of_tokens_that_see_all_of_their_span(served, window, spans)
 
 
 @pytest.mark.parametrize("check", OTHER_CHECKS, ids=name_of)

@@ -17,7 +17,10 @@ from . import test_accuracy, test_contract, test_joined_ops, test_recurrence
 
 # These checks do not apply to a GPU.
 ABOUT_THREADS = {"test_attention_does_not_depend_on_threads"}
-WITH_CASES_OF_ITS_OWN = {"test_attention_does_not_depend_on_chunks_or_company"}
+WITH_CASES_OF_ITS_OWN = {
+    "test_attention_does_not_depend_on_chunks_or_company",
+    "test_attention_within_spans_does_not_depend_on_chunks_or_company",
+}
 
 
 def checks_of(module: ModuleType) -> set[str]:

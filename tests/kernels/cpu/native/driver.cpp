@@ -273,10 +273,21 @@ struct Run {
         );
         trueroll_attention(
             threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
-            starts.data(), lens.data(), tables.data(), max_blocks, 0.125f, window, window > 0 ? 3.0f : 0.0f,
+            starts.data(), lens.data(), tables.data(), max_blocks, nullptr, 0.125f, window, window > 0 ? 3.0f : 0.0f,
             extra(sinks), out.data()
         );
         digest->add(q), digest->add(keys), digest->add(values), digest->add(out);
+        // The queries of the long sequences see what comes after them, from the third query on.
+        std::vector<int64_t> ends;
+        for (size_t i = 0; i < lens.size(); ++i)
+            for (long query = 0; query < counts[i]; ++query)
+                ends.push_back(query < 2 && counts[i] > 2 ? lens[i] - counts[i] + query + 1 : lens[i]);
+        trueroll_attention(
+            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
+            starts.data(), lens.data(), tables.data(), max_blocks, filled(ends), 0.125f, window,
+            window > 0 ? 3.0f : 0.0f, extra(sinks), out.data()
+        );
+        digest->add(out);
         if (!over_heads) {
             std::vector<double> gated = numbers;
             gated[10] = 5, gated[11] = 1;
@@ -319,8 +330,8 @@ struct Run {
         layers.shrink_to_fit(), caches.shrink_to_fit(), specs.shrink_to_fit();
         trueroll_layers(
             threads, bfloat16, x.data(), rows, k, filled(specs), filled(layers), filled(caches), pages, 2,
-            filled(turns), block_size, sequences, starts.data(), lens.data(), nullptr, nullptr, nullptr, q.data(),
-            nullptr, nullptr, nullptr, out.data(), middle.data(), active.data(), y.data(), nullptr
+            filled(turns), block_size, sequences, starts.data(), lens.data(), filled(ends), nullptr, nullptr, nullptr,
+            q.data(), nullptr, nullptr, nullptr, out.data(), middle.data(), active.data(), y.data(), nullptr
         );
         digest->add(keys), digest->add(values), digest->add(y);
     }
@@ -446,7 +457,7 @@ struct Run {
         RankExchange alone = {&counter, memory.data(), 3 * k * 4, 0, 1, 0, [] { return 1; }, 0, 0};
         trueroll_layers(
             threads, bfloat16, x.data(), rows, k, filled(specs), filled(layers), filled(memories), pages, 3,
-            filled(turns), 16, 4, starts.data(), lens.data(), reads.data(), writes.data(),
+            filled(turns), 16, 4, starts.data(), lens.data(), nullptr, reads.data(), writes.data(),
             has_experts ? routes.data() : nullptr, projected.data(), convolved.data(), gates.data(), rates.data(), mixed.data(), middle.data(), active.data(),
             y.data(), has_experts ? &alone : nullptr
         );
