@@ -230,7 +230,7 @@ class Admission:
             if size > encodings.budget:
                 raise InvalidRequestError(
                     f"images[{i}]: the encoded image has {size} bytes (limit {encodings.budget}); give a smaller "
-                    "image, or raise encoded_memory",
+                    "image, or raise image_cache_bytes",
                     field=f"images[{i}]",
                     value=size,
                     limit=encodings.budget,

@@ -82,8 +82,8 @@ class EngineConfig(BaseModel):
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
 
     `max_images`: the maximum number of images in a prompt, for a model with a vision tower. With 0, the tower is not
-    loaded. `max_image_patches`: the maximum size of an image, in patches of the tower. `encoded_memory`: the bytes for
-    encoded images.
+    loaded. `max_image_patches`: the maximum size of an image, in patches of the tower. `image_cache_bytes`: the bytes
+    for encoded images.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.
@@ -108,7 +108,7 @@ class EngineConfig(BaseModel):
     enable_prefix_caching: bool = True
     max_images: int = Field(default=0, ge=0, le=MAX_SPANS)
     max_image_patches: int = Field(default=16384, ge=1, le=2**20)
-    encoded_memory: int = Field(default=2**29, ge=1)
+    image_cache_bytes: int = Field(default=2**29, ge=1)
     cuda_graphs: bool = True
     speculative: Literal["off", "auto", "ngram", "mtp"] = "off"
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)

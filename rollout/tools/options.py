@@ -58,6 +58,11 @@ ENGINE: Table = {
         "pieces": "Number of pieces in which sums are computed: 1, 2, 4 or 8. The trainer needs the same number. "
         "Default: chosen for the model.",
     },
+    "Images (only the engine's Python API takes images so far)": {
+        "max_images": "Maximum number of images in a prompt; 0: the model's vision tower is not loaded.",
+        "max_image_patches": "Maximum size of an image, in patches of the tower.",
+        "image_cache_bytes": "Maximum bytes of encoded images.",
+    },
     "Drafts": {
         "speculative": "Drafted tokens, which change no bit: off, ngram (repeats of a prompt and its samples), mtp "
         "(the model's own module), or auto (the better of both).",

@@ -154,7 +154,7 @@ def test_the_circumstances_change_no_bit(served: tuple[str, LoadedModel]) -> Non
     # Too few blocks for all, and memory for one encoded image only.
     size = max(tower.num_tokens(image.rows, image.columns) for each in requests for image in each.images)
     memory = size * tower.row_size * loaded.model.dtype.itemsize
-    starved = engine_of(loaded, num_blocks=22 if tower.pooled else 14, encoded_memory=memory)
+    starved = engine_of(loaded, num_blocks=22 if tower.pooled else 14, image_cache_bytes=memory)
     assert bits_of(run(starved, requests)) == expected
     assert starved.stats().preemptions > 0, "premise"
     encodings = starved._scheduler.running.encodings
@@ -324,7 +324,7 @@ def test_what_cannot_be_served_is_refused(folders: Path) -> None:
     images = replace(image, start=3), replace(image, start=19)
     cases: list[tuple[str, GenerateRequest, dict[str, Any]]] = [
         ("16 tokens of the image must be computed in one step .limit 15", request, dict(max_num_batched_tokens=15)),
-        ("encoded image has 4096 bytes .limit 4095", request, dict(encoded_memory=4095)),
+        ("encoded image has 4096 bytes .limit 4095", request, dict(image_cache_bytes=4095)),
         ("at most 4 images .got 5", request_of("five", tower, [image] * 5), {}),
         ("begins where the previous image ends", replace(request, prompt_token_ids=touching, images=images), {}),
         ("rows and columns of patches must be 8 and 8", replace(request, images=(replace(images[0], rows=4),)), {}),
