@@ -174,6 +174,7 @@ ROLLOUT = {
     "fleet": {"config", "protocol", "network", "monitoring", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
+    "images": set(),
     "text_child": set(),
     "plain_tokenizer": set(),
     "text": {"plain_tokenizer", "protocol", "text_child"},

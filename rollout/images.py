@@ -1,0 +1,194 @@
+"""Images for prompts: opened within bounds, and processed once by the model's own image processor.
+
+A trainer and a worker that process an image themselves get different values with another version or implementation of
+the processor. So an image is processed once, where it enters, and everyone gets the result: `ImageInput`. Never runs
+Python code from a model's folder. Needs Pillow (`pip install "trueroll[vision]"`), but not torchvision.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trueroll.errors import ConfigError, InvalidRequestError, ModelError, said
+
+from ..engine.media import NUM_LEVELS, ImageInput
+from ..kernels.specs import TowerSpec
+
+MOST_PIXELS = 2**26
+"""The default limit on the pixels of an image before it is resized: 8192 x 8192."""
+_FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+def open_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Any:
+    """Return a PIL image in RGB from the bytes of a PNG, JPEG or WebP file. Its size is checked before its pixels are
+    decompressed. Raise InvalidRequestError for other data, for broken data, and for more pixels than `most_pixels`.
+    """
+    Image, ImageOps = _pillow()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of large images, which are bounded here
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            _check_pixels(image.size, most_pixels)
+            image.load()
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except InvalidRequestError:
+        raise
+    except Exception as error:  # Pillow raises errors of many classes for broken data
+        raise InvalidRequestError(
+            f"image: not a PNG, JPEG or WebP image that can be read: {said(error)}", field="image"
+        ) from None
+
+
+def _check_pixels(size: tuple[int, int], most_pixels: int) -> None:
+    if (pixels := size[0] * size[1]) > most_pixels:
+        raise InvalidRequestError(
+            f"image: {size[0]} x {size[1]} pixels are too many (limit {most_pixels} pixels); give a smaller image",
+            field="image",
+            value=pixels,
+            limit=most_pixels,
+        )
+
+
+class ImageProcessor:
+    """The image processor of a model with a vision tower. Raise ModelError if the model has no tower or no image
+    processor, and ConfigError if Pillow is missing.
+    """
+
+    def __init__(self, model: str) -> None:
+        from ..engine.models.loader import read_config
+        from ..engine.models.names import resolve_model
+        from ..kernels.families import describe
+
+        _pillow()
+        folder = resolve_model(model)
+        tower = describe(read_config(folder)).tower
+        if tower is None:
+            raise ModelError(f"{folder}: the model has no vision tower; serve a model with one")
+        self.tower: TowerSpec = tower
+        from transformers import AutoImageProcessor
+
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, backend="pil"
+            )
+        except Exception as error:
+            raise ModelError(f"{folder}: the model's image processor does not load: {said(error)}") from None
+
+    def process(self, image: Any, most_pixels: int = MOST_PIXELS) -> ImageInput:
+        """Process a PIL image, or an array uint8 [rows, columns, 3]. The result has start 0.
+
+        Raise InvalidRequestError for an image with more pixels than `most_pixels`, and for an image that the processor
+        refuses.
+        """
+        picture = self._picture(image)
+        _check_pixels(picture.size, most_pixels)
+        try:
+            made = self._processor(images=[picture], return_tensors="np")
+        except Exception as error:
+            raise InvalidRequestError(
+                f"image: the model's image processor refuses it: {said(error)}", field="image"
+            ) from None
+        pixels = np.asarray(made["pixel_values"], np.float32)
+        if self.tower.pooled:
+            rows, columns, patches = self._patches_of_whole(pixels[0])
+        else:
+            _, rows, columns = (int(each) for each in made["image_grid_thw"][0])
+            patches = self._first_frames(pixels)
+        return ImageInput(0, rows, columns, *_as_levels(patches))
+
+    def expand(self, token_ids: Sequence[int], images: Sequence[ImageInput]) -> tuple[np.ndarray, list[ImageInput]]:
+        """Replace each placeholder in `token_ids` by as many as its image has tokens, in order. Return the tokens,
+        int32, and the images with their starts. Raise InvalidRequestError unless there is one placeholder for each
+        image.
+        """
+        tokens, placeholder = np.asarray(token_ids, np.int32), self.tower.placeholder
+        if (found := int((tokens == placeholder).sum())) != len(images):
+            raise InvalidRequestError(
+                f"images: the prompt must have one placeholder ({placeholder}) for each of {len(images)} images (got "
+                f"{found})",
+                field="images",
+                value=found,
+                limit=len(images),
+            )
+        counts = np.ones(len(tokens), np.int64)
+        counts[tokens == placeholder] = [self.tower.num_tokens(image.rows, image.columns) for image in images]
+        starts = (counts.cumsum() - counts)[tokens == placeholder]
+        placed = [replace(image, start=int(start)) for image, start in zip(images, starts, strict=True)]
+        return tokens.repeat(counts), placed
+
+    def _picture(self, image: Any) -> Any:
+        """Return a PIL image. Processors guess the meaning of an array's axes, so arrays are converted first."""
+        Image, _ = _pillow()
+        if isinstance(image, np.ndarray):
+            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+                raise InvalidRequestError(
+                    f"image: an array must be uint8 [rows, columns, 3] (got {image.dtype} {list(image.shape)})",
+                    field="image",
+                )
+            return Image.fromarray(image)
+        if not isinstance(image, Image.Image):
+            raise InvalidRequestError(
+                f"image: must be a PIL image or an array (got {type(image).__name__})", field="image"
+            )
+        return image
+
+    def _first_frames(self, pixels: np.ndarray) -> np.ndarray:
+        """Return [patches, channels, values] from patches [patches, channels * frames * values] of a still image, whose
+        frames are equal.
+        """
+        tower = self.tower
+        frames = pixels.reshape(len(pixels), tower.channels, tower.frames, -1)
+        assert (frames == frames[:, :, :1]).all(), "the frames of a still image differ"
+        return frames[:, :, 0]
+
+    def _patches_of_whole(self, pixels: np.ndarray) -> tuple[int, int, np.ndarray]:
+        """Return rows, columns and patches [patches, channels, values], block by block, of an image [channels, height,
+        width].
+        """
+        tower, size = self.tower, self.tower.patch_size
+        channels, height, width = pixels.shape
+        rows, columns, merge = height // size, width // size, tower.merge
+        shape = channels, rows // merge, merge, size, columns // merge, merge, size
+        blocks = pixels.reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
+        return rows, columns, blocks.reshape(rows * columns, channels, size * size)
+
+
+def _as_levels(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return levels, uint8 [patches, channels * values], and the table of values, float32 [channels, 256], of patches
+    [patches, channels, values].
+    """
+    count, channels, size = patches.shape
+    levels, table = np.empty(patches.shape, np.uint8), np.zeros((channels, NUM_LEVELS), np.float32)
+    for channel, (values, places) in enumerate(_by_channel(patches)):
+        table[channel, : len(values)] = values
+        levels[:, channel] = places.reshape(count, size)
+    return levels.reshape(count, channels * size), table
+
+
+def _by_channel(patches: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the distinct values of each channel in ascending order, and the index of each value among them."""
+    for channel in patches.transpose(1, 0, 2):
+        values, places = np.unique(channel, return_inverse=True)
+        if len(values) > NUM_LEVELS:
+            raise InvalidRequestError(
+                f"image: the processor made {len(values)} different values for a channel (limit {NUM_LEVELS})",
+                field="image",
+                value=len(values),
+                limit=NUM_LEVELS,
+            )
+        yield values, places
+
+
+def _pillow() -> tuple[Any, Any]:
+    """Return Pillow's modules Image and ImageOps. Raise ConfigError if Pillow is not installed."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ConfigError('images need Pillow; install it with: pip install "trueroll[vision]"') from None
+    return Image, ImageOps
