@@ -41,13 +41,13 @@ from .scheduling.sequence import Generation, Sequence
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """The limits on the images of a request. `spec`: the decoder with its tower, if images are served. `most`: the
-    images of a prompt. `most_patches`: the patches of an image.
+    """The limits on the images of a request. `spec`: the decoder; it serves its tower if `max_images` is not 0.
+    `max_images`, `max_image_patches`: as in `EngineConfig`.
     """
 
     spec: DecoderSpec
-    most: int
-    most_patches: int
+    max_images: int
+    max_image_patches: int
 
     @property
     def tower(self) -> TowerSpec | None:
@@ -183,7 +183,7 @@ class Admission:
     ) -> Sequence:
         sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose)
         if images and self._images.tower is not None:
-            sequence.media = SequenceMedia(images, len(tokens), self._images.tower, self._images.has_axes)
+            sequence.media = SequenceMedia(images, self._images.tower, self._images.has_axes)
         sequence.routes = Routes(self._info.route_bytes) if chain.has_records else None
         self._scheduler.waiting.add(sequence)
         return sequence
@@ -212,19 +212,20 @@ class Admission:
         if not images:
             return
         limits, tower = self._images, self._images.tower
-        if tower is None or len(images) > limits.most:
+        if tower is None or len(images) > limits.max_images:
             raise InvalidRequestError(
-                f"images: a prompt may have at most {limits.most if tower is not None else 0} images (got "
-                f"{len(images)}); raise max_images, if the model has a vision tower",
+                f"images: a prompt may have at most {limits.max_images} images (got {len(images)}); raise max_images",
                 field="images",
                 value=len(images),
-                limit=limits.most,
+                limit=limits.max_images,
             )
         if spans:
             raise InvalidRequestError("spans must be empty in a request with images; leave them out", field="spans")
-        check_images(images, token_ids, tower, limits.most_patches)
-        encodings, budget = self._scheduler.running.encodings, self._scheduler.max_num_batched_tokens
+        check_images(images, token_ids, tower, limits.max_image_patches)
+        encodings, info = self._scheduler.running.encodings, self._info
         assert encodings is not None
+        # The other running sequences may each take a token of a step.
+        most = info.max_num_batched_tokens - info.max_num_seqs + 1
         for i, image in enumerate(images):
             size, tokens = encodings.size_of(image), tower.num_tokens(image.rows, image.columns)
             if size > encodings.budget:
@@ -235,14 +236,16 @@ class Admission:
                     value=size,
                     limit=encodings.budget,
                 )
-            if tower.sees_span and tokens > budget:
+            if tower.sees_span and tokens > most:
                 raise InvalidRequestError(
-                    f"images[{i}]: all {tokens} tokens of the image must be computed in one step (limit {budget}); "
-                    "raise max_num_batched_tokens",
+                    f"images[{i}]: all {tokens} tokens of the image must be computed in one step (limit {most}); raise "
+                    "max_num_batched_tokens, or lower max_num_seqs",
                     field=f"images[{i}]",
                     value=tokens,
-                    limit=budget,
+                    limit=most,
                 )
+            if tower.sees_span:
+                self._scheduler.cache.tables.check_fits(len(token_ids), tokens)
 
     def _check_content(
         self, field: str, token_ids: np.ndarray, spans: tuple[ContentSpan, ...], minimum: int, num_tokens: int

@@ -81,9 +81,9 @@ class EngineConfig(BaseModel):
     `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
 
-    `max_images`: the maximum number of images in a prompt, for a model with a vision tower. With 0, the tower is not
-    loaded. `max_image_patches`: the maximum size of an image, in patches of the tower. `image_cache_bytes`: the bytes
-    for encoded images.
+    `max_images`: the maximum number of images in a prompt. 0: the vision tower is not loaded. Above 0, the model needs
+    a vision tower, and the engine a single rank. `max_image_patches`: the maximum number of patches of an image.
+    `image_cache_bytes`: the maximum size of all encoded images, in addition to the KV cache.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.

@@ -18,6 +18,8 @@ from trueroll.errors import InvalidRequestError
 
 NUM_LEVELS = 256
 _GRID = struct.Struct("<qqq")
+_STILL = 1
+"""The number of frames of an image."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +28,9 @@ class ImageInput:
 
     `start`: the index of the first token of the image; the tokens are placeholders, one for each block of patches.
     `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * patch_size**2],
-    the levels of each patch, in the order in which the tower takes the patches (`TowerSpec`). `table`: float32
-    [channels, 256], the value of each level. Image processors make at most 256 values for a channel, so levels and
-    table lose nothing.
+    the 8-bit pixels of each patch, channel by channel and row by row; the patches are in the tower's order
+    (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the value that the tower reads. Nothing is
+    lost, because image processors map each 8-bit level of a channel to one value.
     """
 
     start: int
@@ -42,7 +44,7 @@ class ImageInput:
         """A 32-byte hash of kind, size, table and levels. The size matters: images of 8 x 12 and 12 x 8 patches can
         have the same levels.
         """
-        found = hashlib.sha256(b"image" + _GRID.pack(1, self.rows, self.columns))
+        found = hashlib.sha256(b"image" + _GRID.pack(_STILL, self.rows, self.columns))
         for part in (self.table, self.levels):
             found.update(np.ascontiguousarray(part).data.cast("B"))
         return found.digest()
@@ -78,14 +80,14 @@ def check_images(images: Sequence[ImageInput], token_ids: np.ndarray, tower: Tow
         end = image.start + tower.num_tokens(image.rows, image.columns)
         if not before <= image.start < end <= len(token_ids):
             raise InvalidRequestError(
-                f"{field}: the tokens [{image.start}, {end}) overlap the previous image, or are not tokens of the "
-                f"prompt, which has {len(token_ids)}; give sorted images that do not overlap",
+                f"{field}: the tokens [{image.start}, {end}) overlap the previous image or exceed the prompt's "
+                f"{len(token_ids)} tokens; give sorted images that do not overlap",
                 field=field,
             )
         if tower.sees_span and i and image.start == before:
             raise InvalidRequestError(
-                f"{field}: the image begins where the previous image ends, and models of this family would read both "
-                "as one; put a token between them, as the family's processor does",
+                f"{field}: the image begins where the previous image ends, and this model would treat both as one "
+                "image; put a token between them",
                 field=field,
             )
         others = np.flatnonzero(token_ids[image.start : end] != tower.placeholder)
@@ -100,6 +102,8 @@ def check_images(images: Sequence[ImageInput], token_ids: np.ndarray, tower: Tow
 
 
 def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int) -> None:
+    if type(image.start) is not int:
+        raise InvalidRequestError(f"{field}: start must be an integer (got {image.start!r})", field=field)
     sizes = image.rows, image.columns
     is_whole = all(type(size) is int and size >= tower.merge and size % tower.merge == 0 for size in sizes)
     if not is_whole or (tower.grid is not None and sizes != tower.grid):
@@ -119,11 +123,12 @@ def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int
         "table": (image.table, np.float32, (tower.channels, NUM_LEVELS)),
     }
     for name, (found, dtype, shape) in shapes.items():
-        if found.dtype != dtype or found.shape != shape:
+        if not isinstance(found, np.ndarray) or found.dtype != dtype or found.shape != shape:
+            got = (
+                f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+            )
             raise InvalidRequestError(
-                f"{field}: {name} must be {np.dtype(dtype)} of shape {list(shape)} (got {found.dtype} of shape "
-                f"{list(found.shape)})",
-                field=field,
+                f"{field}: {name} must be an array {np.dtype(dtype)} of shape {list(shape)} (got {got})", field=field
             )
     if not np.isfinite(image.table).all():
         raise InvalidRequestError(f"{field}: table has values that are not finite", field=field)

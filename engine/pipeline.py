@@ -38,8 +38,8 @@ from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
 
 Entry: TypeAlias = OpenSample | OpenScore
-# The layers of a vision tower that are computed between two steps, so that other requests go on.
-_LAYERS, _MANY = 2, 2**31
+_LAYERS_PER_STEP = 2
+"""Layers of a vision tower computed per step, so that an image does not delay other requests."""
 _NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
 
 
@@ -238,13 +238,15 @@ class Pipeline:
         return outputs
 
     def _encode(self, all_layers: bool) -> None:
-        """Compute some layers of the image that is needed first, or all of them."""
+        """Encode a part of the image that the oldest sequence waits for. `all_layers`: finish the image, because there
+        is no step to compute.
+        """
         encodings, encoder = self._scheduler.running.encodings, self._executor.encoder
         if encodings is None or encoder is None:
             return
         if (task := encodings.choose()) is not None:
             encoder.begin(task)
-        if encodings.under_way is not None and encoder.advance(_MANY if all_layers else _LAYERS):
+        if encodings.under_way is not None and encoder.advance(None if all_layers else _LAYERS_PER_STEP):
             encodings.finish()
 
     def settle(self) -> list[Output]:

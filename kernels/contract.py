@@ -86,9 +86,9 @@ class AttentionBatch:
     reads `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper
     bounds.
 
-    `ends` (int64 [M], on the device): query row r sees no token at or after ends[r] of its sequence. None for causal
-    attention, where a query sees the tokens up to its own. An end lies after the query's own token. The ends of a
-    sequence's queries are in ascending order, and the last one is the context length.
+    `ends` (int64 [M], on the device): query row r sees the tokens of its sequence before ends[r], within the window.
+    None: attention is causal, so the end is the query's position + 1. Each end is at least that. The ends of a
+    sequence never decrease, and the last one is its context length.
     """
 
     query_starts: Sequence[int]

@@ -1,6 +1,6 @@
 """Where the tokens of images are in a sequence: the positions of all tokens, and which tokens each token sees.
 
-Worker and trainer use these functions. The tokens of an image are a span of the sequence, one token for each block of
+The tokens of an image are a span of the sequence, one token for each block of
 the image's patches, row by row.
 """
 

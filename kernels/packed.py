@@ -1,4 +1,4 @@
-"""Sequences of rows without a lasting cache, and the attention within each sequence, for trainers and vision towers."""
+"""Packed sequences, and attention within each of them through a temporary KV cache, for trainers and vision towers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .specs import AttentionSpec
 
 # Block size of the cache; any even size gives the same bits.
 _BLOCK_SIZE = 16
-# Backends compute heads whose size is a multiple of this number.
+# Backends need a head size that is a multiple of this number.
 _HEAD_UNIT = 16
 
 
@@ -86,8 +86,8 @@ def attend(
 ) -> Tensor:
     """Return the attention within each sequence, [M, heads, D], for q [M, heads, D] and k and v [M, kv_heads, D].
 
-    Keys and values pass through a cache of this call. Heads of other sizes than a multiple of 16 are padded with zeros,
-    which change no score.
+    Keys and values go through a temporary cache. Heads whose size is not a multiple of 16 are padded with zeros, which
+    changes no score.
     """
     size = q.shape[2]
     q, k, v = (F.pad(x, (0, -size % _HEAD_UNIT)) for x in (q, k, v))

@@ -82,10 +82,10 @@ class RotationSpec:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal attention with grouped heads.
+    """Attention with grouped heads, causal unless `AttentionBatch.ends` is set.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation for q and k. `window`: the number of
-    tokens that a query sees, including the query's own token; None for all tokens up to the query. `soft_cap`: a score
+    tokens up to and including its own that a query sees; None for all of them. `soft_cap`: a score
     s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
     separately. If `qk_norm_over_heads` is set, the norm covers all heads at once. `output_gate`: a head's output is
     multiplied by the sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate.
@@ -280,9 +280,9 @@ LAYER_NAMES = {
 class TowerSpec:
     """A vision tower: a transformer that turns an image into embeddings, including the names of its weights.
 
-    An image is a grid of square patches. Neighbouring `merge` x `merge` patches form a block, and each block becomes
-    one row of `out_size` embeddings, which takes the place of one token. The patches of a block are neighbouring rows
-    of the tower's input, and the blocks follow each other row by row.
+    An image is a grid of square patches. Neighbouring `merge` x `merge` patches form a block. Each block becomes one
+    embedding of size `out_size`, which replaces the embedding of one token. The patches of a block are neighbouring
+    rows of the tower's input, and the blocks follow each other row by row.
 
     `channels`, `frames`, `patch_size`: a patch has channels * frames * patch_size**2 values. With several frames, each
     frame of a still image has the same values. `patch_bias`: whether the product that embeds the patches has a bias.
@@ -293,13 +293,13 @@ class TowerSpec:
     `norm`: the norms of the layers. `gated`: the MLP is gated, as an `MlpSpec`; otherwise, it is
     down(activation(up(x))). All products of a layer have biases. `joined`: one matrix computes q, k and v. `window`:
     the side of the windows, in blocks, within which patches see each other; None without windows. `whole_layers`: the
-    layers in which patches see the whole image all the same. `last_norm`: a norm follows the last layer.
+    layers without windows. `last_norm`: a norm follows the last layer.
 
     `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Otherwise, they are
-    normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm of either. `deepstack`:
-    after each of these layers, a further merger computes a row for each block, which is added to the hidden states of a
-    layer of the decoder: the first of them after the decoder's first layer, and so on (Meng et al. 2024). These mergers
-    join the rows before they normalize them.
+    normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm in both cases.
+    `deepstack`: after each of these layers, a further merger computes a row for each block, which is added to the
+    hidden states of a layer of the decoder: the first of them after the decoder's first layer, and so on (Meng et al.
+    2024). These mergers join the rows before they normalize them.
 
     `placeholder`: the id of the tokens whose embeddings the rows replace. `sees_span`: in the decoder's attention, each
     token of an image sees all tokens of the image. `grid`: the only size of images that the tower takes, in rows and

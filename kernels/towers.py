@@ -1,9 +1,9 @@
 """The arithmetic of vision towers, defined once in terms of the ops.
 
-`encode` turns the pixels of one image into rows of embeddings. A worker and a trainer run the same code, with the ops
-of a backend or with ops with gradients (`TowerOps`). Images are encoded one by one, so the rows of an image depend only
-on its pixels, its grid and the weights. Norms, activations and softmax are computed in float32 and rounded once.
-Positions are interpolated in float32, in a fixed order.
+`encode` turns the pixels of one image into rows of embeddings. The code is written for workers, with the ops of a
+backend, and for trainers, with ops with gradients (`TowerOps`); no trainer uses it yet. Images are encoded one by one,
+so the rows of an image depend only on its pixels, its grid and the weights. Learned positions are interpolated in
+float32, in a fixed order, and rounded once.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class TowerLayer:
-    """The weights of a layer. `inputs`: the product that computes q, k and v, or the three products. `inner`: the
-    product before the activation, or the gate and the product that is multiplied by it.
+    """The weights of a layer. `inputs`: the product that computes q, k and v, or the three products. `inner`: the up
+    product; gate and up if the MLP is gated.
     """
 
     mixer_norm: Norm
@@ -133,7 +133,7 @@ class TowerLayer:
 @dataclass(frozen=True)
 class Merger:
     """The weights that turn the rows of blocks into embeddings. `products`: the two products of the MLP; for pooled
-    rows, one matrix [hidden_size, out_size].
+    rows, one matrix, stored transposed: [hidden_size, out_size].
     """
 
     norm: Norm
@@ -202,7 +202,7 @@ def encode(
     ops: TowerOps, spec: TowerSpec, weights: TowerWeights, patches: Tensor, grid: Grid
 ) -> Generator[None, None, Tensor]:
     """Compute the embeddings of one image, [tokens, row_size], from its patches [rows * columns, patch_values], which
-    are in the tower's dtype. Pause after each layer: the generator yields, and returns the embeddings at the end.
+    are in the tower's dtype. Yield after each layer, and return the embeddings when the generator ends.
     """
     order = _window_order(spec, grid)
     x = ops.linear(patches, ops.matrix(weights.patch.weight.flatten(1)), weights.patch.bias)
@@ -297,8 +297,8 @@ def _table_rows(ops: TowerOps, spec: TowerSpec, table: Any, grid: Grid, device: 
 
 
 def _taps(places: Tensor, size: int, side: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the two places of a table's axis between which each of these places of an image's axis lies, with their
-    shares. `size`, `side`: the lengths of the image's axis and of the table's axis.
+    """Map each index on an axis of the image to the axis of the table. Return the two neighbouring indices of the
+    table, each with its share. `size`, `side`: the lengths of the image's axis and of the table's axis.
     """
     source = places.float() * (side - 1) / max(size - 1, 1)
     first, share = source.floor().long(), source - source.floor()

@@ -355,9 +355,11 @@ class BlockTables:
                 return False
         return True
 
-    def check_fits(self, num_tokens: int) -> None:
-        """Raise InvalidRequestError if a sequence of `num_tokens` tokens does not fit even if it runs alone."""
-        for needed, pool in zip(self.blocks_needed(num_tokens), self.pools, strict=True):
+    def check_fits(self, num_tokens: int, chunk: int = 1) -> None:
+        """Raise InvalidRequestError if a sequence of `num_tokens` tokens does not fit even if it runs alone. `chunk`:
+        how many tokens may have to be computed in one step.
+        """
+        for needed, pool in zip(self.blocks_needed(num_tokens, chunk), self.pools, strict=True):
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
                     f"request needs {needed} KV blocks for {num_tokens} tokens ({self.block_size} tokens per block), "

@@ -204,7 +204,8 @@ class Decoder:
         x, records = tokens.before or new_output(spec, self.embedded(tokens.token_ids))
         routes = records[ROUTES][spec.own_experts] if ROUTES in records else None
         context = rotations, tokens.memories, tokens.pages, tokens.states, routes
-        if tokens.embedded is not None and self.tower is not None:
+        if tokens.embedded is not None:
+            assert self.tower is not None, "only a model with a tower takes embeddings"
             x = self.tower.run_layers(x, tokens.embedded, *context)
         else:
             x = ops.layers(x, self.layers, *context)

@@ -49,8 +49,8 @@ class Tower:
         states: StateBatch | None,
         routes: Tensor | None,
     ) -> Tensor:
-        """Run the layers of the decoder, as `Backend.layers` does, on the hidden states x [M, hidden_size] of tokens,
-        some of which have embeddings of their own.
+        """Replace the embeddings x [M, hidden_size] at the places of `embedded`, and run the decoder's layers. After
+        each of the first layers, add the next part of the rows.
         """
         first, *others = embedded.rows.split(x.shape[1], 1)
         x = x.index_copy(0, embedded.places, first)

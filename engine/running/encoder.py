@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import count
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from ...kernels.transfer import to_device
 from ..media import ImageInput
 from ..models.decoder import Decoder
 from ..models.tower import EmbeddedRows
-from ..scheduling.encodings import Encode
+from ..scheduling.encodings import EncodeTask
 from ..scheduling.media import ImageRows
 
 
@@ -26,23 +27,21 @@ class ImageEncoder:
         self._under_way: tuple[bytes, Generator[None, None, Tensor]] | None = None
 
     @torch.inference_mode()
-    def begin(self, task: Encode) -> None:
-        """Begin to encode an image, after the rows of the evicted images are dropped. No other image may be under
-        way.
-        """
+    def begin(self, task: EncodeTask) -> None:
+        """Drop the rows of the evicted images, then begin to encode an image. No other image may be under way."""
         assert self._under_way is None and self._model.spec.tower is not None and self._model.tower is not None
         for key in task.evicted:
             del self._rows[key]
         image = task.image
         patches = patches_of(image, self._model.spec.tower, self._model.dtype, self._model.device)
-        self._under_way = task.key, self._model.tower.encode(patches, (image.rows, image.columns))
+        self._under_way = image.content_hash, self._model.tower.encode(patches, (image.rows, image.columns))
 
     @torch.inference_mode()
-    def advance(self, most_layers: int) -> bool:
-        """Compute at most this many layers of the image under way. Return whether it is encoded now."""
+    def advance(self, most_layers: int | None) -> bool:
+        """Compute at most this many layers of the image under way; None: all. Return whether it is encoded now."""
         assert self._under_way is not None
         key, steps = self._under_way
-        for _ in range(most_layers):
+        for _ in count() if most_layers is None else range(most_layers):
             try:
                 next(steps)
             except StopIteration as end:

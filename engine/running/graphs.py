@@ -98,8 +98,8 @@ class _Inputs:
         """Write the tokens of a step to the inputs. The remaining rows become padding."""
         count, owners = len(step.token_ids), step.owners if len(step.drafted) else slice(None)
         states = step.states[:, owners]
-        turns = step.positions if step.turns is None else step.turns
-        columns = np.vstack((step.token_ids, turns, step.positions + 1, states, *step.slots))
+        rotary = step.positions if step.rotary_positions is None else step.rotary_positions
+        columns = np.vstack((step.token_ids, rotary, step.positions + 1, states, *step.slots))
         token_ids, positions, lens, reads, writes, *slots = runner.to_device(columns)
         self.token_ids[:count] = runner.seen(token_ids, step, lanes)
         self.positions[:count] = positions
@@ -177,7 +177,8 @@ class DecodeGraphs:
         """
         count = len(step.token_ids)
         each_computes_one = count - len(step.drafted) == len(step.context_lens)
-        has_plain_rows = step.journal is None and not step.images and (step.turns is None or step.turns.ndim == 1)
+        rotary = step.rotary_positions
+        has_plain_rows = step.journal is None and not step.images and (rotary is None or rotary.ndim == 1)
         return each_computes_one and has_plain_rows and count <= self._sizes[-1]
 
     def draws(self, step: Step) -> bool:

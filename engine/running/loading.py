@@ -327,6 +327,11 @@ def _serves_tower(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool
         raise ConfigError(f"max_images must be 0, because {folder} has no vision tower (got {config.max_images})")
     if config.num_ranks > 1:
         raise ConfigError(f"max_images must be 0 with several ranks (got {config.max_images})")
+    if not spec.tower.sees_span and not any(rotation.axes for rotation in spec.rotations):
+        raise ConfigError(
+            f"max_images must be 0, because config.json of {folder} has no mrope_section, which says how images are "
+            f"rotated (got {config.max_images})"
+        )
     return True
 
 

@@ -115,8 +115,8 @@ class ModelRunner:
 
         `lanes`: the tokens drawn by previous steps. A step with unseen tokens requires `lanes`.
         """
-        turns = step.positions if step.turns is None else step.turns
-        arrays = step.token_ids, turns, step.states, *step.slots, *step.block_tables
+        rotary = step.positions if step.rotary_positions is None else step.rotary_positions
+        arrays = step.token_ids, rotary, step.states, *step.slots, *step.block_tables
         token_ids, positions, states, *paged = all_to_device(map(torch.from_numpy, arrays), self.device)
         count, ends = len(step.slots), None if step.ends is None else self.to_device(step.ends)
         pages = [

@@ -113,8 +113,8 @@ class Step:
     least one sequence of the step records routed experts.
 
     `images`: rows of encoded images that replace the embeddings of tokens; `place` is the index of a token in the step.
-    `turns` [M] or [3, M]: the positions of the tokens for rotations, with the axes time, row and column; None if they
-    are `positions`. `ends` [M]: as in `AttentionBatch`, or None.
+    `rotary_positions` [M], or [3, M] (time, row, column): the positions for rotations; None if they equal `positions`.
+    `ends` [M]: as in `AttentionBatch`, or None.
 
     `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
     the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`
@@ -136,7 +136,7 @@ class Step:
     journal: JournalRows | None = None
     records_routes: bool = False
     images: Sequence[ImageRows] = ()
-    turns: np.ndarray | None = None
+    rotary_positions: np.ndarray | None = None
     ends: np.ndarray | None = None
 
     @property
@@ -181,23 +181,23 @@ def plan_step(
 
 
 def _media(chunks: Chunks, lanes: Lanes, positions: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
-    """Return `images`, `turns` and `ends` of a step. `owners`: the index of each token's chunk."""
-    if not lanes.media_end[chunks.lanes].any():
+    """Return `images`, `rotary_positions` and `ends` of a step. `owners`: the index of each token's chunk."""
+    of_images = np.flatnonzero(chunks.starts < lanes.media_end[chunks.lanes])
+    shifts = lanes.shift[chunks.lanes]
+    if not len(of_images) and not shifts.any():
         return {}
-    images, turns, ends = list[ImageRows](), np.tile(positions + lanes.shift[chunks.lanes][owners], (3, 1)), None
-    first = 0
-    for chunk in chunks:
-        media, last = chunk.sequence.media, first + chunk.num_tokens
-        if media is not None and chunk.start < media.end:
-            turns[:, first:last] = media.positions(chunk.start, chunk.end)
-            images += [rows._replace(place=first + rows.place) for rows in media.rows(chunk.start, chunk.end)]
-            if (own := media.ends(chunk.start, chunk.end)) is not None:
-                ends = positions + 1 if ends is None else ends
-                ends[first:last] = own
-        first = last
-    if (turns == turns[0]).all():
-        turns = turns[0]
-    return dict(images=images, turns=turns, ends=ends)
+    images, axes, ends = list[ImageRows](), np.tile(positions + shifts[owners], (3, 1)), None
+    firsts = np.searchsorted(owners, of_images)
+    for chunk, first in zip(chunks.take(of_images), firsts.tolist(), strict=True):
+        rows, media = slice(first, first + chunk.num_tokens), chunk.sequence.media
+        assert media is not None
+        axes[:, rows] = media.positions(chunk.start, chunk.end)
+        images += [each._replace(place=first + each.place) for each in media.rows(chunk.start, chunk.end)]
+        if (own := media.ends(chunk.start, chunk.end)) is not None:
+            ends = positions + 1 if ends is None else ends
+            ends[rows] = own
+    is_plain = bool((axes == axes[0]).all())
+    return dict(images=images, rotary_positions=axes[0] if is_plain else axes, ends=ends)
 
 
 def pairs_of(block_copies: Sequence[Mapping[int, int]]) -> list[np.ndarray]:

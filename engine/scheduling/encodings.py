@@ -1,45 +1,43 @@
-"""Encoded images: which exist, which are needed, and which to encode next.
+"""Decides which images are encoded and evicted, within a budget in bytes. `running.encoder` owns the rows.
 
-Owns the decisions, within a budget in bytes. Does not own the rows (`running.encoder`). An image is encoded once, and
-its rows serve all sequences with the same content until they are evicted, the least recently needed first. Rows that an
-older sequence needs now are never evicted for a newer one, so the oldest sequence always gets its next image.
+An image is encoded once, and its rows serve all sequences with the same content until they are evicted, the least
+recently needed first. Rows that an older sequence needs now are never evicted for a newer one, so the oldest sequence
+always gets its next image.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..media import ImageInput
 
 
 @dataclass
 class EncodingStats:
-    """Lifetime counters: images that were encoded, images that a step found encoded, and evictions."""
+    """Lifetime counters: images that were encoded, and images that were evicted."""
 
     encoded: int = 0
-    hits: int = 0
     evictions: int = 0
 
 
 @dataclass(frozen=True)
-class Encode:
-    """Encode an image under a key, after the rows with the keys `evicted` are dropped."""
+class EncodeTask:
+    """First drop the rows of the images with the hashes `evicted`, then encode an image."""
 
-    key: bytes
     image: ImageInput
-    evicted: list[bytes] = field(default_factory=list)
+    evicted: list[bytes]
 
 
 class Encodings:
-    """The encoded images. `budget`: the bytes of all rows. `row_bytes`: the bytes of a row, which stands for
+    """The encoded images. `budget`: the maximum bytes of all rows. `row_bytes`: the bytes of a row, which stands for
     `row_patches` patches.
     """
 
     def __init__(self, budget: int, row_bytes: int, row_patches: int) -> None:
         self.budget, self._row_bytes, self._row_patches = budget, row_bytes, row_patches
         self.stats = EncodingStats()
-        self.under_way: Encode | None = None
+        self.under_way: EncodeTask | None = None
         self._ready: OrderedDict[bytes, int] = OrderedDict()
         self._needed: dict[bytes, tuple[tuple[int, int], ImageInput]] = {}
 
@@ -56,20 +54,19 @@ class Encodings:
         """Forget what the previous plan needed."""
         self._needed.clear()
 
-    def is_ready(self, image: ImageInput, order: tuple[int, int]) -> bool:
-        """Return whether an image is encoded. Note that the sequence with this `order` needs it now."""
+    def need(self, image: ImageInput, order: tuple[int, int]) -> bool:
+        """Record that the sequence with this `order` needs an image now. Return whether the image is encoded."""
         key = image.content_hash
         if key not in self._needed or order < self._needed[key][0]:
             self._needed[key] = order, image
         if key in self._ready:
             self._ready.move_to_end(key)
-            self.stats.hits += 1
             return True
         return False
 
-    def choose(self) -> Encode | None:
-        """Return what to do next, and count it as under way: nothing if an image is being encoded, if no image is
-        needed, or if there is no room for the image that the oldest sequence needs.
+    def choose(self) -> EncodeTask | None:
+        """Choose the image to encode next, and mark it as under way. Return None if an image is under way, if no needed
+        image is missing, or if the missing image of the oldest sequence does not fit.
         """
         missing = [(order, key) for key, (order, _) in self._needed.items() if key not in self._ready]
         if self.under_way is not None or not missing:
@@ -87,13 +84,13 @@ class Encodings:
         for other in evicted:
             del self._ready[other]
         self.stats.evictions += len(evicted)
-        self.under_way = Encode(key, image, evicted)
+        self.under_way = EncodeTask(image, evicted)
         return self.under_way
 
     def finish(self) -> None:
         """Count the image under way as encoded."""
         assert self.under_way is not None
-        self._ready[self.under_way.key] = self.size_of(self.under_way.image)
+        self._ready[self.under_way.image.content_hash] = self.size_of(self.under_way.image)
         self.stats.encoded += 1
         self.under_way = None
 

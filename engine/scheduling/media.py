@@ -1,4 +1,4 @@
-"""The images of a sequence: the positions of its tokens, and where its computation may pause."""
+"""The images of a sequence: the positions of the sequence's tokens, and where a step may end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from ..media import ImageInput
 
 
 class ImageRows(NamedTuple):
-    """Rows [start, end) of an encoded image, which replace the embeddings of the tokens from `place` on."""
+    """Rows [start, end) of an encoded image, which replace the embeddings of the tokens from `place` on. `key`: the
+    hash of the image's content.
+    """
 
     key: bytes
     start: int
@@ -22,43 +24,40 @@ class ImageRows(NamedTuple):
 
 
 class SequenceMedia:
-    """The images of a sequence with a prompt of `num_tokens` tokens. There is at least one image.
+    """The images of a sequence. There is at least one image.
 
-    `end`: the token after the last image. `shift`: what is added to the index of a token after the last image to get
-    its position; negative or zero. `has_axes`: whether positions have the axes time, row and column.
+    `end`: the token after the last image. `shift`: the position minus the index of every token after the last image; at
+    most 0. `has_axes`: whether positions have the axes time, row and column.
     """
 
-    def __init__(self, images: Sequence[ImageInput], num_tokens: int, tower: TowerSpec, has_axes: bool) -> None:
+    def __init__(self, images: Sequence[ImageInput], tower: TowerSpec, has_axes: bool) -> None:
         self.images = tuple(images)
         self.spans = [ImageSpan(i.start, i.rows // tower.merge, i.columns // tower.merge) for i in images]
         self.end = self.spans[-1].end
-        self._num_tokens, self._sees_span = num_tokens, tower.sees_span
-        self._positions: np.ndarray | None = None
-        self.shift = 0
-        if has_axes:
-            self._positions = axis_positions(num_tokens + 1, self.spans).numpy()
-            self.shift = int(self._positions[0, -1]) - num_tokens
-        self._ends = span_ends(num_tokens, self.spans).numpy() if tower.sees_span else None
+        self._sees_span = tower.sees_span
+        self._positions = axis_positions(self.end, self.spans).numpy() if has_axes else None
+        self._ends = span_ends(self.end, self.spans).numpy() if tower.sees_span else None
+        self.shift = sum(max(s.rows, s.columns) - s.rows * s.columns for s in self.spans) if has_axes else 0
 
     def positions(self, start: int, end: int) -> np.ndarray:
         """Return the positions of tokens [start, end), int64 [3, n]."""
         tokens = np.arange(start, end)
         if self._positions is None:
             return np.tile(tokens, (3, 1))
-        known = self._positions[:, start : min(end, self._num_tokens)]
+        known = self._positions[:, start:end]
         return np.concatenate((known, np.tile(tokens[known.shape[1] :] + self.shift, (3, 1))), 1)
 
     def ends(self, start: int, end: int) -> np.ndarray | None:
-        """Return the ends of the tokens that each of the tokens [start, end) sees, int64 [n]; None if attention is
-        causal.
-        """
+        """Return `AttentionBatch.ends` for tokens [start, end), int64 [n]; None if attention is causal."""
         if self._ends is None:
             return None
-        known = self._ends[start : min(end, self._num_tokens)]
+        known = self._ends[start:end]
         return np.concatenate((known, np.arange(start + len(known) + 1, end + 1)))
 
     def rows(self, start: int, end: int) -> Iterator[ImageRows]:
-        """Yield the rows of images that replace embeddings of tokens [start, end). Places are relative to `start`."""
+        """Yield the rows of images that replace embeddings of tokens [start, end). Each `place` is relative to
+        `start`.
+        """
         for image, span in zip(self.images, self.spans, strict=True):
             first, last = max(start, span.start), min(end, span.end)
             if first < last:

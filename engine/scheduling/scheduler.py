@@ -239,8 +239,8 @@ class Running:
         encoded.
         """
         assert sequence.media is not None and self.encodings is not None
-        is_ready = partial(self.encodings.is_ready, order=sequence.order)
-        return sequence.media.cut(sequence.num_computed, size, is_ready)
+        need = partial(self.encodings.need, order=sequence.order)
+        return sequence.media.cut(sequence.num_computed, size, need)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
         """Return a new sequence for `sample`. It has the KV and the tokens of `parent`, followed by `token`, the
@@ -461,7 +461,7 @@ class Scheduler:
         is_decode = (uncomputed == 1) & (lanes.num_computed[running] >= lanes.media_end[running])
         one_by_one = self._decode(running[is_decode][: -(-len(running) // self.num_steps)], plan)
         for sequence in lanes.sequences[np.concatenate((one_by_one, running[(uncomputed > 0) & ~is_decode]))]:
-            if sequence.table:  # not preempted by an earlier sequence
+            if sequence.lane >= 0:  # not preempted by an earlier sequence
                 self._continue(sequence, plan)
         if not plan.short_of_blocks:
             self._start_waiting(plan)
@@ -558,23 +558,23 @@ class Scheduler:
         return decoding[:0]
 
     def _continue(self, sequence: Sequence, plan: _Plan) -> None:
-        start, media = sequence.num_computed, sequence.media
+        start, media, least = sequence.num_computed, sequence.media, 0
         size = min(sequence.num_tokens - start, plan.budget)
         if media is not None and start < media.end:
-            if size < media.size_of_span(start):
-                plan.budget = (
-                    0  # otherwise newer sequences could take the tokens that this image needs, again and again
-                )
+            least = media.size_of_span(start)
+            if size < least:
+                plan.budget = 0  # newer sequences could otherwise take the tokens that this image needs, in every step
             size = self.running.with_images(sequence, size)
-        size = self._reserve(sequence, start, size, plan)
+        size = self._reserve(sequence, start, size, plan, least)
         if media is not None and start < media.end:
             size = self.running.with_images(sequence, size)  # there may be blocks for a part of an image only
         if size > 0:
             states = self.running.states
             plan.add(sequence.lane, size if states is None else states.cut(sequence, size))
 
-    def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan) -> int:
-        """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible.
+    def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan, least: int = 0) -> int:
+        """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible. For the
+        first `least` of them, and at least for one, newer sequences are preempted.
 
         Return how many of the `size` tokens have blocks afterwards.
         """
@@ -582,7 +582,8 @@ class Scheduler:
         needed = tables.blocks_for(start + size) - len(sequence.table)
         if needed > tables.num_available:
             plan.short_of_blocks = True
-            while plan.may_preempt and tables.num_available == 0 and running[-1] is not sequence:
+            wanted = min(needed, max(1, tables.blocks_for(start + least) - len(sequence.table)))
+            while plan.may_preempt and tables.num_available < wanted and running[-1] is not sequence:
                 self._preempt(running[-1], plan)
             needed = min(needed, tables.num_available)
         if needed > 0:

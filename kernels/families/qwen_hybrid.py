@@ -18,7 +18,7 @@ from trueroll.errors import ModelError, brief
 
 from ..specs import MTP_PREFIX, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
-from .towers import OF_TEXT, qwen3_tower, wrapped
+from .towers import RENAMED_TEXT, qwen3_tower, wrapped
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=32768,
@@ -86,7 +86,7 @@ def _qwen3_next(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 def _qwen3_5(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_5 | raw)
     mlps: list[Any] = [MlpSpec(settings.intermediate_size)] * settings.num_hidden_layers
-    names: dict[str, Any] = dict(renamed=OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
+    names: dict[str, Any] = dict(renamed=RENAMED_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
     return _describe(settings, architecture, mlps, joined=False, **names)
 
 
@@ -96,7 +96,7 @@ def _qwen3_5_moe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_5_MOE | raw | {"intermediate_size": 1})
     experts = settings.experts(shared_size=settings.shared_expert_intermediate_size)
     mlps = [experts] * settings.num_hidden_layers
-    names: dict[str, Any] = dict(renamed=OF_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
+    names: dict[str, Any] = dict(renamed=RENAMED_TEXT, others=_BESIDE_TEXT, num_mtp_layers=raw.get(_NUM_MTP_LAYERS))
     return _describe(settings, architecture, mlps, joined=False, **names)
 
 
@@ -104,6 +104,6 @@ FAMILIES = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
-    "Qwen3_5ForConditionalGeneration": wrapped(_qwen3_5, qwen3_tower, OF_TEXT),
-    "Qwen3_5MoeForConditionalGeneration": wrapped(_qwen3_5_moe, qwen3_tower, OF_TEXT),
+    "Qwen3_5ForConditionalGeneration": wrapped(_qwen3_5, qwen3_tower, RENAMED_TEXT),
+    "Qwen3_5MoeForConditionalGeneration": wrapped(_qwen3_5_moe, qwen3_tower, RENAMED_TEXT),
 }

@@ -11,7 +11,7 @@ from typing import Any
 from ..specs import DecoderSpec
 from . import Describe
 from .llama import FAMILIES as LLAMA
-from .towers import OF_TEXT, qwen2_5_tower, qwen3_tower, wrapped
+from .towers import RENAMED_TEXT, qwen2_5_tower, qwen3_tower, wrapped
 
 _QWEN2, _QWEN3 = LLAMA["Qwen2ForCausalLM"], LLAMA["Qwen3ForCausalLM"]
 
@@ -30,7 +30,7 @@ def _qwen2_5(describe: Describe) -> Describe:
 
 FAMILIES = {
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5(
-        wrapped(_qwen2_5_text, qwen2_5_tower, OF_TEXT | {"visual.": "model.visual."})
+        wrapped(_qwen2_5_text, qwen2_5_tower, RENAMED_TEXT | {"visual.": "model.visual."})
     ),
-    "Qwen3VLForConditionalGeneration": wrapped(_QWEN3, qwen3_tower, OF_TEXT),
+    "Qwen3VLForConditionalGeneration": wrapped(_QWEN3, qwen3_tower, RENAMED_TEXT),
 }

@@ -59,7 +59,7 @@ _SIGLIP: dict[str, Any] = dict(
     patch_size=16,
 )
 _EPS = 1e-6
-OF_TEXT = {"model.language_model.": "model."}
+RENAMED_TEXT = {"model.language_model.": "model."}
 """The prefix of the decoder's names in a checkpoint with a tower, and the prefix of the same names without a tower."""
 _QWEN_LAYER = {
     "mixer_norm": "model.visual.blocks.{}.norm1",
@@ -110,8 +110,8 @@ def wrapped(
 ) -> Describe:
     """Return the `Describe` function of a model with a vision tower. The settings of its decoder are in `text_config`.
 
-    `renamed`: as in `DecoderSpec`. `is_tied`: the default of `tie_word_embeddings`, which the decoder's own settings do
-    not override.
+    `renamed`: as in `DecoderSpec`. `is_tied`: the default of the outer `tie_word_embeddings`, which overrides the one
+    in `text_config`.
     """
 
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
@@ -133,6 +133,9 @@ def qwen3_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
     side = math.isqrt(found.num_position_embeddings)
     if side * side != found.num_position_embeddings:
         raise _refusal("num_position_embeddings", "a square number", found.num_position_embeddings)
+    deepstack = _layer_list(vision, "deepstack_visual_indexes", (), found.depth)
+    if len(deepstack) > len(decoder.layers):
+        raise _refusal("deepstack_visual_indexes", f"at most {len(decoder.layers)} numbers", deepstack)
     norm = LayerNormSpec(_EPS)
     return TowerSpec(
         **_qwen_sizes(raw, vision, found, decoder),
@@ -141,7 +144,7 @@ def qwen3_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
         activation="gelu_tanh",
         names=_QWEN3_NAMES,
         table_side=side,
-        deepstack=_layer_list(vision, "deepstack_visual_indexes", (), found.depth),
+        deepstack=deepstack,
     )
 
 
@@ -172,7 +175,7 @@ def siglip_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
     _expect(vision, hidden_act="gelu_pytorch_tanh")
     tokens = _size(raw, "mm_tokens_per_image", 256)
     side, per_side = found.image_size // found.patch_size, math.isqrt(tokens)
-    if per_side**2 != tokens or side % per_side:
+    if per_side**2 != tokens or side < per_side or side % per_side:
         raise _refusal("mm_tokens_per_image", f"the square of a number that divides {side}", tokens)
     eps = vision.get("layer_norm_eps", _EPS)
     if not isinstance(eps, float) or not 0.0 < eps < 1.0:
@@ -209,8 +212,11 @@ def _qwen_sizes(
         raise _refusal("num_heads", "such that a head has a multiple of 4 elements", heads)
     if found.out_hidden_size != decoder.hidden_size:
         raise _refusal("out_hidden_size", decoder.hidden_size, found.out_hidden_size)
-    theta = (vision.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-    if not isinstance(theta, int | float) or not 1.0 <= theta <= 2.0**60:
+    rope = vision.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise _refusal("rope_parameters", "a map", rope)
+    theta = rope.get("rope_theta", 10000.0)
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1.0 <= theta <= 2.0**60:
         raise _refusal("rope_theta", "a number of at least 1", theta)
     exponents = torch.arange(0, size // 2, 2, dtype=torch.int64).float() / (size // 2)
     inv_freq = (1.0 / float(theta) ** exponents).tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -258,6 +259,43 @@ def test_images_that_look_alike_share_no_block(family: str, folders: Path) -> No
     assert isinstance(again, SampleOutput) and again.num_cached_tokens >= (0 if tower.sees_span else 8)
 
 
+def test_an_image_may_begin_and_end_a_prompt(family: str, folders: Path) -> None:
+    """A sequence that waits for its image has no block yet."""
+    loaded = loaded_model(family, "float32", folders / family)
+    tower = tower_of(loaded.folder)
+    image = image_of(tower, GRIDS[family][0], seed=3)
+    placeholders = np.full(tower.num_tokens(image.rows, image.columns), PLACEHOLDER, np.int32)
+    prompts = {"alone": placeholders, "first": np.concatenate([placeholders, tokens(5)])}
+    params = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
+    requests = [GenerateRequest(name, prompt, params, images=(image,)) for name, prompt in prompts.items()]
+    text = GenerateRequest("text", tokens(9), params)
+    expected: dict[tuple[str, int], bytes] = {}
+    for request in (*requests, text):
+        expected |= bits_of(run(engine_of(loaded), [request]))
+    assert bits_of(run(engine_of(loaded, max_num_seqs=2), [*requests, text])) == expected
+    score = ScoreRequest("score", np.concatenate([prompts["first"], tokens(3)]), images=(image,))
+    assert len(run(engine_of(loaded), [score])) == 1
+
+
+def test_an_image_that_never_finds_its_blocks_is_refused(tmp_path: Path) -> None:
+    """All layers have a window, so a few blocks would suffice for text."""
+    folder = make_vision_model("gemma3", tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"]["layer_types"] = ["sliding_attention"] * len(raw["text_config"]["layer_types"])
+    (folder / "config.json").write_text(json.dumps(raw))
+    loaded = load_model(EngineConfig(model=str(folder), max_images=1))
+    tower = tower_of(folder)
+    request = request_of("one", tower, [image_of(tower, (8, 8), seed=0)])
+    finished = 0
+    for num_blocks in range(4, 10):
+        engine = engine_of(loaded, num_blocks=num_blocks)
+        try:
+            finished += len(run(engine, [request]))
+        except InvalidRequestError as error:
+            assert "blocks" in str(error) and not finished
+    assert 0 < finished < 6
+
+
 def test_a_commit_drops_encoded_images(folders: Path, tmp_path: Path) -> None:
     """A push changes the tower. Later samples have the bits of an engine that loaded the pushed weights."""
     family = "qwen3_vl"
@@ -283,16 +321,20 @@ def faulty(tower: TowerSpec) -> dict[str, tuple[str, dict[str, Any]]]:
     good = image_of(tower, (4, 6), seed=0, start=5)
     return {
         "elsewhere": ("must be the placeholder", dict(start=4)),
-        "outside": (r"are not tokens of the prompt", dict(start=90)),
+        "outside": (r"exceed the prompt's 17 tokens", dict(start=90)),
         "before": (r"overlap the previous image", dict(start=-3)),
+        "a float start": ("start must be an integer .got 5.0", dict(start=5.0)),
+        "a small start": ("start must be an integer", dict(start=np.uint8(5))),
+        "a list": ("levels must be an array uint8 of shape", dict(levels=good.levels.tolist())),
+        "nothing": ("table must be an array float32 of shape", dict(table=None)),
         "odd": ("multiples of 2 .got 3 and 8", dict(rows=3, columns=8)),
         "none": ("multiples of 2 .got 0 and 6", dict(rows=0)),
         "a float": ("multiples of 2 .got 4.0 and 6", dict(rows=4.0)),
         "huge": ("at most 16384 patches .got 1048576", dict(rows=1024, columns=1024)),
-        "few levels": (r"levels must be uint8 of shape \[24, 48\]", dict(levels=good.levels[:-1])),
-        "signed levels": ("levels must be uint8", dict(levels=good.levels.astype(np.int8))),
-        "a short table": (r"table must be float32 of shape \[3, 256\]", dict(table=good.table[:, :255])),
-        "a wide table": ("table must be float32", dict(table=good.table.astype(np.float64))),
+        "few levels": (r"levels must be an array uint8 of shape \[24, 48\]", dict(levels=good.levels[:-1])),
+        "signed levels": ("levels must be an array uint8", dict(levels=good.levels.astype(np.int8))),
+        "a short table": (r"table must be an array float32 of shape \[3, 256\]", dict(table=good.table[:, :255])),
+        "a wide table": ("table must be an array float32", dict(table=good.table.astype(np.float64))),
         "nan": ("table has values that are not finite", dict(table=np.full_like(good.table, np.nan))),
         "other size": ("must be the placeholder", dict(rows=4, columns=8, levels=np.zeros((32, 48), np.uint8))),
     }
@@ -301,7 +343,18 @@ def faulty(tower: TowerSpec) -> dict[str, tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     "fault",
     [
-        *("elsewhere", "outside", "before", "odd", "none", "a float", "huge", "few levels", "signed levels"),
+        *(
+            "elsewhere",
+            "outside",
+            "before",
+            "a float start",
+            "odd",
+            "none",
+            "a float",
+            "huge",
+            "few levels",
+            "signed levels",
+        ),
         *("a short table", "a wide table", "nan", "other size"),
     ],
 )
@@ -323,7 +376,7 @@ def test_what_cannot_be_served_is_refused(folders: Path) -> None:
     touching = np.concatenate([tokens(3), np.full(32, PLACEHOLDER, np.int32), tokens(2)])
     images = replace(image, start=3), replace(image, start=19)
     cases: list[tuple[str, GenerateRequest, dict[str, Any]]] = [
-        ("16 tokens of the image must be computed in one step .limit 15", request, dict(max_num_batched_tokens=15)),
+        ("16 tokens of the image must be computed in one step .limit 15", request, dict(max_num_batched_tokens=22)),
         ("encoded image has 4096 bytes .limit 4095", request, dict(image_cache_bytes=4095)),
         ("at most 4 images .got 5", request_of("five", tower, [image] * 5), {}),
         ("begins where the previous image ends", replace(request, prompt_token_ids=touching, images=images), {}),
