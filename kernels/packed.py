@@ -86,7 +86,7 @@ def attend(
 ) -> Tensor:
     """Return the attention within each sequence, [M, heads, D], for q [M, heads, D] and k and v [M, kv_heads, D].
 
-    Keys and values go through a temporary cache. Heads whose size is not a multiple of 16 are padded with zeros, which
+    Keys and values go through a temporary cache. Heads are padded with zeros to a multiple of 16 elements, which
     changes no score.
     """
     size = q.shape[2]

@@ -301,7 +301,7 @@ class TowerSpec:
     hidden states of a layer of the decoder: the first of them after the decoder's first layer, and so on (Meng et al.
     2024). These mergers join the rows before they normalize them.
 
-    `placeholder`: the id of the tokens whose embeddings the rows replace. `sees_span`: in the decoder's attention, each
+    `placeholder`: the rows replace the embeddings of tokens with this id. `sees_span`: in the decoder's attention, each
     token of an image sees all tokens of the image. `grid`: the only size of images that the tower takes, in rows and
     columns of patches; None for any size. `names`: weight names by role. The names of layers and of deepstack mergers
     have a place `{}` for the number.

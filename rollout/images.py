@@ -139,12 +139,13 @@ class ImageProcessor:
         return image
 
     def _first_frames(self, pixels: np.ndarray) -> np.ndarray:
-        """Return [patches, channels, values] from patches [patches, channels * frames * values] of a still image, whose
-        frames are equal.
+        """Return the first frame, [patches, channels, values], of patches [patches, channels * frames * values]. All
+        frames of an image are equal.
         """
         tower = self.tower
         frames = pixels.reshape(len(pixels), tower.channels, tower.frames, -1)
-        assert (frames == frames[:, :, :1]).all(), "the frames of a still image differ"
+        if not (frames == frames[:, :, :1]).all():
+            raise InvalidRequestError("image: the processor made frames that differ; give a still image", field="image")
         return frames[:, :, 0]
 
     def _patches_of_whole(self, pixels: np.ndarray) -> tuple[int, int, np.ndarray]:

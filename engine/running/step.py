@@ -182,6 +182,8 @@ def plan_step(
 
 def _media(chunks: Chunks, lanes: Lanes, positions: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
     """Return `images`, `rotary_positions` and `ends` of a step. `owners`: the index of each token's chunk."""
+    if not lanes.media_end.any():
+        return {}
     of_images = np.flatnonzero(chunks.starts < lanes.media_end[chunks.lanes])
     shifts = lanes.shift[chunks.lanes]
     if not len(of_images) and not shifts.any():

@@ -455,10 +455,11 @@ class Scheduler:
         """
         plan, lanes = _Plan(self.max_num_batched_tokens, may_preempt), self.running.lanes
         running = self.running.in_order()
+        uncomputed = lanes.num_tokens[running] - lanes.num_computed[running]
+        is_decode = uncomputed == 1
         if self.running.encodings is not None:
             self.running.encodings.begin_plan()
-        uncomputed = lanes.num_tokens[running] - lanes.num_computed[running]
-        is_decode = (uncomputed == 1) & (lanes.num_computed[running] >= lanes.media_end[running])
+            is_decode &= lanes.num_computed[running] >= lanes.media_end[running]
         one_by_one = self._decode(running[is_decode][: -(-len(running) // self.num_steps)], plan)
         for sequence in lanes.sequences[np.concatenate((one_by_one, running[(uncomputed > 0) & ~is_decode]))]:
             if sequence.lane >= 0:  # not preempted by an earlier sequence

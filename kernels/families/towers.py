@@ -170,7 +170,7 @@ def qwen2_5_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
 
 
 def siglip_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
-    """Return the tower of Gemma 3: SigLIP (Zhai et al. 2023), whose rows are averaged and projected."""
+    """Return the tower of Gemma 3: SigLIP (Zhai et al. 2023). The rows of each block are averaged and projected."""
     vision, found = _vision_of(raw, _SIGLIP)
     _expect(vision, hidden_act="gelu_pytorch_tanh")
     tokens = _size(raw, "mm_tokens_per_image", 256)
