@@ -34,7 +34,7 @@ from .request import (
     derive_seed,
 )
 from .running.loading import EngineInfo
-from .scheduling.media import SequenceMedia
+from .scheduling.media import SequenceMedia, spans_of
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Generation, Sequence
 
@@ -173,9 +173,8 @@ class Admission:
     def _new_chain(self, cache_salt: str | None, request: Request, has_records: bool) -> Chain:
         spans = request.spans
         if (tower := self._images.tower) is not None and request.images:
-            ends = [image.start + tower.num_tokens(image.rows, image.columns) for image in request.images]
-            pairs = zip(request.images, ends, strict=True)
-            spans = tuple(ContentSpan(image.start, end, image.content_hash) for image, end in pairs)
+            placed = zip(request.images, spans_of(request.images, tower), strict=True)
+            spans = tuple(ContentSpan(span.start, span.end, image.content_hash) for image, span in placed)
         return self._scheduler.cache.identity.new_chain(cache_salt, spans, has_records)
 
     def _new_sequence(

@@ -314,5 +314,5 @@ def _new_scheduler(config: EngineConfig, info: EngineInfo, loaded: LoadedModel) 
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     encodings, tower = None, loaded.model.spec.served_tower
     if tower is not None:
-        encodings = Encodings(config.image_cache_bytes, tower.row_size * loaded.model.dtype.itemsize, tower.merge**2)
+        encodings = Encodings(config.image_cache_bytes, tower, loaded.model.dtype.itemsize)
     return Scheduler(cache, *sizes, slots, intervals, routes, config.num_steps, encodings)

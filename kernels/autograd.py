@@ -36,6 +36,7 @@ from .contract import (
     TokenStatistics,
     Wanted,
     Weight,
+    as_weight,
 )
 from .packed import Packed, attend
 from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerNormSpec, NormSpec, Pieces
@@ -44,13 +45,6 @@ from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, 
 _CHUNK = 64
 # Limit on the bytes of logits that a backward pass holds at once. A single row of logits may exceed the limit.
 _LOGITS_BYTES = 2**27
-
-
-def _backend_weight(ops: Backend, weight: Tensor) -> Weight:
-    rows, columns = weight.shape
-    stored = ops.new_weight(rows, columns, weight.new_empty)
-    stored.copy_(weight)
-    return stored
 
 
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +68,7 @@ class _Product(Function):
         ctx: Any, ops: Backend, product: Callable[..., Tensor], x: Tensor, weight: Tensor, *bias: Tensor
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, _backend_weight(ops, weight), *bias)
+        return product(x, as_weight(ops, weight), *bias)
 
     @staticmethod
     @once_differentiable
@@ -253,7 +247,7 @@ class _Experts(Function):
     ) -> Tensor:
         ctx.save_for_backward(experts, x, gates, gate_up, gate_up_bias, down, down_bias)
         ctx.ops, ctx.activation = ops, spec.activation
-        matrices = {name: _backend_weight(ops, x.flatten(0, 1)) for name, x in (("gate_up", gate_up), ("down", down))}
+        matrices = {name: as_weight(ops, x.flatten(0, 1)) for name, x in (("gate_up", gate_up), ("down", down))}
         return ops.experts(x, spec, replace(weights, **matrices), experts, gates, shared, groups)
 
     @staticmethod
@@ -551,7 +545,7 @@ class _LogProbs(Function):
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
             return found.clone()
-        return ops.next_tokens(hidden, _backend_weight(ops, weight), _wanted(token_ids, temperature))[1]
+        return ops.next_tokens(hidden, as_weight(ops, weight), _wanted(token_ids, temperature))[1]
 
     @staticmethod
     @once_differentiable
@@ -563,7 +557,7 @@ class _LogProbs(Function):
         would turn a rounding difference in the logits into a large error.
         """
         hidden, weight, token_ids = ctx.saved_tensors
-        stored = _backend_weight(ctx.ops, weight)
+        stored = as_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
         # If there are no rows, the gradient is zeros instead of None, because all ranks must reduce the same gradients.
         grad_weight = None if len(hidden) else torch.zeros_like(weight)
@@ -707,7 +701,7 @@ class GradientOps:
         without gradients.
         """
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            wanted, stored = _wanted(token_ids, temperature), _backend_weight(self.backend, weight)
+            wanted, stored = _wanted(token_ids, temperature), as_weight(self.backend, weight)
             found = self.backend.next_token_statistics(hidden, stored, wanted, k)[1]
         given = self.backend, hidden, weight, token_ids, temperature, found.logprobs
         return found._replace(logprobs=_LogProbs.apply(*given))
@@ -720,8 +714,8 @@ class GradientTowerOps(GradientOps):
         """`Backend.layer_norm`."""
         return _LayerNorm.apply(self.backend, x, weight, bias, norm)  # type: ignore[return-value]
 
-    def look_up(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """See `TowerOps.look_up`."""
+    def embedding(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """`Backend.embedding`."""
         return F.embedding(token_ids, table)
 
     def matrix(self, tensor: Tensor) -> Tensor:

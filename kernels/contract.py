@@ -345,6 +345,14 @@ def full_rows_of(weight: Any) -> int:
     return getattr(weight, "full_rows", weight.shape[0])
 
 
+def as_weight(ops: Backend, matrix: Tensor) -> Weight:
+    """Return a copy of a matrix [rows, columns] in the memory layout of the backend."""
+    rows, columns = matrix.shape
+    weight = ops.new_weight(rows, columns, matrix.new_empty)
+    weight.copy_(matrix)
+    return weight
+
+
 class Backend(Protocol):
     """The functions of a backend. M: rows, H: hidden size, V: vocabulary size, D: head size.
 

@@ -8,7 +8,7 @@ float32, in a fixed order, and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, Protocol, cast
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from .contract import Backend, Rotation
-from .layer import turn
+from .contract import Backend, Rotation, as_weight
+from .layer import GetWeight, turn
 from .packed import Packed, attend
 from .specs import Activation, AttentionSpec, LayerNormSpec, NormSpec, TowerSpec
 
@@ -33,10 +33,6 @@ class TowerOps(Protocol):
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor: ...
 
-    def project_back(
-        self, x: Tensor, weight: Any, residual: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor: ...
-
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, norm: LayerNormSpec) -> Tensor: ...
@@ -47,9 +43,7 @@ class TowerOps(Protocol):
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor: ...
 
-    def look_up(self, token_ids: Tensor, table: Any) -> Tensor:
-        """Return the rows of a matrix [V, H] at these indices (int64 [M])."""
-        ...
+    def embedding(self, token_ids: Tensor, table: Any) -> Tensor: ...
 
     def matrix(self, tensor: Tensor) -> Any:
         """Return a plain matrix in the form that products need."""
@@ -69,11 +63,6 @@ class BackendTowerOps:
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         return self.backend.linear(x, weight, bias)
 
-    def project_back(
-        self, x: Tensor, weight: Any, residual: Tensor | None = None, bias: Tensor | None = None
-    ) -> Tensor:
-        return self.backend.project_back(x, weight, residual, bias)
-
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
         return self.backend.rmsnorm(x, weight, norm)
 
@@ -89,14 +78,11 @@ class BackendTowerOps:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec) -> Tensor:
         return attend(self.backend, q, k, v, packed, spec)
 
-    def look_up(self, token_ids: Tensor, table: Any) -> Tensor:
+    def embedding(self, token_ids: Tensor, table: Any) -> Tensor:
         return self.backend.embedding(token_ids, table)
 
     def matrix(self, tensor: Tensor) -> Any:
-        rows, columns = tensor.shape
-        weight = self.backend.new_weight(rows, columns, tensor.new_empty)
-        weight.copy_(tensor)
-        return weight
+        return as_weight(self.backend, tensor)
 
     def transposed(self, weight: Any) -> Any:
         return self.matrix(weight.to_dense().T)
@@ -154,7 +140,7 @@ class TowerWeights:
     deepstack: tuple[Merger, ...]
 
 
-def make_tower(spec: TowerSpec, get: Callable[..., Any]) -> TowerWeights:
+def make_tower(spec: TowerSpec, get: GetWeight) -> TowerWeights:
     """Return a tower with the weights that `get(name, *shape)` returns: a matrix for two dimensions, else a tensor."""
     hidden, block = spec.hidden_size, spec.hidden_size * spec.merge**2
 
@@ -240,11 +226,12 @@ def _run_layer(
         q, k = ops.rope(q, rotation), ops.rope(k, rotation)
     attention = AttentionSpec(spec.num_heads, spec.num_heads, spec.head_dim, spec.head_dim**-0.5)
     mixed = ops.attention(q, k, v, packed, attention).flatten(1)
-    x = ops.project_back(mixed, layer.o.weight, x, layer.o.bias)
+    x = x + ops.linear(mixed, *layer.o)
     hidden = _normed(ops, x, layer.mlp_norm, spec.norm)
     inner = [ops.linear(hidden, *linear) for linear in layer.inner]
-    active = ops.gate_mul(inner[0], inner[1] if spec.gated else torch.ones_like(inner[0]), spec.activation)
-    return ops.project_back(active, layer.down.weight, x, layer.down.bias)
+    gate, *ups = inner
+    active = ops.gate_mul(gate, ups[0], spec.activation) if ups else _activated(ops, gate, spec.activation)
+    return x + ops.linear(active, *layer.down)
 
 
 def _normed(ops: TowerOps, x: Tensor, norm: Norm, spec: NormSpec | LayerNormSpec) -> Tensor:
@@ -264,8 +251,11 @@ def _merge(ops: TowerOps, spec: TowerSpec, merger: Merger, x: Tensor, joins_firs
     joined = x.reshape(-1, size * x.shape[1])
     joined = _normed(ops, joined if joins_first else x, merger.norm, norm).reshape(joined.shape)
     up, down = merger.products
-    inner = ops.linear(joined, *up)
-    return ops.linear(ops.gate_mul(inner, torch.ones_like(inner), "gelu"), *down)
+    return ops.linear(_activated(ops, ops.linear(joined, *up), "gelu"), *down)
+
+
+def _activated(ops: TowerOps, x: Tensor, activation: Activation) -> Tensor:
+    return ops.gate_mul(x, torch.ones_like(x), activation)  # multiplication by 1 changes no bit
 
 
 def _mean(x: Tensor) -> Tensor:
@@ -291,7 +281,7 @@ def _table_rows(ops: TowerOps, spec: TowerSpec, table: Any, grid: Grid, device: 
     by_row, by_column = (_taps(*axis, spec.table_side) for axis in zip(patch_places(spec, grid), grid, strict=True))
     total = torch.zeros((), device=device)
     for (row, row_share), (column, column_share) in product(by_row, by_column):
-        found = ops.look_up((row * spec.table_side + column).to(device), table)
+        found = ops.embedding((row * spec.table_side + column).to(device), table)
         total = total + found.float() * (row_share * column_share).to(device)[:, None]
     return total
 

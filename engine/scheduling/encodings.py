@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from ...kernels.specs import TowerSpec
 from ..media import ImageInput
 
 
@@ -30,12 +31,10 @@ class EncodeTask:
 
 
 class Encodings:
-    """The encoded images. `budget`: the maximum bytes of all rows. `row_bytes`: the bytes of a row, which stands for
-    `row_patches` patches.
-    """
+    """The encoded images. `budget`: the maximum bytes of all rows. `itemsize`: the bytes of an element of a row."""
 
-    def __init__(self, budget: int, row_bytes: int, row_patches: int) -> None:
-        self.budget, self._row_bytes, self._row_patches = budget, row_bytes, row_patches
+    def __init__(self, budget: int, tower: TowerSpec, itemsize: int) -> None:
+        self.budget, self._tower, self._itemsize = budget, tower, itemsize
         self.stats = EncodingStats()
         self.under_way: EncodeTask | None = None
         self._ready: OrderedDict[bytes, int] = OrderedDict()
@@ -43,7 +42,7 @@ class Encodings:
 
     def size_of(self, image: ImageInput) -> int:
         """Return the bytes of an image's rows."""
-        return image.rows * image.columns // self._row_patches * self._row_bytes
+        return self._tower.num_tokens(image.rows, image.columns) * self._tower.row_size * self._itemsize
 
     @property
     def num_bytes(self) -> int:

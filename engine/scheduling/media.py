@@ -23,6 +23,11 @@ class ImageRows(NamedTuple):
     place: int
 
 
+def spans_of(images: Sequence[ImageInput], tower: TowerSpec) -> list[ImageSpan]:
+    """Return the tokens of each image."""
+    return [ImageSpan(each.start, each.rows // tower.merge, each.columns // tower.merge) for each in images]
+
+
 class SequenceMedia:
     """The images of a sequence. There is at least one image.
 
@@ -32,7 +37,7 @@ class SequenceMedia:
 
     def __init__(self, images: Sequence[ImageInput], tower: TowerSpec, has_axes: bool) -> None:
         self.images = tuple(images)
-        self.spans = [ImageSpan(i.start, i.rows // tower.merge, i.columns // tower.merge) for i in images]
+        self.spans = spans_of(images, tower)
         self.end = self.spans[-1].end
         self._sees_span = tower.sees_span
         self._positions = axis_positions(self.end, self.spans).numpy() if has_axes else None
