@@ -115,9 +115,7 @@ def wrapped(
     """
 
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-        text = raw.get("text_config")
-        if not isinstance(text, dict):
-            raise ModelError(f"text_config in config.json must be a map (got {brief(text)}); correct the file")
+        text = _map(raw, "text_config")
         outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
         tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", is_tied)}
         spec = describe_text(outer | text | tied, architecture)
@@ -237,10 +235,15 @@ def _qwen_sizes(
 
 def _vision_of(raw: dict[str, Any], defaults: Mapping[str, int]) -> tuple[dict[str, Any], SimpleNamespace]:
     """Return `vision_config`, and its sizes: those in `defaults`, which a file may omit."""
-    vision = raw.get("vision_config")
-    if not isinstance(vision, dict):
-        raise ModelError(f"vision_config in config.json must be a map (got {brief(vision)}); correct the file")
+    vision = _map(raw, "vision_config")
     return vision, SimpleNamespace(**{name: _size(vision, name, default) for name, default in defaults.items()})
+
+
+def _map(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    found = raw.get(name)
+    if not isinstance(found, dict):
+        raise ModelError(f"{name} in config.json must be a map (got {brief(found)}); correct the file")
+    return found
 
 
 def _size(raw: dict[str, Any], name: str, default: int) -> int:
