@@ -38,6 +38,7 @@ class ImageInput:
     columns: int
     levels: np.ndarray
     table: np.ndarray
+    frames: int = 1
 
     @cached_property
     def content_hash(self) -> bytes:

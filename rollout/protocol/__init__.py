@@ -2,6 +2,7 @@
 
 - `messages`: message types and their fields
 - `codec`: encoding and decoding, conversion of the engine's results to messages, and assembly of samples from deltas
+- `content`: images in messages
 - `error_codes`: the mapping from error codes to error classes
 """
 
@@ -42,6 +43,16 @@ from .codec import (
     score_output,
     scores_message,
     tokens_to_bytes,
+)
+from .content import (
+    ImageRef,
+    NeedImage,
+    PutImage,
+    content_of_images,
+    image_of,
+    num_content_bytes,
+    part_of,
+    ref_of,
 )
 from .messages import (
     ALL_TAGS,
@@ -149,4 +160,12 @@ __all__ = [
     "score_output",
     "scores_message",
     "tokens_to_bytes",
+    "ImageRef",
+    "NeedImage",
+    "PutImage",
+    "content_of_images",
+    "image_of",
+    "num_content_bytes",
+    "part_of",
+    "ref_of",
 ]

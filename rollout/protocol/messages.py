@@ -37,6 +37,7 @@ from ...weight_sync.payload.messages import (
     State,
     Weights,
 )
+from .content import ImageRefs, NeedImage, PutImage
 
 MAX_ACK_IDS = 1024
 _BYTES_BESIDE = 200
@@ -85,6 +86,7 @@ class Generate(_Request):
 
     - `prompt_token_ids`: int32 array
     - `num_prior_tokens`, `spans`: see `GenerateRequest`
+    - `images`: the images of the prompt, sorted and disjoint (see `content`)
     - `deltas`: send new tokens to this caller in `Deltas` messages while the samples are generated
     - `delta_seconds`: minimum time between two `Deltas` messages to this caller, in seconds. The worker ignores
       `delta_seconds` while it streams to only a few callers.
@@ -99,6 +101,7 @@ class Generate(_Request):
     params: SamplingParams
     num_prior_tokens: Count = 0
     spans: Spans = ()
+    images: ImageRefs = ()
     deltas: bool = False
     delta_seconds: Annotated[float, Field(ge=0, le=MAX_DELTA_SECONDS)] = 0.0
     while_connected: bool = False
@@ -116,6 +119,7 @@ class GetScores(_Request):
 
     - `token_ids`: int32 array
     - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
+    - `images`: as in `Generate`
     - other fields: see `_Request`
     """
 
@@ -127,6 +131,7 @@ class GetScores(_Request):
     top_logprobs: TopLogprobs | None = None
     return_routed_experts: bool = False
     spans: Spans = ()
+    images: ImageRefs = ()
 
 
 class Abort(Message):
@@ -450,7 +455,7 @@ class Checksums(Message):
 
 LifecycleCall: TypeAlias = Pause | Resume | Drain | Sleep | WakeUp | Invalidate | SaveWeights | GetChecksums
 Call: TypeAlias = Generate | GetScores | Abort | GetHealth | GetStats | GetWeights | LifecycleCall | PushCall
-FromClient: TypeAlias = Call | Ack
+FromClient: TypeAlias = Call | Ack | PutImage
 FromWorker: TypeAlias = (
     FinishedSample
     | Deltas
@@ -464,6 +469,7 @@ FromWorker: TypeAlias = (
     | Weights
     | Checksums
     | PushStatus
+    | NeedImage
 )
 
 REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
@@ -477,4 +483,6 @@ REPLIES: dict[Any, tuple[type[FromWorker], ...]] = {
     **dict.fromkeys(get_args(PushCall), (PushStatus,)),
     GetChecksums: (Checksums,),
 }
-"""The types of the replies to each kind of call. Any call may also get an `Error`, and `Deltas` if requested."""
+"""The types of the replies to each kind of call. Any call may also get an `Error`, and `Deltas` if requested. A request
+with images may also get `NeedImage`.
+"""

@@ -1,0 +1,99 @@
+"""Images in messages: a request names its images, and the worker asks for the pixels that it lacks.
+
+A request contains an `ImageRef` for each image: the place in the prompt, the size, and a hash of the content. If the
+worker lacks the content, it sends a `NeedImage` for each part of the content, and the client answers each of them with
+a `PutImage`. So a repeated image costs only the bytes of its `ImageRef`, and no message is large.
+
+The content of an image is its table, float32, followed by its levels, uint8: see `ImageInput`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeAlias
+
+import numpy as np
+from pydantic import FailFast, Field
+
+from ...engine.media import NUM_LEVELS, ImageInput
+from ...engine.request import HASH_BYTES, MAX_SPANS
+from ...weight_sync.payload.messages import Count, Id, Message
+
+MOST_PART_BYTES = 2**20
+"""The maximum size of a part of an image's content."""
+ContentHash = Annotated[bytes, Field(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+Patches = Annotated[int, Field(ge=1, le=2**20)]
+
+
+class ImageRef(Message):
+    """An image of a prompt. `start`, `rows`, `columns`, `frames`, `content_hash`: as in `ImageInput`."""
+
+    start: Count
+    rows: Patches
+    columns: Patches
+    frames: Literal[1, 2] = 1
+    content_hash: ContentHash
+
+
+ImageRefs: TypeAlias = Annotated[tuple[ImageRef, ...], FailFast(), Field(max_length=MAX_SPANS)]
+
+
+class NeedImage(Message):
+    """Ask a client for bytes [start, start + num_bytes) of the content of an image of request `id`.
+
+    `caller`: the caller that submitted the request.
+    """
+
+    type: Literal["need_image"] = "need_image"
+    id: Id
+    content_hash: ContentHash
+    start: Count
+    num_bytes: Annotated[int, Field(ge=1, le=MOST_PART_BYTES)]
+    caller: Id | None = None
+
+
+class PutImage(Message):
+    """The answer to a `NeedImage`: the requested bytes. There is no reply. A worker ignores bytes that it did not ask
+    this connection for.
+    """
+
+    type: Literal["put_image"] = "put_image"
+    id: Id
+    content_hash: ContentHash
+    start: Count
+    data: Annotated[bytes, Field(min_length=1, max_length=MOST_PART_BYTES)]
+
+
+def ref_of(image: ImageInput) -> ImageRef:
+    """Return the reference to an image."""
+    place = dict(start=image.start, rows=image.rows, columns=image.columns, frames=image.frames)
+    return ImageRef(**place, content_hash=image.content_hash)
+
+
+def part_of(image: ImageInput, start: int, num_bytes: int) -> bytes:
+    """Return bytes [start, start + num_bytes) of an image's content. The result is shorter if the content ends
+    earlier.
+    """
+    table = np.ascontiguousarray(image.table, "<f4").data.cast("B")
+    levels = np.ascontiguousarray(image.levels).data.cast("B")
+    end = start + num_bytes
+    first = bytes(table[start:end])
+    return first + bytes(levels[max(0, start - len(table)) : max(0, end - len(table))])
+
+
+def num_content_bytes(ref: ImageRef, channels: int, patch_size: int) -> int:
+    """Return the size of an image's content, for a tower with these channels and patches."""
+    return channels * (4 * NUM_LEVELS + ref.rows * ref.columns * ref.frames * patch_size**2)
+
+
+def image_of(ref: ImageRef, content: bytes | bytearray, channels: int) -> ImageInput:
+    """Return the image that consists of this content. The arrays of the image share the memory of `content`."""
+    split = 4 * NUM_LEVELS * channels
+    table = np.frombuffer(content, "<f4", channels * NUM_LEVELS).reshape(channels, NUM_LEVELS)
+    levels = np.frombuffer(content, np.uint8, offset=split).reshape(ref.rows * ref.columns, -1)
+    return ImageInput(ref.start, ref.rows, ref.columns, levels, table, ref.frames)
+
+
+def content_of_images(images: Sequence[ImageRef]) -> bytes:
+    """Return bytes that identify the images of a prompt; empty without images."""
+    return b"".join(image.content_hash for image in images)
