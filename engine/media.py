@@ -1,4 +1,4 @@
-"""Images in requests: processed pixels, their place in the prompt, and the checks of both.
+"""Images and frames of videos in requests: processed pixels, their place in the prompt, and the checks of both.
 
 Does not import torch, so that clients can use `ImageInput` without torch.
 """
@@ -18,19 +18,18 @@ from trueroll.errors import InvalidRequestError
 
 NUM_LEVELS = 256
 _GRID = struct.Struct("<qqq")
-_STILL = 1
-"""The number of frames of an image."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """An image of a prompt, as an image processor made it.
+    """An image of a prompt, or a few successive frames of a video, as an image processor made it.
 
     `start`: the index of the first token of the image; the tokens are placeholders, one for each block of patches.
-    `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * patch_size**2],
-    the 8-bit pixels of each patch, channel by channel and row by row; the patches are in the tower's order
-    (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the value that the tower reads. Nothing is
-    lost, because image processors map each 8-bit level of a channel to one value.
+    `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * frames *
+    patch_size**2], the 8-bit pixels of each patch, channel by channel, frame by frame and row by row; the patches are
+    in the tower's order (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the value that the tower
+    reads. Nothing is lost, because image processors map each 8-bit level of a channel to one value. `frames`: the
+    number of frames in `levels`: 1 for an image, and `TowerSpec.frames` for a part of a video.
     """
 
     start: int
@@ -45,7 +44,8 @@ class ImageInput:
         """A 32-byte hash of kind, size, table and levels. The size matters: images of 8 x 12 and 12 x 8 patches can
         have the same levels.
         """
-        found = hashlib.sha256(b"image" + _GRID.pack(_STILL, self.rows, self.columns))
+        kind = b"image" if self.frames == 1 else b"video"
+        found = hashlib.sha256(kind + _GRID.pack(self.frames, self.rows, self.columns))
         for part in (self.table, self.levels):
             found.update(np.ascontiguousarray(part).data.cast("B"))
         return found.digest()
@@ -56,6 +56,10 @@ class Tower(Protocol):
 
     @property
     def placeholder(self) -> int: ...
+    @property
+    def video_placeholder(self) -> int | None: ...
+    @property
+    def frames(self) -> int: ...
     @property
     def patch_size(self) -> int: ...
     @property
@@ -72,7 +76,8 @@ class Tower(Protocol):
 
 def check_images(images: Sequence[ImageInput], token_ids: np.ndarray, tower: Tower, most_patches: int) -> None:
     """Raise InvalidRequestError unless the images of a prompt are sorted and disjoint, fit the tower, and cover
-    placeholders only. `most_patches`: the limit on the patches of an image.
+    placeholders only. `most_patches`: the limit on the patches of an image. A patch counts once, however many frames
+    it has, because the tower's work is the same.
     """
     before = 0
     for i, image in enumerate(images):
@@ -91,11 +96,12 @@ def check_images(images: Sequence[ImageInput], token_ids: np.ndarray, tower: Tow
                 "image; put a token between them",
                 field=field,
             )
-        others = np.flatnonzero(token_ids[image.start : end] != tower.placeholder)
+        placeholder = tower.placeholder if image.frames == 1 else tower.video_placeholder
+        others = np.flatnonzero(token_ids[image.start : end] != placeholder)
         if len(others):
             place = image.start + int(others[0])
             raise InvalidRequestError(
-                f"{field}: token {place} must be the placeholder {tower.placeholder} (got {token_ids[place]})",
+                f"{field}: token {place} must be the placeholder {placeholder} (got {token_ids[place]})",
                 field=field,
                 value=int(token_ids[place]),
             )
@@ -105,6 +111,7 @@ def check_images(images: Sequence[ImageInput], token_ids: np.ndarray, tower: Tow
 def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int) -> None:
     if type(image.start) is not int:
         raise InvalidRequestError(f"{field}: start must be an integer (got {image.start!r})", field=field)
+    _check_frames(field, image, tower)
     sizes = image.rows, image.columns
     is_whole = all(type(size) is int and size >= tower.merge and size % tower.merge == 0 for size in sizes)
     if not is_whole or (tower.grid is not None and sizes != tower.grid):
@@ -120,7 +127,7 @@ def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int
             limit=most_patches,
         )
     shapes = {
-        "levels": (image.levels, np.uint8, (count, tower.channels * tower.patch_size**2)),
+        "levels": (image.levels, np.uint8, (count, tower.channels * image.frames * tower.patch_size**2)),
         "table": (image.table, np.float32, (tower.channels, NUM_LEVELS)),
     }
     for name, (found, dtype, shape) in shapes.items():
@@ -133,3 +140,13 @@ def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int
             )
     if not np.isfinite(image.table).all():
         raise InvalidRequestError(f"{field}: table has values that are not finite", field=field)
+
+
+def _check_frames(field: str, image: ImageInput, tower: Tower) -> None:
+    known = (1,) if tower.video_placeholder is None else (1, tower.frames)
+    if type(image.frames) is not int or image.frames not in known:
+        limit = "takes no videos" if len(known) == 1 else f"takes videos in parts of {tower.frames} frames"
+        raise InvalidRequestError(
+            f"{field}: frames must be {' or '.join(map(str, known))} (got {image.frames!r}): this model {limit}",
+            field=field,
+        )

@@ -285,10 +285,10 @@ class TowerSpec:
     rows of the tower's input, and the blocks follow each other row by row.
 
     `channels`, `frames`, `patch_size`: a patch has channels * frames * patch_size**2 values. With several frames, each
-    frame of a still image has the same values. `patch_bias`: whether the product that embeds the patches has a bias.
-    `table_side`: the tower has a learned position for each place of a square grid with this side, which is interpolated
-    to the size of the image; 0 without such a table. `rotation`: the rotation of q and k by the row and column of the
-    patch, or None.
+    frame of a still image has the same values, and the frames of a video are given in groups of this number.
+    `patch_bias`: whether the product that embeds the patches has a bias. `table_side`: the tower has a learned position
+    for each place of a square grid with this side, which is interpolated to the size of the image; 0 without such a
+    table. `rotation`: the rotation of q and k by the row and column of the patch, or None.
 
     `norm`: the norms of the layers. `gated`: the MLP is gated, as an `MlpSpec`; otherwise, it is
     down(activation(up(x))). All products of a layer have biases. `joined`: one matrix computes q, k and v. `window`:
@@ -301,7 +301,8 @@ class TowerSpec:
     hidden states of a layer of the decoder: the first of them after the decoder's first layer, and so on (Meng et al.
     2024). These mergers join the rows before they normalize them.
 
-    `placeholder`: the rows replace the embeddings of tokens with this id. `sees_span`: in the decoder's attention, each
+    `placeholder`: the rows of an image replace the embeddings of tokens with this id. `video_placeholder`: the same for
+    the frames of a video; None if the model takes no videos. `sees_span`: in the decoder's attention, each
     token of an image sees all tokens of the image. `grid`: the only size of images that the tower takes, in rows and
     columns of patches; None for any size. `names`: weight names by role. The names of layers and of deepstack mergers
     have a place `{}` for the number.
@@ -333,6 +334,7 @@ class TowerSpec:
     deepstack: tuple[int, ...] = ()
     sees_span: bool = False
     grid: tuple[int, int] | None = None
+    video_placeholder: int | None = None
 
     @property
     def patch_values(self) -> int:

@@ -62,10 +62,10 @@ class ImageEncoder:
 
 
 def patches_of(image: ImageInput, tower: TowerSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values of an image's patches, [patches, patch_values]: all frames of a patch have the same values."""
+    """Return the values of an image's patches, [patches, patch_values]. All frames of a still image are the same."""
     table = to_device(torch.from_numpy(np.ascontiguousarray(image.table)), device).to(dtype)
     levels = to_device(torch.from_numpy(np.ascontiguousarray(image.levels)), device)
-    levels = levels.unflatten(1, (tower.channels, 1, -1)).long()
+    levels = levels.unflatten(1, (tower.channels, image.frames, -1)).long()
     channels = torch.arange(tower.channels, device=device)[:, None, None]
     values = table[channels, levels]
     return values.expand(-1, -1, tower.frames, -1).reshape(len(levels), -1)

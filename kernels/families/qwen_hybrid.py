@@ -18,7 +18,7 @@ from trueroll.errors import ModelError, brief
 
 from ..specs import MTP_PREFIX, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
 from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
-from .towers import RENAMED_TEXT, qwen3_tower, wrapped
+from .towers import RENAMED_TEXT, qwen3_5_tower, wrapped
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=32768,
@@ -104,6 +104,6 @@ FAMILIES = {
     "Qwen3NextForCausalLM": _qwen3_next,
     "Qwen3_5ForCausalLM": _qwen3_5,
     "Qwen3_5MoeForCausalLM": _qwen3_5_moe,
-    "Qwen3_5ForConditionalGeneration": wrapped(_qwen3_5, qwen3_tower, RENAMED_TEXT),
-    "Qwen3_5MoeForConditionalGeneration": wrapped(_qwen3_5_moe, qwen3_tower, RENAMED_TEXT),
+    "Qwen3_5ForConditionalGeneration": wrapped(_qwen3_5, qwen3_5_tower, RENAMED_TEXT),
+    "Qwen3_5MoeForConditionalGeneration": wrapped(_qwen3_5_moe, qwen3_5_tower, RENAMED_TEXT),
 }

@@ -124,8 +124,13 @@ def wrapped(
     return describe
 
 
+def qwen3_5_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
+    """Return the tower of Qwen3.5: that of Qwen3-VL, with other placeholders."""
+    return qwen3_tower({"image_token_id": 248056, "video_token_id": 248057} | raw, decoder)
+
+
 def qwen3_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
-    """Return the tower of Qwen3-VL and Qwen3.5."""
+    """Return the tower of Qwen3-VL."""
     vision, found = _vision_of(raw, _QWEN3)
     _expect(vision, hidden_act="gelu_pytorch_tanh")
     side = math.isqrt(found.num_position_embeddings)
@@ -143,6 +148,7 @@ def qwen3_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
         names=_QWEN3_NAMES,
         table_side=side,
         deepstack=deepstack,
+        video_placeholder=_token_id(raw, "video_token_id", 151656) if found.temporal_patch_size > 1 else None,
     )
 
 

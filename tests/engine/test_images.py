@@ -337,6 +337,10 @@ def faulty(tower: TowerSpec) -> dict[str, tuple[str, dict[str, Any]]]:
         "a short table": (r"table must be an array float32 of shape \[3, 256\]", dict(table=good.table[:, :255])),
         "a wide table": ("table must be an array float32", dict(table=good.table.astype(np.float64))),
         "nan": ("table has values that are not finite", dict(table=np.full_like(good.table, np.nan))),
+        "three frames": (r"frames must be 1 or 2 .got 3.: this model takes videos in parts of 2", dict(frames=3)),
+        "true frames": (r"frames must be 1 or 2 .got True", dict(frames=True)),
+        "one frame as two": (r"levels must be an array uint8 of shape \[24, 96\]", dict(frames=2)),
+        "a video": ("must be the placeholder 151656", dict(frames=2, levels=good.levels.repeat(2, 1))),
         "other size": ("must be the placeholder", dict(rows=4, columns=8, levels=np.zeros((32, 48), np.uint8))),
     }
 
@@ -357,6 +361,7 @@ def faulty(tower: TowerSpec) -> dict[str, tuple[str, dict[str, Any]]]:
             "signed levels",
         ),
         *("a short table", "a wide table", "nan", "other size"),
+        *("three frames", "true frames", "one frame as two", "a video"),
     ],
 )
 def test_faulty_images_are_refused(fault: str, folders: Path) -> None:
@@ -376,12 +381,14 @@ def test_what_cannot_be_served_is_refused(folders: Path) -> None:
     request = request_of("one", tower, [image])
     touching = np.concatenate([tokens(3), np.full(32, PLACEHOLDER, np.int32), tokens(2)])
     images = replace(image, start=3), replace(image, start=19)
+    video = replace(request.images[0], frames=2, levels=image.levels.repeat(2, 1))
     cases: list[tuple[str, GenerateRequest, dict[str, Any]]] = [
         ("16 tokens of the image must be computed in one step .limit 15", request, dict(max_num_batched_tokens=22)),
         ("encoded image has 4096 bytes .limit 4095", request, dict(image_cache_bytes=4095)),
         ("at most 4 images .got 5", request_of("five", tower, [image] * 5), {}),
         ("begins where the previous image ends", replace(request, prompt_token_ids=touching, images=images), {}),
         ("rows and columns of patches must be 8 and 8", replace(request, images=(replace(images[0], rows=4),)), {}),
+        ("frames must be 1 .got 2.: this model takes no videos", replace(request, images=(video,)), {}),
     ]
     for error, wrong, settings in cases:
         engine = engine_of(loaded, **({"max_num_seqs": 8} | settings))
