@@ -7,16 +7,16 @@ changes nothing. An accepted request is in the ledger and in the scheduler when 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from ..kernels.specs import DecoderSpec, TowerSpec
+from ..kernels.specs import DecoderSpec
 from .cache.prefix_cache import Chain
-from .media import ImageInput, check_images
+from .media import ImageInput, ImageLimits, check_pixels
 from .outputs.open_requests import DrawRecord, OpenSample, OpenScore
 from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
@@ -39,27 +39,6 @@ from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Generation, Sequence
 
 
-@dataclass(frozen=True)
-class ImageLimits:
-    """The limits on the images of a request. `spec`: the decoder; it serves its tower if `max_images` is not 0.
-    `max_images`, `max_image_patches`: as in `EngineConfig`.
-    """
-
-    spec: DecoderSpec
-    max_images: int
-    max_image_patches: int
-
-    @property
-    def tower(self) -> TowerSpec | None:
-        """The tower that encodes images, or None."""
-        return self.spec.served_tower
-
-    @property
-    def has_axes(self) -> bool:
-        """Return whether the positions of tokens have several axes."""
-        return any(rotation.axes for rotation in self.spec.rotations)
-
-
 class Admission:
     """Checks each request and adds it to `ledger` and `scheduler`.
 
@@ -75,13 +54,16 @@ class Admission:
         scheduler: Scheduler,
         prompts: SharedPrompts,
         ledger: Ledger,
+        spec: DecoderSpec,
         images: ImageLimits,
     ) -> None:
         self.num_added = 0
         self.joined_tokens = 0
         self._info = info
         self._vocabulary = _load_vocabulary(model)
-        self._scheduler, self._prompts, self._ledger, self._images = scheduler, prompts, ledger, images
+        self._scheduler, self._prompts, self._ledger = scheduler, prompts, ledger
+        self.images, self._tower = images, spec.served_tower
+        self._has_axes = any(rotation.axes for rotation in spec.rotations)
 
     def add(self, request: Request) -> None:
         """Accept a request. Raise InvalidRequestError, with nothing changed, if the request can never be served."""
@@ -172,8 +154,8 @@ class Admission:
 
     def _new_chain(self, cache_salt: str | None, request: Request, has_records: bool) -> Chain:
         spans = request.spans
-        if (tower := self._images.tower) is not None and request.images:
-            placed = zip(request.images, spans_of(request.images, tower), strict=True)
+        if self._tower is not None and request.images:
+            placed = zip(request.images, spans_of(request.images, self._tower), strict=True)
             spans = tuple(ContentSpan(span.start, span.end, image.content_hash) for image, span in placed)
         return self._scheduler.cache.identity.new_chain(cache_salt, spans, has_records)
 
@@ -181,8 +163,8 @@ class Admission:
         self, tokens: array[int], purpose: Generation | OpenScore, chain: Chain, images: tuple[ImageInput, ...]
     ) -> Sequence:
         sequence = Sequence((self.num_added, 0), tokens, len(tokens), chain, purpose)
-        if images and self._images.tower is not None:
-            sequence.media = SequenceMedia(images, self._images.tower, self._images.has_axes)
+        if images and self._tower is not None:
+            sequence.media = SequenceMedia(images, self._tower, self._has_axes)
         sequence.routes = Routes(self._info.route_bytes) if chain.has_records else None
         self._scheduler.waiting.add(sequence)
         return sequence
@@ -210,17 +192,10 @@ class Admission:
         """Raise InvalidRequestError unless all images of a prompt can be served."""
         if not images:
             return
-        limits, tower = self._images, self._images.tower
-        if tower is None or len(images) > limits.max_images:
-            raise InvalidRequestError(
-                f"images: a prompt may have at most {limits.max_images} images (got {len(images)}); raise max_images",
-                field="images",
-                value=len(images),
-                limit=limits.max_images,
-            )
+        tower = self.images.check(images, token_ids)
         if spans:
             raise InvalidRequestError("spans must be empty in a request with images; leave them out", field="spans")
-        check_images(images, token_ids, tower, limits.max_image_patches)
+        check_pixels(images, tower)
         encodings, info = self._scheduler.running.encodings, self._info
         assert encodings is not None
         # The other running sequences may each take a token of a step.

@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from .admission import Admission, ImageLimits
+from .admission import Admission
 from .cache.prefix_cache import Entry, PrefixCache
 from .cache.routes import RouteRecords
 from .config import EngineConfig
@@ -32,6 +32,7 @@ from .drafting.drafter import Drafter
 from .drafting.drafting import Drafting
 from .drafting.mtp import MtpDrafter
 from .drafting.repeats import RepeatsDrafter
+from .media import ImageLimits
 from .outputs.open_requests import Commit, OpenScore
 from .parallel.leader import RankedExecutor
 from .pipeline import Ledger, Pipeline
@@ -39,7 +40,7 @@ from .request import InFlight, Output, Request, SampleDelta, Tag
 from .running.executor import Executor, LocalExecutor
 from .running.loading import EngineInfo, LoadedModel, load_model
 from .running.weights import WeightStaging, WeightStore
-from .scheduling.encodings import Encodings
+from .scheduling.encodings import Encodings, EncodingStats
 from .scheduling.recurrent import Intervals, StateSlots, StateStats
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .stats import EngineStats
@@ -68,8 +69,11 @@ class Engine:
         self._executor, loaded = _new_executor(config, loaded)
         self._scheduler = _new_scheduler(config, self.info, loaded)
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
-        images = ImageLimits(loaded.model.spec, config.max_images, config.max_image_patches)
-        self._admission = Admission(self.info, loaded.folder, self._scheduler, self._prompts, self._ledger, images)
+        spec = loaded.model.spec
+        images = ImageLimits(spec.served_tower, config.max_images, config.max_image_patches)
+        self._admission = Admission(
+            self.info, loaded.folder, self._scheduler, self._prompts, self._ledger, spec, images
+        )
         self._drafting: Drafting | None = None
         if config.num_drafts:
             adapts = drafter is None and not draft_always
@@ -81,6 +85,11 @@ class Engine:
     def info(self) -> EngineInfo:
         """The properties and limits of the engine."""
         return self._executor.info
+
+    @property
+    def images(self) -> ImageLimits:
+        """The limits on the images of a request."""
+        return self._admission.images
 
     @property
     def weights(self) -> WeightStore:
@@ -240,6 +249,7 @@ class Engine:
         scheduler, ledger, admission = self._scheduler, self._ledger, self._admission
         tables, states = scheduler.cache.tables, scheduler.running.states
         checkpoints = StateStats() if states is None else states.slots.stats
+        images = EncodingStats() if scheduler.running.encodings is None else scheduler.running.encodings.stats
         return EngineStats(
             steps=scheduler.stats.steps,
             num_running=len(scheduler.running.sequences),
@@ -254,6 +264,8 @@ class Engine:
             deferred_admissions=scheduler.stats.deferred_admissions,
             evictions=sum(pool.evictions for pool in tables.pools),
             shortened_hits=scheduler.stats.shortened_hits,
+            images_encoded=images.encoded,
+            image_evictions=images.evictions,
             checkpoints_skipped=checkpoints.skipped,
             checkpoints_evicted=checkpoints.evicted,
             checkpoints_restored=checkpoints.restored,

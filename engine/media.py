@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -44,11 +44,31 @@ class ImageInput:
         """A 32-byte hash of kind, size, table and levels. The size matters: images of 8 x 12 and 12 x 8 patches can
         have the same levels.
         """
-        kind = b"image" if self.frames == 1 else b"video"
-        found = hashlib.sha256(kind + _GRID.pack(self.frames, self.rows, self.columns))
+        found = new_content_hash(self)
         for part in (self.table, self.levels):
             found.update(np.ascontiguousarray(part).data.cast("B"))
         return found.digest()
+
+
+class Placed(Protocol):
+    """The place and size of an image: see `ImageInput`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def frames(self) -> int: ...
+
+
+def new_content_hash(image: Placed) -> Any:
+    """Return a SHA-256 object of hashlib with the kind and the size of an image. With the table and the levels, it
+    becomes `ImageInput.content_hash`.
+    """
+    kind = b"image" if image.frames == 1 else b"video"
+    return hashlib.sha256(kind + _GRID.pack(image.frames, image.rows, image.columns))
 
 
 class Tower(Protocol):
@@ -74,41 +94,66 @@ class Tower(Protocol):
     def num_tokens(self, rows: int, columns: int) -> int: ...
 
 
-def check_images(images: Sequence[ImageInput], token_ids: np.ndarray, tower: Tower, most_patches: int) -> None:
-    """Raise InvalidRequestError unless the images of a prompt are sorted and disjoint, fit the tower, and cover
-    placeholders only. `most_patches`: the limit on the patches of an image. A patch counts once, however many frames
-    it has, because the tower's work is the same.
+@dataclass(frozen=True)
+class ImageLimits:
+    """The limits on the images of a request. `tower`: the tower that encodes images, or None. `max_images`,
+    `max_image_patches`: as in `EngineConfig`.
     """
-    before = 0
-    for i, image in enumerate(images):
-        field = f"images[{i}]"
-        _check_pixels(field, image, tower, most_patches)
-        end = image.start + tower.num_tokens(image.rows, image.columns)
-        if not before <= image.start < end <= len(token_ids):
+
+    tower: Tower | None
+    max_images: int
+    max_image_patches: int
+
+    def check(self, images: Sequence[Placed], token_ids: np.ndarray) -> Tower:
+        """Raise InvalidRequestError unless the images of a prompt are sorted and disjoint, fit the tower, cover
+        placeholders only, and are within the limits. Return the tower.
+
+        A patch counts once, however many frames it has, because the tower's work is the same.
+        """
+        if self.tower is None or len(images) > self.max_images:
             raise InvalidRequestError(
-                f"{field}: the tokens [{image.start}, {end}) overlap the previous image or exceed the prompt's "
-                f"{len(token_ids)} tokens; give sorted images that do not overlap",
-                field=field,
+                f"images: a prompt may have at most {self.max_images} images (got {len(images)}); raise max_images",
+                field="images",
+                value=len(images),
+                limit=self.max_images,
             )
-        if tower.sees_span and i and image.start == before:
-            raise InvalidRequestError(
-                f"{field}: the image begins where the previous image ends, and this model would treat both as one "
-                "image; put a token between them",
-                field=field,
-            )
-        placeholder = tower.placeholder if image.frames == 1 else tower.video_placeholder
-        others = np.flatnonzero(token_ids[image.start : end] != placeholder)
-        if len(others):
-            place = image.start + int(others[0])
-            raise InvalidRequestError(
-                f"{field}: token {place} must be the placeholder {placeholder} (got {token_ids[place]})",
-                field=field,
-                value=int(token_ids[place]),
-            )
-        before = end
+        before = 0
+        for i, image in enumerate(images):
+            before = _check_place(f"images[{i}]", image, token_ids, self.tower, self.max_image_patches, before)
+        return self.tower
 
 
-def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int) -> None:
+def _check_place(field: str, image: Placed, token_ids: np.ndarray, tower: Tower, most_patches: int, before: int) -> int:
+    """Check the size and the tokens of an image. `before`: the end of the previous image; 0 for the first image. Return
+    the end of the image.
+    """
+    _check_size(field, image, tower, most_patches)
+    end = image.start + tower.num_tokens(image.rows, image.columns)
+    if not before <= image.start < end <= len(token_ids):
+        raise InvalidRequestError(
+            f"{field}: the tokens [{image.start}, {end}) overlap the previous image or exceed the prompt's "
+            f"{len(token_ids)} tokens; give sorted images that do not overlap",
+            field=field,
+        )
+    if tower.sees_span and before and image.start == before:
+        raise InvalidRequestError(
+            f"{field}: the image begins where the previous image ends, and this model would treat both as one "
+            "image; put a token between them",
+            field=field,
+        )
+    placeholder = tower.placeholder if image.frames == 1 else tower.video_placeholder
+    others = np.flatnonzero(token_ids[image.start : end] != placeholder)
+    if len(others):
+        place = image.start + int(others[0])
+        raise InvalidRequestError(
+            f"{field}: token {place} must be the placeholder {placeholder} (got {token_ids[place]})",
+            field=field,
+            value=int(token_ids[place]),
+        )
+    return end
+
+
+def _check_size(field: str, image: Placed, tower: Tower, most_patches: int) -> None:
     if type(image.start) is not int:
         raise InvalidRequestError(f"{field}: start must be an integer (got {image.start!r})", field=field)
     _check_frames(field, image, tower)
@@ -126,8 +171,28 @@ def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int
             value=count,
             limit=most_patches,
         )
+
+
+def _check_frames(field: str, image: Placed, tower: Tower) -> None:
+    known = (1,) if tower.video_placeholder is None else (1, tower.frames)
+    if type(image.frames) is not int or image.frames not in known:
+        limit = "takes no videos" if len(known) == 1 else f"takes videos in parts of {tower.frames} frames"
+        raise InvalidRequestError(
+            f"{field}: frames must be {' or '.join(map(str, known))} (got {image.frames!r}): this model {limit}",
+            field=field,
+        )
+
+
+def check_pixels(images: Sequence[ImageInput], tower: Tower) -> None:
+    """Raise InvalidRequestError unless the arrays of the images fit their sizes, and the tables are finite."""
+    for i, image in enumerate(images):
+        _check_arrays(f"images[{i}]", image, tower)
+
+
+def _check_arrays(field: str, image: ImageInput, tower: Tower) -> None:
+    values = tower.channels * image.frames * tower.patch_size**2
     shapes = {
-        "levels": (image.levels, np.uint8, (count, tower.channels * image.frames * tower.patch_size**2)),
+        "levels": (image.levels, np.uint8, (image.rows * image.columns, values)),
         "table": (image.table, np.float32, (tower.channels, NUM_LEVELS)),
     }
     for name, (found, dtype, shape) in shapes.items():
@@ -140,13 +205,3 @@ def _check_pixels(field: str, image: ImageInput, tower: Tower, most_patches: int
             )
     if not np.isfinite(image.table).all():
         raise InvalidRequestError(f"{field}: table has values that are not finite", field=field)
-
-
-def _check_frames(field: str, image: ImageInput, tower: Tower) -> None:
-    known = (1,) if tower.video_placeholder is None else (1, tower.frames)
-    if type(image.frames) is not int or image.frames not in known:
-        limit = "takes no videos" if len(known) == 1 else f"takes videos in parts of {tower.frames} frames"
-        raise InvalidRequestError(
-            f"{field}: frames must be {' or '.join(map(str, known))} (got {image.frames!r}): this model {limit}",
-            field=field,
-        )

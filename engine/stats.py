@@ -61,6 +61,9 @@ class EngineStats:
     `shortened_hits`: tokens that were found in the cache but computed again. Tokens are computed again if the
     checkpoint of the recurrent state or the requested routed experts are missing.
 
+    `images_encoded`, `image_evictions`: images that were encoded, and encoded images that were evicted; 0 for models
+    without a vision tower.
+
     The `checkpoints_*` fields are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were
     not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.
     `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
@@ -88,6 +91,8 @@ class EngineStats:
     deferred_admissions: int
     evictions: int
     shortened_hits: int
+    images_encoded: int
+    image_evictions: int
     checkpoints_skipped: int
     checkpoints_evicted: int
     checkpoints_restored: int

@@ -34,6 +34,10 @@ class WorkerConfig(BaseModel):
     - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and their maximum total size in
       bytes, including the names of their callers. The oldest results are evicted first.
     - `max_unread_bytes`: maximum total size, in bytes, of the replies that clients have not read yet
+    - `max_image_bytes`: maximum size of the pixels of all images, in bytes, as the image processor made them. Requests
+      wait until there is room for all their images. Pixels of ended requests are kept while there is room.
+    - `image_seconds`: if a client that was asked for an image sends nothing for this many seconds, its requests for
+      that image fail
     - `drain_seconds`: time for running requests to finish when the worker shuts down
     - `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is paused,
       draining, asleep, waking, updating or dirty
@@ -55,6 +59,8 @@ class WorkerConfig(BaseModel):
     max_kept_results: int = Field(16384, ge=0)
     max_kept_bytes: int = Field(256 * 2**20, ge=0)
     max_unread_bytes: int = Field(256 * 2**20, ge=0)
+    max_image_bytes: int = Field(2**30, ge=1)
+    image_seconds: float = Field(60.0, gt=0.0)
     drain_seconds: float = Field(30.0, ge=0.0)
     while_unavailable: Literal["queue", "reject"] = "queue"
     metrics_port: int | None = Field(None, ge=1, le=65535)

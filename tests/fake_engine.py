@@ -19,6 +19,7 @@ from typing import Any, Never
 import numpy as np
 import torch
 
+from trueroll.engine.media import ImageLimits
 from trueroll.engine.request import (
     FinishReason,
     GenerateRequest,
@@ -42,6 +43,7 @@ FAIL_IN_STEP = 901
 FAIL_IN_ADD = 902
 HANG_IN_STEP = 903
 SLOW_STEP = 904
+PLACEHOLDER = 905
 STAGING_BYTES = 500
 SHAPES = {"a": (48, 4), "b": (5,), "embed": (32, 4)}
 
@@ -63,6 +65,23 @@ class FakeInfo:
 
 
 @dataclass(frozen=True)
+class FakeTower:
+    """The images of this tower have blocks of 2 x 2 patches of 2 x 2 pixels."""
+
+    placeholder: int = PLACEHOLDER
+    video_placeholder: int | None = None
+    frames: int = 1
+    patch_size: int = 2
+    merge: int = 2
+    channels: int = 3
+    sees_span: bool = False
+    grid: tuple[int, int] | None = None
+
+    def num_tokens(self, rows: int, columns: int) -> int:
+        return rows * columns // 4
+
+
+@dataclass(frozen=True)
 class FakeStats:
     steps: int
     num_running: int
@@ -78,6 +97,8 @@ class FakeStats:
     deferred_admissions: int = 0
     evictions: int = 0
     shortened_hits: int = 0
+    images_encoded: int = 0
+    image_evictions: int = 0
     checkpoints_skipped: int = 0
     checkpoints_evicted: int = 0
     checkpoints_restored: int = 0
@@ -189,6 +210,7 @@ class FakeEngine:
     """
 
     info = FakeInfo()
+    images = ImageLimits(FakeTower(), 8, 64)
 
     def __init__(self, weights: FakeWeights | None = None) -> None:
         self.weight_version = 3

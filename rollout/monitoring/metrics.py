@@ -311,6 +311,8 @@ _ENGINE_COUNTERS = (
     ("deferred_admissions", "deferred_admissions", "Steps during which requests waited for a shared prefix."),
     ("evictions", "evictions", "Cached blocks that were evicted."),
     ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
+    ("images_encoded", "images_encoded", "Images that the vision tower has encoded."),
+    ("image_evictions", "image_evictions", "Encoded images that were evicted."),
     ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of recurrent states skipped for lack of room."),
     ("checkpoints_evicted", "checkpoints_evicted", "Checkpoints of recurrent states that were evicted."),
     ("checkpoints_restored", "checkpoints_restored", "Sequences that continued from a checkpoint of their state."),

@@ -45,6 +45,7 @@ from .codec import (
     tokens_to_bytes,
 )
 from .content import (
+    MOST_PART_BYTES,
     ImageRef,
     NeedImage,
     PutImage,
@@ -92,6 +93,7 @@ from .messages import (
 )
 
 __all__ = [
+    "MOST_PART_BYTES",
     "ALL_TAGS",
     "Abort",
     "AbortPush",

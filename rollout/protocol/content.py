@@ -15,7 +15,7 @@ from typing import Annotated, Literal, TypeAlias
 import numpy as np
 from pydantic import FailFast, Field
 
-from ...engine.media import NUM_LEVELS, ImageInput
+from ...engine.media import NUM_LEVELS, ImageInput, Tower
 from ...engine.request import HASH_BYTES, MAX_SPANS
 from ...weight_sync.payload.messages import Count, Id, Message
 
@@ -23,6 +23,7 @@ MOST_PART_BYTES = 2**20
 """The maximum size of a part of an image's content."""
 ContentHash = Annotated[bytes, Field(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Patches = Annotated[int, Field(ge=1, le=2**20)]
+Frames = Annotated[int, Field(ge=1, le=16)]
 
 
 class ImageRef(Message):
@@ -31,7 +32,7 @@ class ImageRef(Message):
     start: Count
     rows: Patches
     columns: Patches
-    frames: Literal[1, 2] = 1
+    frames: Frames = 1
     content_hash: ContentHash
 
 
@@ -81,17 +82,19 @@ def part_of(image: ImageInput, start: int, num_bytes: int) -> bytes:
     return first + bytes(levels[max(0, start - len(table)) : max(0, end - len(table))])
 
 
-def num_content_bytes(ref: ImageRef, channels: int, patch_size: int) -> int:
-    """Return the size of an image's content, for a tower with these channels and patches."""
-    return channels * (4 * NUM_LEVELS + ref.rows * ref.columns * ref.frames * patch_size**2)
+def num_content_bytes(ref: ImageRef, tower: Tower) -> int:
+    """Return the size of an image's content."""
+    return tower.channels * (4 * NUM_LEVELS + ref.rows * ref.columns * ref.frames * tower.patch_size**2)
 
 
-def image_of(ref: ImageRef, content: bytes | bytearray, channels: int) -> ImageInput:
-    """Return the image that consists of this content. The arrays of the image share the memory of `content`."""
-    split = 4 * NUM_LEVELS * channels
-    table = np.frombuffer(content, "<f4", channels * NUM_LEVELS).reshape(channels, NUM_LEVELS)
+def image_of(ref: ImageRef, content: bytearray, tower: Tower) -> ImageInput:
+    """Return an image from its content, with the hash that `ref` names. The arrays share the memory of `content`."""
+    split = 4 * NUM_LEVELS * tower.channels
+    table = np.frombuffer(content, "<f4", split // 4).reshape(tower.channels, NUM_LEVELS)
     levels = np.frombuffer(content, np.uint8, offset=split).reshape(ref.rows * ref.columns, -1)
-    return ImageInput(ref.start, ref.rows, ref.columns, levels, table, ref.frames)
+    image = ImageInput(ref.start, ref.rows, ref.columns, levels, table, ref.frames)
+    vars(image)["content_hash"] = ref.content_hash  # so that it is not computed again
+    return image
 
 
 def content_of_images(images: Sequence[ImageRef]) -> bytes:

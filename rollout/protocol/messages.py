@@ -405,8 +405,8 @@ class Health(Message):
     - `weight_version`: version of the served weights; None while loading
     - `requests`: the numbers of `open` requests (accepted but unfinished), of `running` and `waiting` sequences in the
       engine, and of `kept` results (not yet acknowledged)
-    - `memory`: bytes of each kind of memory. The kinds are `process` (resident memory) and, once the model is loaded,
-      `weights`, `kv_cache`, `staging` and (only with experts) `routed_experts`
+    - `memory`: bytes of each kind of memory. The kinds are `process` (resident memory), `images` (pixels) and, once the
+      model is loaded, `weights`, `kv_cache`, `staging` and (only with experts) `routed_experts`
     - `engine`: description of the engine (model, backend, isa, dtype, sizes); None while loading
     - `sleeping`: tags of the memory that `sleep` has released
     - `push`: the push in progress, if any

@@ -58,7 +58,7 @@ ENGINE: Table = {
         "pieces": "Number of pieces in which sums are computed: 1, 2, 4 or 8. The trainer needs the same number. "
         "Default: chosen for the model.",
     },
-    "Images (only the engine's Python API takes images so far)": {
+    "Images": {
         "max_images": "Maximum number of images in a prompt; 0: the model's vision tower is not loaded.",
         "max_image_patches": "Maximum size of an image, in patches of the tower.",
         "image_cache_bytes": "Maximum bytes of encoded images.",
@@ -86,6 +86,8 @@ WORKER: Table = {
         "max_kept_results": "Maximum number of results kept until a client acknowledges them.",
         "max_kept_bytes": "Maximum bytes of kept results.",
         "max_unread_bytes": "Maximum bytes of replies to clients that do not read.",
+        "max_image_bytes": "Maximum bytes of the pixels of images.",
+        "image_seconds": "Seconds for which a client may be silent while it sends an image.",
     },
     "Operation": {
         "while_unavailable": "New requests wait, or are refused, while the worker is paused, asleep or being updated.",

@@ -1,8 +1,8 @@
 """The requests of a worker, from submission to terminal reply.
 
-Owns: entries of requests (`ledger`), admission, requests that wait for the engine (`WaitingRoom`), streams (`Streams`),
-and pending aborts. Does not own: sockets, the engine, or the state of the worker. All code here runs on the thread of
-`Worker.run`.
+Owns: entries of requests (`ledger`), admission (`admission`), requests that wait for the engine (`WaitingRoom`), images
+(`images`), streams (`streams`), and pending aborts. Does not own: sockets, the engine, or the state of the worker. All
+code here runs on the thread of `Worker.run`.
 
 Guarantees: every submission of an accepted request gets exactly one terminal reply, provided that the client reads
 replies. Every request ends through `RequestBook.end`, after success, an error, an abort, a lost client or a shutdown.
@@ -12,23 +12,16 @@ prefixes of another user.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from math import inf
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
-from trueroll.errors import (
-    InvalidRequestError,
-    QueueFullError,
-    StaleWeightsError,
-    TruerollError,
-    UnavailableError,
-    UnknownRequestError,
-)
+from trueroll.errors import InvalidRequestError, StaleWeightsError, TruerollError, UnknownRequestError
 
+from ...engine.media import ImageInput, ImageLimits
 from ...engine.request import (
     GenerateRequest,
     Output,
@@ -37,310 +30,17 @@ from ...engine.request import (
     SampleOutput,
     ScoreOutput,
     ScoreRequest,
-    check_length,
     derive_seed,
     seed_of,
 )
 from .. import protocol
 from ..config import WorkerConfig
-from ..protocol import Delta, Deltas, Generate, GetScores, Growth, State
+from ..protocol import Generate, GetScores
+from .admission import Conditions, check_admission, check_joining, check_succession, serves, too_old
 from .engine_thread import Add, Command, End, Ended, Run, Stream
-from .ledger import Calls, Entry, Ledger, Submission, asked_by, num_bytes_of, salt_of, scoped, submission_of
-
-FEW_READERS = 8
-"""While at most this number of readers stream requests, every reader gets every token at once."""
-MOST_CALLERS = 1024
-"""Maximum number of callers that can submit the same request."""
-
-
-class Conditions(NamedTuple):
-    """The parts of the worker's state that determine the admission of a request.
-
-    `takes_requests`: the engine accepts requests now. `version`: version of the served weights; None until the model
-    has loaded.
-    """
-
-    state: State
-    is_ending: bool
-    takes_requests: bool
-    version: int | None
-
-
-def check_admission(
-    message: Generate | GetScores,
-    conditions: Conditions,
-    config: WorkerConfig,
-    ledger: Ledger,
-    max_model_len: int | None,
-) -> None:
-    """Raise an error if the worker cannot accept a new request.
-
-    The error is UnavailableError, InvalidRequestError, QueueFullError or StaleWeightsError.
-    """
-    _check_state(conditions, config)
-    num_samples = message.params.n if isinstance(message, Generate) else 1
-    if num_samples > config.max_n:
-        text = f"n: must be at most max_n = {config.max_n} (got {num_samples})"
-        raise InvalidRequestError(text, field="n", value=num_samples, limit=config.max_n)
-    _check_limit(config, "max_queued_requests", len(ledger.open), 1)
-    _check_limit(config, "max_queued_samples", ledger.num_samples_left, num_samples)
-    _check_limit(config, "max_queued_bytes", ledger.num_bytes_open, num_bytes_of(message))
-    if conditions.takes_requests and (version := conditions.version) is not None:
-        if not (message.wait_for_weights or serves(message, version)):
-            raise too_old(message, version)
-    if max_model_len is not None:
-        check_length(*_length(message), max_model_len)
-
-
-def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError if a known request cannot accept another submission."""
-    is_open = entry.key in ledger.open
-    if is_open and len(entry.subscribers) >= (most := config.max_queued_requests):
-        raise _too_many("clients are waiting for", entry, most)
-    if len(entry.callers) + (submission.caller not in entry.callers) > MOST_CALLERS:
-        raise _too_many("callers of", entry, MOST_CALLERS)
-    if is_open:
-        _check_room_to_wait(submission, config, ledger)
-
-
-def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError if no more submissions may wait for an open request to end."""
-    if len(entry.successors) >= (most := config.max_queued_requests):
-        raise _too_many("clients are waiting for the end of", entry, most)
-    _check_room_to_wait(submission, config, ledger)
-
-
-def _check_room_to_wait(submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
-    """Raise QueueFullError if the submissions of known requests would exceed `max_queued_bytes`.
-
-    Submissions of known requests have a separate budget, so that a client can submit a request again after a lost
-    connection.
-    """
-    more, of = submission.num_bytes, " by submissions of known requests"
-    _check_limit(config, "max_queued_bytes", ledger.awaited.num_bytes, more, of)
-
-
-def _too_many(which: str, entry: Entry, most: int) -> QueueFullError:
-    return QueueFullError(
-        f"queue: too many {which} request {entry.message.id!r} (limit {most}); try again later",
-        value=most + 1,
-        limit=most,
-    )
-
-
-def _check_state(conditions: Conditions, config: WorkerConfig) -> None:
-    state = conditions.state
-    if conditions.is_ending or state == "failed":
-        raise UnavailableError(f"worker is shutting down (state {state}); use another worker", value=state)
-    if config.while_unavailable == "reject" and state not in ("loading", "ready"):
-        raise UnavailableError(
-            f"worker: accepts no requests in state {state}; try again later, or start the worker with "
-            "while_unavailable = queue",
-            value=state,
-        )
-
-
-def _check_limit(config: WorkerConfig, limit: str, held: int, more: int, of: str = "") -> None:
-    if held + more > (most := getattr(config, limit)):
-        raise QueueFullError(
-            f"queue: {limit} = {most} is exceeded ({held} in use{of}, {more} more requested); wait for results, then "
-            "retry",
-            field=limit,
-            value=held + more,
-            limit=most,
-        )
-
-
-def _length(message: Generate | GetScores) -> tuple[str, int, int]:
-    """Return the name of the prompt field, the length of the prompt in tokens, and the number of new tokens that must
-    also fit in the context.
-    """
-    if isinstance(message, GetScores):
-        return "token_ids", len(message.token_ids) // 4, 0
-    num_new = 1 if (most := message.params.max_tokens) is None else most
-    return "prompt_token_ids", len(message.prompt_token_ids) // 4, num_new
-
-
-MOST_BYTES = 2**20
-"""Maximum size of a message in bytes. A message with a single token may be larger."""
-Reader: TypeAlias = tuple[bytes, str | None]
-"""The identity of a connection, and the caller that uses the connection."""
-_Place: TypeAlias = tuple[str, int]
-"""A sample, as the key of the request and the index of the sample."""
-
-
-@dataclass
-class _Stream:
-    """A streamed request.
-
-    `growths`: the tokens received so far for each unfinished sample, by sample index. `readers`: the request's readers.
-    """
-
-    growths: dict[int, Growth] = field(default_factory=dict)
-    readers: set[Reader] = field(default_factory=set)
-
-
-@dataclass
-class _Progress:
-    """The progress of a reader.
-
-    `keys`: keys of the requests that the reader streams. `told`: for each sample, the number of tokens that were
-    already sent to the reader. `due`: samples with unsent tokens. `pause`: see `Streams.add`.
-    `next_at`: earliest time of the next message, in monotonic seconds.
-    """
-
-    keys: set[str] = field(default_factory=set)
-    told: dict[_Place, int] = field(default_factory=dict)
-    due: dict[_Place, None] = field(default_factory=dict)
-    pause: float = 0.0
-    next_at: float = 0.0
-
-    def forget(self, place: _Place) -> None:
-        self.told.pop(place, None)
-        self.due.pop(place, None)
-
-
-class Streams:
-    """The streamed requests, by key, and their readers.
-
-    `send`: sends a message to a connection. `takes`: returns whether a connection has read all messages sent so far.
-
-    Owns: the tokens of unfinished samples in streamed requests, stored once for all readers; and the progress of each
-    reader. Does not own: sockets, the ledger, or the replies that end a sample.
-
-    Guarantees: a reader gets each token once and in order, from the first token on. A reader that joins late also
-    starts with the first token. Deltas stop when a sample ends, because the finished sample contains the remaining
-    tokens. Once a reader has read all earlier messages and its pause is over, the stream sends all unsent tokens in one
-    message, or in several messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each
-    sample is stored. A request without readers needs no memory in `Streams`.
-    """
-
-    def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:
-        self._send, self._takes = send, takes
-        self._streams: dict[str, _Stream] = {}
-        self._progress: dict[Reader, _Progress] = {}
-        self._by_identity: defaultdict[bytes, set[Reader]] = defaultdict(set)
-        self._due: dict[Reader, None] = {}
-
-    def __contains__(self, key: str) -> bool:
-        """Return whether a request is streamed."""
-        return key in self._streams
-
-    def add(self, key: str, reader: Reader, pause: float = 0.0) -> None:
-        """Add a reader of a request. A reader that is added again starts over with the first token.
-
-        `pause`: minimum time between two messages to the reader while there are more than `FEW_READERS` readers, in
-        seconds. The latest pause of a reader applies to all requests of the reader.
-        """
-        self._remove(key, reader)
-        stream = self._streams.setdefault(key, _Stream())
-        stream.readers.add(reader)
-        progress = self._progress.setdefault(reader, _Progress())
-        progress.keys.add(key)
-        progress.pause = pause
-        self._by_identity[reader[0]].add(reader)
-        for index in stream.growths:
-            self._fall_due(reader, (key, index))
-
-    def grow(self, key: str, delta: Delta) -> None:
-        """Add new tokens to a sample of a streamed request."""
-        stream = self._streams[key]
-        growth = stream.growths.get(delta.index)
-        if growth is None:
-            stream.growths[delta.index] = Growth(delta)
-        elif not growth.put(delta):
-            raise RuntimeError(
-                f"streams: the delta of {key!r} at token {delta.start} does not continue the {growth.num_tokens} "
-                "tokens received so far"
-            )
-        for reader in stream.readers:
-            self._fall_due(reader, (key, delta.index))
-
-    def end_sample(self, key: str, index: int) -> None:
-        """End a sample for all readers. No reader gets another delta of the sample."""
-        if stream := self._streams.get(key):
-            stream.growths.pop(index, None)
-            for reader in stream.readers:
-                self._progress[reader].forget((key, index))
-
-    def end(self, key: str) -> None:
-        """End the stream of a request."""
-        if stream := self._streams.get(key):
-            for reader in list(stream.readers):
-                self._remove(key, reader)
-            del self._streams[key]
-
-    def withdraw(self, key: str, caller: str) -> None:
-        """Remove the request's readers that belong to `caller`."""
-        if stream := self._streams.get(key):
-            for reader in [reader for reader in stream.readers if reader[1] == caller]:
-                self._remove(key, reader)
-
-    def lose(self, identity: bytes) -> None:
-        """Remove the readers of a lost connection."""
-        for reader in list(self._by_identity.get(identity, ())):
-            for key in list(self._progress[reader].keys):
-                self._remove(key, reader)
-
-    def flush(self, now: float) -> float:
-        """Send unsent tokens to each reader that has read all earlier messages and does not pause.
-
-        `now`: the current time, in monotonic seconds. Return the time at which the next pause ends; infinity if no
-        reader with unsent tokens pauses.
-        """
-        next_at, has_many = inf, len(self._progress) > FEW_READERS
-        for reader in list(self._due):
-            if (progress := self._progress.get(reader)) is None:
-                continue  # lost while an earlier message was sent
-            if has_many and progress.next_at > now:
-                next_at = min(next_at, progress.next_at)
-                continue
-            while reader in self._due and self._takes(reader[0]):
-                if parts := self._take(progress):
-                    self._send(reader[0], Deltas(samples=tuple(parts), caller=reader[1]))
-                    progress.next_at = now + progress.pause
-                if not progress.due:
-                    self._due.pop(reader, None)
-        return next_at
-
-    def _take(self, progress: _Progress) -> list[Delta]:
-        """Return the deltas for one message."""
-        parts: list[Delta] = []
-        room = MOST_BYTES
-        while progress.due and room > 0:
-            key, index = place = next(iter(progress.due))
-            growth = self._streams[key].growths[index]
-            part = growth.part(progress.told.get(place, 0), room)
-            parts.append(part)
-            room -= part.num_bytes
-            progress.told[place] = part.start + part.num_tokens
-            if progress.told[place] == growth.num_tokens:
-                del progress.due[place]
-        return parts
-
-    def _fall_due(self, reader: Reader, place: _Place) -> None:
-        self._progress[reader].due[place] = None
-        self._due[reader] = None
-
-    def _remove(self, key: str, reader: Reader) -> None:
-        progress = self._progress.get(reader)
-        if progress is None or key not in progress.keys:
-            return
-        progress.keys.remove(key)
-        stream = self._streams[key]
-        stream.readers.remove(reader)
-        for index in stream.growths:
-            progress.forget((key, index))
-        if not progress.keys:
-            self._forget(reader)
-
-    def _forget(self, reader: Reader) -> None:
-        del self._progress[reader]
-        self._due.pop(reader, None)
-        readers = self._by_identity[reader[0]]
-        readers.remove(reader)
-        if not readers:
-            del self._by_identity[reader[0]]
+from .images import ImageStore, Supplier
+from .ledger import Calls, Entry, Ledger, Submission, asked_by, salt_of, scoped, submission_of
+from .streams import Streams
 
 
 @dataclass
@@ -368,35 +68,46 @@ class Waiting:
 
 
 class WaitingRoom:
-    """The requests that have not been sent to the engine yet, by key.
+    """The requests that have not been sent to the engine yet, by key. Some of them lack images.
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
     requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
-    sample is never computed. Requests that wait for newer weights may be overtaken by later requests, because the
-    waiting room checks its requests again only when the weights may have changed.
+    sample is never computed. Requests that lack images or wait for newer weights may be overtaken by later requests,
+    because the waiting room checks its requests again only when the weights may have changed.
     """
 
     def __init__(self) -> None:
         self._due: dict[str, Waiting] = {}
         self._early: dict[str, Waiting] = {}
+        self._without_images: dict[str, Waiting] = {}
 
     def __len__(self) -> int:
-        return len(self._due) + len(self._early)
+        return len(self._due) + len(self._early) + len(self._without_images)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._due or key in self._early
+        return key in self._due or key in self._early or key in self._without_images
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the keys of all requests."""
+        return chain(self._due, self._early, self._without_images)
 
     def add(self, key: str, waiting: Waiting) -> None:
-        """Add a request, to be checked by the next `take_due`."""
+        """Add a request. If it lacks no images, the next `take_due` checks it."""
+        (self._without_images if waiting.message.images else self._due)[key] = waiting
+
+    def give_images(self, key: str, images: tuple[ImageInput, ...]) -> None:
+        """Add the images of a request, to be checked by the next `take_due`."""
+        waiting = self._without_images.pop(key)
+        waiting.request = replace(waiting.request, images=images)
         self._due[key] = waiting
 
     def get(self, key: str) -> Waiting | None:
-        return self._due.get(key) or self._early.get(key)
+        return self._due.get(key) or self._early.get(key) or self._without_images.get(key)
 
     def discard(self, key: str) -> None:
         """Remove a request that has ended."""
-        self._due.pop(key, None)
-        self._early.pop(key, None)
+        for waiting in (self._due, self._early, self._without_images):
+            waiting.pop(key, None)
 
     def look_at_all(self) -> None:
         """Make the next `take_due` check all requests again, because the weights may have changed."""
@@ -426,23 +137,6 @@ class WaitingRoom:
         """Remove and return the requests that wait for weights. Called when the worker accepts no more pushes."""
         early, self._early = self._early, {}
         return list(early.values())
-
-
-def serves(message: Generate | GetScores, version: int | None) -> bool:
-    """Return whether weights of version `version` are new enough for the request."""
-    demanded = message.min_weight_version
-    return demanded is None or (version is not None and version >= demanded)
-
-
-def too_old(message: Generate | GetScores, version: int) -> StaleWeightsError:
-    """Return the error for a request that demands newer weights than `version`."""
-    return StaleWeightsError(
-        f"min_weight_version: the request needs version {message.min_weight_version} or later, but the worker serves "
-        f"version {version} (a restarted worker has lost its pushes); push newer weights, or set wait_for_weights",
-        field="min_weight_version",
-        value=message.min_weight_version,
-        limit=version,
-    )
 
 
 def _empty_sample(request: GenerateRequest, index: int) -> SampleOutput:
@@ -494,6 +188,9 @@ class RequestBook:
         self.waiting_room = WaitingRoom()
         self.max_model_len: int | None = None
         self.streams = Streams(self._tell, takes)
+        self.images = ImageStore(
+            config.max_image_bytes, config.image_seconds, config.max_message_bytes // 2, self._tell
+        )
         self._aborts = Calls(send, config.max_queued_requests)
         self._interrupted: list[Entry] = []
 
@@ -531,17 +228,24 @@ class RequestBook:
         self.ledger.subscribe(entry, submission)
         if submission.num_streamed and entry.key in self.ledger.open:
             self._stream(entry.key, submission)
+        if message.images:
+            self.images.offer(entry.key, Supplier(identity, message.caller))
 
     def _open(self, user: str | None, message: protocol.Generate | protocol.GetScores) -> Entry:
         conditions = self._conditions()
         check_admission(message, conditions, self._config, self.ledger, self.max_model_len)
+        if message.images:
+            self.images.check(message.images, _shown_tokens(message))
         params = None
         if isinstance(message, protocol.Generate):
             params = message.params
             if params.seed is None:
-                params = params.model_copy(update={"seed": seed_of(message.id, message.prompt_token_ids)})
+                content = message.prompt_token_ids + protocol.content_of_images(message.images)
+                params = params.model_copy(update={"seed": seed_of(message.id, content)})
         entry = self.ledger.add(user, message, params)
         self.waiting_room.add(entry.key, Waiting(_request_of(entry), message))
+        if message.images:
+            self.images.add(entry.key, message.id, message.images)
         if conditions.takes_requests:
             self._give(conditions.version)
         return entry
@@ -564,6 +268,7 @@ class RequestBook:
             return
         if message.caller is not None:
             self.streams.withdraw(key, message.caller)
+            self.images.withdraw(key, message.caller)
         if message.caller is not None and self.ledger.withdraw(key, message.caller):
             self._aborts.answer(call, _aborted(message, 0))
         else:
@@ -586,6 +291,7 @@ class RequestBook:
         client that reconnects submits the request again.
         """
         self.streams.lose(identity)
+        self.images.lose(identity)
         for entry in self.ledger.awaited.lose(identity):
             waits = self.waiting_room.get(entry.key)
             if waits is not None and (
@@ -596,6 +302,37 @@ class RequestBook:
             elif _ends_with_client(entry):
                 entry.is_wanted = False
                 self._tell_engine(Abortion(entry))
+
+    # Images.
+
+    def put_image(self, identity: bytes, message: protocol.PutImage) -> None:
+        """Handle a part of an image."""
+        self.images.put(identity, message)
+
+    def serve_images(self, limits: ImageLimits) -> None:
+        """Begin to ask for images, because the model has loaded. End the requests whose images it cannot serve."""
+        self.images.serve(limits)
+        for key in list(self.waiting_room):
+            waiting = self.waiting_room.get(key)
+            assert waiting is not None
+            if waiting.message.images:
+                try:
+                    self.images.check(waiting.message.images, _shown_tokens(waiting.message))
+                except InvalidRequestError as error:
+                    self.end(key, error)
+        self.images.give_room()
+
+    def follow_images(self) -> None:
+        """Admit the requests that have got their images, and end the requests that cannot get them. Call this method
+        regularly, at the latest when `images.deadline` has passed.
+        """
+        self.images.follow()
+        for key, error in self.images.take_failed().items():
+            self.end(key, error)
+        if ready := self.images.take_ready():
+            for key in ready:
+                self.waiting_room.give_images(key, self.images.images_of(key))
+            self.admit(self._conditions().is_ending)
 
     # Commands and events of the engine.
 
@@ -660,6 +397,7 @@ class RequestBook:
         entry = self.ledger.open[key]
         self.streams.end(key)
         self.waiting_room.discard(key)
+        self.images.end(key)
         if error is None:
             self.ledger.finish(key)
         else:
@@ -692,7 +430,7 @@ class RequestBook:
     # The end of the worker.
 
     def let_in_the_last(self) -> None:
-        """Send all waiting requests to the engine.
+        """Send all waiting requests to the engine, except for the requests that lack images.
 
         Abort the requests that need newer weights, because the worker accepts no more pushes.
         """
@@ -702,9 +440,12 @@ class RequestBook:
             self.take_outputs(waiting.abort(None))
 
     def abort_all(self) -> None:
-        """Tell the engine to abort every request."""
-        for entry in list(self.ledger.open.values()):
-            self._tell_engine(Abortion(entry))
+        """Abort every request."""
+        for key, entry in list(self.ledger.open.items()):
+            if (waiting := self.waiting_room.get(key)) is not None:
+                self.take_outputs(waiting.abort(None))
+            else:
+                self._tell_engine(Abortion(entry))
 
     def fail_all(self, error: TruerollError) -> None:
         """Answer every request and every abort call with an error."""
@@ -751,8 +492,15 @@ class RequestBook:
         for identity, caller, *_ in entry.subscribers:
             self._send(identity, protocol.address(reply, caller))
 
-    def _tell(self, identity: bytes, deltas: protocol.Deltas) -> None:
-        self._send(identity, protocol.encode(deltas))
+    def _tell(self, identity: bytes, message: protocol.Deltas | protocol.NeedImage) -> None:
+        self._send(identity, protocol.encode(message))
+
+
+def _shown_tokens(message: Generate | GetScores) -> np.ndarray:
+    """Return the tokens that the model reads. The last token of a scored sequence is not one of them."""
+    if isinstance(message, GetScores):
+        return protocol.bytes_to_tokens(message.token_ids)[:-1]
+    return protocol.bytes_to_tokens(message.prompt_token_ids)
 
 
 def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> bytes:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from trueroll.errors import TruerollError, UnknownRequestError
 
+from ...engine.media import ImageLimits
 from ...engine.request import InFlight, Output, Request, SampleDelta, Tag
 from ..monitoring.timings import Histogram
 
@@ -34,6 +35,9 @@ class ServedEngine(Protocol):
 
     info: Any
     """A dataclass that describes the engine, with fields `backend` and `backend_note`."""
+
+    @property
+    def images(self) -> ImageLimits: ...
 
     @property
     def weights(self) -> Destination: ...
@@ -136,10 +140,13 @@ class Stop:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The engine is built. `info`: the EngineInfo as a dictionary. `weights`: the destination of pushes."""
+    """The engine is built. `info`: the EngineInfo as a dictionary. `weights`: the destination of pushes. `images`: the
+    limits on images.
+    """
 
     info: dict[str, Any]
     weights: Destination
+    images: ImageLimits
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ class EngineThread(threading.Thread):
         try:
             engine = self._make_engine()
             self._take_snapshot(engine, made_progress=True)
-            self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights))
+            self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights, engine.images))
             self._loop(engine)
         except BaseException as error:  # every cause of the thread's end must be reported
             self._publish(Failed(error))

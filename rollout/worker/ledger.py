@@ -53,7 +53,7 @@ FIXED_BYTES = 4096
 INT_BYTES = 36
 """Estimated memory of a number, including its slot in a tuple, in bytes."""
 SPAN_BYTES = 256
-"""Estimated memory of a span, in bytes."""
+"""Estimated memory of a span, or of an image without its pixels, in bytes."""
 NAME_BYTES = 256
 """Estimated memory of a waiting submission or of a remembered caller, without the caller's name, in bytes."""
 STREAM_BYTES = 256
@@ -65,7 +65,7 @@ def num_bytes_of(message: Generate | GetScores) -> int:
 
     Tokens count twice, because they are stored as bytes and as an array.
     """
-    beside = FIXED_BYTES + SPAN_BYTES * len(message.spans)
+    beside = FIXED_BYTES + SPAN_BYTES * (len(message.spans) + len(message.images))
     if isinstance(message, GetScores):
         return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
     params = message.params

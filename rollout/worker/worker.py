@@ -34,6 +34,7 @@ from trueroll.errors import (
     WorkerFailedError,
 )
 
+from ...engine.media import ImageLimits
 from ...weight_sync.transports.policy import PushPolicy
 from .. import protocol
 from ..config import WorkerConfig
@@ -42,10 +43,11 @@ from ..monitoring.resident import ResidentMemory
 from ..monitoring.timings import Timings
 from ..network.keys import Role
 from ..network.router import Peer, Router
-from .book import Conditions, RequestBook
+from .admission import Conditions
+from .book import RequestBook
 from .control import Control
 from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
-from .ledger import Calls, Ledger
+from .ledger import Calls
 from .pushes import PushNews
 
 if TYPE_CHECKING:
@@ -61,18 +63,18 @@ class Vitals:
     """
 
     def __init__(
-        self, config: WorkerConfig, engine_thread: EngineThread, ledger: Ledger, control: Control, timings: Timings
+        self, config: WorkerConfig, engine_thread: EngineThread, book: RequestBook, control: Control, timings: Timings
     ) -> None:
         self.instance = secrets.token_hex(8)
         self.info: dict[str, Any] | None = None
-        self._config, self._engine_thread, self._ledger, self._control = config, engine_thread, ledger, control
+        self._config, self._engine_thread, self._book, self._control = config, engine_thread, book, control
         self._timings = timings
         self._resident = ResidentMemory()
 
     def health(self, id: str = "metrics") -> protocol.Health:
         """Return the worker's health."""
         snapshot, lifecycle = self._engine_thread.snapshot, self._control.lifecycle
-        requests = {"open": len(self._ledger.open), "kept": len(self._ledger.kept)}
+        requests = {"open": len(self._book.ledger.open), "kept": len(self._book.ledger.kept)}
         if snapshot is not None:
             requests |= {"running": snapshot.stats["num_running"], "waiting": snapshot.stats["num_waiting"]}
         return protocol.Health(
@@ -93,7 +95,7 @@ class Vitals:
         """Return the lifetime counters."""
         snapshot = self._engine_thread.snapshot
         engine = {} if snapshot is None else snapshot.stats
-        return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._ledger.stats))
+        return protocol.Stats(id=id, engine=engine, service=dataclasses.asdict(self._book.ledger.stats))
 
     def timings(self) -> Timings:
         """Return the durations of steps, pushes and sleeps."""
@@ -129,7 +131,7 @@ class Vitals:
         return self.info | {"commit_note": weights.commit_note, "optional_note": weights.optional_note}
 
     def _memory(self) -> dict[str, int]:
-        memory = {"process": self._resident.num_bytes()}
+        memory = {"process": self._resident.num_bytes(), "images": self._book.images.num_bytes}
         if (snapshot := self._engine_thread.snapshot) is not None:
             memory |= snapshot.memory | {"staging": self._control.pushes.staging_bytes}
         return memory
@@ -328,6 +330,9 @@ class Dispatch:
         if isinstance(message, protocol.Ack):
             self._book.acknowledge(peer.client.user, message)
             return
+        if isinstance(message, protocol.PutImage):
+            self._book.put_image(peer.identity, message)
+            return
         try:
             check_peer(peer, message)
             self._handle(peer, message)
@@ -395,7 +400,7 @@ class Worker:
         self._calls = Calls(send, MOST_CALLS)
         policy = PushPolicy(config.push_folder, tuple(config.push_hosts))
         self._control = Control(self, self._book, self._calls, timings, policy)
-        self._vitals = Vitals(config, self._engine_thread, self._book.ledger, self._control, timings)
+        self._vitals = Vitals(config, self._engine_thread, self._book, self._control, timings)
         self._dispatch = Dispatch(self._router, self._book, self._control, self._vitals, config.max_message_bytes)
         self._metrics: MetricsServer | None = None
         if config.metrics_port is not None:
@@ -473,6 +478,7 @@ class Worker:
             self._take_messages()
             self._follow_ending()
             self._control.follow()
+            self._book.follow_images()
             self._flush_at = self._book.streams.flush(time.monotonic())
 
     @property
@@ -489,7 +495,8 @@ class Worker:
         return self._book.has_unanswered or bool(self._calls.under_way)
 
     def _poll_ms(self) -> int | None:
-        to_deadline = 1000 * (min(self._ending.deadline, self._control.deadline, self._flush_at) - time.monotonic())
+        deadlines = self._ending.deadline, self._control.deadline, self._flush_at, self._book.images.deadline
+        to_deadline = 1000 * (min(deadlines) - time.monotonic())
         ms = min(max(0.0, to_deadline), self._router.poll_ms)
         return None if ms == float("inf") else round(ms) + 1
 
@@ -540,8 +547,8 @@ class Worker:
         if self._state == "failed":
             return  # every caller has already received a reply
         match event:
-            case Loaded(info, weights):
-                self._finish_loading(info, weights)
+            case Loaded(info, weights, images):
+                self._finish_loading(info, weights, images)
             case Finished(outputs, deltas):
                 self._book.take_deltas(deltas)
                 self._book.take_outputs(outputs)
@@ -557,12 +564,13 @@ class Worker:
             case _:
                 self._control.pushes.handle_news(event)
 
-    def _finish_loading(self, info: dict[str, Any], weights: Destination) -> None:
+    def _finish_loading(self, info: dict[str, Any], weights: Destination, images: ImageLimits) -> None:
         self._vitals.info = info
         self._book.max_model_len = info["max_model_len"]
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         self._control.finish_loading(weights, info["device"])
+        self._book.serve_images(images)
         self._book.waiting_room.look_at_all()
         if self._control.lifecycle.is_ending:
             self._book.let_in_the_last()

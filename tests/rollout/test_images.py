@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 from vision_models import PLACEHOLDER, make_vision_model
 
-from trueroll.engine.media import check_images
+from trueroll.engine.media import ImageLimits, check_pixels
 from trueroll.engine.running.encoder import patches_of
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError
 from trueroll.rollout.images import ImageProcessor, open_image
@@ -81,7 +81,7 @@ def test_placeholders_are_expanded(folder: Path) -> None:
     tokens, placed = processor.expand([5, PLACEHOLDER, 6, 7, PLACEHOLDER], images)
     assert tokens.tolist() == [5] + [PLACEHOLDER] * counts[0] + [6, 7] + [PLACEHOLDER] * counts[1]
     assert [image.start for image in placed] == [1, 3 + counts[0]]
-    check_images(placed, tokens, processor.tower, 10**6)
+    check_pixels(placed, ImageLimits(processor.tower, len(placed), 10**6).check(placed, tokens))
     for wrong in ([5, PLACEHOLDER], [PLACEHOLDER] * 3):
         with pytest.raises(InvalidRequestError, match="one placeholder .500. for each of 2 images"):
             processor.expand(wrong, images)

@@ -53,7 +53,7 @@ from trueroll.rollout.network import router as gate_module
 from trueroll.rollout.network import router as router_module
 from trueroll.rollout.network.keys import Client, client_keys, read_clients, server_keys
 from trueroll.rollout.network.router import MAX_AHEAD_BYTES, MAX_SILENT, Gate, Outboxes, Peer, Router
-from trueroll.rollout.worker.book import MOST_CALLERS
+from trueroll.rollout.worker.admission import MOST_CALLERS
 from trueroll.rollout.worker.ledger import Entry, Ledger, Submission, scoped
 from trueroll.rollout.worker.worker import Vitals, Worker
 

@@ -13,7 +13,8 @@ from trueroll.errors import WorkerFailedError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.network.router import Outboxes
-from trueroll.rollout.worker.book import Conditions, RequestBook
+from trueroll.rollout.worker.admission import Conditions
+from trueroll.rollout.worker.book import RequestBook
 from trueroll.rollout.worker.engine_thread import Command, End, Ended
 
 TOKENS = bytes(4 * 5)

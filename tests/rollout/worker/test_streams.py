@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trueroll.rollout.protocol import Delta, Deltas
-from trueroll.rollout.worker import book as module
-from trueroll.rollout.worker.book import FEW_READERS, Reader, Streams
+from trueroll.rollout.worker import streams as module
+from trueroll.rollout.worker.streams import FEW_READERS, Reader, Streams
 
 ANN, BOB = (b"\0ann", "x"), (b"\0bob", None)
 
