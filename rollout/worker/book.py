@@ -311,7 +311,7 @@ class RequestBook:
 
     def serve_images(self, limits: ImageLimits) -> None:
         """Begin to ask for images, because the model has loaded. End the requests whose images it cannot serve."""
-        self.images.serve(limits)
+        self.images.set_limits(limits)
         for key in list(self.waiting_room):
             waiting = self.waiting_room.get(key)
             assert waiting is not None
@@ -320,7 +320,7 @@ class RequestBook:
                     self.images.check(waiting.message.images, _shown_tokens(waiting.message))
                 except InvalidRequestError as error:
                     self.end(key, error)
-        self.images.give_room()
+        self.images.start()
 
     def follow_images(self) -> None:
         """Admit the requests that have got their images, and end the requests that cannot get them. Call this method

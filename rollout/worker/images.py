@@ -133,7 +133,7 @@ class ImageStore:
 
     `most_bytes`, `seconds`: `max_image_bytes` and `image_seconds` of the worker. `most_part`: the maximum size of a
     part. `ask`: sends a question to a connection. `clock`: returns the time in seconds. No request gets room before
-    `serve` is called. `num_bytes`: the size of all content, including content that has not arrived.
+    `start` is called. `num_bytes`: the size of all content, including content that has not arrived.
     """
 
     def __init__(
@@ -148,6 +148,7 @@ class ImageStore:
         self._most_bytes, self._seconds, self._ask, self._now = most_bytes, seconds, ask, clock
         self._most_part = min(most_part, MOST_PART_BYTES)
         self._limits: ImageLimits | None = None
+        self._has_started = False
         self._requests: dict[str, _Wanting] = {}
         self._roomless: dict[str, None] = {}
         self._contents: dict[_Key, _Content] = {}
@@ -185,11 +186,16 @@ class ImageStore:
             images.append(image_of(ref, data, self._limits.tower))
         return tuple(images)
 
-    def serve(self, limits: ImageLimits) -> None:
-        """Set the limits, because the model has loaded. The caller must then `check` all requests, end refused ones,
-        and call `give_room`.
+    def set_limits(self, limits: ImageLimits) -> None:
+        """Set the limits, because the model has loaded. The caller must then `check` all requests, end the refused
+        ones, and call `start`.
         """
         self._limits = limits
+
+    def start(self) -> None:
+        """Begin to give room to requests and to ask for their images. All of them must have passed `check`."""
+        self._has_started = True
+        self._give_room()
 
     def check(self, refs: tuple[ImageRef, ...], token_ids: np.ndarray) -> None:
         """Raise InvalidRequestError if a request with these images can never be served. Checks nothing before the model
@@ -203,7 +209,7 @@ class ImageStore:
         """Add request `id`, which needs images. `offer` adds the clients that can supply them."""
         self._requests[key] = _Wanting(id, key, refs)
         self._roomless[key] = None
-        self.give_room()
+        self._give_room()
 
     def offer(self, key: str, supplier: Supplier) -> None:
         """Add a client that waits for a request. No-op if the request lacks no images."""
@@ -246,7 +252,7 @@ class ImageStore:
                 self._ask_anyone(content)
         for identity in {supplier.identity for supplier in request.suppliers}:
             self._ask_next(identity)
-        self.give_room()
+        self._give_room()
 
     def put(self, identity: bytes, message: PutImage) -> None:
         """Handle a part of an image. Ignore it if the connection was not asked for it."""
@@ -297,9 +303,9 @@ class ImageStore:
         tower = self._limits.tower
         return {_Key.of(ref): num_content_bytes(ref, tower) for ref in refs}
 
-    def give_room(self) -> None:
-        """Give room to requests, in order, until one of them does not fit. No-op before `serve`."""
-        if self._limits is None:
+    def _give_room(self) -> None:
+        """Give room to requests, in order, until one of them does not fit. No-op before `start`."""
+        if not self._has_started:
             return
         while self._roomless:
             request = self._requests[key := next(iter(self._roomless))]
