@@ -63,6 +63,8 @@ ENGINE = {
     ],
     "drafts": [{"drafter": "repeats", "drafts": 40, "drafted": [40, 39], "accepted": [38, 37]}],
     "shortened_hits": 31,
+    "images_encoded": 37,
+    "image_evictions": 38,
     "checkpoints_skipped": 32,
     "checkpoints_evicted": 33,
     "checkpoints_restored": 34,
@@ -74,7 +76,7 @@ ENGINE = {
 }
 INFO = {"expert_layers": 2, "num_experts": 3}
 NUMBERED = ("window", "expert", "layer", "position", "drafter")
-MEMORY = {"process": 4000, "weights": 1000, "kv_cache": 2000, "staging": 500, "routed_experts": 600}
+MEMORY = {"process": 4000, "images": 700, "weights": 1000, "kv_cache": 2000, "staging": 500, "routed_experts": 600}
 PUSH = protocol.PushProgress(
     push_id="0" * 32,
     weight_version=5,
@@ -207,6 +209,8 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         'trueroll_accepted_tokens_total{drafter="repeats",position="0"}': 38,
         'trueroll_accepted_tokens_total{drafter="repeats",position="1"}': 37,
         "trueroll_shortened_hit_tokens_total": 31,
+        "trueroll_images_encoded_total": 37,
+        "trueroll_image_evictions_total": 38,
         "trueroll_rank_wait_seconds_total": 1.5,
         "trueroll_checkpoints_skipped_total": 32,
         "trueroll_checkpoints_evicted_total": 33,
