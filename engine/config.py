@@ -82,8 +82,8 @@ class EngineConfig(BaseModel):
     numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
 
     `max_images`: the maximum number of images in a prompt. 0: the vision tower is not loaded. Above 0, the model needs
-    a vision tower, and the engine a single rank. `max_image_patches`: the maximum number of patches of an image.
-    `image_cache_bytes`: the maximum size of all encoded images, in addition to the KV cache.
+    a vision tower. `max_image_patches`: the maximum number of patches of an image. `image_cache_bytes`: the maximum
+    size of all encoded images on each rank, in addition to the KV cache.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.
@@ -160,6 +160,11 @@ class EngineConfig(BaseModel):
     def num_drafts(self) -> int:
         """The maximum number of tokens drafted for a sample in a step; 0 if `speculative` is `off`."""
         return 0 if self.speculative == "off" else self.num_speculative_tokens
+
+    @property
+    def encoded_bytes(self) -> int:
+        """The memory of each rank for encoded images; 0 if the vision tower is not loaded."""
+        return self.image_cache_bytes if self.max_images else 0
 
     @property
     def wants_mtp(self) -> bool:

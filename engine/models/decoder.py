@@ -38,8 +38,8 @@ class ModelInput:
     layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of
     the M tokens, and where attention reads keys and values. `states`: for each sequence, where to read the recurrent
     states and where to write the new ones; None if no layer has recurrent states. `embedded`: embeddings that replace
-    the embeddings of some tokens, or None. The replacements are not scaled. `before`: the output of the previous stage;
-    None in the first stage. It is overwritten.
+    the embeddings of some tokens, or None; the same in all stages. The replacements are not scaled. `before`: the
+    output of the previous stage; None in the first stage. It is overwritten.
 
     For a stage, `memories` and `pages` have the layers of the stage.
     """
@@ -66,11 +66,12 @@ class ModelOutput(NamedTuple):
 
 
 class Owner(Enum):
-    """Which ranks share the memory of a weight: ranks of any stage (embeddings), the ranks of one stage (weights that
-    are not divided), or one rank (its part of a divided weight).
+    """Which ranks share the memory of a weight: ranks of any stage (embeddings), all ranks (the vision tower), the
+    ranks of one stage (other weights that are not divided), or one rank (its part of a divided weight).
     """
 
     ALL = auto()
+    TOWER = auto()
     STAGE = auto()
     RANK = auto()
 
@@ -91,8 +92,13 @@ class Decoder:
         self._tensors: dict[str, Weight] = {}
         self.owners: dict[str, Owner] = {}
 
-        def new(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Any:
-            whole = Owner.ALL if name == EMBEDDING else Owner.STAGE
+        def new(
+            name: str,
+            *shape: int,
+            layout: StackLayout | None = None,
+            held: WeightSpec = PLAIN,
+            whole: Owner = Owner.STAGE,
+        ) -> Any:
             self.owners[name] = owner = whole if held.part is None else Owner.RANK
             memory = (of_owner or {}).get(owner, empty)
             memory = memory if held.dtype is None else partial(memory, dtype=held.dtype)
@@ -106,12 +112,13 @@ class Decoder:
             return weight if layout is None else weight.matrix
 
         if spec.holds_embeddings:
-            new(EMBEDDING, spec.vocab_size, spec.hidden_size)
+            new(EMBEDDING, spec.vocab_size, spec.hidden_size, whole=Owner.ALL)
         layers = [make_layer(spec, i, new) for i in spec.own_layers]
         self.layers = backend.new_layers(layers)
         self.tower: Tower | None = None
-        if spec.served_tower is not None and spec.stage.is_first:
-            self.tower = Tower(spec.served_tower, backend, new, layers)
+        if spec.served_tower is not None:
+            get = partial(new, whole=Owner.TOWER)
+            self.tower = Tower(spec.served_tower, backend, get, layers, spec.own_layers.start)
         self.mtp: Mtp | None = None
         if spec.stage.is_last:
             new(LAST_NORM, spec.hidden_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,14 +27,18 @@ class EmbeddedRows(NamedTuple):
 
 
 class Tower:
-    """The tower that `spec` describes, with the weights that `get` returns. `layers`: the layers of the decoder."""
+    """The tower that `spec` describes, with the weights that `get` returns. `layers`: the layers of the decoder, or of
+    its stage. `first`: the index of the first of these layers in the decoder.
+    """
 
-    def __init__(self, spec: TowerSpec, backend: Backend, get: GetWeight, layers: Sequence[Layer]) -> None:
+    def __init__(self, spec: TowerSpec, backend: Backend, get: GetWeight, layers: Sequence[Layer], first: int) -> None:
         self._spec, self._ops, self._weights = spec, backend, make_tower(spec, get)
+        self._first = first
         # The layers after which rows are added, one by one, and the other layers.
-        count = len(spec.deepstack)
+        count = max(0, len(spec.deepstack) - first)
         self._groups: list[Any] = [backend.new_layers([layer]) for layer in layers[:count]]
-        self._groups.append(backend.new_layers(layers[count:]))
+        if others := layers[count:]:
+            self._groups.append(backend.new_layers(others))
 
     def encode(self, patches: Tensor, grid: Grid) -> Generator[None, None, Tensor]:
         """Compute the rows of `EmbeddedRows` for an image, [tokens, row_size]. See `towers.encode`."""
@@ -49,13 +54,14 @@ class Tower:
         states: StateBatch | None,
         routes: Tensor | None,
     ) -> Tensor:
-        """Replace the embeddings x [M, hidden_size] at the places of `embedded`, and run the decoder's layers. After
-        each of the first layers, add the next part of the rows.
+        """Run the layers on x [M, hidden_size]. Before the decoder's first layer, replace the embeddings at the places
+        of `embedded`. After each of the decoder's first layers, add the next part of the rows.
         """
-        first, *others = embedded.rows.split(x.shape[1], 1)
-        x = x.index_copy(0, embedded.places, first)
+        parts = embedded.rows.split(x.shape[1], 1)
+        if self._first == 0:
+            x = x.index_copy(0, embedded.places, parts[0])
         start, first_route = 0, 0
-        for layers, rows in zip(self._groups, [*others, None], strict=True):
+        for layers, rows in zip_longest(self._groups, parts[1 + self._first : 1 + self._first + len(self._groups)]):
             end = start + len(layers)
             next_route = first_route + sum(isinstance(layer.spec.mlp, ExpertsSpec) for layer in layers)
             own = None if routes is None else routes[first_route:next_route]

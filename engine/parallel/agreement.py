@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,8 +18,8 @@ STEPS = 64
 
 
 class Agreement:
-    """Compares checksums every `STEPS` steps: of the inputs (token ids and positions), and of the drawn tokens and the
-    bits of their log-probs. `exchange`: all ranks, of which the first `num_drawing` draw tokens.
+    """Compares checksums every `STEPS` steps: of the inputs (token ids, positions and rows of images), and of the drawn
+    tokens and the bits of their log-probs. `exchange`: all ranks, of which the first `num_drawing` draw tokens.
 
     The inputs are compared because ranks share the sums and the head: if one rank computes other inputs, all ranks draw
     the same wrong tokens.
@@ -28,9 +29,11 @@ class Agreement:
         self._exchange, self._num_drawing, self._steps = exchange, num_drawing, 0
         self._inputs = self._drawn = 0
 
-    def add(self, step: Step, results: StepResults) -> None:
-        """Add a step and its results. All ranks call this after the same step. Raise RankError if a rank differs."""
-        for rows in (step.token_ids, step.positions):
+    def add(self, step: Step, results: StepResults, images: Sequence[int] = ()) -> None:
+        """Add a step and its results. All ranks call this after the same step. `images`: a checksum of each image in
+        the step. Raise RankError if a rank differs.
+        """
+        for rows in (step.token_ids, step.positions, np.array(images, np.int64)):
             self._inputs = zlib.crc32(rows.tobytes(), self._inputs)
         if results.drawn is not None:
             tokens = np.array(results.drawn.token_ids, np.int64).tobytes()

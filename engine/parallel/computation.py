@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..running.executor import LocalComputation, StepResults
+from ..running.executor import LocalExecutor, StepResults
 from ..running.step import Step
 from .agreement import Agreement
 from .exchange import RankError, Segment
@@ -16,18 +16,18 @@ _SECONDS_BETWEEN_CHECKS = 1e-4
 
 
 class RankComputation:
-    """The part of one rank in a step in flight. `own`: what has been computed or queued on `device`.
+    """The part of one rank in a step in flight. Construction computes or queues it, with `executor`.
 
     `wait` checks the other ranks while it waits for a GPU, because a GPU that exchanges tensors with a rank that has
     ended never finishes.
     """
 
-    def __init__(
-        self, step: Step, own: LocalComputation, device: torch.device, agreement: Agreement, segment: Segment
-    ) -> None:
-        self._step, self._own, self._agreement, self._segment = step, own, agreement, segment
+    def __init__(self, step: Step, executor: LocalExecutor, agreement: Agreement, segment: Segment) -> None:
+        self._step, self._agreement, self._segment = step, agreement, segment
+        self._images = [] if executor.encoder is None else executor.encoder.checksums(step.images)
+        self._own = executor.compute(step)
         self._done: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if (device := executor.weights.model.device).type == "cuda":
             self._done = torch.cuda.Event()
             self._done.record(torch.cuda.current_stream(device))
 
@@ -36,7 +36,7 @@ class RankComputation:
         if self._done is not None:
             wait_until(self._done.query, self._segment)
         results = self._own.wait()
-        self._agreement.add(self._step, results)
+        self._agreement.add(self._step, results, self._images)
         return results
 
 

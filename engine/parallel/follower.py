@@ -31,6 +31,7 @@ from ..running.ranks import Topology
 from ..running.weight_memory import Build
 from .agreement import Agreement
 from .computation import RankComputation
+from .encoding import obey
 from .exchange import MOST_SECONDS, Segment
 from .place import RankPlace, config_of_rank
 from .weights import FollowerArena, FollowerWeights
@@ -87,9 +88,10 @@ def follow(channel: Channel, file: int, index: int) -> None:
     while True:
         name, content = channel.receive()
         if name == "compute":
-            computation = executor.compute(content)
-            in_flight.append(RankComputation(content, computation, loaded.model.device, agreement, place.segment))
+            in_flight.append(RankComputation(content, executor, agreement, place.segment))
             settle(1 if executor.runs_ahead else 0)
+            continue
+        if obey(executor.encoder, name, content):
             continue
         settle()
         match name:

@@ -31,6 +31,7 @@ from ..running.weights import WeightStaging, WeightStore
 from . import exchange
 from .agreement import Agreement
 from .computation import RankComputation
+from .encoding import RankedEncoder
 from .exchange import RankError, Segment, SharedExchange
 from .place import RankPlace, config_of_rank
 from .weights import LeaderWeights, RankedArena
@@ -251,6 +252,9 @@ class RankedExecutor:
         place.segment.most_seconds = exchange.MOST_SECONDS
         self._ranks, self._agreement = Ranks(followers, place), Agreement(place.everyone, topology.tensor)
         self._place, self._in_flight = place, deque[_Computation](maxlen=topology.stages)
+        self._encoder: RankedEncoder | None = None
+        if self._own.encoder is not None:
+            self._encoder = RankedEncoder(self._own.encoder, self._ranks.tell, self._catch_up)
 
     @property
     def info(self) -> EngineInfo:
@@ -270,8 +274,8 @@ class RankedExecutor:
         return self._own.runs_ahead
 
     @property
-    def encoder(self) -> None:
-        """None, because images are not served with several ranks."""
+    def encoder(self) -> RankedEncoder | None:
+        return self._encoder
 
     @property
     def peers(self) -> Peers:
@@ -292,16 +296,19 @@ class RankedExecutor:
         return computation
 
     def _compute(self, step: Step) -> RankComputation:
-        own = self._own.compute(step)
-        return RankComputation(step, own, self.loaded.model.device, self._agreement, self._place.segment)
+        return RankComputation(step, self._own, self._agreement, self._place.segment)
+
+    def _catch_up(self) -> None:
+        """Wait for this rank's results of all steps in flight."""
+        for computation in self._in_flight:
+            computation.wait()
 
     def draft(self, step: DraftStep) -> list[list[int]]:
         self._ranks.tell("draft", step)
         return self._own.draft(step)
 
     def commit(self, staging: WeightStaging) -> None:
-        for computation in self._in_flight:
-            computation.wait()
+        self._catch_up()
         if not self._arena.is_held:
             raise RuntimeError("engine: cannot commit weights while they are asleep; wake them up first")
         before = self._arena.files

@@ -1,10 +1,10 @@
 """The weights of an engine with several ranks.
 
-The leader owns the memory of all weights: one arena for the embeddings, which several stages may use; one per stage for
-the weights that all its ranks use whole (norms, routers); and one per rank for its part of the divided weights. A
-follower maps the arenas that its model needs. So the leader receives, reads, saves and drops weights as an engine in
-one process does. New weights reach a follower as one descriptor per arena. Followers do not compute while the leader
-writes into live weights.
+The leader owns the memory of all weights: one arena for the embeddings, which several stages may use; one for the
+vision tower, which all ranks use; one per stage for the weights that all its ranks use whole (norms, routers); and one
+per rank for its part of the divided weights. A follower maps the arenas that its model needs. So the leader receives,
+reads, saves and drops weights as an engine in one process does. New weights reach a follower as one descriptor per
+arena. Followers do not compute while the leader writes into live weights.
 
 This memory is in the host. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up to
 date after each commit.
@@ -29,7 +29,7 @@ from ..running.ranks import Topology
 from ..running.weight_memory import Build, WeightSet, empty_of
 
 _Place: TypeAlias = tuple[Owner, int]
-"""An owner of weights: all ranks (number 0), a stage, or a rank."""
+"""An owner of weights: ranks of all stages (number 0), a stage, or a rank."""
 
 
 def _sizes(build: Build, dtype: torch.dtype) -> dict[Owner, int]:
@@ -162,8 +162,8 @@ class LeaderWeights:
         self._copies_to = copies_to
         self._sizes, self._of_ranks = dict[_Place, int](), list[list[_Place]]()
         for index, build in enumerate(builds):
-            numbers = {Owner.ALL: 0, Owner.STAGE: topology.stage(index).index, Owner.RANK: index}
-            found = {(owner, numbers[owner]): size for owner, size in _sizes(build, dtype).items()}
+            numbers = {Owner.STAGE: topology.stage(index).index, Owner.RANK: index}
+            found = {(owner, numbers.get(owner, 0)): size for owner, size in _sizes(build, dtype).items()}
             self._sizes |= found
             self._of_ranks.append([*found])
         self.num_bytes = sum(self._sizes.values())

@@ -17,14 +17,18 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
+from ..media import ImageInput
 from ..outputs.open_requests import DRAW
 from ..request import Distribution
 from ..running.mtp import DraftStep
 from ..running.step import Draws, JournalRows, ScoredRows, Step
+from ..scheduling.encodings import EncodeTask
+from ..scheduling.media import ImageRows
 
 _ARRAY, _OBJECT = 1, 2
-_CLASSES: dict[str, Any] = {each.__name__: each for each in (Step, Draws, ScoredRows, JournalRows, DraftStep)}
-_DTYPES = {"draw": DRAW, "int64": np.dtype(np.int64), "int32": np.dtype(np.int32)}
+_SENT = Step, Draws, ScoredRows, JournalRows, DraftStep, ImageRows, EncodeTask, ImageInput
+_CLASSES: dict[str, Any] = {each.__name__: each for each in _SENT}
+_DTYPES = {"draw": DRAW} | {name: np.dtype(name) for name in ("int64", "int32", "uint8", "float32")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 

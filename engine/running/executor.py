@@ -25,7 +25,7 @@ from ..config import EngineConfig
 from ..models.decoder import ROUTES
 from ..outputs.routes import RouteFormat
 from ..request import Tag
-from .encoder import ImageEncoder
+from .encoder import Encoder, ImageEncoder
 from .experts import ExpertCounts, StepRoutes, route_format
 from .graphs import DecodeGraphs
 from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
@@ -124,7 +124,7 @@ class Executor(Protocol):
     def peers(self) -> Peers: ...
 
     @property
-    def encoder(self) -> ImageEncoder | None:
+    def encoder(self) -> Encoder | None:
         """Encodes images, for a model with a vision tower."""
         ...
 
@@ -232,7 +232,7 @@ class LocalExecutor:
         self.info = replace(info, warm_up_seconds=time.monotonic() - started)
         if is_needed(device):
             log.info("warmed up in %.1f s", self.info.warm_up_seconds)
-        log.info("memory in bytes: %s", ", ".join(f"{name} {size}" for name, size in _buckets(info).items()))
+        log.info("memory in bytes: %s", ", ".join(f"{name} {size}" for name, size in _buckets(config, info).items()))
 
     @property
     def routes(self) -> RouteFormat | None:
@@ -332,7 +332,7 @@ def _available_per_rank(available: int, links: Links) -> int:
     return min(int(each) for each in links.everyone.gather(torch.tensor([available // links.num_sharers])))
 
 
-def _buckets(info: EngineInfo) -> dict[str, int]:
+def _buckets(config: EngineConfig, info: EngineInfo) -> dict[str, int]:
     """Return what an engine uses memory for, as a map from description to size in bytes."""
     blocks = " + ".join(map(str, info.blocks_by_window))
     buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
@@ -341,4 +341,6 @@ def _buckets(info: EngineInfo) -> dict[str, int]:
     if info.route_bytes and info.enable_prefix_caching:
         most = info.num_blocks * info.block_size * info.route_bytes
         buckets[f"routed experts of {info.num_blocks} blocks, on the host, at most"] = most
+    if config.encoded_bytes:
+        buckets["encoded images, at most"] = config.encoded_bytes
     return buckets | {"largest step": info.scratch_bytes}

@@ -319,14 +319,12 @@ def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Back
 
 def _serves_tower(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool:
     """Return whether to load the model's vision tower. Raise ConfigError if `max_images` asks for it, but the model has
-    none, or the engine has several ranks.
+    none that can be served.
     """
     if not config.max_images:
         return False
     if spec.tower is None:
         raise ConfigError(f"max_images must be 0, because {folder} has no vision tower (got {config.max_images})")
-    if config.num_ranks > 1:
-        raise ConfigError(f"max_images must be 0 with several ranks (got {config.max_images})")
     if not spec.tower.sees_span and not any(rotation.axes for rotation in spec.rotations):
         raise ConfigError(
             f"max_images must be 0, because config.json of {folder} has no mrope_section, which says how images are "

@@ -1,5 +1,5 @@
-"""The memory plan: divides memory among KV blocks, live states and checkpoints, after the weights have taken their
-part.
+"""The memory plan: divides memory among KV blocks, live states and checkpoints, after the weights and the encoded
+images have taken their part.
 
 A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
 is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
@@ -154,10 +154,19 @@ def kept_states(most: int, block_size: int) -> int:
 
 
 def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, available: int) -> MemoryPlan:
-    """Return the plan for `available` bytes of memory.
+    """Return the plan for `available` bytes of memory, which include the bytes for encoded images.
 
     Raise ConfigError if the configuration leaves no room for a single block, or needs more than `available` bytes.
     """
+    if config.encoded_bytes >= available:
+        raise ConfigError(
+            f"image_cache_bytes must be less than the {available} bytes that are available (got "
+            f"{config.image_cache_bytes}); lower image_cache_bytes, or set max_images to 0",
+            field="image_cache_bytes",
+            value=config.image_cache_bytes,
+            limit=available,
+        )
+    available -= config.encoded_bytes
     live, interval = _live_states(config, sizes), (config.state_interval or sizes.interval) if sizes.state else 0
     budget = (config.state_budget or 0) if _has_checkpoints(config, interval) else 0
     of_drafts = config.max_num_seqs * config.num_drafts * sizes.draft

@@ -9,7 +9,7 @@ one element per draw, and the draws of a sample are adjacent. The draw from a ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -194,7 +194,7 @@ def _media(chunks: Chunks, lanes: Lanes, positions: np.ndarray, owners: np.ndarr
         rows, media = slice(first, first + chunk.num_tokens), chunk.sequence.media
         assert media is not None
         axes[:, rows] = media.positions(chunk.start, chunk.end)
-        images += [each._replace(place=first + each.place) for each in media.rows(chunk.start, chunk.end)]
+        images += [replace(each, place=first + each.place) for each in media.rows(chunk.start, chunk.end)]
         if (own := media.ends(chunk.start, chunk.end)) is not None:
             ends = positions + 1 if ends is None else ends
             ends[rows] = own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from ...kernels.specs import TowerSpec
 from ..media import ImageInput
 
 
-class ImageRows(NamedTuple):
+@dataclass(frozen=True)
+class ImageRows:
     """Rows [start, end) of an encoded image, which replace the embeddings of the tokens from `place` on. `key`: the
     hash of the image's content.
     """

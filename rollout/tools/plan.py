@@ -38,7 +38,7 @@ def plan(config: EngineConfig, memory: int, kv_bytes: int | None, console: Conso
         found = asked.plan()
     except ConfigError:
         raise ConfigError(_what_would_fit(asked)) from None
-    console.print(_buckets(found, asked.weights, asked.scratch, memory))
+    console.print(_buckets(found, asked, memory))
     if sizes.state:
         console.print(_intervals(found))
 
@@ -103,6 +103,8 @@ class _Asked:
 
 def _what_would_fit(asked: _Asked) -> str:
     parts = f"{asked.weights / GIB:.1f} of weights, {asked.scratch / GIB:.1f} of the largest step"
+    if asked.config.encoded_bytes:
+        parts += f", {asked.config.encoded_bytes / GIB:.1f} of encoded images"
     if asked.sizes.state:
         parts += f" and {asked.sizes.state / GIB:.2f} of states for each of {asked.config.max_num_seqs} samples"
     proposals = " or ".join(_proposals(asked)) or f"a smaller model ({_MOST_GIB} GiB is not enough either)"
@@ -134,21 +136,23 @@ def _first(count: int, holds: Callable[[int], bool]) -> int:
     return bisect_left(range(count), True, key=holds)
 
 
-def _buckets(plan: MemoryPlan, weights: int, scratch: int, memory: int) -> Table:
+def _buckets(plan: MemoryPlan, asked: _Asked, memory: int) -> Table:
     table = Table("bucket", "count", "MiB each", "MiB", "holds", title="Memory of a device")
     for column in table.columns[1:4]:
         column.justify = "right"
     sizes = plan.sizes
     tokens = f"{plan.num_blocks * sizes.block_size:,} tokens, {sizes.block_size} a block"
-    _add(table, "weights", 1, weights, "")
+    _add(table, "weights", 1, asked.weights, "")
     _add(table, "KV blocks", plan.num_blocks, sizes.block, tokens)
     for count, (window, size) in zip(plan.window_blocks, sizes.windows, strict=True):
         _add(table, f"KV blocks, window {window:,}", count, size, f"{count * sizes.block_size:,} tokens")
     if sizes.state:
         _add(table, "live states", plan.live_states, sizes.state, "one per running sequence, and spare ones")
         _add(table, "checkpoints", plan.checkpoints, sizes.state, f"one every {plan.state_interval:,} tokens")
-    _add(table, "scratch", 1, scratch, "the largest step")
-    _add(table, "left", 1, memory - weights - scratch - plan.kv_bytes - plan.state_bytes, "")
+    if images := asked.config.encoded_bytes:
+        _add(table, "encoded images", 1, images, "at most")
+    _add(table, "scratch", 1, asked.scratch, "the largest step")
+    _add(table, "left", 1, memory - asked.weights - images - asked.scratch - plan.kv_bytes - plan.state_bytes, "")
     return table
 
 

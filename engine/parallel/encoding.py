@@ -1,0 +1,56 @@
+"""Images on several ranks: each rank has the whole tower, and encodes every image itself.
+
+The leader sends the followers each image once, as 8-bit levels with their table, and the calls of its encoder in the
+order of the steps. So all ranks hold the same rows when they compute a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..running.encoder import Encoder, ImageEncoder
+from ..scheduling.encodings import EncodeTask
+
+
+class RankedEncoder:
+    """The encoder of the leader. `tell(name, content)`: sends a command to the followers. `catch_up()`: computes this
+    rank's part of all steps in flight.
+    """
+
+    def __init__(self, own: Encoder, tell: Callable[[str, object], None], catch_up: Callable[[], None]) -> None:
+        self._own, self._tell, self._catch_up = own, tell, catch_up
+
+    def begin(self, task: EncodeTask) -> None:
+        """See `Encoder.begin`."""
+        if task.evicted:
+            self._catch_up()  # with stages, this rank may still need the evicted rows
+        self._tell("encoder.begin", task)
+        self._own.begin(task)
+
+    def advance(self, most_layers: int | None) -> bool:
+        """See `Encoder.advance`."""
+        self._tell("encoder.advance", most_layers)
+        return self._own.advance(most_layers)
+
+    def clear(self) -> None:
+        """See `Encoder.clear`."""
+        self._catch_up()
+        self._tell("encoder.clear", None)
+        self._own.clear()
+
+
+def obey(encoder: ImageEncoder | None, name: str, content: Any) -> bool:
+    """Make the encoder of a follower obey a command. Return whether it is a command to the encoder."""
+    if encoder is None:
+        return False
+    match name:
+        case "encoder.begin":
+            encoder.begin(content)
+        case "encoder.advance":
+            encoder.advance(content)
+        case "encoder.clear":
+            encoder.clear()
+        case _:
+            return False
+    return True
