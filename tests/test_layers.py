@@ -131,7 +131,9 @@ ENGINE = {
     "parallel.computation": {"parallel.agreement", "parallel.exchange", "running.executor", "running.step"},
     "parallel.agreement": {"parallel.exchange", "running.executor", "running.step"},
     "parallel.weights": {"cache.memory", "cache.shared", "models", "running.ranks", "running.weight_memory"},
-    "parallel.wire": {"outputs.open_requests", "request", "running.mtp", "running.step"},
+    "parallel.wire": {"media", "outputs.open_requests", "request", "running.mtp", "running.step"}
+    | {"scheduling.encodings", "scheduling.media"},
+    "parallel.encoding": {"running.encoder", "scheduling.encodings"},
     "parallel.follower": {"config", "parallel"}
     | {f"running.{name}" for name in ("executor", "loading", "ranks", "weight_memory")},
     "parallel.leader": {"config", "outputs.routes", "parallel", "request"}

@@ -478,6 +478,12 @@ def plan(
         int | None,
         typer.Option(min=1, max=4, help="Bytes per element of keys and values. Default: the size of --dtype."),
     ] = None,
+    max_images: Annotated[
+        int, typer.Option(help="Maximum number of images in a prompt; 0: without the model's vision tower.")
+    ] = ENGINE["max_images"],
+    image_cache_bytes: Annotated[int, typer.Option(help="Maximum bytes of encoded images.")] = ENGINE[
+        "image_cache_bytes"
+    ],
     tensor_parallel_size: Ranks = 1,
     pipeline_parallel_size: Stages = 1,
     dtype: DtypeOption = ENGINE["dtype"],
@@ -492,6 +498,8 @@ def plan(
         max_num_batched_tokens=GPU.max_num_batched_tokens,
         state_interval=state_interval,
         kv_memory_fraction=1.0,
+        max_images=max_images,
+        image_cache_bytes=image_cache_bytes,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
     )

@@ -49,6 +49,20 @@ def test_sizes_equal_the_bytes_that_a_worker_stores() -> None:
     assert sizes.state == 48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 2
 
 
+def test_encoded_images_take_memory_before_blocks() -> None:
+    assert plan(DENSE).num_blocks == 400, "the blocks of four samples"
+    settings = dict(max_num_seqs=64)
+    assert plan(DENSE, **settings).num_blocks == 1000
+    assert plan(DENSE, **settings, image_cache_bytes=300_000).num_blocks == 1000, "the tower is not loaded"
+    found = plan(DENSE, **settings, max_images=1, image_cache_bytes=300_000)
+    assert found.num_blocks == 700
+    for name, size in {"num_blocks": 701, "kv_memory": 701_000}.items():
+        with pytest.raises(ConfigError, match="exceed the 700000 bytes that are available"):
+            plan(DENSE, kv_memory_fraction=None, max_images=1, image_cache_bytes=300_000, **{name: size})
+    with pytest.raises(ConfigError, match=r"image_cache_bytes must be less than the 1000000 bytes .*got 1000000"):
+        plan(DENSE, max_images=1, image_cache_bytes=1_000_000)
+
+
 def test_checkpoints_take_no_more_than_the_blocks_between_them() -> None:
     assert HYBRID.interval == 8 * 16, "8 is the first power of two of blocks with at least 5,000 bytes"
     found = plan(HYBRID)

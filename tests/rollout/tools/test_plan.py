@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from vision_models import make_vision_model
 
 from tiny import make_tiny_model
 from trueroll.errors import ConfigError
@@ -36,6 +37,22 @@ def test_each_window_has_a_bucket_of_its_own(family: str, tmp_path: Path) -> Non
         assert holds == f"{int(count.replace(',', '')) * 16:,} tokens"
     shared = [float(told[name][2].replace(",", "")) for name in told if name not in ("bucket", "Memory of a device")]
     assert sum(shared) == pytest.approx(256, abs=0.5), "the buckets add up to the memory"
+
+
+def test_a_rank_holds_the_tower_and_the_encoded_images(tmp_path: Path) -> None:
+    model = str(make_vision_model("qwen3_vl", tmp_path))
+    text = rows(model, "--memory", "0.25")
+    images = "--max-images", "2", "--image-cache-bytes", str(32 * 2**20)
+    one, four = (rows(model, "--memory", "0.25", *images, "--tensor-parallel-size", size) for size in ("1", "4"))
+    assert "encoded images" not in text and one["encoded images"][2] == four["encoded images"][2] == "32.0"
+    each = [float(told["weights"][1]) for told in (text, one, four)]
+    tower = each[1] - each[0]
+    assert 0.1 < tower < each[2] < each[1]
+    shared = [float(one[name][2].replace(",", "")) for name in one if name not in ("bucket", "Memory of a device")]
+    assert sum(shared) == pytest.approx(256, abs=0.5), "the buckets add up to the memory"
+    with pytest.raises(ConfigError, match=r"0\.5 of encoded images"):
+        asked = ["plan", model, "--memory", "0.25", "--max-images", "1"]
+        CliRunner().invoke(cli.app, asked, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("memory", ["nan", "inf", "0", "-1"])
