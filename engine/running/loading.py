@@ -323,14 +323,18 @@ def _serves_tower(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool
     """
     if not config.max_images:
         return False
-    if spec.tower is None:
-        raise ConfigError(f"max_images must be 0, because {folder} has no vision tower (got {config.max_images})")
-    if not spec.tower.sees_span and not any(rotation.axes for rotation in spec.rotations):
-        raise ConfigError(
-            f"max_images must be 0, because config.json of {folder} has no mrope_section, which says how images are "
-            f"rotated (got {config.max_images})"
-        )
+    if obstacle := tower_obstacle(spec):
+        raise ConfigError(f"max_images must be 0, because config.json of {folder} {obstacle} (got {config.max_images})")
     return True
+
+
+def tower_obstacle(spec: DecoderSpec) -> str:
+    """Return what a model's configuration lacks to serve images; an empty string if it lacks nothing."""
+    if spec.tower is None:
+        return "has no vision tower"
+    if not spec.tower.sees_span and not any(rotation.axes for rotation in spec.rotations):
+        return "has no mrope_section, which says how images are rotated"
+    return ""
 
 
 def _has_module(folder: Path, spec: DecoderSpec, ops: Backend) -> bool:

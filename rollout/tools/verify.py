@@ -24,16 +24,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trueroll.errors import printable
+from trueroll.errors import InvalidRequestError, printable
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.parallel.place import config_of_rank
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
-from ...engine.running.loading import LoadedModel, load_model, specs_of_ranks
+from ...engine.running.loading import LoadedModel, load_model, outline, specs_of_ranks, tower_obstacle
 from ...engine.running.ranks import Topology
 from .progress import tracked
 from .verify_drafts import MOST_DRAFTED, new_drafter
+from .verify_images import AGAIN, IMAGE_LEGEND, MAX_IMAGES, ImageCell, ImageSubjects, check_image_premises, image_cells
+from .verify_images import MAX_NUM_SEQS as MAX_NUM_SEQS_WITH_IMAGES
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 from .verify_subjects import (
     Sizes,
@@ -194,23 +196,34 @@ class CellResult:
 
 
 def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False) -> Iterator[CellResult]:
-    """Yield the result of the baseline, and then the result of each cell in `cells_of`. The baseline has one rank.
+    """Yield the result of the baseline, and then the result of each cell in `cells_of`. Cells with images have their
+    own baseline. A baseline has one rank.
 
     `loaded`: the model of `config`. The dtype, device, backend and ranks are also taken from `config`. Raise
     ConfigError if the model does not support `sizes.num_positions` tokens.
     """
-    lab = _Lab(config, loaded, sizes)
-    runs, premises = lab.run(Cell(), {})
+    cells = cells_of(loaded, Topology.of(config), quick)
+    of_images = [cell for cell in cells if isinstance(cell, ImageCell)]
+    of_text = [cell for cell in cells if not isinstance(cell, ImageCell)]
+    yield from _run_cells(_Lab(config, loaded, sizes), Cell(), of_text)
+    if of_images:
+        yield from _run_cells(_ImageLab(config, loaded, sizes.max_tokens), ImageCell(), of_images)
+
+
+def _run_cells(lab: _Lab, first: Cell, cells: Sequence[Cell]) -> Iterator[CellResult]:
+    """Yield the result of the baseline, which is the cell `first`, and the results of the other cells."""
+    runs, premises = lab.run(first, {})
     baseline = {(sample.request_id, sample.index): sample for run in runs for sample in run.samples}
-    yield CellResult(Cell(), len(baseline), 0, 0, premises + check_variations(runs))
-    for cell in cells_of(loaded, Topology.of(config), quick):
+    yield CellResult(first, len(baseline), 0, 0, premises + lab.check_baseline(runs))
+    for cell in cells:
         runs, premises = lab.run(cell, baseline)
         pieces = [piece for run in runs for piece in pieces_of(run, baseline, cell.num_reread)]
         yield compare(cell, pieces, baseline, premises)
 
 
 def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = False) -> Sequence[Cell]:
-    """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts.
+    """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts, plus
+    `image_cells` if the model serves a vision tower.
 
     `topology`: with more than one rank, all cells have these ranks. Cells that set `threads` are then left out, and all
     RANK_CELLS are added. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
@@ -223,6 +236,7 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
         STATE_CELLS if spec.delta_nets else (),
         ROUTE_CELLS if spec.experts else (),
         MTP_CELLS if spec.serves_mtp else (),
+        () if spec.served_tower is None else tuple(image_cells(spec.served_tower)),
     )
     if quick:
         return sum((cells[:1] for cells in more), QUICK_CELLS)
@@ -230,14 +244,23 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
 
 
 class _Lab:
-    """A loaded model and the requests of the matrix. Creates an engine for each cell."""
+    """A loaded model and the requests of the matrix. Creates an engine for each cell.
+
+    `steps_before_event`: the number of steps after which the event of a cell happens.
+    """
+
+    steps_before_event = 8
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, sizes: Sizes) -> None:
         self.config, self.loaded, self.sizes = config, loaded, sizes
         self.vocab_size = loaded.model.spec.vocab_size
         self.has_experts = bool(loaded.model.spec.experts)
-        self.subjects = make_subjects(sizes, self.vocab_size, self.has_experts)
-        self.subjects += make_variations(self.subjects, self._serve, loaded.folder)
+        self.subjects = list[GenerateRequest]()
+        self.subjects = self._make_subjects()
+
+    def _make_subjects(self) -> list[GenerateRequest]:
+        subjects = make_subjects(self.sizes, self.vocab_size, self.has_experts)
+        return [*subjects, *make_variations(subjects, self._serve, self.loaded.folder)]
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
         """Run a cell. Return all runs of the cell and the checked premises."""
@@ -251,8 +274,15 @@ class _Lab:
             finally:
                 engine.close()
             topology = Topology(engine.info.tensor_parallel_size, engine.info.pipeline_parallel_size)
-            cuts = bool(self.loaded.model.spec.delta_nets)
-            return runs, check_premises(cell, runs, torch.get_num_threads(), topology, cuts)
+            return runs, self.premises(cell, runs, topology)
+
+    def premises(self, cell: Cell, runs: Sequence[Run], topology: Topology) -> list[Premise]:
+        """Return the checked premises of a cell. `topology`: the ranks of its engine."""
+        return check_premises(cell, runs, torch.get_num_threads(), topology, bool(self.loaded.model.spec.delta_nets))
+
+    def check_baseline(self, runs: Sequence[Run]) -> list[Premise]:
+        """Return the premises of the baseline about its requests."""
+        return check_variations(runs)
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
         # A starved cell gets the blocks of all prompts, and one more block for each request. So all requests can start
@@ -304,8 +334,11 @@ class _Lab:
         if cell.budget == 1:
             subjects = [s for s in subjects if len(s.prompt_token_ids) <= self.sizes.longest_token_by_token]
         for batch in _batches(subjects, cell.others):
-            fillers = make_fillers(cell.others + 1 - len(batch), self.sizes, self.vocab_size)
+            fillers = self._fillers(cell.others + 1 - len(batch))
             yield fillers[::2] + batch + fillers[1::2]
+
+    def _fillers(self, count: int) -> list[GenerateRequest]:
+        return make_fillers(count, self.sizes, self.vocab_size)
 
     def _run_batch(self, engine: Engine, cell: Cell, batch: list[GenerateRequest]) -> Run:
         engine.invalidate_prefix_cache()
@@ -319,7 +352,7 @@ class _Lab:
         if cell.states == "lost in a sleep":
             engine.sleep(1, ["kv_cache"], "drain")
             engine.wake_up(["kv_cache"])
-        return run_together(engine, batch, EVENTS.get(cell.event))
+        return run_together(engine, batch, EVENTS.get(cell.event), self.steps_before_event)
 
     def _second_turn(self, engine: Engine, subject: GenerateRequest, num_reread: int) -> Run:
         engine.invalidate_prefix_cache()
@@ -337,6 +370,74 @@ class _Lab:
     def _scores(self, baseline: Baseline) -> list[ScoreRequest]:
         subjects = {subject.id: subject for subject in self.subjects}
         return [make_score(subjects[request_id], sample) for (request_id, _), sample in baseline.items()]
+
+
+class _ImageLab(_Lab):
+    """As `_Lab`, for prompts with images."""
+
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> None:
+        tower = loaded.model.spec.served_tower
+        assert tower is not None, "the cells of a model with a tower"
+        self._tower, self._images = tower, ImageSubjects(tower, loaded.model.spec.vocab_size, max_tokens)
+        self._num_refused = 0
+        super().__init__(config, loaded, self._images.sizes)
+        # The first image has been encoded by then, and the second one is under way.
+        self.steps_before_event = tower.num_layers + 2
+
+    def _make_subjects(self) -> list[GenerateRequest]:
+        return self._images.requests
+
+    def premises(self, cell: Cell, runs: Sequence[Run], topology: Topology) -> list[Premise]:
+        assert isinstance(cell, ImageCell)
+        if cell.is_refused:
+            return [Premise("refused", self._num_refused, self._num_refused == len(self.subjects))]
+        return check_image_premises(cell, runs, torch.get_num_threads(), topology, self._tower)
+
+    def check_baseline(self, runs: Sequence[Run]) -> list[Premise]:
+        return []
+
+    def _engine_config(self, cell: Cell) -> EngineConfig:
+        assert isinstance(cell, ImageCell)
+        size = self._images.row_bytes(self.loaded.model.dtype.itemsize)
+        # Enough for each request, but not for two that run together.
+        num_blocks = 3 * -(-self.sizes.num_positions // cell.block_size) // 2
+        update = dict(
+            num_blocks=num_blocks if cell.is_starved else None,
+            max_images=MAX_IMAGES,
+            max_model_len=self._images.most_positions,
+            max_num_seqs=MAX_NUM_SEQS_WITH_IMAGES,
+            image_cache_bytes=size if cell.encoder == "evicted" else MAX_IMAGES * size,
+        )
+        return super()._engine_config(cell).model_copy(update=update)
+
+    def _fillers(self, count: int) -> list[GenerateRequest]:
+        return self._images.fillers(count)
+
+    def _runs(self, engine: Engine, cell: Cell, baseline: Baseline) -> Iterator[Run]:
+        assert isinstance(cell, ImageCell)
+        if cell.is_refused:
+            self._num_refused = sum(_is_refused(engine, subject) for subject in self.subjects)
+        elif cell.asks_again:
+            first, again = self.subjects[0], next(each for each in self.subjects if each.id == AGAIN)
+            run_together(engine, [first])
+            yield run_together(engine, [again])
+        else:
+            yield from super()._runs(engine, cell, baseline)
+
+    def _run_batch(self, engine: Engine, cell: Cell, batch: list[GenerateRequest]) -> Run:
+        assert isinstance(cell, ImageCell)
+        if cell.encoder == "hit":
+            run_together(engine, batch)
+        return super()._run_batch(engine, cell, batch)
+
+
+def _is_refused(engine: Engine, subject: GenerateRequest) -> bool:
+    """Add a request, and return whether the engine refuses it because a step has no room for its image."""
+    try:
+        engine.add(subject)
+    except InvalidRequestError as error:
+        return "must be computed in one step" in str(error)
+    return False
 
 
 def _batches(requests: Sequence[R], others: int) -> Iterator[list[R]]:
@@ -375,25 +476,26 @@ def _sleep(engine: Engine) -> list[Output]:
 
 
 Event: TypeAlias = Callable[[Engine], list[Output]]
-# What happens in a cell after _STEPS_BEFORE_EVENT steps. All running requests are then recomputed.
+# What happens in a cell after some steps. All running requests are then recomputed.
 EVENTS: dict[str, Event] = {
     "interruption": lambda engine: engine.interrupt("recompute"),
     "push": _push,
     "adapters": _push_adapters,
     "sleep": _sleep,
 }
-_STEPS_BEFORE_EVENT = 8
 
 
-def run_together(engine: Engine, requests: Sequence[Request], event: Event | None = None) -> Run:
-    """Serve all requests at once until they finish. `event`: what happens after `_STEPS_BEFORE_EVENT` steps."""
+def run_together(
+    engine: Engine, requests: Sequence[Request], event: Event | None = None, steps_before_event: int = 0
+) -> Run:
+    """Serve all requests at once until they finish. `event`: what happens after this many steps."""
     outputs, history = [], [engine.stats()]
     for request in requests:
         engine.add(request)
     while engine.has_unfinished:
         outputs += engine.step()
         history.append(engine.stats())
-        if event is not None and len(history) - 1 == _STEPS_BEFORE_EVENT:
+        if event is not None and len(history) - 1 == steps_before_event:
             outputs += event(engine)
     engine.check_integrity()
     return Run(requests, outputs, history)
@@ -485,21 +587,25 @@ def verify(
     `quick`: run fewer cells with shorter prompts. If `config` has several ranks, the baseline has one. Raise
     ConfigError or ModelError if the model cannot be loaded or divided, or its context is too short for the matrix.
     """
-    loaded = load_model(config.model_copy(update={"speculative": "auto"}))  # with the MTP module, if there is one
+    # With the MTP module and the vision tower, if there are any.
+    max_images = 0 if tower_obstacle(outline(config).spec) else MAX_IMAGES
+    loaded = load_model(config.model_copy(update={"speculative": "auto", "max_images": max_images}))
     sizes, topology = sizes or (QUICK_SIZES if quick else SIZES), Topology.of(config)
     if topology.size > 1:
         config_of_rank(config, 0)
         specs_of_ranks(loaded.model.spec, topology, loaded.backend.ops)
     matrix = run_matrix(config, loaded, sizes, quick)
-    total = len(cells_of(loaded, topology, quick)) + 1
+    total = len(cells_of(loaded, topology, quick)) + 1 + bool(max_images)
     results = list(tracked(matrix, "verifying", total))
     backend = f"backend {loaded.backend.name} ({loaded.backend.ops.instruction_set()})"
     on = f"{topology.text} on {loaded.model.device}" if topology.size > 1 else loaded.model.device
     arithmetic = f"{loaded.dtype_name}, {on}, {backend}, pieces {loaded.model.spec.pieces}"
     console.print(make_table(results, f"{config.model}, {arithmetic}"))
     console.print(LEGEND, markup=False, highlight=False)
+    if max_images:
+        console.print(IMAGE_LEGEND, markup=False, highlight=False)
     if quick:
-        run, every = (len(cells_of(loaded, topology, each)) + 1 for each in (True, False))
+        run, every = (len(cells_of(loaded, topology, each)) + 1 + bool(max_images) for each in (True, False))
         console.print(
             LEFT_OUT.format(run=run, all=every, longest=max(sizes.prompt_lengths), usual=max(SIZES.prompt_lengths)),
             markup=False,

@@ -144,6 +144,7 @@ def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
         asked,
         top_logprobs=subject.params.top_logprobs,
         return_routed_experts=subject.params.return_routed_experts,
+        images=subject.images,
     )
 
 
