@@ -146,7 +146,7 @@ def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> Mlp
     if isinstance(spec, MlpSpec):
         return _gated_weights("mlp", spec.intermediate_size, hidden, of)
     count, inner = spec.own[1], spec.intermediate_size
-    gate_up, down = StackLayout(spec.transposed, spec.transposed), StackLayout(spec.transposed)
+    gate_up, down = (StackLayout(spec.transposed, in_turn, spec.or_transposed) for in_turn in (spec.transposed, False))
     return ExpertsWeights(
         of("router", spec.num_experts, hidden),
         of("router_bias", spec.num_experts) if spec.bias else None,

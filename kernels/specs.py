@@ -184,7 +184,8 @@ class ExpertsSpec:
     experts. `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the
     shared expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router
     and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], and rows of
-    gate and rows of up alternate.
+    gate and rows of up alternate. `or_transposed`: checkpoints may hold the matrices as [columns, rows], with rows that
+    do not alternate.
 
     `held`: the experts that this rank holds, as a pair of the first id and the number; None for all experts.
     `shared_elsewhere`: there is a shared expert, but this rank holds none of its inner features. `unit`: as in
@@ -199,6 +200,7 @@ class ExpertsSpec:
     shared_size: int = 0
     bias: bool = False
     transposed: bool = False
+    or_transposed: bool = False
     held: tuple[int, int] | None = None
     shared_elsewhere: bool = False
     unit: int = PIECE_UNIT

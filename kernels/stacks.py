@@ -22,11 +22,13 @@ class StackLayout:
     """How a checkpoint stores matrices [E, R, C] and biases [E, R].
 
     `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and of the second half
-    alternate. Biases have rows only, so `transposed` does not affect them.
+    alternate. Biases have rows only, so `transposed` does not affect them. `or_transposed`: the files of a checkpoint
+    may have all matrices as [E, C, R] instead, which the shapes tell. Pushes may not.
     """
 
     transposed: bool = False
     in_turn: bool = False
+    or_transposed: bool = False
 
     def shape(self, shape: tuple[int, ...]) -> torch.Size:
         """Return the shape of the checkpoint's tensor for matrices or biases of this shape."""

@@ -60,21 +60,25 @@ class Checkpoint(NamedTuple):
     `files`: maps each file to the tensors to copy from it. Each tensor is listed as a pair (name in the file, name in
     the decoder). `packed`: the stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the
     decoder's names. `converted`: maps each stored dtype to the number of tensors in `files` that must be converted from
-    this dtype.
+    this dtype. `swapped`: the stacks that are stored with rows and columns swapped, though not in the decoder's layout.
     """
 
     files: dict[Path, list[tuple[str, str]]]
     packed: dict[str, tuple[_Found, _Found]]
     spellings: Spellings
     converted: Counter[torch.dtype]
+    swapped: frozenset[str]
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or one expert's matrix in such a tensor, with its destination."""
+    """A tensor of a file, or one expert's matrix in such a tensor, with its destination. `is_swapped`: the matrix is
+    stored with rows and columns swapped.
+    """
 
     name: str
     expert: int | None
     weight: Weight
+    is_swapped: bool
 
 
 class _Wanted(NamedTuple):
@@ -93,11 +97,14 @@ class _Wanted(NamedTuple):
     doubled: dict[str, set[str]]
 
     @classmethod
-    def of(cls, expected: Mapping[str, Weight], found: Set[str], spellings: Spellings) -> _Wanted:
+    def of(
+        cls, expected: Mapping[str, Weight], found: Set[str], spellings: Spellings, swapped: Collection[str]
+    ) -> _Wanted:
         wanted, parts = cls({}, {}, {}, {}, {}), spellings.parts_among(found)
         for name, weight in expected.items():
             packed = packed_shapes(name, weight.own_shape) if is_stack(weight) else {}
-            forms = {name: tuple(weight.shape)}, parts.get(name, {}), packed
+            shape = _swap(weight.shape) if name in swapped else tuple(weight.shape)
+            forms = {name: shape}, parts.get(name, {}), packed
             there = [form for form in forms if not found.isdisjoint(form)]
             if len(there) > 1:
                 wanted.doubled[name] = {one for form in there for one in form}
@@ -161,7 +168,7 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
             piece
             for name, own in names
             if (weight := _destination(own, checkpoint, destinations)) is not None
-            for piece in _pieces(name, weight)
+            for piece in _pieces(name, weight, own in checkpoint.swapped)
         ]
         while left:
             # The file is reopened repeatedly, because everything read from an open file stays in memory.
@@ -186,25 +193,25 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
     return None if stack is None else stack.part(part.expert, part.start, part.shape[0])
 
 
-def _pieces(name: str, weight: Any) -> list[_Piece]:
+def _pieces(name: str, weight: Any, is_swapped: bool) -> list[_Piece]:
     """Return the pieces in which a tensor is copied: the held experts' matrices if it is a stack, else the whole
     tensor.
     """
     if not is_stack(weight):
-        return [_Piece(name, None, weight)]
-    return [_Piece(name, expert, weight.narrow(0, expert, 1)) for expert in weight.experts]
+        return [_Piece(name, None, weight, is_swapped)]
+    return [_Piece(name, expert, weight.narrow(0, expert, 1), is_swapped) for expert in weight.experts]
 
 
 def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
     """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read. Return the number of bytes."""
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
-        name, expert, weight = pieces.pop()
+        name, expert, weight, is_swapped = pieces.pop()
         if expert is None and isinstance(weight, Shard):
             num_bytes += weight.read(opened.get_slice(name))
             continue
         tensor = opened.get_tensor(name) if expert is None else opened.get_slice(name)[expert : expert + 1]
-        weight.copy_(tensor)
+        weight.copy_(tensor.transpose(1, 2) if is_swapped else tensor)
         num_bytes += tensor.nbytes
     return num_bytes
 
@@ -255,7 +262,8 @@ def check_checkpoint(
     _check_headers(folder, files)
     found = _read_headers(files, own_name)
     spellings = Spellings({name: tuple(weight.shape) for name, weight in expected.items()}, parts or {})
-    wanted = _Wanted.of(expected, found.keys(), spellings)
+    swapped = _swapped(folder, found, expected)
+    wanted = _Wanted.of(expected, found.keys(), spellings, swapped)
     _check_tensors(folder, found, wanted, ignored, spellings)
     names: dict[Path, list[tuple[str, str]]] = {}
     for name in sorted(wanted.shapes):
@@ -264,7 +272,30 @@ def check_checkpoint(
     packed = {name: (found[blocks][0], found[scales][0]) for name, (blocks, scales) in wanted.packed.items()}
     stored = {name: _DTYPES[found[name][0].dtype] for name in wanted.shapes}
     converted = Counter(dtype for name, dtype in stored.items() if dtype != _dtype_of(name, expected, spellings))
-    return Checkpoint(names, packed, spellings, converted)
+    return Checkpoint(names, packed, spellings, converted, swapped)
+
+
+def _swapped(folder: Path, found: dict[str, list[_Found]], expected: Mapping[str, Weight]) -> frozenset[str]:
+    """Return the stacks that a checkpoint has with rows and columns swapped: all stacks of layouts that allow it, or
+    none.
+
+    Square matrices fit both ways, but the two stacks of a layer are never both square. Raise ModelError if the
+    checkpoint has square stacks only.
+    """
+    stacks = {name: weight for name, weight in expected.items() if is_stack(weight) and weight.layout.or_transposed}
+    shapes = [(tuple(weight.shape), found[name][0].shape) for name, weight in stacks.items() if name in found]
+    if shapes and all(shape == stored == _swap(shape) for shape, stored in shapes):
+        raise ModelError(
+            f"{folder}: experts' matrices of shape {list(shapes[0][0])} do not tell whether rows and columns are "
+            "swapped; save gate_up_proj and down_proj of a layer both as whole tensors"
+        )
+    is_swapped = bool(shapes) and all(_swap(shape) == stored for shape, stored in shapes)
+    return frozenset(stacks) if is_swapped else frozenset()
+
+
+def _swap(shape: Sequence[int]) -> tuple[int, ...]:
+    count, rows, columns = shape
+    return count, columns, rows
 
 
 def _dtype_of(name: str, expected: Mapping[str, Weight], spellings: Spellings) -> torch.dtype:

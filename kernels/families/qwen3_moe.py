@@ -12,13 +12,14 @@ _DEFAULTS: dict[str, Any] = dict(
 )
 
 
-def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+def describe_qwen3_moe(raw: dict[str, Any], architecture: str, **experts: Any) -> DecoderSpec:
+    """Return the decoder that config.json describes. `experts`: further fields of the experts' spec."""
     settings = read_settings(lambda given: _DEFAULTS | given, raw)
     expect(settings, hidden_act="silu", use_sliding_window=False)
     norm = NormSpec(settings.rms_norm_eps)
-    mixer, mlps = settings.attention(qk_norm=norm), settings.mlps(normed=settings.norm_topk_prob)
+    mixer, mlps = settings.attention(qk_norm=norm), settings.mlps(normed=settings.norm_topk_prob, **experts)
     layers = [LayerSpec(mixer, mlp, norm) for mlp in mlps]
     return settings.decoder(architecture, layers, [settings.rotation()])
 
 
-FAMILIES = {"Qwen3MoeForCausalLM": _describe}
+FAMILIES = {"Qwen3MoeForCausalLM": describe_qwen3_moe}

@@ -32,14 +32,15 @@ from ..drive import tokens
 
 CPU = torch.device("cpu")
 # The limits of errors, relative to the largest value. The delta nets of the random Qwen3.5 turn a change of the rows by
-# 1e-6 into a change of the logits by 1.6e-5. The logits differ from float64 by 2.0e-5, and transformers' by 0.7e-5.
-TOWER_LIMIT, LOGITS_LIMITS = 1e-5, {"qwen3_5": 3e-5}
+# 1e-6 into a change of the logits by 1.6e-5. The logits differ from float64 by 2.0e-5, and transformers' by 0.6e-5; for
+# Qwen3.5-MoE by 0.7e-5 and 1.7e-5.
+TOWER_LIMIT, LOGITS_LIMITS = 1e-5, {"qwen3_5": 3e-5, "qwen3_5_moe": 3e-5}
 # The prefixes of names on the hub, where they differ from those that transformers saves.
 HUB = {"gemma3": {"vision_tower.": "vision_tower.vision_model."}}
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, backend: str = "auto") -> Decoder:
-    spec = describe(read_config(folder)).serving(mtp=False, tower=True)
+def load(folder: Path, dtype: torch.dtype = torch.float32, backend: str = "auto", tower: bool = True) -> Decoder:
+    spec = describe(read_config(folder)).serving(mtp=False, tower=tower)
     ops = select_backend(backend, CPU, dtype, spec).ops
     model = Decoder(spec, ops, partial(torch.empty, dtype=dtype))
     ignored = model.ignored_tensors() | model.tied_tensors().keys()
@@ -240,8 +241,8 @@ def prompt_with_images(family: str, tower: TowerSpec) -> tuple[np.ndarray, list[
     return np.concatenate([*parts, tokens(9, seed=9)]), spans
 
 
-def forward(model: Decoder, ids: np.ndarray, spans: list[ImageSpan], rows: Tensor) -> Tensor:
-    """Return the hidden states of a prompt with images, computed in one step."""
+def forward(model: Decoder, ids: np.ndarray, spans: list[ImageSpan], rows: Tensor | None) -> Tensor:
+    """Return the hidden states of a prompt with images, computed in one step. `rows`: None without images."""
     length = len(ids)
     tables = torch.arange(-(-length // 16))[None]
     ends = span_ends(length, spans) if tower_of(model).sees_span else None
@@ -257,11 +258,11 @@ def forward(model: Decoder, ids: np.ndarray, spans: list[ImageSpan], rows: Tenso
             memories.append((torch.zeros(shape, dtype=model.dtype), torch.zeros(shape, dtype=model.dtype)))
     has_axes = any(rotation.axes for rotation in model.spec.rotations)
     positions = axis_positions(length, spans) if has_axes else torch.arange(length)
-    places = torch.cat([torch.arange(span.start, span.end) for span in spans])
+    places = torch.cat([torch.arange(0), *(torch.arange(span.start, span.end) for span in spans)])
     states = StateBatch([0, length], torch.tensor([-1]), torch.tensor([0])) if model.spec.delta_nets else None
     given = torch.from_numpy(ids).long(), positions, memories, [page] * len(memories), states
     with torch.inference_mode():
-        return model.forward(ModelInput(*given, embedded=EmbeddedRows(places, rows))).hidden
+        return model.forward(ModelInput(*given, embedded=None if rows is None else EmbeddedRows(places, rows))).hidden
 
 
 @for_families
@@ -285,6 +286,18 @@ def test_positions_and_logits_agree_with_transformers(pair: tuple[str, Any, Deco
         found = ours.ops.lm_head(forward(ours, ids, spans, rows), ours.head)
     assert (found - expected).abs().max() <= limit * expected.abs().max()
     assert (expected.topk(2).values.diff().abs() > 100 * limit * expected.abs().max()).any(), "premise"
+
+
+@for_families
+def test_text_alone_agrees_with_transformers(pair: tuple[str, Any, Decoder], tmp_path: Path) -> None:
+    family, theirs, _ = pair
+    theirs.save_pretrained(tmp_path)
+    ours, ids, limit = load(tmp_path, tower=False), tokens(40, seed=3), LOGITS_LIMITS.get(family, 1e-5)
+    assert ours.tower is None
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.from_numpy(ids).long()[None]).logits[0]
+        found = ours.ops.lm_head(forward(ours, ids, [], None), ours.head)
+    assert (found - expected).abs().max() <= limit * expected.abs().max()
 
 
 @for_families
