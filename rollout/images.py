@@ -29,12 +29,12 @@ def open_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Any:
     """Return a PIL image in RGB from the bytes of a PNG, JPEG or WebP file. Its size is checked before its pixels are
     decompressed. Raise InvalidRequestError for other data, for broken data, and for more pixels than `most_pixels`.
     """
-    Image, ImageOps = _pillow()
+    Image, ImageOps = pillow()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns of large images, which are bounded here
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
-            _check_pixels(image.size, most_pixels)
+            check_pixels(image.size, most_pixels)
             image.load()
             return ImageOps.exif_transpose(image).convert("RGB")
     except InvalidRequestError:
@@ -45,7 +45,8 @@ def open_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Any:
         ) from None
 
 
-def _check_pixels(size: tuple[int, int], most_pixels: int) -> None:
+def check_pixels(size: tuple[int, int], most_pixels: int) -> None:
+    """Raise InvalidRequestError if an image of this width and height has more pixels than `most_pixels`."""
     if (pixels := size[0] * size[1]) > most_pixels:
         raise InvalidRequestError(
             f"image: {size[0]} x {size[1]} pixels are too many (limit {most_pixels} pixels); give a smaller image",
@@ -65,7 +66,7 @@ class ImageProcessor:
         from ..engine.models.names import resolve_model
         from ..kernels.families import describe
 
-        _pillow()
+        pillow()
         folder = resolve_model(model)
         tower = describe(read_config(folder)).tower
         if tower is None:
@@ -86,8 +87,8 @@ class ImageProcessor:
         Raise InvalidRequestError for an image with more pixels than `most_pixels`, and for an image that the processor
         refuses.
         """
-        picture = self._picture(image)
-        _check_pixels(picture.size, most_pixels)
+        check_pixels(picture_size(image), most_pixels)
+        picture = as_picture(image)
         try:
             made = self._processor(images=[picture], return_tensors="np")
         except Exception as error:
@@ -96,7 +97,7 @@ class ImageProcessor:
             ) from None
         pixels = np.asarray(made["pixel_values"], np.float32)
         if self.tower.pooled:
-            rows, columns, patches = self._patches_of_whole(pixels[0])
+            rows, columns, patches = patches_of_whole(pixels[0], self.tower)
         else:
             _, rows, columns = (int(each) for each in made["image_grid_thw"][0])
             patches = self._first_frames(pixels)
@@ -122,22 +123,6 @@ class ImageProcessor:
         placed = [replace(image, start=int(start)) for image, start in zip(images, starts, strict=True)]
         return tokens.repeat(counts), placed
 
-    def _picture(self, image: Any) -> Any:
-        """Return a PIL image. Processors guess the meaning of an array's axes, so arrays are converted first."""
-        Image, _ = _pillow()
-        if isinstance(image, np.ndarray):
-            if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
-                raise InvalidRequestError(
-                    f"image: an array must be uint8 [rows, columns, 3] (got {image.dtype} {list(image.shape)})",
-                    field="image",
-                )
-            return Image.fromarray(image)
-        if not isinstance(image, Image.Image):
-            raise InvalidRequestError(
-                f"image: must be a PIL image or an array (got {type(image).__name__})", field="image"
-            )
-        return image
-
     def _first_frames(self, pixels: np.ndarray) -> np.ndarray:
         """Return the first frame, [patches, channels, values], of patches [patches, channels * frames * values]. All
         frames of an image are equal.
@@ -148,16 +133,42 @@ class ImageProcessor:
             raise InvalidRequestError("image: the processor made frames that differ; give a still image", field="image")
         return frames[:, :, 0]
 
-    def _patches_of_whole(self, pixels: np.ndarray) -> tuple[int, int, np.ndarray]:
-        """Return rows, columns and patches [patches, channels, values], block by block, of an image [channels, height,
-        width].
-        """
-        tower, size = self.tower, self.tower.patch_size
-        channels, height, width = pixels.shape
-        rows, columns, merge = height // size, width // size, tower.merge
-        shape = channels, rows // merge, merge, size, columns // merge, merge, size
-        blocks = pixels.reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
-        return rows, columns, blocks.reshape(rows * columns, channels, size * size)
+
+def picture_size(image: Any) -> tuple[int, int]:
+    """Return the width and height of a PIL image, or of an array uint8 [rows, columns, 3], without reading its pixels.
+    Raise InvalidRequestError for anything else.
+    """
+    Image, _ = pillow()
+    if isinstance(image, np.ndarray):
+        if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+            raise InvalidRequestError(
+                f"image: an array must be uint8 [rows, columns, 3] (got {image.dtype} {list(image.shape)})",
+                field="image",
+            )
+        return image.shape[1], image.shape[0]
+    if not isinstance(image, Image.Image):
+        raise InvalidRequestError(f"image: must be a PIL image or an array (got {type(image).__name__})", field="image")
+    return image.size
+
+
+def as_picture(image: Any) -> Any:
+    """Return a PIL image. Processors guess the meaning of an array's axes, so arrays are converted first. Raise
+    InvalidRequestError in the same cases as `picture_size`.
+    """
+    picture_size(image)
+    return pillow()[0].fromarray(image) if isinstance(image, np.ndarray) else image
+
+
+def patches_of_whole(pixels: np.ndarray, tower: TowerSpec) -> tuple[int, int, np.ndarray]:
+    """Return rows, columns and patches [patches, channels, values], block by block, of an image [channels, height,
+    width].
+    """
+    size, merge = tower.patch_size, tower.merge
+    channels, height, width = pixels.shape
+    rows, columns = height // size, width // size
+    shape = channels, rows // merge, merge, size, columns // merge, merge, size
+    blocks = pixels.reshape(shape).transpose(1, 4, 2, 5, 0, 3, 6)
+    return rows, columns, blocks.reshape(rows * columns, channels, size * size)
 
 
 def _as_levels(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +197,7 @@ def _by_channel(patches: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield values, places
 
 
-def _pillow() -> tuple[Any, Any]:
+def pillow() -> tuple[Any, Any]:
     """Return Pillow's modules Image and ImageOps. Raise ConfigError if Pillow is not installed."""
     try:
         from PIL import Image, ImageOps

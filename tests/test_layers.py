@@ -177,6 +177,7 @@ ROLLOUT = {
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
     "images": set(),
+    "videos": {"images"},
     "text_child": set(),
     "plain_tokenizer": set(),
     "text": {"plain_tokenizer", "protocol", "text_child"},
