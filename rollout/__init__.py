@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
 
+    from ..engine.media import (
+        ImageInput,
+    )
     from ..engine.models.names import (
         resolve_model,
     )
@@ -68,6 +71,9 @@ if TYPE_CHECKING:
     from .fleet.fleet import (
         Fleet,
     )
+    from .images import (
+        ImageProcessor,
+    )
     from .protocol import (
         Health,
         Stats,
@@ -78,6 +84,7 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {
+    "..engine.media": ["ImageInput"],
     "..engine.models.names": ["resolve_model"],
     "..engine.request": [
         "Distribution",
@@ -118,6 +125,7 @@ _NAMES = {
     ".client.local_worker": ["WorkerProcess", "launch_worker"],
     ".fleet.client": ["AsyncFleetClient", "FleetClient"],
     ".fleet.fleet": ["Fleet"],
+    ".images": ["ImageProcessor"],
     ".protocol": ["Health", "Stats", "Status"],
     ".publisher.publisher": ["WeightPublisher"],
 }
@@ -138,6 +146,8 @@ __all__ = [
     "Health",
     "IdConflictError",
     "IllegalStateError",
+    "ImageInput",
+    "ImageProcessor",
     "InvalidRequestError",
     "MessageTooLargeError",
     "ModelError",

@@ -165,15 +165,15 @@ WEIGHT_SYNC = {
     "worker": {"payload", "transports", "worker"},
 }
 ROLLOUT = {
-    "__init__": {"protocol", "client", "fleet", "publisher", "auditing"},
+    "__init__": {"protocol", "images", "client", "fleet", "publisher", "auditing"},
     "auditing": {"protocol", "client"},
     "config": set(),
     "logs": set(),
     "protocol": {"protocol"},
     "network": {"config", "protocol", "network"},
     "monitoring": {"protocol", "monitoring"},
-    "client": {"config", "protocol", "network", "client"},
-    "fleet": {"config", "protocol", "network", "monitoring", "client", "publisher", "fleet"},
+    "client": {"config", "protocol", "network", "images", "client"},
+    "fleet": {"config", "protocol", "network", "monitoring", "images", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
     "images": set(),

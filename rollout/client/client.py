@@ -26,7 +26,9 @@ from concurrent.futures import CancelledError, Future
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeAlias, TypeVar, overload
+
+import numpy as np
 
 from trueroll.errors import (
     IdConflictError,
@@ -40,6 +42,7 @@ from trueroll.errors import (
     WorkerLostError,
 )
 
+from ...engine.media import ImageInput
 from ...engine.request import (
     Distribution,
     InFlight,
@@ -51,17 +54,13 @@ from ...engine.request import (
 )
 from .. import protocol
 from ..network.keys import Key
-from .connection import Connection, Inbox, Received, wrong_process
+from .connection import NO_IMAGES, Connection, Inbox, Received, wrong_process
 from .continuation import joined
-from .requests import (
-    ParamsArg,
-    Prompts,
-    Request,
-    continue_requests,
-    generate_requests,
-    message_of,
-    score_requests,
-)
+from .media import Media, Prompt, PromptMaker, Prompts, contents
+from .requests import ParamsArg, Request, continue_requests, generate_requests, message_of, score_requests
+
+if TYPE_CHECKING:
+    from ..images import ImageProcessor
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -75,12 +74,19 @@ _PROMPT_FIELDS = ("prompt_token_ids", "token_ids")
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, ordered by index. `params`: the parameters used by the worker, including the seed."""
+    """All samples of one prompt, ordered by index.
+
+    `params`: the parameters used by the worker, including the seed. `prompt_token_ids`: int32 [num_prompt_tokens], the
+    tokens used by the worker, with a placeholder for each token of an image. `images`: the images used by the worker. A
+    trainer that uses the same tokens and images gets the same bits.
+    """
 
     id: str
     samples: tuple[SampleOutput, ...]
     params: SamplingParams
     num_prompt_tokens: int
+    prompt_token_ids: np.ndarray
+    images: tuple[ImageInput, ...]
 
 
 class AsyncRolloutClient:
@@ -95,6 +101,8 @@ class AsyncRolloutClient:
       `zmq.auth.create_certificates` (`.key`, `.key_secret`).
     - `while_connected`: when the connection or this process ends, the worker aborts this client's requests for samples.
       Set `while_connected` if the client does not submit lost requests again.
+    - `image_processor`: the processor for images that are not processed. None: the processor in the folder of the
+      worker's model, which must be on this machine.
     """
 
     def __init__(
@@ -105,10 +113,12 @@ class AsyncRolloutClient:
         client_key: Key | None = None,
         *,
         while_connected: bool = False,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.address = address
         self._connection = Connection(address, timeout, server_public_key, client_key)
         self._while_connected = while_connected
+        self._prompts = PromptMaker(image_processor, self.health)
         self._open: dict[str, None] = {}  # ids of open requests, in the order in which they were sent
 
     @overload
@@ -117,6 +127,7 @@ class AsyncRolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         errors: Literal["raise"] = "raise",
@@ -131,6 +142,7 @@ class AsyncRolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         errors: Literal["return"],
@@ -144,6 +156,7 @@ class AsyncRolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
         errors: Literal["raise", "return"] = "raise",
@@ -155,6 +168,12 @@ class AsyncRolloutClient:
 
         - `params`: parameters for all prompts, or a list with one entry per prompt. None: the defaults. If there are
           several prompts, a single `params` must not have a seed, because all prompts would draw the same noise.
+        - `media`: for each prompt, a list of its images, which may be empty. None: no prompt has images. Images may be
+          PIL images, or arrays, uint8 [rows, columns, 3]. The client processes each image once, as the model's own
+          image processor does, and expands the prompt, which has one placeholder for each of its images. Images may
+          also be `ImageInput` objects, such as those of `Group.images`. Then the prompt is already expanded, as
+          `Group.prompt_token_ids` is. All images of a prompt are processed, or none. The worker gets the pixels of an
+          image only if it does not have them.
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
           For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
@@ -173,22 +192,32 @@ class AsyncRolloutClient:
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand["while_connected"] = self._while_connected
-        made = generate_requests(prompts, params, seed, request_ids, demand, errors)
+        given = await self._prompts.make(prompts, media, "prompts", errors)
+        made = generate_requests(given, params, seed, request_ids, demand, errors)
         total = sum(each.params.n for each in made if isinstance(each, protocol.Generate))
         with _progress_bar(progress, total) as advance:
-            return await self._groups(made, errors, advance)
+            return await self._groups(given, made, errors, advance)
 
-    async def _groups(self, made: list[protocol.Generate | TruerollError], errors: str, advance: Any) -> list[Any]:
+    async def _groups(
+        self,
+        prompts: list[Prompt | InvalidRequestError],
+        made: list[protocol.Generate | TruerollError],
+        errors: str,
+        advance: Any,
+    ) -> list[Any]:
         groups: list[Any] = list(made)
         requests = {i: each for i, each in enumerate(made) if isinstance(each, protocol.Generate)}
         samples: dict[int, dict[int, SampleOutput]] = {position: {} for position in requests}
-        async with aclosing(self.exchange(requests, "prompts", errors, in_groups=True)) as replies:
+        sent = self.exchange(requests, "prompts", errors, in_groups=True, images=contents(prompts))
+        async with aclosing(sent) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     samples[position][reply.index] = protocol.sample_output(reply)
                     advance()
+                elif isinstance(reply, protocol.Done):
+                    groups[position] = _group(reply, samples[position], prompts[position])
                 else:
-                    groups[position] = _group(reply, samples[position]) if isinstance(reply, protocol.Done) else reply
+                    groups[position] = reply
         return groups
 
     @overload
@@ -197,6 +226,7 @@ class AsyncRolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         deltas: Literal[False] = False,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
@@ -210,6 +240,7 @@ class AsyncRolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         deltas: bool,
         delta_seconds: float = 0.0,
         seed: int | None = None,
@@ -223,6 +254,7 @@ class AsyncRolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         deltas: bool = False,
         delta_seconds: float = 0.0,
         seed: int | None = None,
@@ -246,8 +278,9 @@ class AsyncRolloutClient:
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas, delta_seconds=delta_seconds)
-        made = generate_requests(prompts, params, seed, request_ids, demand)
-        async with aclosing(self.exchange(dict(enumerate(made)), "prompts")) as replies:
+        given = await self._prompts.make(prompts, media, "prompts")
+        made = generate_requests(given, params, seed, request_ids, demand)
+        async with aclosing(self.exchange(dict(enumerate(made)), "prompts", images=contents(given))) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     yield position, protocol.sample_output(reply)
@@ -260,6 +293,7 @@ class AsyncRolloutClient:
         samples: Sequence[SampleOutput],
         params: ParamsArg = None,
         *,
+        media: Media = None,
         request_ids: Sequence[str] | None = None,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
@@ -273,6 +307,8 @@ class AsyncRolloutClient:
         - `params`: the parameters of the original call, or `Group.params`. `n` and `seed` in `params` are ignored,
           because each sample continues with its own noise. `max_tokens` and `min_tokens` include the existing tokens of
           a sample. A stop string may begin in the existing tokens.
+        - `media`: the images of the prompts, as in the original call; or the processed images in `Group.images`,
+          together with `Group.prompt_token_ids`.
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
@@ -280,9 +316,10 @@ class AsyncRolloutClient:
         have changed, the version spans of the joined sample say which weights generated which tokens.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        requests = continue_requests(prompts, samples, params, request_ids, demand)
+        given = await self._prompts.make(prompts, media, "prompts")
+        requests = continue_requests(given, samples, params, request_ids, demand)
         whole = list(samples)
-        async with aclosing(self.exchange(requests, "samples", "return")) as replies:
+        async with aclosing(self.exchange(requests, "samples", "return", images=contents(given))) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     whole[position] = joined(whole[position], protocol.sample_output(reply))
@@ -312,6 +349,7 @@ class AsyncRolloutClient:
         cache_salt: str | None = None,
         top_logprobs: int | None = None,
         *,
+        media: Media = None,
         return_routed_experts: bool = False,
         min_weight_version: int | None = None,
         wait_for_weights: bool = False,
@@ -319,16 +357,17 @@ class AsyncRolloutClient:
         """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput per sequence, in order.
 
         `ScoreOutput.logprobs` is float32 [num_tokens - 1]. Entry i is the log-prob of token i + 1 given tokens [0, i +
-        1). `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `min_weight_version`, `wait_for_weights`:
-        see `generate`. Raise RequestAbortedError if a scoring request was aborted.
+        1). `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `media`, `min_weight_version`,
+        `wait_for_weights`: see `generate`. Raise RequestAbortedError if a scoring request was aborted.
         """
         distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs)
         fields |= dict(return_routed_experts=return_routed_experts)
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        requests = score_requests(sequences, fields)
+        given = await self._prompts.make(sequences, media, "sequences")
+        requests = score_requests(given, fields)
         scores: dict[int, Any] = {}
-        async with aclosing(self.exchange(requests, "sequences")) as replies:
+        async with aclosing(self.exchange(requests, "sequences", images=contents(given))) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.Scores):
                     scores[position] = _scored(reply)
@@ -459,7 +498,13 @@ class AsyncRolloutClient:
         return reply
 
     async def exchange(
-        self, requests: Mapping[Position, Request], what: str | None, errors: str = "raise", *, in_groups: bool = False
+        self,
+        requests: Mapping[Position, Request],
+        what: str | None,
+        errors: str = "raise",
+        *,
+        in_groups: bool = False,
+        images: Mapping[bytes, ImageInput] = NO_IMAGES,
     ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
         """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
@@ -467,7 +512,7 @@ class AsyncRolloutClient:
         caller's argument, for error texts. If the name is `prompts`, an error text begins, for example, with
         `prompts[3]`. `errors`: with `return`, errors are yielded instead of raised. `in_groups`: the caller uses
         samples only after their group has ended. With `in_groups`, a client of several workers may restart a group and
-        yield the group's samples again.
+        yield the group's samples again. `images`: the images of all requests, by content hash.
         """
         _check_ids(self._connection, [request.id for request in requests.values()])
         inbox = Inbox()
@@ -479,7 +524,7 @@ class AsyncRolloutClient:
         self._open |= dict.fromkeys(positions)
         try:
             for request in requests.values():
-                self._connection.call(request, inbox)
+                self._connection.call(request, inbox, images)
             while unfinished:
                 id, reply = await inbox.get()
                 if isinstance(reply, Received):
@@ -634,8 +679,11 @@ class RolloutClient:
         timeout: float = 30.0,
         server_public_key: Key | None = None,
         client_key: Key | None = None,
+        *,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
-        self._begin(AsyncRolloutClient(address, timeout, server_public_key, client_key))
+        client = AsyncRolloutClient(address, timeout, server_public_key, client_key, image_processor=image_processor)
+        self._begin(client)
 
     def _begin(self, client: AsyncRolloutClient) -> None:
         self._client = client
@@ -663,6 +711,7 @@ class RolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         deltas: Literal[False] = False,
         seed: int | None = None,
         request_ids: Sequence[str] | None = None,
@@ -676,6 +725,7 @@ class RolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         deltas: bool,
         delta_seconds: float = 0.0,
         seed: int | None = None,
@@ -689,6 +739,7 @@ class RolloutClient:
         prompts: Prompts,
         params: ParamsArg = None,
         *,
+        media: Media = None,
         deltas: bool = False,
         delta_seconds: float = 0.0,
         seed: int | None = None,
@@ -698,7 +749,7 @@ class RolloutClient:
     ) -> Iterator[tuple[int, Any]]:
         """See `AsyncRolloutClient.stream`."""
         demand: dict[str, Any] = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
-        demand |= dict(deltas=deltas, delta_seconds=delta_seconds)
+        demand |= dict(media=media, deltas=deltas, delta_seconds=delta_seconds)
         samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids, **demand)
         try:
             while (item := self._wait(_next(samples))) is not None:
@@ -750,7 +801,8 @@ async def _next(samples: AsyncGenerator[tuple[int, Any], None]) -> tuple[int, An
     return await anext(samples, None)
 
 
-def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
+def _group(done: protocol.Done, samples: dict[int, SampleOutput], prompt: Prompt | InvalidRequestError) -> Group:
+    assert isinstance(prompt, Prompt)
     count = done.params.n
     if len(samples) != count or max(samples) >= count:
         raise ProtocolError(
@@ -758,7 +810,8 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput]) -> Group:
             f"instead of samples 0 to {count - 1}; use the same release of trueroll on both sides"
         )
     ordered = tuple(samples[index] for index in range(count))
-    return Group(done.id, ordered, done.params, done.num_prompt_tokens)
+    token_ids = protocol.bytes_to_tokens(prompt.token_ids)
+    return Group(done.id, ordered, done.params, done.num_prompt_tokens, token_ids, prompt.images)
 
 
 def _scored(reply: protocol.Scores) -> ScoreOutput:

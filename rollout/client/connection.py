@@ -25,9 +25,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 import zmq
@@ -37,12 +38,14 @@ from zmq.utils.monitor import recv_monitor_message
 from trueroll.errors import (
     ConfigError,
     ForbiddenError,
+    InvalidRequestError,
     MessageTooLargeError,
     ProtocolError,
     TruerollError,
     WorkerLostError,
 )
 
+from ...engine.media import ImageInput
 from ...engine.request import SampleDelta
 from .. import protocol
 from ..config import check_address
@@ -318,10 +321,13 @@ class Line:
         self._connect()
 
 
+NO_IMAGES: Mapping[bytes, ImageInput] = MappingProxyType({})
+
+
 @dataclass
 class Call:
     """A pending call. `caller`: the caller id that replies must have; None if the call has no caller id. `replies`: the
-    accepted types of replies, besides deltas.
+    accepted types of replies, besides deltas. `images`: the images that the worker may ask for, by content hash.
     """
 
     frame: bytes
@@ -329,13 +335,35 @@ class Call:
     caller: str | None
     replies: tuple[type[protocol.FromWorker], ...]
     has_deltas: bool
+    images: Mapping[bytes, ImageInput]
     was_sent: bool = False
 
     @classmethod
-    def of(cls, message: protocol.Call, inbox: Inbox) -> Call:
+    def of(cls, message: protocol.Call, inbox: Inbox, images: Mapping[bytes, ImageInput]) -> Call:
         """Return the pending call for a message."""
-        has_deltas = getattr(message, "deltas", False)
-        return cls(protocol.encode(message), inbox, _caller_of(message), protocol.REPLIES[type(message)], has_deltas)
+        replies, has_deltas = protocol.REPLIES[type(message)], getattr(message, "deltas", False)
+        return cls(protocol.encode(message), inbox, _caller_of(message), replies, has_deltas, images)
+
+    def part(self, need: protocol.NeedImage) -> bytes:
+        """Return the part of an image that the worker asks for. Raise ProtocolError if the call has no such image, and
+        InvalidRequestError if the image has no such part.
+        """
+        if (image := self.images.get(need.content_hash)) is None:
+            raise ProtocolError(
+                f"need_image: the worker asks for image {need.content_hash.hex()}, but the request has no such image; "
+                "use the same release of trueroll on both sides"
+            )
+        part = protocol.part_of(image, need.start, need.num_bytes)
+        if len(part) < need.num_bytes:
+            needed, found = need.start + need.num_bytes, image.table.nbytes + image.levels.nbytes
+            raise InvalidRequestError(
+                f"images: the worker's model needs at least {needed} bytes for an image of {image.rows} x "
+                f"{image.columns} patches (got {found}); process the image for this model",
+                field="images",
+                value=found,
+                limit=needed,
+            )
+        return part
 
 
 class PendingCalls:
@@ -362,6 +390,11 @@ class PendingCalls:
         """Return the pending call with this id, else None."""
         return self._calls.get(id)
 
+    def needing(self, need: protocol.NeedImage) -> Call | None:
+        """Return the pending call for which the worker asks for an image, else None."""
+        call = self._calls.get(need.id)
+        return call if call is not None and _is_for(call, need) else None
+
     def give_up(self, ids: Iterable[str]) -> set[str]:
         """Drop calls. Return the ids of the dropped calls that were already sent to the worker."""
         given_up = {id: self._calls.pop(id, None) for id in ids}
@@ -374,8 +407,8 @@ class PendingCalls:
                 self._deliver_delta(delta, reply)
             return
         call = self._calls.get(reply.id or "")
-        if call is not None and _caller_of(reply) not in (None, call.caller):
-            return  # a reply to an earlier, abandoned submission of the same request
+        if call is not None and not _is_for(call, reply):
+            return
         if isinstance(reply, protocol.Error):
             error = error_from_code(reply.code, reply.message, reply.field, reply.value, reply.limit)
             self.fail(error) if reply.id is None else self.finish(reply.id, error)
@@ -405,7 +438,7 @@ class PendingCalls:
 
     def _deliver_delta(self, delta: protocol.Delta, reply: protocol.Deltas) -> None:
         call = self._calls.get(delta.id)
-        if call is None or reply.caller not in (None, call.caller):
+        if call is None or not _is_for(call, reply):
             return
         if not call.has_deltas:
             self.finish(delta.id, _unexpected(reply, call.replies))
@@ -418,6 +451,11 @@ class PendingCalls:
 
 def _caller_of(message: protocol.Call | protocol.FromWorker) -> str | None:
     return getattr(message, "caller", None)
+
+
+def _is_for(call: Call, reply: protocol.FromWorker) -> bool:
+    """Return whether a reply is for this submission of the request, not for an earlier, abandoned one."""
+    return _caller_of(reply) in (None, call.caller)
 
 
 def _unexpected(reply: protocol.FromWorker, expected: tuple[type[protocol.FromWorker], ...]) -> ProtocolError:
@@ -472,16 +510,17 @@ class Connection:
         self._silent_ticks = 0
         self._end: TruerollError | None = None
 
-    def call(self, message: protocol.Call, inbox: Inbox) -> None:
+    def call(self, message: protocol.Call, inbox: Inbox, images: Mapping[bytes, ImageInput] = NO_IMAGES) -> None:
         """Send a message, and put each reply into `inbox`, together with the message's id. The last reply is terminal
-        or an exception.
+        or an exception. `images`: the images of the message, by content hash. The worker gets the parts that it asks
+        for.
         """
         if error := self._line.not_at_home() or self._end:
             raise error
         if not self._line.is_open:
             self._line.open()
             self._line.spawn("watch", self._watch())
-        self.calls.add(message.id, Call.of(message, inbox))
+        self.calls.add(message.id, Call.of(message, inbox, images))
         if self._window.is_open:
             self._window.queue.append(message.id)
             self._send_queued()
@@ -516,12 +555,30 @@ class Connection:
         self._silent_ticks = 0
         if isinstance(reply, protocol.Health) and (follow := self._awaited.pop(reply.id, None)) is not None:
             follow(reply)
+        elif isinstance(reply, protocol.NeedImage):
+            self._put_image(reply)
         else:
             self.calls.deliver(reply)
 
     def failed(self, error: TruerollError) -> None:
         self._end = error
         self.calls.fail(error)
+
+    def _put_image(self, need: protocol.NeedImage) -> None:
+        """Send the part of an image that the worker asks for. If that is impossible, end the call, and tell the worker
+        that the part will not come.
+        """
+        call = self.calls.needing(need)
+        if call is None or not self._window.is_open:  # on its next connection, the worker asks again
+            return
+        try:
+            data = call.part(need)
+        except TruerollError as error:
+            self.calls.finish(need.id, error)
+            self.notify(protocol.Abort(id=protocol.new_id(), request_id=need.id, caller=call.caller))
+            return
+        part = dict(content_hash=need.content_hash, start=need.start, data=data)
+        self._line.send(protocol.encode(protocol.PutImage(id=need.id, **part)))
 
     def _ask_for_health(self, follow: Callable[[protocol.Health], None] | None = None) -> None:
         id = protocol.new_id()

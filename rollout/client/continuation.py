@@ -7,7 +7,6 @@ of the new request is chosen so that the remaining tokens are drawn with the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 from trueroll.errors import InvalidRequestError
 
 from ...engine.request import SampleOutput, SamplingParams, WeightSpan, columns_of, join_columns, seed_before
-from ..protocol import tokens_to_bytes
 
 
 def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
@@ -30,13 +28,11 @@ def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
     return sample.finish_reason == "abort"
 
 
-def continuation(
-    position: int, prompt: Sequence[int] | np.ndarray, sample: SampleOutput, params: SamplingParams
-) -> dict[str, Any]:
+def continuation(position: int, prompt: bytes, sample: SampleOutput, params: SamplingParams) -> dict[str, Any]:
     """Return the fields of the request that generates the remaining tokens of `sample`.
 
-    `position`: position of the sample in the call, for error texts. `params`: the parameters of the whole sample. Raise
-    InvalidRequestError if the parameters do not match the sample.
+    `position`: position of the sample in the call, for error texts. `prompt`: an int32 array. `params`: the parameters
+    of the whole sample. Raise InvalidRequestError if the parameters do not match the sample.
     """
     num_prior, field = len(sample.token_ids), f"samples[{position}]"
     if params.max_tokens is not None and params.max_tokens <= num_prior:
@@ -78,7 +74,7 @@ def continuation(
         min_tokens=max(0, params.min_tokens - num_prior),
     )
     return dict(
-        prompt_token_ids=tokens_to_bytes(prompt, f"prompts[{position}]") + prior,
+        prompt_token_ids=prompt + prior,
         params=params.model_copy(update=rest),
         num_prior_tokens=num_prior,
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
-import numpy as np
 from pydantic import ValidationError
 
 from trueroll.errors import InvalidRequestError, brief
@@ -16,6 +15,7 @@ from trueroll.errors import InvalidRequestError, brief
 from ...engine.request import SampleOutput, SamplingParams, derive_seed, from_validation, plain
 from .. import protocol
 from .continuation import continuation, goes_on
+from .media import Prompt
 
 M = TypeVar(
     "M",
@@ -26,13 +26,12 @@ M = TypeVar(
     protocol.Sleep,
     protocol.WakeUp,
 )
-Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray]
 ParamsArg: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 Request: TypeAlias = protocol.Generate | protocol.GetScores
 
 
 def generate_requests(
-    prompts: Prompts,
+    prompts: Sequence[Prompt | InvalidRequestError],
     params: ParamsArg,
     seed: int | None,
     ids: Sequence[str] | None,
@@ -47,15 +46,16 @@ def generate_requests(
     if errors not in ("raise", "return"):
         text = f"errors: must be raise or return (got {brief(errors)})"
         raise InvalidRequestError(text, field="errors", value=errors)
-    given = _listed(prompts, "prompts")
-    count, made = len(given), []
+    count, made = len(prompts), []
     fields = dict(caller=protocol.new_id(), **demand)
     all_params = _seeded(_one_each(SamplingParams() if params is None else params, count), params, seed)
-    all_ids = [protocol.new_id() for _ in given] if ids is None else _checked_ids(ids, count)
-    for i, (tokens, id, own) in enumerate(zip(given, all_ids, all_params, strict=True)):
+    all_ids = [protocol.new_id() for _ in prompts] if ids is None else _checked_ids(ids, count)
+    for prompt, id, own in zip(prompts, all_ids, all_params, strict=True):
         try:
-            array = protocol.tokens_to_bytes(tokens, f"prompts[{i}]")
-            made.append(message_of(protocol.Generate, id=id, prompt_token_ids=array, params=own, **fields))
+            if isinstance(prompt, InvalidRequestError):
+                raise prompt
+            given = dict(prompt_token_ids=prompt.token_ids, images=prompt.refs)
+            made.append(message_of(protocol.Generate, id=id, params=own, **given, **fields))
         except InvalidRequestError as error:
             if errors == "raise":
                 raise
@@ -64,7 +64,7 @@ def generate_requests(
 
 
 def continue_requests(
-    prompts: Prompts,
+    prompts: Sequence[Prompt],
     samples: Sequence[SampleOutput],
     params: ParamsArg,
     ids: Sequence[str] | None,
@@ -73,29 +73,34 @@ def continue_requests(
     """Return a message for each sample that must be continued. The keys are the positions of the samples. `demand`:
     `min_weight_version`, `wait_for_weights`.
     """
-    given = _listed(prompts, "prompts")
-    _check_count("samples", "one for each of", len(samples), len(given))
+    _check_count("samples", "one for each of", len(samples), len(prompts))
     all_params = _one_each(SamplingParams() if params is None else params, len(samples))
-    all_ids = [protocol.new_id() for _ in given] if ids is None else _checked_ids(ids, len(given))
+    all_ids = [protocol.new_id() for _ in prompts] if ids is None else _checked_ids(ids, len(prompts))
     caller = protocol.new_id()
+    fields = dict(caller=caller, **demand)
     return {
-        i: message_of(protocol.Generate, id=all_ids[i], caller=caller, **demand, **continuation(i, prompt, sample, own))
-        for i, (prompt, sample, own) in enumerate(zip(given, samples, all_params, strict=True))
+        i: message_of(
+            protocol.Generate,
+            id=all_ids[i],
+            images=prompt.refs,
+            **continuation(i, prompt.token_ids, sample, own),
+            **fields,
+        )
+        for i, (prompt, sample, own) in enumerate(zip(prompts, samples, all_params, strict=True))
         if goes_on(sample, own)
     }
 
 
-def score_requests(sequences: Prompts, fields: dict[str, Any]) -> dict[int, protocol.GetScores]:
+def score_requests(sequences: Sequence[Prompt], fields: dict[str, Any]) -> dict[int, protocol.GetScores]:
     """Return a message for each sequence. The keys are the positions of the sequences. `fields`: the other fields of
     each message.
     """
-    arrays = [
-        protocol.tokens_to_bytes(tokens, f"sequences[{i}]") for i, tokens in enumerate(_listed(sequences, "sequences"))
-    ]
-    caller = protocol.new_id()
+    fields = dict(caller=protocol.new_id(), **fields)
     return {
-        i: message_of(protocol.GetScores, id=protocol.new_id(), token_ids=array, caller=caller, **fields)
-        for i, array in enumerate(arrays)
+        i: message_of(
+            protocol.GetScores, id=protocol.new_id(), token_ids=sequence.token_ids, images=sequence.refs, **fields
+        )
+        for i, sequence in enumerate(sequences)
     }
 
 
@@ -145,20 +150,6 @@ def message_of(kind: type[M], **fields: Any) -> M:
         return kind(**{name: plain(value) for name, value in fields.items()})
     except ValidationError as error:
         raise from_validation(InvalidRequestError, error) from None
-
-
-def _listed(sequences: Prompts, field: str) -> list[Sequence[int] | np.ndarray]:
-    """Return the sequences as a list. Raise InvalidRequestError for a string and for a 2-D array. A 2-D array has
-    padding, which would be treated as tokens.
-    """
-    if isinstance(sequences, str) or getattr(sequences, "ndim", 1) > 1:
-        found = type(sequences).__name__
-        raise InvalidRequestError(
-            f"{field}: must be a list of token id sequences without padding (got a {found}); "
-            "for padded rows give [row[mask].tolist() for row, mask in zip(input_ids, attention_mask.bool())]",
-            field=field,
-        )
-    return list(sequences)
 
 
 def _one_each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

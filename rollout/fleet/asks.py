@@ -92,7 +92,7 @@ def _message_for(request: protocol.Generate, index: int, part: SampleOutput | No
         seed = seed_before(derive_seed(group_seed(request), index))
         update |= dict(params=request.params.model_copy(update=dict(n=1, seed=seed)))
     else:
-        update |= continuation(0, protocol.bytes_to_tokens(request.prompt_token_ids), part, request.params)
+        update |= continuation(0, request.prompt_token_ids, part, request.params)
         update["num_prior_tokens"] += request.num_prior_tokens
     return request.model_copy(update=update)
 
@@ -100,7 +100,8 @@ def _message_for(request: protocol.Generate, index: int, part: SampleOutput | No
 def group_seed(request: protocol.Generate) -> int:
     """Return the seed that a worker would use for the group."""
     seed = request.params.seed
-    return seed_of(request.id, request.prompt_token_ids) if seed is None else seed
+    prompt = request.prompt_token_ids + protocol.content_of_images(request.images)
+    return seed_of(request.id, prompt) if seed is None else seed
 
 
 def end_of_group(request: protocol.Generate, finish_reasons: dict[FinishReason, int]) -> protocol.Done:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trueroll.errors import (
     ConfigError,
@@ -20,10 +20,13 @@ from trueroll.errors import (
     brief,
 )
 
+from ...engine.media import ImageInput
 from ...engine.request import SampleDelta, plain
 from ...weight_sync.payload.manifest import list_names
 from .. import protocol
 from ..client.client import AsyncRolloutClient, RolloutClient, placed
+from ..client.connection import NO_IMAGES
+from ..client.media import PromptMaker
 from ..client.membership import FleetArg, is_fleet, membership_of
 from ..client.requests import Request, message_of
 from ..network.keys import Key
@@ -33,6 +36,9 @@ from .request import FleetRequest
 from .samples import Reply
 from .totals import FleetHealth, all_healths, all_stats, all_statuses
 from .worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from ..images import ImageProcessor
 
 T = TypeVar("T")
 
@@ -59,7 +65,7 @@ class AsyncFleetClient(AsyncRolloutClient):
       times as long as the slowest recent request. None disables second workers.
     - `patience`: maximum number of seconds to wait for a worker that can take a request. After `patience` seconds, the
       call raises WorkerLostError.
-    - `while_connected`: see `AsyncRolloutClient`
+    - `while_connected`, `image_processor`: see `AsyncRolloutClient`
     """
 
     def __init__(
@@ -74,6 +80,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         straggler_seconds: float | None = 30.0,
         patience: float = 600.0,
         while_connected: bool = False,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         max_staleness = plain(max_staleness)
         if type(max_staleness) is not int or max_staleness < 0:
@@ -87,6 +94,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         self._pool = WorkerPool(membership_of(fleet), make_client, max_staleness, mixed_kinds)
         self._max_staleness, self._patience = max_staleness, patience
         self._while_connected = while_connected
+        self._prompts = PromptMaker(image_processor, self.health)
         self._requests = OpenRequests(straggler_seconds)
 
     @property
@@ -95,7 +103,13 @@ class AsyncFleetClient(AsyncRolloutClient):
         return self._requests.num_asked_twice
 
     async def exchange(
-        self, requests: Mapping[int, Request], what: str | None, errors: str = "raise", *, in_groups: bool = False
+        self,
+        requests: Mapping[int, Request],
+        what: str | None,
+        errors: str = "raise",
+        *,
+        in_groups: bool = False,
+        images: Mapping[bytes, ImageInput] = NO_IMAGES,
     ) -> AsyncGenerator[tuple[int, protocol.FromWorker | SampleDelta | TruerollError], None]:
         """See `AsyncRolloutClient.exchange`."""
         await self._pool.start()
@@ -108,7 +122,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         tasks: list[asyncio.Task[None]] = []
         try:
             for position, request in requests.items():
-                sent = FleetRequest(self._pool, request, _put(replies, position), **settings)
+                sent = FleetRequest(self._pool, request, _put(replies, position), images, **settings)
                 tasks.append(self._requests.begin(request.id, sent))
             num_unfinished = len(requests)
             while num_unfinished:
@@ -240,9 +254,10 @@ class FleetClient(RolloutClient):
         mixed_kinds: bool = False,
         straggler_seconds: float | None = 30.0,
         patience: float = 600.0,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         settings: dict[str, Any] = dict(max_staleness=max_staleness, mixed_kinds=mixed_kinds)
-        settings |= dict(straggler_seconds=straggler_seconds, patience=patience)
+        settings |= dict(straggler_seconds=straggler_seconds, patience=patience, image_processor=image_processor)
         self._fleet = AsyncFleetClient(fleet, timeout, server_public_key, client_key, **settings)
         self._begin(self._fleet)
 

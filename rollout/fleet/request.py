@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 from trueroll.errors import TruerollError, UnavailableError, WorkerLostError
 
+from ...engine.media import ImageInput
+from ...engine.request import ContentSpan
 from .. import protocol
 from ..client.requests import Request
 from .asks import Ask
@@ -66,6 +68,7 @@ class FleetRequest:
 
     - `deliver`: called with deltas and samples as they arrive, and finally with one terminal reply: Done, Scores or an
       error
+    - `images`: the images of the request, by content hash
     - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered before
     - `max_staleness`: maximum difference between the weight versions that generated the request's tokens
     - `patience`: maximum number of seconds to wait for a worker. A request waits if no worker is eligible, or if no
@@ -78,6 +81,7 @@ class FleetRequest:
         pool: WorkerPool,
         request: Request,
         deliver: Callable[[Reply], None],
+        images: Mapping[bytes, ImageInput],
         *,
         may_repeat: bool,
         max_staleness: int,
@@ -85,6 +89,7 @@ class FleetRequest:
     ) -> None:
         self._pool = pool
         self._deliver = deliver
+        self._images = images
         self._state = GroupState(request, may_repeat=may_repeat, max_staleness=max_staleness)
         self._attempts: dict[asyncio.Task[None], _Attempt] = {}
         self._patience = patience
@@ -92,7 +97,9 @@ class FleetRequest:
         """Deadline of the wait for a worker, in monotonic seconds; None if a worker has accepted the request."""
         prompt = request.token_ids if isinstance(request, protocol.GetScores) else request.prompt_token_ids
         salt = request.cache_salt if isinstance(request, protocol.GetScores) else request.params.cache_salt
-        self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, request.spans)
+        # The start of an image is enough, because later prefixes contain it and the hash covers the image's size.
+        starts = [ContentSpan(image.start, image.start + 1, image.content_hash) for image in request.images]
+        self._beginnings = beginnings(protocol.bytes_to_tokens(prompt), salt, starts or request.spans)
 
     async def run(self) -> None:
         """Send the request to workers until the terminal reply is delivered."""
@@ -185,7 +192,8 @@ class FleetRequest:
     async def _exchange(self, attempt: _Attempt) -> None:
         """Send the messages of an `Ask`, and handle replies until all have arrived or no more replies are needed."""
         messages = {-1 if index is None else index: message for index, message in attempt.ask.messages.items()}
-        async with aclosing(attempt.link.client.exchange(messages, None, "return")) as replies:
+        sent = attempt.link.client.exchange(messages, None, "return", images=self._images)
+        async with aclosing(sent) as replies:
             async for position, reply in replies:
                 await self._take(attempt, None if position < 0 else position, reply)
                 if not self._state.wants(attempt.ask):

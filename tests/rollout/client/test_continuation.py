@@ -35,7 +35,7 @@ def cut_short(engine: Engine, num_tokens: int, **params: Any) -> list[SampleOutp
 
 
 def gone_on(engine: Engine, sample: SampleOutput, params: SamplingParams) -> SampleOutput:
-    asked = continuation(0, PROMPT, sample, params)
+    asked = continuation(0, PROMPT.tobytes(), sample, params)
     prompt = protocol.bytes_to_tokens(asked["prompt_token_ids"])
     rest = run(engine, [GenerateRequest("rest", prompt, asked["params"], asked["num_prior_tokens"])])["rest", 0]
     return joined(sample, rest)
@@ -52,10 +52,10 @@ def test_routed_experts_are_joined_at_the_seam() -> None:
     assert joined(empty, rest).routed_experts is rest.routed_experts and joined(first, empty).routed_experts is not None
     params = SamplingParams(max_tokens=9, logprobs=None)
     with pytest.raises(InvalidRequestError, match=r"samples\[0\]: return_routed_experts = .* only one part"):
-        continuation(0, PROMPT, first, params)
+        continuation(0, PROMPT.tobytes(), first, params)
     asking = params.model_copy(update=dict(return_routed_experts=True))
     for sample in (first, empty):
-        assert continuation(0, PROMPT, sample, asking)["params"].return_routed_experts
+        assert continuation(0, PROMPT.tobytes(), sample, asking)["params"].return_routed_experts
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -134,11 +134,11 @@ def test_goes_on(sample: SampleOutput, expected: bool) -> None:
 
 def test_parameters_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: max_tokens is .* already has 8 tokens"):
-        continuation(4, PROMPT, sample_of(8, "abort"), SamplingParams(max_tokens=8))
+        continuation(4, PROMPT.tobytes(), sample_of(8, "abort"), SamplingParams(max_tokens=8))
     with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: logprobs = .* only one part"):
-        continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(logprobs=None))
+        continuation(4, PROMPT.tobytes(), sample_of(3, "abort"), SamplingParams(logprobs=None))
     with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: top_logprobs is 2, but the sample has None"):
-        continuation(4, PROMPT, sample_of(3, "abort"), SamplingParams(top_logprobs=2))
+        continuation(4, PROMPT.tobytes(), sample_of(3, "abort"), SamplingParams(top_logprobs=2))
 
 
 def test_prior_tokens_need_n_1_and_a_prompt_that_contains_them(engine: Engine) -> None:

@@ -301,7 +301,7 @@ def test_a_sample_aborted_while_waiting_can_be_continued(worker: WorkerOnThread)
             [sample] = group.samples
             assert (sample.token_ids, sample.weight_versions, sample.finish_reason) == ([], (), "abort")
             assert sample.top_token_ids is not None and sample.top_token_ids.shape == (0, 3)
-            assert continuation(0, [1], sample, params)["num_prior_tokens"] == 0
+            assert continuation(0, PROMPT, sample, params)["num_prior_tokens"] == 0
 
     asyncio.run(generate())
 

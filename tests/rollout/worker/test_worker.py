@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -604,7 +605,8 @@ def test_only_clients_with_the_right_keys_can_use_an_open_address(tmp_path: Path
         address = worker.address.replace("0.0.0.0", "127.0.0.1")
         with RolloutClient(address, **certificates.client("alice")) as client:
             check_group(client.generate([[1]], SamplingParams(n=2))[0], 2)
-        for wrong in ({}, certificates.client("alice") | {"server_public_key": other_key}):
+        mistakes: list[dict[str, Any]] = [{}, certificates.client("alice") | {"server_public_key": other_key}]
+        for wrong in mistakes:
             with RolloutClient(address, timeout=0.5, **wrong) as client, pytest.raises(WorkerLostError):
                 client.health()
 
