@@ -1,17 +1,21 @@
 """The arithmetic of vision towers, defined once in terms of the ops.
 
-`encode` turns the pixels of one image into rows of embeddings. The code is written for workers, with the ops of a
-backend, and for trainers, with ops with gradients (`TowerOps`); no trainer uses it yet. Images are encoded one by one,
-so the rows of an image depend only on its pixels, its grid and the weights. Learned positions are interpolated in
-float32, in a fixed order, and rounded once.
+`encode` turns the pixels of images into rows of embeddings. Workers run it with the ops of a backend, image by image,
+and trainers with ops with gradients (`TowerOps`), for all images of a batch. The rows of an image depend only on its
+pixels, its grid and the weights: a patch sees only patches of its image, and no op lets other rows change the bits of a
+row. Learned positions are interpolated in float32, in a fixed order, and rounded once.
+
+A tower consists of parts. In a trainer, the weights of a part are in one module, and each part is computed while that
+module is called, once for all images (`training_towers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -126,98 +130,187 @@ class Merger:
     products: tuple[Linear, ...]
 
 
-@dataclass(frozen=True)
-class TowerWeights:
-    """The weights of a tower. `patch`: its weight [hidden_size, channels, ..., patch_size, patch_size] is a plain
-    tensor. `table`: [table_side**2, hidden_size] or None.
+class PatchWeights(NamedTuple):
+    """The product that embeds patches. Its weight [hidden_size, channels, ..., patch_size, patch_size] is a tensor."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+Compute: TypeAlias = Callable[[TowerOps, Any, Tensor], Tensor]
+"""compute(ops, weights, x): compute the rows that a part of a tower makes of the rows x."""
+RunPart: TypeAlias = Callable[[Compute, Tensor], Tensor]
+"""run(compute, x): call `compute` with the ops and the weights of a part, and return its result."""
+
+
+class Part(NamedTuple):
+    """A part of a tower. `make(get)` returns its weights, from the weights that `get(name, *shape)` returns: a matrix
+    for two dimensions, else a tensor. `role`, `number`: the role of one of the weights, and the number in its name.
     """
 
-    patch: Linear
-    table: Any
-    layers: tuple[TowerLayer, ...]
-    last_norm: Norm | None
-    merger: Merger
-    deepstack: tuple[Merger, ...]
+    role: str
+    make: Callable[[GetWeight], Any]
+    number: int = 0
 
 
-def make_tower(spec: TowerSpec, get: GetWeight) -> TowerWeights:
-    """Return a tower with the weights that `get(name, *shape)` returns: a matrix for two dimensions, else a tensor."""
+@dataclass(frozen=True)
+class TowerParts:
+    """The parts of a tower: each is a `Part` or a `RunPart`. `table`: learned positions, or None. `deepstack`: the
+    mergers of the layers in `TowerSpec.deepstack`.
+    """
+
+    patch: Any
+    table: Any | None
+    layers: tuple[Any, ...]
+    last_norm: Any | None
+    merger: Any
+    deepstack: tuple[Any, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        parts = self.patch, self.table, *self.layers, self.last_norm, self.merger, *self.deepstack
+        return (part for part in parts if part is not None)
+
+    def map(self, function: Callable[[Any], Any]) -> TowerParts:
+        """Return the tower in which `function` has replaced each part."""
+        return TowerParts(
+            function(self.patch),
+            None if self.table is None else function(self.table),
+            tuple(map(function, self.layers)),
+            None if self.last_norm is None else function(self.last_norm),
+            function(self.merger),
+            tuple(map(function, self.deepstack)),
+        )
+
+
+def make_tower(spec: TowerSpec, ops: TowerOps, get: GetWeight) -> TowerParts:
+    """Return a tower with the weights that `get` returns (see `Part`). Its parts can be run."""
+
+    def run(weights: Any, compute: Compute, x: Tensor) -> Tensor:
+        return compute(ops, weights, x)
+
+    return describe_parts(spec).map(lambda part: partial(run, part.make(get)))
+
+
+def describe_parts(spec: TowerSpec) -> TowerParts:
+    """Return the parts of a tower, as `Part`."""
     hidden, block = spec.hidden_size, spec.hidden_size * spec.merge**2
 
-    def linear(role: str, rows: int, columns: int, number: int = 0, has_bias: bool = True) -> Linear:
+    def linear(get: GetWeight, role: str, rows: int, columns: int, number: int = 0) -> Linear:
         name = spec.names[role].format(number)
-        return Linear(get(f"{name}.weight", rows, columns), get(f"{name}.bias", rows) if has_bias else None)
+        return Linear(get(f"{name}.weight", rows, columns), get(f"{name}.bias", rows))
 
-    def norm(role: str, size: int, of: NormSpec | LayerNormSpec, number: int = 0) -> Norm:
+    def norm(get: GetWeight, role: str, size: int, of: NormSpec | LayerNormSpec, number: int = 0) -> Norm:
         name = spec.names[role].format(number)
         return Norm(get(f"{name}.weight", size), get(f"{name}.bias", size) if isinstance(of, LayerNormSpec) else None)
 
-    def layer(i: int) -> TowerLayer:
+    def patch(get: GetWeight) -> PatchWeights:
+        size, name = spec.patch_size, spec.names["patch"]
+        shape = hidden, spec.channels, *([spec.frames] if spec.frames > 1 else []), size, size
+        return PatchWeights(get(f"{name}.weight", *shape), get(f"{name}.bias", hidden) if spec.patch_bias else None)
+
+    def table(get: GetWeight) -> Any:
+        return get(spec.names["table"], spec.table_side**2, hidden)
+
+    def layer(i: int, get: GetWeight) -> TowerLayer:
         parts = [("qkv", 3 * hidden)] if spec.joined else [(part, hidden) for part in "qkv"]
         inner = ("gate", "up") if spec.gated else ("up",)
         return TowerLayer(
-            norm("mixer_norm", hidden, spec.norm, i),
-            tuple(linear(role, rows, hidden, i) for role, rows in parts),
-            linear("o", hidden, hidden, i),
-            norm("mlp_norm", hidden, spec.norm, i),
-            tuple(linear(role, spec.intermediate_size, hidden, i) for role in inner),
-            linear("down", hidden, spec.intermediate_size, i),
+            norm(get, "mixer_norm", hidden, spec.norm, i),
+            tuple(linear(get, role, rows, hidden, i) for role, rows in parts),
+            linear(get, "o", hidden, hidden, i),
+            norm(get, "mlp_norm", hidden, spec.norm, i),
+            tuple(linear(get, role, spec.intermediate_size, hidden, i) for role in inner),
+            linear(get, "down", hidden, spec.intermediate_size, i),
         )
 
-    def merger(role: str, size: int, number: int = 0) -> Merger:
-        own = norm(f"{role}.norm", size, spec.merger_norm, number)
+    def last_norm(get: GetWeight) -> Norm:
+        return norm(get, "last_norm", hidden, cast(LayerNormSpec, spec.last_norm))
+
+    def merger(role: str, size: int, number: int, get: GetWeight) -> Merger:
+        own = norm(get, f"{role}.norm", size, spec.merger_norm, number)
         if spec.pooled:
             return Merger(own, (Linear(get(spec.names[f"{role}.matrix"], hidden, spec.out_size), None),))
-        inner = linear(f"{role}.up", block, block, number)
-        return Merger(own, (inner, linear(f"{role}.down", spec.out_size, block, number)))
+        inner = linear(get, f"{role}.up", block, block, number)
+        return Merger(own, (inner, linear(get, f"{role}.down", spec.out_size, block, number)))
 
-    size = spec.patch_size
-    shape = hidden, spec.channels, *([spec.frames] if spec.frames > 1 else []), size, size
-    patch = spec.names["patch"]
-    return TowerWeights(
-        Linear(get(f"{patch}.weight", *shape), get(f"{patch}.bias", hidden) if spec.patch_bias else None),
-        get(spec.names["table"], spec.table_side**2, hidden) if spec.table_side else None,
-        tuple(layer(i) for i in range(spec.num_layers)),
-        None if spec.last_norm is None else norm("last_norm", hidden, spec.last_norm),
-        merger("merger", hidden),
-        tuple(merger("deepstack", block, i) for i in range(len(spec.deepstack))),
+    deepstack = range(len(spec.deepstack))
+    return TowerParts(
+        Part("patch", patch),
+        Part("table", table) if spec.table_side else None,
+        tuple(Part("mixer_norm", partial(layer, i), i) for i in range(spec.num_layers)),
+        None if spec.last_norm is None else Part("last_norm", last_norm),
+        Part("merger.matrix" if spec.pooled else "merger.down", partial(merger, "merger", hidden, 0)),
+        tuple(Part("deepstack.down", partial(merger, "deepstack", block, i), i) for i in deepstack),
     )
 
 
-def encode(
-    ops: TowerOps, spec: TowerSpec, weights: TowerWeights, patches: Tensor, grid: Grid
-) -> Generator[None, None, Tensor]:
-    """Compute the embeddings of one image, [tokens, row_size], from its patches [rows * columns, patch_values], which
-    are in the tower's dtype. Yield after each layer, and return the embeddings when the generator ends.
+def encode(spec: TowerSpec, tower: TowerParts, patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, Tensor]:
+    """Compute the embeddings of images, [tokens, row_size], one after the other, from their patches [rows * columns of
+    each image, patch_values], which are in the tower's dtype. There is at least one image. The parts of `tower` can be
+    run. Yield after each layer, and return the embeddings when the generator ends.
     """
-    order = _window_order(spec, grid)
-    x = ops.linear(patches, ops.matrix(weights.patch.weight.flatten(1)), weights.patch.bias)
-    if weights.table is not None:
-        x = x + _table_rows(ops, spec, weights.table, grid, x.device).to(x.dtype)
-    rotation = None
-    if spec.rotation is not None:
-        inv_freq = torch.tensor(spec.rotation.inv_freq, dtype=torch.float32, device=x.device)
-        rotation = turn(ops.backend, spec.rotation, inv_freq, patch_places(spec, grid).to(x.device))
-    if order is not None:
-        x = order.apply(spec, x)
-        rotation = None if rotation is None else (order.apply(spec, rotation[0]), order.apply(spec, rotation[1]))
-    whole = Packed.of([len(x)], x.device, see_all=True)
-    windows = whole if order is None else Packed.of(order.lens, x.device, see_all=True)
+    layout = _Layout(spec, grids, patches.device)
+    x = tower.patch(lambda ops, own, x: ops.linear(x, ops.matrix(own.weight.flatten(1)), own.bias), patches)
+    if tower.table is not None:
+        x = tower.table(lambda ops, own, x: x + layout.table_rows(ops, own).to(x.dtype), x)
+    x = layout.ordered(x)
     deep = list[Tensor]()
-    for i, layer in enumerate(weights.layers):
-        x = _run_layer(ops, spec, layer, x, rotation, whole if i in spec.whole_layers else windows)
+    for i, layer in enumerate(tower.layers):
+        x = layer(partial(_run_layer, spec, layout, i), x)
         if i in spec.deepstack:
-            deep.append(_merge(ops, spec, weights.deepstack[spec.deepstack.index(i)], x, joins_first=True))
+            merger = tower.deepstack[spec.deepstack.index(i)]
+            deep.append(merger(lambda ops, own, x: _merge(ops, spec, own, x, joins_first=True), x))
         yield
-    if spec.last_norm is not None:
-        x = _normed(ops, x, cast(Norm, weights.last_norm), spec.last_norm)
-    out = torch.cat([_merge(ops, spec, weights.merger, x), *deep], 1)
-    return out if order is None else out[torch.tensor(order.blocks, device=x.device).argsort()]
+    if tower.last_norm is not None:
+        x = tower.last_norm(lambda ops, own, x: _normed(ops, x, own, cast(LayerNormSpec, spec.last_norm)), x)
+    merged = tower.merger(lambda ops, own, x: _merge(ops, spec, own, x), x)
+    return layout.restored(torch.cat([merged, *deep], 1))
 
 
-def _run_layer(
-    ops: TowerOps, spec: TowerSpec, layer: TowerLayer, x: Tensor, rotation: Rotation | None, packed: Packed
-) -> Tensor:
+class _Layout:
+    """Where the patches of images are: their order in the layers, their rotation, and which patches see each other."""
+
+    def __init__(self, spec: TowerSpec, grids: Sequence[Grid], device: torch.device) -> None:
+        self._spec, self._grids, self._device = spec, grids, device
+        orders = [_window_order(spec, grid) for grid in grids]
+        self._order = None if None in orders else _joined_orders(cast(list[_Order], orders))
+        self._whole = Packed.of([rows * columns for rows, columns in grids], device, see_all=True)
+        self._windows = self._whole if self._order is None else Packed.of(self._order.lens, device, see_all=True)
+        self._rotation: Rotation | None = None
+
+    def packed(self, layer: int) -> Packed:
+        """Return the sequences of patches that see each other in a layer."""
+        return self._whole if layer in self._spec.whole_layers else self._windows
+
+    def rotation(self, backend: Backend) -> Rotation | None:
+        """Return the rotation of the patches. It is computed once."""
+        spec = self._spec.rotation
+        if spec is not None and self._rotation is None:
+            inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=self._device)
+            places = torch.cat([patch_places(self._spec, grid) for grid in self._grids], 1)
+            cosines, sines = turn(backend, spec, inv_freq, places.to(self._device))
+            self._rotation = self.ordered(cosines), self.ordered(sines)
+        return self._rotation
+
+    def table_rows(self, ops: TowerOps, table: Any) -> Tensor:
+        """Return the learned position of each patch, float32 [patches, hidden_size]."""
+        return torch.cat([_table_rows(ops, self._spec, table, grid, self._device) for grid in self._grids])
+
+    def ordered(self, x: Tensor) -> Tensor:
+        """Bring the rows of x [patches, ...] into the order of the layers."""
+        if self._order is None:
+            return x
+        return x.unflatten(0, (-1, self._spec.merge**2))[self._order.blocks].flatten(0, 1)
+
+    def restored(self, rows: Tensor) -> Tensor:
+        """Bring rows, one for each block, into the order of the images."""
+        if self._order is None:
+            return rows
+        return rows[torch.tensor(self._order.blocks, device=self._device).argsort()]
+
+
+def _run_layer(spec: TowerSpec, layout: _Layout, index: int, ops: TowerOps, layer: TowerLayer, x: Tensor) -> Tensor:
+    rotation, packed = layout.rotation(ops.backend), layout.packed(index)
     hidden = _normed(ops, x, layer.mixer_norm, spec.norm)
     products = [ops.linear(hidden, *linear) for linear in layer.inputs]
     q, k, v = products[0].chunk(3, 1) if spec.joined else products
@@ -275,8 +368,8 @@ def patch_places(spec: TowerSpec, grid: Grid) -> Tensor:
 
 
 def _table_rows(ops: TowerOps, spec: TowerSpec, table: Any, grid: Grid, device: torch.device) -> Tensor:
-    """Return the learned position of each patch, float32 [patches, hidden_size]: bilinear interpolation between places
-    of the table. The corners of the image are the corners of the table.
+    """Return the learned position of each patch of an image, float32 [patches, hidden_size]: bilinear interpolation
+    between places of the table. The corners of the image are the corners of the table.
     """
     by_row, by_column = (_taps(*axis, spec.table_side) for axis in zip(patch_places(spec, grid), grid, strict=True))
     total = torch.zeros((), device=device)
@@ -296,14 +389,20 @@ def _taps(places: Tensor, size: int, side: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class _Order(NamedTuple):
-    """The blocks of an image in the order of their windows, and the number of patches of each window."""
+    """The blocks of images in the order of their windows, and the number of patches of each window."""
 
     blocks: list[int]
     lens: list[int]
 
-    def apply(self, spec: TowerSpec, x: Tensor) -> Tensor:
-        """Bring the rows of x [patches, ...] into this order."""
-        return x.unflatten(0, (-1, spec.merge**2))[self.blocks].flatten(0, 1)
+
+def _joined_orders(orders: Sequence[_Order]) -> _Order:
+    """Return the order of several images, one after the other."""
+    blocks, lens = list[int](), list[int]()
+    for order in orders:
+        before = len(blocks)
+        blocks += [before + block for block in order.blocks]
+        lens += order.lens
+    return _Order(blocks, lens)
 
 
 def _window_order(spec: TowerSpec, grid: Grid) -> _Order | None:
@@ -331,14 +430,3 @@ def finish(steps: Generator[None, None, Tensor]) -> Tensor:
             next(steps)
         except StopIteration as end:
             return end.value
-
-
-def encode_at_once(
-    ops: TowerOps, spec: TowerSpec, weights: TowerWeights, patches: Tensor, grids: Sequence[Grid]
-) -> Tensor:
-    """Return the embeddings of several images, one after the other, [tokens, row_size]. `patches`: those of all images,
-    one after the other.
-    """
-    parts = patches.split([rows * columns for rows, columns in grids])
-    each = [finish(encode(ops, spec, weights, *item)) for item in zip(parts, grids, strict=True)]
-    return torch.cat(each)

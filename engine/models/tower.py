@@ -32,8 +32,8 @@ class Tower:
     """
 
     def __init__(self, spec: TowerSpec, backend: Backend, get: GetWeight, layers: Sequence[Layer], first: int) -> None:
-        self._spec, self._ops, self._weights = spec, backend, make_tower(spec, get)
-        self._first = first
+        self._ops, self._spec, self._first = backend, spec, first
+        self._parts = make_tower(spec, BackendTowerOps(backend), get)
         # The layers after which rows are added, one by one, and the other layers.
         count = max(0, len(spec.deepstack) - first)
         self._groups: list[Any] = [backend.new_layers([layer]) for layer in layers[:count]]
@@ -42,7 +42,7 @@ class Tower:
 
     def encode(self, patches: Tensor, grid: Grid) -> Generator[None, None, Tensor]:
         """Compute the rows of `EmbeddedRows` for an image, [tokens, row_size]. See `towers.encode`."""
-        return encode(BackendTowerOps(self._ops), self._spec, self._weights, patches, grid)
+        return encode(self._spec, self._parts, patches, [grid])
 
     def run_layers(
         self,

@@ -20,13 +20,14 @@ from vision_models import GRIDS, MODELS, PLACEHOLDER, make_vision_model, random_
 from trueroll.engine.models.decoder import Decoder, ModelInput
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.engine.models.tower import EmbeddedRows, Tower
+from trueroll.kernels import towers
 from trueroll.kernels.autograd import GradientTowerOps
 from trueroll.kernels.contract import AttentionBatch, Pages, StateBatch
 from trueroll.kernels.families import describe
 from trueroll.kernels.media import ImageSpan, axis_positions, span_ends
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import Activation, DecoderSpec, DeltaNetSpec, TowerSpec
-from trueroll.kernels.towers import BackendTowerOps, Grid, TowerWeights, encode_at_once, finish, make_tower
+from trueroll.kernels.towers import BackendTowerOps, Grid, TowerOps, TowerParts, finish, make_tower
 
 from ..drive import tokens
 
@@ -157,7 +158,7 @@ def test_a_deepstack_layer_too_late_is_noticed(tmp_path: Path) -> None:
     assert tower_error(theirs, ours, "qwen3_vl") > 10 * TOWER_LIMIT
 
 
-def trained_tower(model: Any, spec: DecoderSpec, dtype: torch.dtype) -> TowerWeights:
+def trained_tower(model: Any, spec: DecoderSpec, ops: TowerOps, dtype: torch.dtype) -> TowerParts:
     """Return the tower of a model of transformers, with its parameters as weights."""
     assert spec.tower is not None
     named = {spec.own_name(name): parameter for name, parameter in model.named_parameters()}
@@ -166,7 +167,7 @@ def trained_tower(model: Any, spec: DecoderSpec, dtype: torch.dtype) -> TowerWei
         assert named[name].shape == shape, name
         return named[name].to(dtype)
 
-    return make_tower(spec.tower, get)
+    return make_tower(spec.tower, ops, get)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -179,10 +180,10 @@ def test_worker_and_trainer_compute_the_same_bits(
     theirs.save_pretrained(tmp_path)
     ours = load(tmp_path, dtype, backend)
     tower, images = tower_of(ours), images_of(family, tower_of(ours))
-    weights, ops = trained_tower(theirs, ours.spec, dtype), GradientTowerOps(ours.ops)
+    trained = trained_tower(theirs, ours.spec, GradientTowerOps(ours.ops), dtype)
     with torch.no_grad():
         patches = torch.cat([patches for patches, _ in images]).to(dtype)
-        expected = encode_at_once(ops, tower, weights, patches, [grid for _, grid in images])
+        expected = finish(towers.encode(tower, trained, patches, [grid for _, grid in images]))
         steps = [of(ours).encode(patches.to(dtype), grid) for patches, grid in images]
         for _ in range(tower.num_layers):
             for step in steps:
@@ -202,9 +203,8 @@ def test_gradients_of_a_tower_agree_with_transformers(pair: tuple[str, Any, Deco
     exact_parameters = [one for name, one in exact.named_parameters() if is_of_tower(spec, name)]
     exact_rows = rows_of_transformers(exact, tower, patches.double(), grid)
     expected = torch.autograd.grad((exact_rows * weights.double()).sum(), exact_parameters)
-    rows = encode_at_once(
-        GradientTowerOps(ours.ops), tower, trained_tower(theirs, spec, torch.float32), patches, [grid]
-    )
+    trained = trained_tower(theirs, spec, GradientTowerOps(ours.ops), torch.float32)
+    rows = finish(towers.encode(tower, trained, patches, [grid]))
     found = torch.autograd.grad((rows * weights).sum(), parameters)
     scale = max(gradient.norm() for gradient in expected)
     assert sum(gradient.norm() > 1e-3 * scale for gradient in expected) > len(expected) // 2 > 10, "premise"
