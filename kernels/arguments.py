@@ -16,6 +16,8 @@ from trueroll.errors import AlignmentError, brief
 from trueroll.versions import untested
 
 SERVED = frozenset({"input_ids", "attention_mask", "position_ids"})
+# Arguments that are served if the original forward pass takes them.
+OF_IMAGES = frozenset({"pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"})
 # Arguments that transformers handles outside the decoder, for example to compute the loss from the logits.
 OF_THE_HEAD = frozenset(
     {"labels", "logits_to_keep", "return_dict", "num_items_in_batch", "ignore_index", "shift_labels"}
@@ -26,11 +28,12 @@ BOUNDARIES = frozenset({"cu_seq_lens_q", "seq_idx"})
 CACHES = frozenset({"past_key_values", "cache"})
 # Arguments that are refused, unless the value is None or the value given here. These values request no feature.
 REFUSED: Mapping[str, Any] = {
-    **dict.fromkeys(CACHES | {"inputs_embeds"}),
+    **dict.fromkeys(CACHES | {"inputs_embeds", "mm_encoder_outputs", "visual_pos_masks", "deepstack_visual_embeds"}),
+    **dict.fromkeys(("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")),
     **dict.fromkeys(("output_attentions", "output_hidden_states", "output_router_logits"), False),
     "is_causal": True,
 }
-KNOWN = SERVED | OF_THE_HEAD | IGNORED | BOUNDARIES | REFUSED.keys()
+KNOWN = SERVED | OF_IMAGES | OF_THE_HEAD | IGNORED | BOUNDARIES | REFUSED.keys()
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -56,8 +59,9 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     if twice := given.keys() & kwargs.keys():
         raise TypeError(f"forward got {', '.join(sorted(twice))} twice")
     given.update(kwargs)
+    allowed = KNOWN - REFUSED.keys() - OF_IMAGES.difference(parameters)
     for name, value in given.items():
-        if value is not None and name not in KNOWN - REFUSED.keys() and value is not REFUSED.get(name):
+        if value is not None and name not in allowed and value is not REFUSED.get(name):
             raise AlignmentError(_refusal(name, value))
     without = sorted(name for name in BOUNDARIES if given.get(name) is not None)
     if without and given.get("position_ids") is None:
@@ -73,7 +77,7 @@ def _refusal(name: str, value: Any) -> str:
             f"{name}: an aligned model keeps no KV cache; call `generate` with use_cache=False, sample with a "
             "worker, or call unalign"
         )
-    kind = "does not support" if name in REFUSED else "does not know"
+    kind = "does not support" if name in KNOWN else "does not know"
     return f"{name}: an aligned model {kind} this argument (got {brief(value)}); leave it out, or call unalign"
 
 

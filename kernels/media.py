@@ -1,4 +1,4 @@
-"""Where the tokens of images are in a sequence: the positions of all tokens, and which tokens each token sees.
+"""Images of sequences: the values of their patches, the positions of all tokens, and which tokens each token sees.
 
 The tokens of an image are a span of the sequence, one token for each block of
 the image's patches, row by row.
@@ -7,10 +7,44 @@ the image's patches, row by row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from .specs import TowerSpec
+from .transfer import to_device
+
+
+class Image(Protocol):
+    """A processed image, and where its tokens begin: an `engine.media.ImageInput`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def levels(self) -> Any: ...
+    @property
+    def table(self) -> Any: ...
+
+
+def patches_of(image: Image, tower: TowerSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the values of an image's patches, [patches, patch_values]. All frames of a still image are the same."""
+    table = to_device(_tensor_of(image.table), device).to(dtype)
+    levels = to_device(_tensor_of(image.levels), device)
+    levels = levels.unflatten(1, (tower.channels, image.frames, -1)).long()
+    channels = torch.arange(tower.channels, device=device)[:, None, None]
+    values = table[channels, levels]
+    return values.expand(-1, -1, tower.frames, -1).reshape(len(levels), -1)
+
+
+def _tensor_of(array: Any) -> Tensor:
+    """Return the values of a numpy array. Arrays that torch cannot share are copied."""
+    is_shareable = array.flags.c_contiguous and array.flags.writeable
+    return torch.from_numpy(array if is_shareable else array.copy(order="C"))
 
 
 class ImageSpan(NamedTuple):

@@ -9,12 +9,12 @@ from trueroll.versions import untested
 
 from .families import describe, families
 from .specs import DecoderSpec
-from .wrappers import plain_class
+from .wrappers import plain_class, text_decoder
 
 
 def is_decoder(model: Any) -> bool:
-    """Return whether the model is a decoder-only model of a supported family."""
-    return _is_of_family(model) and hasattr(getattr(model, "model", None), "embed_tokens")
+    """Return whether the model is a decoder of a supported family, with or without a vision tower."""
+    return _is_of_family(model) and hasattr(model, "model") and hasattr(text_decoder(model), "embed_tokens")
 
 
 def is_aligned(module: Any) -> bool:
@@ -30,11 +30,6 @@ def describe_plain(model: Any) -> DecoderSpec:
             f"model must be one of {names} (got {type(model).__name__}); unwrap it, or use another model"
         )
     _check_layout(model)
-    if not is_decoder(model):
-        raise AlignmentError(
-            f"model must be a text decoder, but {type(model).__name__} has more parts; load its text model with "
-            "AutoModelForCausalLM"
-        )
     if any(map(is_aligned, model.modules())):
         raise AlignmentError("model is already aligned; call unalign first")
     try:
@@ -48,11 +43,9 @@ def _is_of_family(model: Any) -> bool:
 
 
 def _check_layout(model: Any) -> None:
-    """Raise AlignmentError for a transformers decoder with missing or renamed parts."""
+    """Raise AlignmentError for a transformers model with missing or renamed parts."""
     name = plain_class(type(model)).__name__
-    if not name.endswith("ForCausalLM"):
-        return
-    decoder = getattr(model, "model", None)
+    decoder = text_decoder(model) if hasattr(model, "model") else None
     missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(decoder, part)]
     if not hasattr(model, "lm_head"):
         missing.append("lm_head")

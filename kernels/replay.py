@@ -21,6 +21,7 @@ from trueroll.versions import untested
 from .batches import OWN_CHOICE, locate, read_routes
 from .plain_models import describe_plain
 from .specs import DecoderSpec, ExpertsSpec
+from .wrappers import text_decoder
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def _spread_routes(
 
 def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
     path, _, _ = spec.names["router"].rpartition(".")
-    for layer, layer_spec in zip(model.model.layers, spec.layers, strict=True):
+    for layer, layer_spec in zip(text_decoder(model).layers, spec.layers, strict=True):
         if isinstance(layer_spec.mlp, ExpertsSpec):
             yield layer.get_submodule(path)
 

@@ -22,10 +22,10 @@ to pass experts.
 
 from __future__ import annotations
 
-import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -33,18 +33,19 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from trueroll.errors import AlignmentError
-from trueroll.versions import untested
 
-from .adapters import (
-    adapter_of,
-    check_adapters,
-    check_modules,
-    check_tie,
-    copies_of,
-    current,
-    read_tensors,
-    trained,
-    with_adapter,
+from .adapters import check_adapters, check_modules, check_tie, copies_of, current, read_tensors, trained
+from .aligned import (
+    Aligned,
+    aligned_class,
+    as_computed,
+    check_plain,
+    chosen,
+    forward_dtype,
+    ops_of,
+    parameter,
+    place,
+    select_and_log,
 )
 from .arguments import check_call, check_signature
 from .autograd import GradientOps
@@ -55,10 +56,12 @@ from .packed import Packed
 from .pieces import with_pieces
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed
-from .selection import SelectedBackend, select_backend
+from .selection import select_backend
 from .specs import PLAIN, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, WeightSpec
 from .stacks import StackLayout
-from .wrappers import adapted_inside, check_gathered, plain_class, unwrapped
+from .training_images import Media, PackedImages, check_positions, has_axes, read_media, read_pixels, split_positions
+from .training_towers import check_tower, encode_images, part_forward, tower_modules
+from .wrappers import adapted_inside, check_gathered, plain_class, text_decoder, unwrapped
 
 __all__ = [
     "Arithmetic",
@@ -73,21 +76,12 @@ __all__ = [
     "unalign",
 ]
 
-log = logging.getLogger(__name__)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
 """question(ops, hidden, weight): compute what the head returns instead of logits, from hidden states [M, H] and the
 head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
 """
-
-
-class _Aligned(NamedTuple):
-    """The data that `align` adds to a module. `index`: the number of the layer, or -1 for other modules."""
-
-    backend: str
-    spec: DecoderSpec
-    index: int = -1
 
 
 class _Rows:
@@ -101,6 +95,32 @@ class _Rows:
         self, packed: Packed, rotations: Sequence[Rotation], route: Tensor | None, record: Tensor | None
     ) -> None:
         self.packed, self.rotations, self.route, self.record = packed, rotations, route, record
+
+
+class _Embedded:
+    """The embeddings of images. Wrappers pass it on unchanged, as they do `_Rows`.
+
+    `rows`: [tokens of images, (1 + layers) * H]. The first part of a row replaces the embedding of the token at its
+    index in `places`. Each further part is added to the token's hidden states after a layer: the second part after the
+    first layer, and so on. `positions`: of all tokens, int64 [M] or [3, M].
+    """
+
+    def __init__(self, rows: Tensor, images: PackedImages | None, positions: Tensor, sees_span: bool) -> None:
+        self.rows, self.positions = rows, positions
+        self.places = positions.new_empty(0) if images is None else images.places
+        self._images = images if sees_span else None
+
+    def seen(self, packed: Packed) -> Packed:
+        """Return the sequences with what each token sees."""
+        return packed if self._images is None else self._images.see_spans()
+
+
+@dataclass
+class _DecoderOutput(MoeModelOutputWithPast):
+    """The output of an aligned decoder, with the fields that any family's decoder returns."""
+
+    image_hidden_states: Tensor | None = None
+    rope_deltas: Tensor | None = None
 
 
 class Arithmetic(NamedTuple):
@@ -138,10 +158,10 @@ def align(model: Any, backend: str = "auto", pieces: int | None = None) -> None:
     # Under autocast, float32 parameters are computed in 16 bits. The forward pass knows that dtype and selects the
     # backend again.
     dtype = torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype
-    _select_backend(backend, weight.device, dtype, spec)
-    for module, forward, index in _parts(model):
-        module.__class__ = _aligned_class(type(module), forward)
-        module._aligned = _Aligned(backend, spec, index)
+    select_and_log(backend, weight.device, dtype, spec)
+    for module, forward, index in _parts(model, spec):
+        module.__class__ = aligned_class(type(module), forward)
+        module._aligned = Aligned(backend, spec, index)
 
 
 def unalign(model: Any) -> None:
@@ -168,7 +188,7 @@ def aligned_with(model: Any) -> Arithmetic:
     head = _check_aligned(model).lm_head
 
     def tell(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Arithmetic:
-        name = _chosen(current(head), hidden.device, hidden.dtype).name
+        name = chosen(current(head), hidden.device, hidden.dtype).name
         dtype = str(hidden.dtype).removeprefix("torch.")
         return Arithmetic(name, ops.backend.instruction_set(), dtype, head._aligned.spec.pieces)
 
@@ -203,7 +223,8 @@ def _own_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
     except AlignmentError:
         return {}
     own, layers = spec.own_dtypes(dtype), range(len(spec.layers))
-    return {f"{LAYERS}.{i}.{spec.names[role]}": found for role, found in own.items() for i in layers}
+    prefix = next(name for name, module in model.named_modules() if module is text_decoder(model).layers)
+    return {f"{prefix}.{i}.{spec.names[role]}": found for role, found in own.items() for i in layers}
 
 
 def token_log_probs(
@@ -215,6 +236,7 @@ def token_log_probs(
     completion_mask: Tensor | None = None,
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
+    media: Media | None = None,
 ) -> Tensor:
     """Return the log-prob of each token given the earlier tokens of its sequence: float32 in the shape of `input_ids`.
 
@@ -222,7 +244,9 @@ def token_log_probs(
     accelerate. The model's forward pass is called, so weights are gathered and gradients are prepared for reduction as
     in any forward pass. `input_ids`: integers in one of three forms. Padded [B, T], with `attention_mask` [B, T] (bool
     or integers) if there is padding on the left or on the right. Packed [M], with the `lengths` of the sequences.
-    Packed [B, T], with `position_ids` [B, T] that are 0 where a sequence begins. `temperature`: the temperature at
+    Packed [B, T], with `position_ids` [B, T] that are 0 where a sequence begins. For a model with a vision tower,
+    `position_ids` may also have the axes of its positions: [3, B, T] (time, row and column), or [4, B, T] (after the
+    index). These are checked. `temperature`: the temperature at
     which log-probs are computed. Pass 0 for greedy samples; their log-probs are computed at temperature 1.
     `completion_mask` (bool, in the shape of `input_ids`): the tokens that get a log-prob. Tokens outside the mask get
     0.0, as do padding and the first token of each sequence. The model's wrapper and any autocast that is active during
@@ -233,10 +257,17 @@ def token_log_probs(
     can be left out, since the model itself then chooses the same experts as the worker. Entries for padding and for the
     last token of each sequence are not read. A rollout's record of experts has no row for the last token of a sample.
 
-    Raise AlignmentError for shapes that do not fit together, for `routed_experts` that do not fit the model, and for a
-    model that is not aligned.
+    `media`: the images of the sequences, for a model with a vision tower. Either a list of `ImageInput` for each
+    sequence, as the worker got them: `start` counts the sequence's tokens without padding. Or a map with what an image
+    processor of transformers returned: `pixel_values`, and `image_grid_thw` and `mm_token_type_ids` or
+    `token_type_ids`, [*input_ids.shape], if the model has them. The tokens of images are placeholders; other
+    placeholders are text, which includes those that a worker sampled. Gradients reach the tower. All ranks of a
+    sharded model take part in its tower, so parameters of a tower that saw no image have gradients of zeros.
+
+    Raise AlignmentError for shapes that do not fit together, for `routed_experts` or `media` that do not fit the model
+    or the tokens, and for a model that is not aligned.
     """
-    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
+    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids, media
     places, found = _ask_of_tokens(model, *batch, GradientOps.log_probs)
     return spread(_unsealed(found), places, input_ids.shape)
 
@@ -250,6 +281,7 @@ def token_statistics(
     completion_mask: Tensor | None = None,
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
+    media: Media | None = None,
     *,
     top_logprobs: int,
     gradient: bool = False,
@@ -272,7 +304,7 @@ def token_statistics(
         raise AlignmentError(
             f"top_logprobs must be from 0 to {vocab_size}, the size of the vocabulary (got {top_logprobs})"
         )
-    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids
+    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids, media
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
         places, found = _ask_of_tokens(model, *batch, partial(GradientOps.statistics, k=top_logprobs))
     return TokenStatistics._make(spread(_unsealed(column), places, input_ids.shape) for column in found)
@@ -284,6 +316,7 @@ def token_experts(
     attention_mask: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     position_ids: Tensor | None = None,
+    media: Media | None = None,
 ) -> Tensor:
     """Return, for each token, the experts that an aligned model chooses.
 
@@ -295,21 +328,49 @@ def token_experts(
     spec = _check_aligned(model)._aligned.spec
     if not spec.experts:
         raise AlignmentError(f"model must have experts (got {type(model).__name__}, which has none)")
-    indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
+    indices, packed, images = _locate(spec, input_ids, attention_mask, lengths, position_ids, media)
     record = input_ids.new_empty(len(spec.experts), len(indices), spec.experts[0].top_k, dtype=torch.int32)
     with torch.no_grad():
-        _ask(model, input_ids, indices, packed, lambda ops, hidden, weight: None, record=record)
+        _ask(model, input_ids, indices, packed, lambda ops, hidden, weight: None, images, record=record)
     return spread(record.transpose(0, 1), indices, input_ids.shape)
 
 
+def _locate(
+    spec: DecoderSpec,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    lengths: Sequence[int] | None,
+    position_ids: Tensor | None,
+    media: Media | None,
+) -> tuple[Tensor, Packed, PackedImages | None]:
+    """Return `batches.locate` of a batch, and its images. Check positions that have axes."""
+    given = split_positions(position_ids)
+    indices, packed = locate(input_ids, attention_mask, lengths, given.text)
+    images = read_media(media, spec, input_ids.flatten()[indices].long(), indices, packed, input_ids.shape)
+    check_positions(given.axes, _positions(spec, packed, images), indices, input_ids.shape)
+    return indices, packed, images
+
+
+def _positions(spec: DecoderSpec, packed: Packed, images: PackedImages | None) -> Tensor:
+    """Return the positions of tokens, int64 [M], or [3, M] if they differ between the axes."""
+    return packed.positions if images is None or not has_axes(spec) else images.positions()
+
+
 def _ask(
-    model: Any, input_ids: Tensor, indices: Tensor, packed: Packed, question: _Question, **routes: Tensor | None
+    model: Any,
+    input_ids: Tensor,
+    indices: Tensor,
+    packed: Packed,
+    question: _Question,
+    images: PackedImages | None = None,
+    **routes: Tensor | None,
 ) -> Any:
     """Run the model on the M tokens at the flat `indices`, and return the result of `question` for the hidden states of
     these tokens. `routes`: as in `_decode`.
     """
     ids = input_ids.flatten()[indices].long()
-    return model(input_ids=ids[None], position_ids=packed.positions[None], question=question, **routes)
+    others: dict[str, Any] = routes if images is None else routes | {"images": images}
+    return model(input_ids=ids[None], position_ids=packed.positions[None], question=question, **others)
 
 
 def _ask_of_tokens(
@@ -321,6 +382,7 @@ def _ask_of_tokens(
     completion_mask: Tensor | None,
     routed_experts: Tensor | None,
     position_ids: Tensor | None,
+    media: Media | None,
     what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
 ) -> tuple[Tensor, Any]:
     """Return the indices, in the flattened `input_ids`, of the tokens to score, and the result of `what` for these
@@ -333,7 +395,7 @@ def _ask_of_tokens(
         raise AlignmentError(f"temperature must be at least 0 (got {temperature}); pass the temperature of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     check_shape("completion_mask", mask, input_ids.shape)
-    indices, packed = locate(input_ids, attention_mask, lengths, position_ids)
+    indices, packed, images = _locate(spec, input_ids, attention_mask, lengths, position_ids, media)
     routes = None
     if routed_experts is not None:
         routes = read_routes(routed_experts, spec, input_ids.shape, indices, packed)
@@ -344,7 +406,7 @@ def _ask_of_tokens(
     def answer(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Any:
         return _sealed(what(ops, hidden[wanted - 1], weight, ids, divisor))
 
-    return places, _ask(model, input_ids, indices, packed, answer, routes=routes)
+    return places, _ask(model, input_ids, indices, packed, answer, images, routes=routes)
 
 
 def _sealed(found: Any) -> Any:
@@ -385,20 +447,55 @@ def _model_forward(original: type) -> Callable[..., Any]:
 
 
 @cache
-def _decoder_forward(original: type) -> Callable[..., Any]:
-    """Return the forward pass of a decoder of this class. `routes` and `record`: as in `_decode`."""
+def _wrapped_forward(original: type) -> Callable[..., Any]:
+    """Return the forward pass of a module of this class, which holds a vision tower and a decoder. `images`: the images
+    of the packed tokens, if no pixels are given. `routes` and `record`: as in `_decode`.
+    """
 
-    def forward(
-        self: Any, *args: Any, routes: Tensor | None = None, record: Tensor | None = None, **kwargs: Any
-    ) -> MoeModelOutputWithPast:
-        given = check_call(original.forward, args, kwargs)
-        if given.get("input_ids") is None:
-            raise AlignmentError("input_ids is missing; pass token ids, int64 [B, T]")
-        if given.get("return_dict") is False:
-            raise AlignmentError("return_dict: an aligned decoder does not return tuples; omit return_dict")
-        return _decode(self, given["input_ids"], given.get("attention_mask"), given.get("position_ids"), routes, record)
+    def forward(self: Any, *args: Any, images: PackedImages | None = None, **kwargs: Any) -> _DecoderOutput:
+        routes = {name: kwargs.pop(name, None) for name in ("routes", "record")}
+        given, spec = _check_given(original, args, kwargs), self._aligned.spec
+        ids, mask, position_ids = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        split = split_positions(position_ids)
+        indices, packed = unpad(ids, mask, split.text)
+        if images is None:
+            images = read_pixels(given, spec.tower, ids.flatten()[indices], indices, packed, ids.shape)
+        positions = _positions(spec, packed, images)
+        check_positions(split.axes, positions, indices, ids.shape)
+        rows = encode_images(self, spec.tower, images, ids.device)
+        embedded = _Embedded(rows, images, positions, spec.tower.sees_span)
+        return self.language_model(ids, mask, split.text, embedded=embedded, **routes)
 
     return forward
+
+
+@cache
+def _decoder_forward(original: type) -> Callable[..., Any]:
+    """Return the forward pass of a decoder of this class. `embedded`, `routes` and `record`: as in `_decode`."""
+
+    def forward(
+        self: Any,
+        *args: Any,
+        embedded: _Embedded | None = None,
+        routes: Tensor | None = None,
+        record: Tensor | None = None,
+        **kwargs: Any,
+    ) -> _DecoderOutput:
+        given = _check_given(original, args, kwargs)
+        batch = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        return _decode(self, *batch, embedded, routes, record)
+
+    return forward
+
+
+def _check_given(original: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name. Raise AlignmentError for arguments that are not supported."""
+    given = check_call(original.forward, args, kwargs)
+    if given.get("input_ids") is None:
+        raise AlignmentError("input_ids is missing; pass token ids, int64 [B, T]")
+    if given.get("return_dict") is False:
+        raise AlignmentError("return_dict: an aligned decoder does not return tuples; omit return_dict")
+    return given
 
 
 def _decode(
@@ -406,34 +503,36 @@ def _decode(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
+    embedded: _Embedded | None,
     routes: Tensor | None,
     record: Tensor | None,
-) -> MoeModelOutputWithPast:
+) -> _DecoderOutput:
     """Compute the last hidden states of a batch.
 
-    `routes` (int32 [layers with experts, M, top_k]): the result of `read_routes`, which holds the experts of the M
-    tokens that are not padding. `record`: a tensor of the same shape as `routes`, which receives the experts of the
-    tokens. The output has transformers' type for decoders with experts, because this type also has all fields that
-    decoders without experts return.
+    `embedded`: the embeddings of images, if the model has a vision tower. `routes` (int32 [layers with experts, M,
+    top_k]): the result of `read_routes`, which holds the experts of the M tokens that are not padding. `record`: a
+    tensor of the same shape as `routes`, which receives the experts of the tokens.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
     x = self.embed_tokens(input_ids.flatten()[indices])
-    spec, ops = self._aligned.spec, _ops(self, x)
+    spec, ops, others = self._aligned.spec, ops_of(self, x), list[Tensor]()
+    positions = packed.positions
+    if embedded is not None:
+        packed, positions = embedded.seen(packed), embedded.positions
+        first, *others = embedded.rows.split(x.shape[1], 1)
+        x = x.index_copy(0, embedded.places, first)
     rotations = [
-        turn(
-            ops.backend,
-            rotation,
-            torch.tensor(rotation.inv_freq, dtype=torch.float32, device=x.device),
-            packed.positions,
-        )
+        turn(ops.backend, rotation, torch.tensor(rotation.inv_freq, dtype=torch.float32, device=x.device), positions)
         for rotation in spec.rotations
     ]
-    of_layers, records = _by_layer(spec, routes), _by_layer(spec, record)
-    for layer, *of_layer in zip(self.layers, of_layers, records, strict=True):
+    of_layers = zip(self.layers, _by_layer(spec, routes), _by_layer(spec, record), strict=True)
+    for (layer, *of_layer), part in zip_longest(of_layers, others):
         x = layer(x, _Rows(packed, rotations, *of_layer))
+        if part is not None and embedded is not None:
+            x = x.index_copy(0, embedded.places, x[embedded.places] + part)
     x = self.norm(x)
     hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, indices, x)
-    return MoeModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
+    return _DecoderOutput(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
 
 
 def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
@@ -444,17 +543,19 @@ def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
 
 def _embedding_forward(self: Any, token_ids: Tensor) -> Tensor:
     check_gathered(EMBEDDING, self.weight)
-    x = nn.functional.embedding(token_ids, self.weight).to(_forward_dtype(self.weight))
+    x = nn.functional.embedding(token_ids, self.weight).to(forward_dtype(self.weight))
     return scale_embedding(x, self._aligned.spec.embed_scale)
 
 
 def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
     _, spec, index = self._aligned
-    ops, packed, rotations = _ops(self, x), rows.packed, rows.rotations
+    ops, packed, rotations = ops_of(self, x), rows.packed, rows.rotations
+
+    prefix = _prefix(index)
 
     def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Tensor:
-        _parameter(self, index, name, *shape, layout=layout, held=held)
-        found = _as_computed(name, *_place(self, index, name), x, ops, held.dtype)
+        parameter(self, prefix, name, *shape, layout=layout, held=held)
+        found = as_computed(name, *place(self, prefix, name), x, ops, held.dtype)
         return found if layout is None else layout.rows_first(found)
 
     def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
@@ -476,140 +577,41 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
     return run_layer(ops, make_layer(spec, index, get), x, attend, recur, choose)
 
 
-def _as_computed(
-    name: str, module: nn.Module, leaf: str, x: Tensor, ops: GradientOps, own: torch.dtype | None = None
-) -> Tensor:
-    """Return the tensor that a module uses as its parameter `leaf`, with the parameter's adapter merged.
-
-    If `own` is given, the tensor has the dtype `own`; otherwise it has the dtype of the hidden states x.
-    """
-    weight, adapter = getattr(trained(module), leaf), adapter_of(module) if leaf == "weight" else None
-    for tensor in (weight, *(adapter or ())[:2]):
-        check_gathered(name, tensor)
-    if own is None and _forward_dtype(weight) != x.dtype:
-        raise AlignmentError(
-            f"{name} must be {x.dtype} like the hidden states (got {_forward_dtype(weight)}); use one "
-            "MixedPrecisionPolicy for all modules, with output_dtype unset or equal to param_dtype"
-        )
-    return with_adapter(ops, weight.to(own or x.dtype), adapter)
-
-
-def _parameter(
-    layer: nn.Module,
-    index: int,
-    name: str,
-    *shape: int,
-    layout: StackLayout | None = None,
-    held: WeightSpec = PLAIN,
-) -> Tensor:
-    """Return a layer's parameter of this name. Raise AlignmentError unless the parameter matches the model's config.
-
-    With `layout`, `shape` is the shape of matrices [E, R, C] or biases [E, R]. A matrix must be in a module of
-    transformers or in an nn.Linear. If `held` names a dtype, the parameter must have this dtype.
-    """
-    module, leaf = _place(layer, index, name)
-    module = trained(module)
-    if len(shape) == 2 or layout is not None:
-        _check_plain(name, module, layer)
-    stored = shape if layout is None else layout.shape(shape)
-    found = _attribute(module, leaf, name)
-    if found is None or found.shape != stored:
-        size = "none" if found is None else list(found.shape)
-        raise AlignmentError(
-            f"{name} must have shape {list(stored)} to match the model's config (got {size}); correct the config or "
-            "the parameter"
-        )
-    if held.dtype not in (None, found.dtype):
-        raise AlignmentError(
-            f"{name} must be {held.dtype}, as in a worker (got {found.dtype}); convert it, and exclude it from any "
-            "MixedPrecisionPolicy"
-        )
-    return found
-
-
-def _place(layer: nn.Module, index: int, name: str) -> tuple[nn.Module, str]:
-    """Find a layer's parameter by name. Return the module that holds the parameter, and the parameter's name in that
-    module.
-    """
-    path, _, leaf = name.removeprefix(f"{LAYERS}.{index}.").rpartition(".")
-    try:
-        return layer.get_submodule(path), leaf
-    except AttributeError:
-        raise AlignmentError(untested("transformers", f"{type(layer).__name__} has no module for {name}")) from None
-
-
-def _attribute(module: Any, leaf: str, name: str) -> Any:
-    try:
-        return getattr(module, leaf)
-    except AttributeError:
-        raise AlignmentError(untested("transformers", f"{type(module).__name__} has no {leaf} for {name}")) from None
-
-
 def _norm_forward(self: Any, x: Tensor) -> Tensor:
-    ops = _ops(self, x)
-    return ops.rmsnorm(x, _as_computed(LAST_NORM, self, "weight", x, ops), self._aligned.spec.norm)
+    ops = ops_of(self, x)
+    return ops.rmsnorm(x, as_computed(LAST_NORM, self, "weight", x, ops), self._aligned.spec.norm)
 
 
 def _head_forward(self: Any, hidden: Tensor, question: _Question | None = None) -> Any:
-    ops, rows = _ops(self, hidden), hidden.flatten(0, -2)
-    weight = _as_computed(HEAD, self, "weight", hidden, ops)
+    ops, rows = ops_of(self, hidden), hidden.flatten(0, -2)
+    weight = as_computed(HEAD, self, "weight", hidden, ops)
     if question is not None:
         return question(ops, rows, weight)
     return ops.logits(rows, weight).unflatten(0, hidden.shape[:-1])
 
 
-def _parts(model: Any) -> Iterator[tuple[Any, Callable[..., Any], int]]:
+def _prefix(index: int) -> str:
+    """Return the beginning of the names of a layer's weights."""
+    return f"{LAYERS}.{index}."
+
+
+def _parts(model: Any, spec: DecoderSpec) -> Iterator[tuple[Any, Callable[..., Any], int]]:
     """Yield the modules with a replaced forward pass: (module, new forward pass, layer number or -1)."""
+    decoder = text_decoder(model)
     yield model, _model_forward(type(model)), -1
-    yield model.model, _decoder_forward(type(model.model)), -1
-    for copy in copies_of(model.model.embed_tokens):
+    if spec.tower is not None:
+        yield model.model, _wrapped_forward(type(model.model)), -1
+        for module in tower_modules(model.model, spec.tower):
+            yield module, part_forward, -1
+    yield decoder, _decoder_forward(type(decoder)), -1
+    for copy in copies_of(decoder.embed_tokens):
         yield copy, _embedding_forward, -1
-    for index, layer in enumerate(model.model.layers):
+    for index, layer in enumerate(decoder.layers):
         yield unwrapped(layer), _layer_forward, index
-    for copy in copies_of(model.model.norm):
+    for copy in copies_of(decoder.norm):
         yield copy, _norm_forward, -1
     for copy in copies_of(model.lm_head):
         yield copy, _head_forward, -1
-
-
-@cache
-def _aligned_class(original: type, forward: Callable[..., Any]) -> type:
-    """Return a subclass for aligned modules, with `forward` as its forward pass.
-
-    The subclass keeps the name of the original class, since trainers use class names to find the layers to wrap or to
-    checkpoint. The subclass also keeps the signature, since trainers read a model's arguments from the signature.
-    """
-
-    def either(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (forward if is_aligned(self) else original.forward)(self, *args, **kwargs)
-
-    either.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
-    plain = plain_class(original)
-    return type(plain.__name__, (original,), {"forward": either, "__module__": plain.__module__})
-
-
-@cache
-def _select_backend(name: str, device: torch.device, dtype: torch.dtype, spec: DecoderSpec) -> SelectedBackend:
-    """Select a backend. If the selected backend is a fallback, log the same text as a worker does. The result is
-    cached, so a process logs each fallback once.
-    """
-    chosen = select_backend(name, device, dtype, spec)
-    if chosen.note:
-        log.warning("backend %s, not a faster one: %s", chosen.name, chosen.note)
-    return chosen
-
-
-def _chosen(module: Any, device: torch.device, dtype: torch.dtype) -> SelectedBackend:
-    return _select_backend(module._aligned.backend, device, dtype, module._aligned.spec)
-
-
-def _ops(module: Any, x: Tensor) -> GradientOps:
-    return GradientOps(_chosen(module, x.device, x.dtype).ops)
-
-
-def _forward_dtype(weight: Tensor) -> torch.dtype:
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def _divisor(temperature: float) -> float:
@@ -617,24 +619,10 @@ def _divisor(temperature: float) -> float:
     return max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
 
 
-def _check_plain(name: str, module: nn.Module, neighbour: nn.Module) -> None:
-    """Raise AlignmentError unless `module` is an nn.Linear, or its class is defined in the same Python module as the
-    class of `neighbour`.
-
-    transformers defines the routers and experts of a family in the same Python module as the family's other classes.
-    """
-    found = plain_class(type(module))
-    if found is not nn.Linear and found.__module__ != plain_class(type(neighbour)).__module__:
-        raise AlignmentError(
-            f"{name} must be nn.Linear or a class of {type(neighbour).__module__} (got {found.__name__}); merge "
-            "adapters into the weights"
-        )
-
-
 def _check_aligned(model: Any) -> Any:
     """Return the model inside its wrappers. Raise AlignmentError unless the model is aligned."""
     model = unwrapped(model)
-    if not is_decoder(model) or not all(is_aligned(module) for module, *_ in _parts(model)):
+    if not is_aligned(model) or not all(is_aligned(module) for module, *_ in _parts(model, model._aligned.spec)):
         raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); call align(model) first")
     return model
 
@@ -642,27 +630,28 @@ def _check_aligned(model: Any) -> Any:
 def _check_model(model: Any) -> DecoderSpec:
     """Return the spec of the model. Raise AlignmentError unless the ops can compute the model."""
     spec, adapted, model = describe_plain(unwrapped(model)), adapted_inside(model), unwrapped(model)
-    for module in (model, model.model):
+    for module in dict.fromkeys((model, model.model, text_decoder(model))):
         check_signature(plain_class(type(module)))
     if adapted is not None:
         check_adapters(adapted)
         check_tie(model, spec.tie_word_embeddings)
     else:
         check_modules(model)
-    if any("forward" in vars(module) for module, *_ in _parts(model)):
+    if any("forward" in vars(module) for module, *_ in _parts(model, spec)):
         raise AlignmentError(
             "model: the forward pass of a module was replaced; call align before accelerator.prepare, and before any "
             "other code that replaces forward passes"
         )
-    head, embedding = trained(model.lm_head), model.model.embed_tokens.weight
-    _check_plain("lm_head", head, model)
+    head, embedding = trained(model.lm_head), text_decoder(model).embed_tokens.weight
+    check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(
             f"lm_head must have no bias, and have shape {list(embedding.shape)} like the embedding (got "
             f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias); use another model"
         )
-    if (dropout := getattr(model.config, "attention_dropout", 0.0)) != 0.0:
-        raise AlignmentError(f"attention_dropout must be 0.0 (got {dropout!r}); set it to 0.0, or do not align")
+    for config in (model.config.get_text_config(), getattr(model.config, "vision_config", None)):
+        if (dropout := getattr(config, "attention_dropout", 0.0)) != 0.0:
+            raise AlignmentError(f"attention_dropout must be 0.0 (got {dropout!r}); set it to 0.0, or do not align")
     _check_parameters(spec, model)
     return spec
 
@@ -675,13 +664,15 @@ def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     """
     own: set[int] = set()
 
-    def get(layer: nn.Module, index: int, name: str, *shape: int, held: WeightSpec = PLAIN, **layout: Any) -> Tensor:
-        found = _parameter(layer, index, name, *shape, held=held, **layout)
+    def get(layer: nn.Module, prefix: str, name: str, *shape: int, held: WeightSpec = PLAIN, **layout: Any) -> Tensor:
+        found = parameter(layer, prefix, name, *shape, held=held, **layout)
         own.update([id(found)] if held.dtype is not None else [])
         return found
 
-    for index, layer in enumerate(model.model.layers):
-        make_layer(spec, index, partial(get, unwrapped(layer), index))
+    for index, layer in enumerate(text_decoder(model).layers):
+        make_layer(spec, index, partial(get, unwrapped(layer), _prefix(index)))
+    if spec.tower is not None:
+        check_tower(model.model, spec.tower)
     others = (named for named in model.named_parameters() if id(named[1]) not in own)
     dtypes = {parameter.dtype for name, parameter in others if ".lora_" not in name}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):

@@ -37,6 +37,11 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
+def text_decoder(model: Any) -> Any:
+    """Return the decoder of a transformers model, which is beside the vision tower if there is one."""
+    return getattr(model.model, "language_model", model.model)
+
+
 def adapted_inside(model: Any) -> Any:
     """Return the PEFT model inside its supported wrappers, or None."""
     while (inside := within(model)) is not None:

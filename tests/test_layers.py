@@ -69,18 +69,21 @@ KERNELS = {
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
     "selection": SPEC | {"cpu", "triton", "reference"},
     "packed": SPEC,
-    "media": set(),
+    "media": {"specs", "transfer"},
     "towers": SPEC | {"layer", "packed"},
     "autograd": SPEC | {"packed"},
     "batches": SPEC | {"packed"},
     "wrappers": set(),
     "plain_models": {"families", "specs", "wrappers"},
-    "replay": {"batches", "plain_models", "specs"},
+    "replay": {"batches", "plain_models", "specs", "wrappers"},
     "adapters": SPEC | {"wrappers"},
     "arguments": set(),
+    "aligned": {"adapters", "autograd", "plain_models", "selection", "specs", "stacks", "wrappers"},
+    "training_images": {"media", "packed", "specs"},
+    "training_towers": {"adapters", "aligned", "autograd", "specs", "towers", "training_images", "wrappers"},
     "training": SPEC
-    | {"adapters", "arguments", "autograd", "batches", "layer", "packed", "pieces", "plain_models", "replay"}
-    | {"selection", "stacks", "wrappers"},
+    | {"adapters", "aligned", "arguments", "autograd", "batches", "layer", "packed", "pieces", "plain_models"}
+    | {"replay", "selection", "stacks", "training_images", "training_towers", "wrappers"},
     "importance": set(),
 }
 OUTPUTS = {"request", "outputs"}

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.specs import TowerSpec
+from ...kernels.media import patches_of
 from ...kernels.transfer import to_device
-from ..media import ImageInput
 from ..models.decoder import Decoder
 from ..models.tower import EmbeddedRows
 from ..scheduling.encodings import EncodeTask
@@ -94,13 +93,3 @@ class ImageEncoder:
     def checksums(self, images: Sequence[ImageRows]) -> list[int]:
         """Return a checksum of all rows of each image of a step. Wait for the device if an image has none yet."""
         return [self._encoded[rows.key].checksum for rows in images]
-
-
-def patches_of(image: ImageInput, tower: TowerSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values of an image's patches, [patches, patch_values]. All frames of a still image are the same."""
-    table = to_device(torch.from_numpy(np.ascontiguousarray(image.table)), device).to(dtype)
-    levels = to_device(torch.from_numpy(np.ascontiguousarray(image.levels)), device)
-    levels = levels.unflatten(1, (tower.channels, image.frames, -1)).long()
-    channels = torch.arange(tower.channels, device=device)[:, None, None]
-    values = table[channels, levels]
-    return values.expand(-1, -1, tower.frames, -1).reshape(len(levels), -1)

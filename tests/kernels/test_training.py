@@ -27,7 +27,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tiny import MIXTURES, make_tiny_model
 from trueroll.errors import AlignmentError, ConfigError
-from trueroll.kernels import autograd, reference, training
+from trueroll.kernels import aligned, autograd, reference
 from trueroll.kernels.autograd import GradientOps, GradientTowerOps
 from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.packed import Packed
@@ -736,7 +736,7 @@ IDS = torch.arange(3, 23).view(2, 10)
 @pytest.fixture
 def first_choice() -> None:
     """Forget the backends that earlier tests selected."""
-    training._select_backend.cache_clear()
+    aligned.select_and_log.cache_clear()
 
 
 FLOAT16_NOTE = "native CPU kernels do not support float16; set dtype to bfloat16 (--dtype bfloat16) or float32"

@@ -265,13 +265,22 @@ def test_the_text_model_of_a_checkpoint_with_vision_is_served(tmp_path: Path, ti
     assert find_eos_tokens(folder, raw | {"eos_token_id": None}, 512) == (2,)
 
 
-def test_a_model_with_vision_is_not_aligned(tmp_path: Path) -> None:
-    model = Qwen3_5ForConditionalGeneration.from_pretrained(with_vision(tmp_path))
-    with pytest.raises(AlignmentError, match="Qwen3_5ForConditionalGeneration has more parts"):
-        align(model)
+def test_a_model_with_vision_and_its_text_model_are_aligned_alike(tmp_path: Path) -> None:
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(with_vision(tmp_path))
     for call in (unalign, aligned_with, partial(token_log_probs, input_ids=prompt(5)[None])):
         with pytest.raises(AlignmentError, match="model is not aligned .got a plain Qwen3_5ForConditionalGeneration"):
-            call(model)
+            call(whole)
+    found = [token_log_probs(aligned(model), prompt(50)[None]) for model in (whole, text_of(tmp_path))]
+    assert torch.equal(*found)
+
+
+def text_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def aligned(model: Any) -> Any:
+    align(model)
+    return model
 
 
 def test_unknown_and_duplicate_names_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
