@@ -529,6 +529,11 @@ class DecoderSpec:
         return self.tower if self.serves_tower else None
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """The beginnings of the names of a vision tower's weights, if the tower does not belong to the decoder."""
+        return () if self.tower is None or self.serves_tower else self.tower.prefixes
+
+    @property
     def head_range(self) -> tuple[int, int]:
         """The first token id of this rank's part of the head, and the number of ids."""
         part = self.held.get(HEAD_ROLE, PLAIN).part
@@ -545,8 +550,7 @@ class DecoderSpec:
             return None
         beginning = next((other for other in self.renamed if name.startswith(other)), "")
         own = self.renamed.get(beginning, "") + name.removeprefix(beginning)
-        is_of_tower = self.tower is not None and own.startswith(self.tower.prefixes)
-        return None if is_of_tower and not self.serves_tower else own
+        return None if own.startswith(self.left_out) else own
 
     def __hash__(self) -> int:
         # Hash only a few fields, for speed: each module of an aligned model looks up its backend by spec.

@@ -18,16 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trueroll.errors import AlignmentError, ConfigError
 
+from ..engine.models.loader import read_config
 from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
+from ..kernels.families import describe
 from ..kernels.plain_models import is_aligned, is_decoder
 from ..kernels.specs import is_of_mtp
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
+from ..weight_sync.payload.manifest import own_name
 from ..weight_sync.payload.tensors import dtype_named, tensor_checksum
 from ..weight_sync.trainer.trainer_tensors import TrainerTensors
 from . import protocol
@@ -170,7 +173,9 @@ def audit_folder(
     Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded or aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
-    loaded = AutoModelForCausalLM.from_pretrained(resolve_model(model), dtype=dtype, trust_remote_code=False)
+    folder = resolve_model(model)
+    kind = AutoModelForCausalLM if describe(read_config(folder)).tower is None else AutoModelForImageTextToText
+    loaded = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     most = loaded.config.get_text_config().vocab_size
     prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]
     align(loaded, pieces=(client.health().engine or {}).get("pieces"))
@@ -374,9 +379,11 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
     served = client.weight_checksums()
     dtype = dtype_named(served.dtype)
     adapted = next(filter(None, map(adapted_inside, model.modules())), None)
+    tensors = TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype)
     own = {
         name: tensor_checksum(tensor, dtype_named(served.dtypes.get(name, served.dtype)))
-        for name, tensor in (TrainerTensors(_decoder(model)) if adapted is None else merged_weights(adapted, dtype))
+        for name, tensor in ((own_name(trained, served), tensor) for trained, tensor in tensors)
+        if name is not None
     }
     known = set(served.checksums.values())
     # A tensor with a name that the worker lacks may be a copy of another tensor, for example a tied head.

@@ -169,6 +169,8 @@ class FakeWeights:
         self.ignored = frozenset(ignored)
         self.optional: Collection[str] = ()
         self.optional_note = ""
+        self.renamed: dict[str, str] = {}
+        self.left_out: tuple[str, ...] = ()
         self.live = {
             name: torch.zeros(shape, dtype=getattr(torch, self.dtypes.get(name, dtype)))
             for name, shape in shapes.items()

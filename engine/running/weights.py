@@ -144,6 +144,16 @@ class WeightStore:
         return self.model.ignored_tensors()
 
     @property
+    def renamed(self) -> Mapping[str, str]:
+        """Maps the beginnings of names that trainers may use to the beginnings of names in `shapes`."""
+        return self.model.spec.renamed
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The beginnings of the names of tensors that trainers leave out of a push: those of an unused vision tower."""
+        return self.model.spec.left_out
+
+    @property
     def optional(self) -> frozenset[str]:
         """See `OptionalWeights.names`. Weights that are missing from new weights keep their live values."""
         return self.optional_weights.names

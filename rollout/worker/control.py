@@ -256,6 +256,8 @@ class Control:
                 dtype=weights.dtype,
                 dtypes=dict(weights.dtypes),
                 checksums=checksums,
+                renamed=dict(weights.renamed),
+                left_out=weights.left_out,
                 weight_version=self._host.weight_version(),
                 push_id=self.pushes.served,
             )
@@ -287,6 +289,8 @@ class Control:
             tied=dict(weights.tied),
             ignored=tuple(sorted(weights.ignored)),
             optional=tuple(sorted(weights.optional)),
+            renamed=dict(weights.renamed),
+            left_out=weights.left_out,
             weight_version=self._host.weight_version(),
             push_id=self.pushes.served,
             gpu=gpu,

@@ -6,7 +6,7 @@ counter in torch, or the tensor's address, has changed. Keeps no tensor alive.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -71,23 +71,35 @@ class TrainerAdapters:
             self.sent |= zip(factor_names(name), (a, b), strict=True)
         self.tensors = self._base | self.sent
 
-    def describe(self, wanted: Parameters, tensors: TrainerTensors, checksums: Checksums) -> Adapters:
-        """Return the description of the adapters in a push to workers that want the parameters `wanted`.
+    def describe(
+        self,
+        wanted: Parameters,
+        tensors: TrainerTensors,
+        checksums: Checksums,
+        rename: Callable[[str], str | None],
+    ) -> Adapters:
+        """Return the description of the adapters in a push to workers that want the parameters `wanted`. `rename`:
+        returns the workers' name for a trainer's name, or None for a tensor to leave out.
 
         Consumes the base weights from the iterator `tensors`, which then continues with the tensors to send. Raise
         PushError for names that the workers do not know, and for tied tensors that differ in the trainer.
         """
+        named = ((rename(name), rank, scale) for name, rank, scale in self._scales)
+        scales = tuple((own, rank, scale) for own, rank, scale in named if own is not None)
         if not self.is_alone:
-            return Adapters(weights=self._scales)
+            return Adapters(weights=scales)
         found: dict[str, int] = {}
         own = own_dtypes(wanted)
-        for name, tensor in self._base.items():
+        for trained, tensor in self._base.items():
+            whole, name = next(tensors)[1], rename(trained)
+            if name is None:
+                continue
             if name not in wanted.shapes and name not in wanted.tied and name not in wanted.ignored:
                 raise PushError(describe_unknown(name, wanted))
             dtype = own.get(wanted.tied.get(name, name), wanted.dtype)
-            found[name] = checksums.of(tensor, next(tensors)[1], dtype)
+            found[name] = checksums.of(tensor, whole, dtype)
         for name, other in wanted.tied.items():
             if name in found and found[name] != found.get(other):
                 raise PushError(describe_tie(name, other))
         base = tuple((name, found[name]) for name in wanted.shapes if name in found)
-        return Adapters(weights=self._scales, base=base)
+        return Adapters(weights=scales, base=base)

@@ -50,6 +50,7 @@ from ..payload.manifest import (
     Shape,
     checksum,
     own_dtypes,
+    own_name,
     spellings_of,
 )
 from ..payload.messages import Weights
@@ -63,7 +64,7 @@ from ..transports.shared import SharedSlots
 from .adapters import Checksums, TrainerAdapters
 from .served_copy import ServedCopy
 from .targets import PushTargets
-from .trainer_tensors import Checklist, PushResult, TrainerTensors
+from .trainer_tensors import Checklist, PushResult, TrainerTensors, check_is_tensor
 from .transaction import PushSettings, Transaction
 
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
@@ -293,11 +294,12 @@ class WeightSender:
         borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
         transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
         common = _common(workers, replies)
+        rename = partial(own_name, names=common)
         if adapters is None:
-            load = _Load(common, None, tensors.mapping, tensors)
+            load = _Load(common, None, tensors.mapping, tensors, rename)
         else:
-            told = adapters.describe(common, tensors, self._sent.checksums)
-            load = _Load(with_adapters(common, told), told, adapters.sent, tensors)
+            told = adapters.describe(common, tensors, self._sent.checksums, rename)
+            load = _Load(with_adapters(common, told), told, adapters.sent, tensors, rename)
         if self._transport == "disk":
             return self._push_by_folder(transaction, load)
         base = self._sent.committed if adapters is None and common.push_id == self._sent.committed else None
@@ -449,21 +451,29 @@ class _Load:
     """The content of a push, and the check that the content is complete.
 
     `wanted`: the parameters that the workers want. `adapters`: description of the push's adapters. `mapping`: the
-    tensors by name, if they are known in advance. `tensors`: iterator over the tensors.
+    tensors by name, if they are known in advance. `tensors`: iterator over the tensors. `rename`: returns the workers'
+    name for a trainer's name, or None for a tensor to leave out.
     """
 
     wanted: Parameters
     adapters: Adapters | None
     mapping: Mapping[str, torch.Tensor] | None
     tensors: TrainerTensors
+    rename: Callable[[str], str | None]
 
     def __post_init__(self) -> None:
-        self._checklist = Checklist(self.wanted, self.mapping)
+        self._checklist = Checklist(self.wanted, None if self.mapping is None else dict(self._renamed(self.mapping)))
+
+    def _renamed(self, mapping: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in mapping.items():
+            check_is_tensor(name, tensor)
+            if (own := self.rename(name)) is not None:
+                yield own, tensor
 
     def put_all(self, put: Put) -> None:
         for name, tensor in self.tensors:
-            if self._checklist.take(name, tensor):
-                put(name, tensor)
+            if (own := self.rename(name)) is not None and self._checklist.take(own, tensor):
+                put(own, tensor)
             del tensor  # frees the memory before the next tensor is gathered
         self._checklist.finish()
 

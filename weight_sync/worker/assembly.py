@@ -102,7 +102,8 @@ class LendableStagingArea(StagingArea, Protocol):
 
 
 class Destination(Parameters, Protocol):
-    """A worker's parameters, and the functions that create staging areas for new parameters. `kin`: see `Weights`.
+    """A worker's parameters, and the functions that create staging areas for new parameters. `kin`, `renamed`,
+    `left_out`: see `Weights`.
 
     `commit_note`: why commits take longer than necessary, or an empty string. `optional_note`: which parameters the
     last push lacked, or an empty string.
@@ -110,6 +111,12 @@ class Destination(Parameters, Protocol):
 
     @property
     def kin(self) -> str | None: ...
+
+    @property
+    def renamed(self) -> Mapping[str, str]: ...
+
+    @property
+    def left_out(self) -> tuple[str, ...]: ...
 
     @property
     def commit_note(self) -> str: ...

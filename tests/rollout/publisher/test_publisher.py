@@ -238,6 +238,23 @@ def test_tied_and_ignored_tensors_are_left_out(cluster: Cluster) -> None:
                 assert serves(worker, tensors, result) and result.num_bytes <= plain.num_bytes + 512
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_trainers_names_become_the_workers(cluster: Cluster, transport: str) -> None:
+    weights = FakeWeights(SHAPES, tied=TIED)
+    weights.renamed, weights.left_out = {"inner.": "", "outer.tower.": "tower."}, ("tower.",)
+    worker, tensors = cluster.start(weights=weights), trainer_tensors()
+    named = {f"inner.{name}": tensor for name, tensor in tensors.items()}
+    named |= {"outer.tower.weight": torch.ones(3), "tower.bias": torch.ones(2)}
+    with cluster.publisher(transport) as publisher:
+        for version, given in enumerate((named, iter(named.items()), tensors), 1):
+            assert serves(worker, tensors, publisher.push(given, version))
+        for twice in (named | tensors, iter([*named.items(), *tensors.items()])):
+            with pytest.raises(PushError, match="was sent twice"):
+                publisher.push(twice, 4)
+        with pytest.raises(PushError, match="tensor outer.other.weight: unknown"):
+            publisher.push(named | {"outer.other.weight": torch.ones(3)}, 4)
+
+
 @pytest.mark.parametrize("way", [*TRANSPORTS, "sparse"])
 def test_nonfinite_values_are_refused_unless_allowed(cluster: Cluster, way: str) -> None:
     worker = cluster.start()
