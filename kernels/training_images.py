@@ -130,12 +130,14 @@ def _check_image(name: str, image: Image, tower: TowerSpec) -> None:
         "table": (image.table, "float32", (tower.channels, _NUM_LEVELS)),
     }
     for part, (found, dtype, shape) in shapes.items():
-        got = str(getattr(found, "dtype", type(found).__name__)), tuple(getattr(found, "shape", ()))
-        if got != (dtype, shape):
+        got = str(getattr(found, "dtype", type(found).__name__)), list(getattr(found, "shape", ()))
+        if got != (dtype, list(shape)):
             raise AlignmentError(
-                f"{name}: {part} must be a numpy array {dtype} {list(shape)} (got {got[0]} {list(got[1])}); pass the "
-                "image that the worker got"
+                f"{name}: {part} must be an array {dtype} of shape {list(shape)} (got {got[0]} of shape {got[1]}); "
+                "pass the image that the worker got"
             )
+    if not torch.tensor(image.table).isfinite().all():
+        raise AlignmentError(f"{name}: table has values that are not finite; pass the image that the worker got")
 
 
 def _check_grid(name: str, grid: _Grid, tower: TowerSpec) -> None:
