@@ -56,22 +56,30 @@ def check_pixels(size: tuple[int, int], most_pixels: int) -> None:
         )
 
 
+def tower_of(model: str) -> TowerSpec:
+    """Return the vision tower of a model. Raise ModelError if the model has none."""
+    from ..engine.models.loader import read_config
+    from ..engine.models.names import resolve_model
+    from ..kernels.families import describe
+
+    folder = resolve_model(model)
+    tower = describe(read_config(folder)).tower
+    if tower is None:
+        raise ModelError(f"{folder}: the model has no vision tower; serve a model with one")
+    return tower
+
+
 class ImageProcessor:
     """The image processor of a model with a vision tower. Raise ModelError if the model has no tower or no image
     processor, and ConfigError if Pillow is missing.
     """
 
     def __init__(self, model: str) -> None:
-        from ..engine.models.loader import read_config
         from ..engine.models.names import resolve_model
-        from ..kernels.families import describe
 
         pillow()
+        self.tower = tower_of(model)
         folder = resolve_model(model)
-        tower = describe(read_config(folder)).tower
-        if tower is None:
-            raise ModelError(f"{folder}: the model has no vision tower; serve a model with one")
-        self.tower: TowerSpec = tower
         from transformers import AutoImageProcessor
 
         try:
@@ -122,6 +130,13 @@ class ImageProcessor:
         starts = (counts.cumsum() - counts)[tokens == placeholder]
         placed = [replace(image, start=int(start)) for image, start in zip(images, starts, strict=True)]
         return tokens.repeat(counts), placed
+
+    def shades(self, table: np.ndarray) -> np.ndarray:
+        """Return the 8-bit shades, uint8 [channels, 256], of the values in an image's table."""
+        own = self._processor
+        mean, std = (np.reshape(each, (-1, 1)) for each in (own.image_mean, own.image_std))
+        values = table * std + mean if own.do_normalize else table
+        return np.clip(np.rint(values / own.rescale_factor), 0, 255).astype(np.uint8)
 
     def _first_frames(self, pixels: np.ndarray) -> np.ndarray:
         """Return the first frame, [patches, channels, values], of patches [patches, channels * frames * values]. All

@@ -21,7 +21,7 @@ from trueroll.errors import ConfigError, ModelError, UnavailableError, brief, sa
 
 from ..engine.models.trials import TrialError, attempt
 from . import protocol
-from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandoned, TextChild, TooMany, never
+from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandoned, TextChild, TooMany, image_mark, never
 
 ANY = 2**31
 """The value of `most` that means no limit on the number of tokens."""
@@ -69,6 +69,13 @@ class TextModel:
         template = self._tokenizer.chat_template
         return template if isinstance(template, str) else None
 
+    def image_texts(self, placeholder: int) -> tuple[str, ...]:
+        """Return the texts that stand for an image in a rendered conversation. `placeholder`: the token id of the
+        model's placeholder.
+        """
+        mark = image_mark(self._tokenizer)
+        return (self.decode([placeholder], False), *(mark[:1] if mark else ()))
+
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int = ANY, is_abandoned: IsAbandoned = never
     ) -> list[int]:
@@ -94,7 +101,8 @@ class TextModel:
     ) -> list[int]:
         """Return the token ids of a conversation, rendered by the model's chat template.
 
-        `arguments`: arguments of the template, such as `tools`. Also raise TooMany if the rendered text has more than
+        `arguments`: arguments of the template, such as `tools`. The content of a message may be a list with parts
+        `{"type": "image"}`, which become one placeholder each. Also raise TooMany if the rendered text has more than
         `most_chars` characters.
         """
         if not self._tokenizer.chat_template:

@@ -68,6 +68,18 @@ class TooMany(Exception):
         self.what, self.count = what, count
 
 
+def image_mark(tokenizer: Any) -> tuple[str, str] | None:
+    """Return the text that a chat template writes for an image, and the text with a placeholder that replaces it.
+    Return None if the template itself writes the placeholder.
+
+    Gemma 3's template writes only the token that begins an image.
+    """
+    begin, placeholder, end = (getattr(tokenizer, name, None) for name in ("boi_token", "image_token", "eoi_token"))
+    if not (begin and placeholder and end) or begin == placeholder:
+        return None
+    return begin, f"\n\n{begin}{placeholder}{end}\n\n"
+
+
 def never() -> bool:
     """Return False. The default `is_abandoned`, for calls that are never abandoned."""
     return False
@@ -276,11 +288,19 @@ def _encode_conversation(
     tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any], most_chars: int, most: int
 ) -> bytes:
     text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
+    if _have_images(messages) and (mark := image_mark(tokenizer)) is not None:
+        text = text.replace(*mark)
     if len(text) > MAX_CHARS:
         raise ValueError(f"the conversation has {len(text)} characters (limit {MAX_CHARS})")
     if len(text) > most_chars:
         raise TooMany("characters", len(text))
     return _encode(tokenizer, False, most, text)
+
+
+def _have_images(messages: list[dict[str, Any]]) -> bool:
+    """Return whether messages have parts `{"type": "image"}`. The content of other messages is a text."""
+    contents = [message.get("content") for message in messages]
+    return any({"type": "image"} in content for content in contents if isinstance(content, list))
 
 
 def _decode(tokenizer: Any, tokens: bytes, skip_special_tokens: bool) -> bytes:

@@ -62,6 +62,8 @@ class FakeInfo:
     num_experts: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    max_images: int = 0
+    max_image_patches: int = 0
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,8 @@ ROLLOUT = {
     "text_child": set(),
     "plain_tokenizer": set(),
     "text": {"plain_tokenizer", "protocol", "text_child"},
-    "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"},
+    "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"}
+    | {"images"},
     "tools": {
         "auditing",
         "config",

@@ -86,6 +86,8 @@ class EngineInfo:
     `tensor_parallel_size`: the number of ranks in each stage. `pipeline_parallel_size`: the number of stages. With
     several ranks, `weight_bytes` are those of rank 0, and `kv_bytes` and `state_bytes` those of one rank, at most.
 
+    `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`.
+
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
     """
@@ -124,6 +126,8 @@ class EngineInfo:
     warm_up_seconds: float = 0.0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    max_images: int = 0
+    max_image_patches: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -265,6 +269,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         experts_per_token=routes.top_k if routes else 0,
         route_bytes=routes.row_bytes if routes else 0,
         scratch_bytes=scratch_bytes(model.spec, model.dtype, config),
+        max_images=config.max_images,
+        max_image_patches=config.max_image_patches,
     )
 
 

@@ -21,10 +21,11 @@ from trueroll.errors import InvalidRequestError, TruerollError
 from ...engine.request import TokenId
 from .answers import Rows
 from .bodies import Bodies
-from .chat import ConversationFields, read_chat, token_ids_of
+from .chat import read_chat
 from .clients import Clients, client_of
 from .completions import read_completion
 from .config import HttpConfig
+from .conversation import ConversationFields, prompt_of
 from .errors import Gone, HttpError, as_http_error
 from .fields import Fields, checked, given
 from .generate import read_generate
@@ -126,7 +127,7 @@ class Endpoints:
         if "messages" in fields:
             own = checked(TokenizeChatFields, fields)
             self._served.check_name(own.model)
-            tokens = await token_ids_of(own, self._served)
+            tokens = (await prompt_of(own, self._served)).token_ids
         else:
             own = checked(TokenizeTextFields, fields)
             self._served.check_name(own.model)

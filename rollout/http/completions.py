@@ -9,9 +9,12 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from trueroll.errors import InvalidRequestError
+
 from ...engine.request import ScoreOutput, TokenId
 from .answers import Rows, TokenBytes
 from .fields import NumTop, TextFields, TokenIds, checked, given, recording, take_sampling, unsupported
+from .images import ImageList, Prompt
 from .logprobs import (
     TokenName,
     completion_logprobs,
@@ -33,13 +36,14 @@ class CompletionFields(TextFields):
     """Fields of a completion.
 
     `logprobs`: how many of the most probable tokens to return per position; each generated token's log-prob is also
-    returned. `echo`: also return the prompt.
+    returned. `echo`: also return the prompt. `images`: the images of a single prompt of token ids.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
     logprobs: NumTop | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    images: ImageList = []
 
 
 @dataclass
@@ -54,7 +58,7 @@ class CompletionForm:
     model: str
     fields: CompletionFields
     num_samples: int
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     name: TokenName
     eos_token_ids: frozenset[int]
     prefixes: list[dict[str, Any]] | None = None
@@ -85,7 +89,10 @@ class CompletionForm:
         } | ending(piece, self.eos_token_ids)
         if self.fields.return_token_ids:
             choice["token_ids"] = piece.token_ids
-            choice["prompt_token_ids"] = self.prompts[piece.position] if piece.start == 0 else None
+            prompt = self.prompts[piece.position]
+            choice["prompt_token_ids"] = prompt.token_ids if piece.start == 0 else None
+            if prompt.told and piece.start == 0:
+                choice["prompt_images"] = prompt.told
         return choice
 
     def _logprobs(self, piece: Piece, prefix: dict[str, Any]) -> dict[str, Any] | None:
@@ -111,12 +118,14 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     given_prompts = _prompts(own.prompt)
     served.check_count(len(given_prompts))
     served.check_texts([each for each in given_prompts if isinstance(each, str)])
+    _check_images(own, given_prompts)
     prompts = [await _token_ids(each, own, served) for each in given_prompts]
     served.check_lengths(prompts, params.max_tokens)
     if own.echo and own.stream:
         raise unsupported("echo", "false for a stream", own.echo)
     if not own.stream:
         served.check_answer(prompts, params, _token_bytes(own))
+    read = [await served.images.receive(each, own.images) for each in prompts]
     params = served.salted(recording(params, own.logprobs))
     form = CompletionForm(
         id=served.new_id("cmpl"),
@@ -124,14 +133,15 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
         model=served.name,
         fields=own,
         num_samples=params.n,
-        prompts=prompts,
+        prompts=read,
         name=name_by_id if own.return_tokens_as_token_ids else served.texts.token,
         eos_token_ids=served.eos_token_ids,
     )
     if own.echo:
-        form.prefixes = await _prefixes(own, prompts, params, served)
+        form.prefixes = await _prefixes(own, read, params, served)
     task = Task(
         prompts=prompts,
+        media=[each.images for each in read],
         params=params,
         seed=seed,
         is_stream=own.stream,
@@ -147,6 +157,15 @@ def _prompts(prompt: str | list[str] | list[TokenId] | list[list[TokenId]]) -> l
     return list(prompt)  # type: ignore[arg-type]
 
 
+def _check_images(own: CompletionFields, prompts: list[str | list[int]]) -> None:
+    if own.images and (len(prompts) > 1 or isinstance(prompts[0], str)):
+        raise InvalidRequestError(
+            "images: a completion takes processed images only with a single prompt of token ids, in which each token "
+            "of an image is a placeholder; send such a prompt, or use /v1/chat/completions",
+            field="images",
+        )
+
+
 async def _token_ids(prompt: str | list[int], own: CompletionFields, served: ServedModel) -> list[int]:
     return await served.encode(prompt, own.add_special_tokens) if isinstance(prompt, str) else prompt
 
@@ -158,7 +177,7 @@ def _token_bytes(own: CompletionFields) -> TokenBytes:
 
 
 async def _prefixes(
-    own: CompletionFields, prompts: list[list[int]], params: Any, served: ServedModel
+    own: CompletionFields, prompts: list[Prompt], params: Any, served: ServedModel
 ) -> list[dict[str, Any]]:
     """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
@@ -171,10 +190,11 @@ async def _prefixes(
     ]
     if own.logprobs is None:
         return prefixes
-    scored = [prompt for prompt in prompts if len(prompt) > 1]
-    scores = iter(await served.score(scored, params) if scored else [])
+    scored = [prompt for prompt in prompts if len(prompt.token_ids) > 1]
+    sequences, media = [prompt.token_ids for prompt in scored], [prompt.images for prompt in scored]
+    scores = iter(await served.score(sequences, media, params) if scored else [])
     for prefix, prompt in zip(prefixes, prompts, strict=True):
-        prefix |= _prompt_columns(prompt, next(scores) if len(prompt) > 1 else None)
+        prefix |= _prompt_columns(prompt.token_ids, next(scores) if len(prompt.token_ids) > 1 else None)
     return prefixes
 
 

@@ -28,8 +28,10 @@ class HttpConfig(BaseModel):
     None means 8 times `max_body_bytes`. `max_body_chunks`: maximum number of chunks of a body. `max_body_elements`:
     maximum parsing cost of the JSON elements in a body (see `elements.WEIGHTS`). `max_text_chars`: maximum total number
     of characters in the texts of a request. `max_answer_bytes`: maximum estimated length, in bytes, of an answer that
-    is not a stream. `max_open_requests`: maximum number of concurrent requests that generate, score, tokenize or
-    detokenize. `drain_seconds`: time for which open requests may continue after SIGTERM or Ctrl-C.
+    is not a stream. `max_image_pixels`: maximum number of pixels of an image in a conversation. `max_image_bytes`:
+    maximum size, in bytes, of the images in memory. `max_open_requests`: maximum number of concurrent requests that
+    generate, score, tokenize or detokenize. `drain_seconds`: time for which open requests may continue after SIGTERM or
+    Ctrl-C.
 
     `max_connections`: maximum number of open connections; None means half of the descriptors that the process may open,
     minus 64, but at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a request's head
@@ -61,6 +63,8 @@ class HttpConfig(BaseModel):
     max_body_elements: int = Field(2**19, ge=1024)
     max_text_chars: int = Field(2**22, ge=1024)
     max_answer_bytes: int = Field(2**29, ge=2**16)
+    max_image_pixels: int = Field(2**26, ge=1024, le=2**30)
+    max_image_bytes: int = Field(2**32, ge=2**28)
     max_open_requests: int = Field(4096, ge=1)
     drain_seconds: int = Field(30, ge=0)
 

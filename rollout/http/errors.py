@@ -45,7 +45,7 @@ STATUSES: dict[type[TruerollError], int] = {
     DeadlineError: 504,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_OF_PROMPT = ("prompts[", "sequences[")
+_OF_PROMPT = ("prompts[", "sequences[", "media[")
 """Prefixes of `TruerollError.field` in the client's errors about a prompt."""
 
 

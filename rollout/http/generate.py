@@ -7,7 +7,9 @@ from typing import Any
 
 from ...engine.request import CacheSalt
 from .answers import Rows, TokenBytes
+from .errors import HttpError
 from .fields import Fields, GenerationFields, NumTop, TokenIds, checked, given, recording, take_sampling
+from .images import ImageList, Prompt
 from .logprobs import chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
@@ -16,13 +18,14 @@ from .pieces import Piece, Task, Usage, ending
 class GenerateFields(GenerationFields):
     """Fields of a `/inference/v1/generate` request.
 
-    `token_ids`: the prompt. `sampling_params`: an object with `seed`, the fields of `SAMPLING` and the fields of
-    `SamplingFields`.
+    `token_ids`: the prompt. `images`: the processed images of the prompt. `sampling_params`: an object with `seed`, the
+    fields of `SAMPLING` and the fields of `SamplingFields`.
     """
 
     token_ids: TokenIds
     sampling_params: dict[str, Any]
     cache_salt: CacheSalt | None = None
+    images: ImageList = []
 
 
 class SamplingFields(Fields):
@@ -44,15 +47,21 @@ class GenerateForm:
     created: int
     model: str
     eos_token_ids: frozenset[int]
+    prompt: Prompt
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        return self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
+        told = self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
+        return told | self._told_images()
 
     def event(self, piece: Piece) -> dict[str, Any]:
-        return self._envelope([self._choice(piece)])
+        is_first = piece.start == 0 and piece.ended is None
+        return self._envelope([self._choice(piece)]) | (self._told_images() if is_first else {})
 
     def last_event(self, usage: Usage) -> dict[str, Any]:
         return self._envelope([]) | {"usage": usage.told()}
+
+    def _told_images(self) -> dict[str, Any]:
+        return {"prompt_images": self.prompt.told} if self.prompt.told else {}
 
     def _envelope(self, choices: list[dict[str, Any]] | Rows) -> dict[str, Any]:
         return {"request_id": self.request_id, "created": self.created, "model": self.model, "choices": choices}
@@ -69,6 +78,9 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     """Parse a `/inference/v1/generate` request. Raise InvalidRequestError or HttpError if the request is not
     supported.
     """
+    if body.get("features"):
+        text = "features: vLLM's encoding of images is not supported; send processed images in the field images"
+        raise HttpError(400, text, field="features", code="unsupported_parameter")
     own = checked(GenerateFields, given(body))
     served.check_name(own.model)
     fields = given(own.sampling_params)
@@ -80,12 +92,14 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     if not own.stream:
         token_bytes = TokenBytes(TokenBytes.ID + chat_logprobs_bytes(wanted.logprobs, has_bytes=False))
         served.check_answer([own.token_ids], params, token_bytes)
+    prompt = await served.images.receive(own.token_ids, own.images)
     task = Task(
         prompts=[own.token_ids],
+        media=[prompt.images],
         params=served.salted(recording(params, wanted.logprobs)),
         seed=seed,
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,
     )
     request_id = own.request_id or served.new_id("generate")
-    return task, GenerateForm(request_id, served.now(), served.name, served.eos_token_ids)
+    return task, GenerateForm(request_id, served.now(), served.name, served.eos_token_ids, prompt)

@@ -9,12 +9,14 @@ from typing import Any
 
 from trueroll.errors import InvalidRequestError, brief
 
+from ...engine.media import ImageInput
 from ...engine.request import SamplingParams, ScoreOutput
 from ..client.client import AsyncRolloutClient
 from ..protocol import new_id
 from ..text import ANY, TooMany, num_chars
 from .answers import TokenBytes, check_answer
 from .errors import HttpError
+from .images import Images
 from .texts import Texts
 
 _LEAST_LONGEST_TOKEN = 16
@@ -28,12 +30,14 @@ class ServedModel:
     """The served model.
 
     `name`: the name that clients use. `max_prompts`: maximum number of prompts in a request, which is the worker's
-    `max_queued_requests`. `created`: start of this front end, in seconds since 1970. `max_text_chars`,
-    `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the parameters of a request.
+    `max_queued_requests`. `images`: reads the images of requests. `created`: start of this front end, in seconds since
+    1970. `max_text_chars`, `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the
+    parameters of a request.
     """
 
     client: AsyncRolloutClient
     texts: Texts
+    images: Images
     name: str
     max_model_len: int
     max_prompts: int
@@ -42,6 +46,11 @@ class ServedModel:
     max_text_chars: int
     max_answer_bytes: int
     salted: Callable[[SamplingParams], SamplingParams] = field(default=lambda params: params)
+
+    @property
+    def salt(self) -> str | None:
+        """The cache salt of requests that name none."""
+        return self.salted(SamplingParams()).cache_salt
 
     @property
     def max_prompt_chars(self) -> int:
@@ -157,10 +166,15 @@ class ServedModel:
         """Raise HttpError if the estimated size of an answer without `stream` exceeds the limit."""
         check_answer(prompts, params, self.max_model_len, token_bytes, self.max_answer_bytes)
 
-    async def score(self, sequences: list[list[int]], params: SamplingParams) -> list[ScoreOutput]:
-        """Return the log-probs of the tokens in `sequences` under the sampling distribution of `params`."""
+    async def score(
+        self, sequences: list[list[int]], media: list[tuple[ImageInput, ...]], params: SamplingParams
+    ) -> list[ScoreOutput]:
+        """Return the log-probs of the tokens in `sequences` under the sampling distribution of `params`. `media`: the
+        images of each sequence.
+        """
         return await self.client.score(
             sequences,
+            media=media,
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,

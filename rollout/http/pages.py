@@ -8,6 +8,7 @@ page's Content-Security-Policy lets browsers run only the page's own scripts.
 from __future__ import annotations
 
 import time
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ HEADERS = {
 }
 MOST_TOKENS = 2048
 """Maximum number of tokens in a response of `/ui/tokens`."""
+MOST_IMAGES = 16
+"""Maximum number of images in a response of `/ui/group`."""
 SHOWN = ("n", "max_tokens", "temperature")
 """Sampling parameters that are always shown. All other parameters are shown only if they differ from their defaults."""
 PREVIEW_TOKENS = 40
@@ -108,8 +111,17 @@ class Pages:
             "params": {name: getattr(group.params, name) for name in SHOWN} | _further(group.params),
             "seed": None if group.seed is None else str(group.seed),
             "samples": [_told(sample, self._served.eos_token_ids) for sample in group.samples],
+            "num_images": group.num_images,
+            "images": await while_present(request.receive, self._images(group)),
         }
         return _data(await self._summary(group) | told)
+
+    async def _images(self, group: KeptGroup) -> list[dict[str, Any]]:
+        """Return the beginning of each image in the prompt, and a small picture as a `data:` URL."""
+        shown = group.images[:MOST_IMAGES]
+        files = await self._served.images.thumbnails(shown)
+        urls = ["data:image/png;base64," + b64encode(file).decode() for file in files]
+        return [{"start": image.start, "picture": url} for image, url in zip(shown, urls, strict=False)]
 
     async def tokens(self, request: Request) -> Response:
         """Return the tokens of a sample from position `start` on.
@@ -137,11 +149,14 @@ class Pages:
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
             raise HttpError(400, "sample: has no tokens to score; choose another sample", field="sample")
+        if group.num_images != len(group.images):
+            text = "group: the images of its prompt are too large to be kept for scoring; choose another group"
+            raise HttpError(400, text, field="group")
         return _data(await while_present(request.receive, self._scored(group, sample)))
 
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
         sequence = group.prompt.tolist() + sample.token_ids.tolist()
-        [score] = await self._served.score([sequence], group.params)
+        [score] = await self._served.score([sequence], [group.images], group.params)
         again = score.logprobs[len(group.prompt) - 1 :]
         told: dict[str, Any] = {"weight_versions": told_spans(score.weight_versions)}
         if sample.logprobs is None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from trueroll.errors import WorkerLostError
 
+from ...engine.media import ImageInput
 from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan, columns_of, cut_columns
 from ..client.client import AsyncRolloutClient
 from .answers import STEP_ENTRIES
@@ -102,14 +103,15 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A request to the worker (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed)`) and the
-    options for its answer.
+    """A request to the worker (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed, media=media)`)
+    and the options for its answer.
 
     `tells_usage`: whether a stream ends with an event that contains the token counts. `message`: the beginning of the
     last user message of a conversation, for the page at `/ui`.
     """
 
     prompts: list[list[int]]
+    media: list[tuple[ImageInput, ...]]
     params: SamplingParams
     seed: int | None
     is_stream: bool
@@ -139,9 +141,9 @@ class Asker:
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
         """Return the complete answer to a task. The task must not ask for a stream."""
-        groups = await self._client.generate(task.prompts, task.params, seed=task.seed)
-        for prompt, group in zip(task.prompts, groups, strict=True):
-            self._keep(task, prompt, group.samples)
+        groups = await self._client.generate(task.prompts, task.params, seed=task.seed, media=task.media)
+        for position, group in enumerate(groups):
+            self._keep(task, position, group.samples)
         usage = Usage(sum(map(len, task.prompts)))
         pieces: list[Piece] = []
         num_waiting = 0
@@ -157,7 +159,7 @@ class Asker:
         usage = Usage(sum(map(len, task.prompts)))
         choices: defaultdict[tuple[int, int], _Choice] = defaultdict(lambda: _Choice(self._text(task)))
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
-        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed)
+        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed, media=task.media)
         async with aclosing(self._client.stream(task.prompts, task.params, **wishes)) as stream:
             async for position, got in stream:
                 choice = choices[position, got.index]
@@ -169,14 +171,15 @@ class Asker:
                     continue
                 finished[position].append(got)
                 if len(finished[position]) == task.params.n:
-                    self._keep(task, task.prompts[position], finished[position])
+                    self._keep(task, position, finished[position])
                 usage.add(position, got)
                 yield form.event(_end(position, got, choice.finish(got)))
         if task.tells_usage:
             yield form.last_event(usage)
 
-    def _keep(self, task: Task, prompt: list[int], samples: Iterable[SampleOutput]) -> None:
-        self._samples.add(prompt, task.params, task.seed, samples, self._user, task.message)
+    def _keep(self, task: Task, position: int, samples: Iterable[SampleOutput]) -> None:
+        prompt, images = task.prompts[position], task.media[position]
+        self._samples.add(prompt, task.params, task.seed, samples, self._user, task.message, images)
 
     def _choice(self, task: Task, position: int, sample: SampleOutput, usage: Usage) -> Piece:
         check_sample(sample)

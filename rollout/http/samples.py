@@ -1,7 +1,8 @@
 """The latest groups of samples that this front end returned. The page at `/ui` shows them.
 
-Owns: the tokens and log-probs of the kept groups, as arrays. Guarantees that at most `MOST_GROUPS` groups and
-`MOST_BYTES` bytes are kept, for prompts and samples of any length. The oldest groups are evicted first.
+Owns: the tokens and log-probs of the kept groups, as arrays, and the images of their prompts. Guarantees that at most
+`MOST_GROUPS` groups and `MOST_BYTES` bytes are kept, for prompts and samples of any length. The oldest groups are
+evicted first.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...engine.media import ImageInput
 from ...engine.request import SampleOutput, SamplingParams, WeightSpan
+from .images import num_bytes
 
 MOST_GROUPS = 300
 MOST_BYTES = 64 * 2**20
 MOST_GROUP_BYTES = 8 * 2**20
 """Maximum size of one group, in bytes. Samples beyond this size are not kept."""
+MOST_IMAGE_BYTES = 16 * 2**20
+"""Maximum size of the images of one group, in bytes. Larger images are not kept, but their group is."""
 OBJECT_BYTES = 2048
 """Upper bound on the memory of a sample or a group, excluding arrays, in bytes."""
 MESSAGE_CHARS = 200
@@ -55,7 +60,8 @@ class KeptGroup:
     `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of
     the request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if
     clients have no names. `message`: the beginning of the last user message; None if the request is not a conversation
-    or has no user message.
+    or has no user message. `num_images`: number of images in the prompt. `images`: the images; empty if they need more
+    than `MOST_IMAGE_BYTES`.
     """
 
     id: int
@@ -66,11 +72,14 @@ class KeptGroup:
     samples: tuple[KeptSample, ...]
     user: str | None = None
     message: str | None = None
+    num_images: int = 0
+    images: tuple[ImageInput, ...] = ()
 
     @property
     def num_bytes(self) -> int:
-        """Size in memory, in bytes."""
-        return OBJECT_BYTES + self.prompt.nbytes + sum(sample.num_bytes for sample in self.samples)
+        """Size in memory, in bytes. Images that several groups share count for each of the groups."""
+        size = OBJECT_BYTES + self.prompt.nbytes + sum(sample.num_bytes for sample in self.samples)
+        return size + sum(map(num_bytes, self.images))
 
 
 class SampleLog:
@@ -94,6 +103,7 @@ class SampleLog:
         samples: Iterable[SampleOutput],
         user: str | None = None,
         message: str | None = None,
+        images: tuple[ImageInput, ...] = (),
     ) -> None:
         """Keep a finished group, and evict the oldest groups.
 
@@ -107,7 +117,9 @@ class SampleLog:
             return
         self._last_id += 1
         plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
-        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, user, message)
+        shown = images if sum(map(num_bytes, images)) <= MOST_IMAGE_BYTES else ()
+        about = dict(user=user, message=message, num_images=len(images), images=shown)
+        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, **about)
         self._groups[group.id] = group
         self.num_bytes += group.num_bytes
         while len(self._groups) > MOST_GROUPS or self.num_bytes > MOST_BYTES:

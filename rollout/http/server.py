@@ -32,6 +32,7 @@ from .clients import Clients, clients_of
 from .config import HttpConfig
 from .connections import Connections
 from .guard import Counters
+from .images import Images
 from .lifecycle import Lifecycle, prepare_for_pushes
 from .model import ServedModel
 from .texts import Texts
@@ -107,7 +108,7 @@ async def run(
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)
         counters.include(connections.collect)
-        with closing(served.texts):
+        with closing(served.texts), closing(served.images):
             watching = asyncio.create_task(watch.run())
             try:
                 return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
@@ -171,9 +172,11 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
     engine = health.engine
     prepare_for_conversations()
     prepare_for_pushes()
+    model = config.tokenizer or model_served_here(health)
     return ServedModel(
         client=client,
-        texts=Texts(TextModel(config.tokenizer or model_served_here(health))),
+        texts=Texts(TextModel(model)),
+        images=Images(model, engine["max_images"], engine["max_image_patches"], config),
         name=config.model_name or str(engine["model"]),
         max_model_len=engine["max_model_len"],
         max_prompts=health.limits["max_queued_requests"],

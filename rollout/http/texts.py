@@ -43,6 +43,10 @@ class Texts:
         """The text of the chat template; empty if the model has no chat template, or more than one."""
         return self._model.chat_template or ""
 
+    def image_texts(self, placeholder: int) -> tuple[str, ...]:
+        """Return the texts that stand for an image in a rendered conversation."""
+        return self._model.image_texts(placeholder)
+
     async def encode(self, text: str, add_special_tokens: bool, most: int = ANY) -> list[int]:
         """Return the token ids of a text. Raise TooMany if the text has more than `most` tokens."""
         return await self._run(is_long(len(text)), partial(self._model.encode, text, add_special_tokens, most))

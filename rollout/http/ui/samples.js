@@ -121,12 +121,17 @@ export class Samples {
     const cached = Math.max(0, ...group.samples.map((sample) => sample.num_cached_tokens));
     const prompt = new Tokens(group.id, null, group.num_prompt_tokens, "Prompt", [], cached);
     const size = `${plural(group.num_prompt_tokens, "token")}, ${number(cached)} of them cached`;
+    const images = group.images.map(({ start, picture }, i) =>
+      make("img", { src: picture, alt: `Image ${i + 1}, at token ${start}`, title: `Image ${i + 1}, at token ${start}` }));
+    const unseen = group.num_images - images.length;
+    const rest = make("small", { hidden: !unseen }, `${plural(unseen, "image")} not shown`);
+    const pictures = make("div", { className: "images", hidden: !group.num_images }, ...images, rest);
     const left = group.num_asked - group.samples.length;
     const missing = make("p", { className: "dim", hidden: !left }, `${plural(left, "more sample")} not kept.`);
     this.place.replaceChildren(
       make("div", { className: "bar" }, make("h3", {}, `Group ${group.id}`), all),
       factsOf(facts),
-      make("section", { className: "prompt" }, make("h4", {}, "Prompt ", make("small", {}, size)), prompt.place),
+      make("section", { className: "prompt" }, make("h4", {}, "Prompt ", make("small", {}, size)), pictures, prompt.place),
       missing,
       make("div", { className: "cards" }, ...cards.map((card) => card.place)),
     );
