@@ -22,17 +22,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import Field
 
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, TruerollError
 
-from ...engine.media import NUM_LEVELS, ImageInput, check_images
+from ...engine.media import NUM_LEVELS, ImageInput, ImageLimits, Placed, check_pixels
 from ...engine.request import MAX_SPANS
 from ...kernels.specs import TowerSpec
 from ..images import ImageProcessor, open_image, tower_of
+from ..protocol.content import Frames, Patches
 from .config import HttpConfig
 from .errors import RETRY_AFTER_SECONDS, HttpError
 from .fields import Fields
@@ -47,7 +48,6 @@ _URL = re.compile(rf"data:image/(?:{'|'.join(TYPES)});base64,", re.IGNORECASE)
 _STEP_CHARS = 2**18
 """Number of characters of base64 that are decoded in one step. Other threads can run between two steps."""
 _PART_TOKENS = 2**14
-_Size = Annotated[int, Field(ge=1, le=2**20)]
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,11 @@ class ImageFields(Fields):
     """
 
     start: Annotated[int, Field(ge=0, lt=2**31)]
-    rows: _Size
-    columns: _Size
+    rows: Patches
+    columns: Patches
     levels: str
     table: str
-    frames: Literal[1, 2] = 1
+    frames: Frames = 1
 
 
 ImageList = Annotated[list[ImageFields], Field(max_length=MAX_SPANS, fail_fast=True)]
@@ -221,9 +221,10 @@ class Images:
             return Prompt(token_ids)
         self.check_count(len(fields), "images")
         tower = self._found(self._tower)
+        tokens = await self._in_thread(partial(self._checked, tower, token_ids, fields))
         with self.memory.room(sum(len(each.levels) for each in fields)):
             images = [await self._in_thread(partial(self._received, i, each)) for i, each in enumerate(fields)]
-        return await self._in_thread(lambda: self._placed(tower, np.array(token_ids, np.int32), images))
+        return await self._in_thread(partial(_placed, tower, tokens, images))
 
     async def thumbnails(self, images: Sequence[ImageInput]) -> list[bytes]:
         """Return a small PNG picture of each image, as the tower sees it; an empty list if the model has no image
@@ -269,20 +270,13 @@ class Images:
 
     def _expanded(self, processor: ImageProcessor, token_ids: list[int], images: list[ImageInput]) -> Prompt:
         tokens, placed = processor.expand(token_ids, images)
-        return self._placed(processor.tower, tokens, placed)
+        return _placed(processor.tower, self._checked(processor.tower, tokens, placed), placed)
 
-    def _placed(self, tower: TowerSpec, tokens: np.ndarray, images: Sequence[ImageInput]) -> Prompt:
-        check_images(images, tokens, tower, self._max_patches)
-        told = [
-            {
-                "start": image.start,
-                "end": image.start + tower.num_tokens(image.rows, image.columns),
-                "hash": image.content_hash.hex(),
-            }
-            for image in images
-        ]
-        parts = (tokens[at : at + _PART_TOKENS].tolist() for at in range(0, len(tokens), _PART_TOKENS))
-        return Prompt([token for part in parts for token in part], tuple(images), tuple(told))
+    def _checked(self, tower: TowerSpec, token_ids: Sequence[int] | np.ndarray, images: Sequence[Placed]) -> np.ndarray:
+        """Return the tokens as an array. Raise InvalidRequestError unless the places and sizes of the images fit."""
+        tokens = np.asarray(token_ids, np.int32)
+        ImageLimits(tower, self._max_images, self._max_patches).check(images, tokens)
+        return tokens
 
     def _received(self, i: int, given: ImageFields) -> ImageInput:
         levels = np.frombuffer(_decoded(f"images[{i}].levels", given.levels), np.uint8)
@@ -313,6 +307,20 @@ class Images:
             waiting.clear()  # the pool keeps a cancelled call in its queue, but must not keep the image in memory
 
 
+def _placed(tower: TowerSpec, tokens: np.ndarray, images: Sequence[ImageInput]) -> Prompt:
+    check_pixels(images, tower)
+    told = [
+        {
+            "start": image.start,
+            "end": image.start + tower.num_tokens(image.rows, image.columns),
+            "hash": image.content_hash.hex(),
+        }
+        for image in images
+    ]
+    parts = (tokens[at : at + _PART_TOKENS].tolist() for at in range(0, len(tokens), _PART_TOKENS))
+    return Prompt([token for part in parts for token in part], tuple(images), tuple(told))
+
+
 def num_bytes(image: ImageInput) -> int:
     """Return the size of an image in memory, in bytes."""
     return image.levels.nbytes + image.table.nbytes
@@ -331,13 +339,12 @@ def _data_of(given: ImageUrl) -> bytes:
 
 def _decoded(where: str, text: str, start: int = 0) -> bytes:
     """Return the bytes of base64 text from position `start` on. Raise HttpError unless the text is valid base64."""
-    parts = []
     try:
-        for at in range(start, len(text), _STEP_CHARS):
-            part = text[at : at + _STEP_CHARS]
-            if part.endswith("=") and at + _STEP_CHARS < len(text):
-                raise ValueError("excess data after the padding")
-            parts.append(binascii.a2b_base64(part, strict_mode=True))
+        # Python's strict mode accepts padding that is too long.
+        if (len(text) - start) % 4 or 0 <= text.find("=", start, len(text) - 2):
+            raise ValueError("wrong padding")
+        steps = (text[at : at + _STEP_CHARS] for at in range(start, len(text), _STEP_CHARS))
+        parts = [binascii.a2b_base64(step, strict_mode=True) for step in steps]
     except ValueError as error:
         raise _invalid(where, f"not valid base64 ({str(error)[:100]}); correct the encoding") from None
     return b"".join(parts)

@@ -119,10 +119,12 @@ HTTP: Table = {
         "max_body_elements": "Maximum weighted number of elements in a body.",
         "max_text_chars": "Maximum number of characters in all texts of a request.",
         "max_answer_bytes": "Maximum estimated bytes of an answer that is not streamed.",
+        "max_image_pixels": "Maximum number of pixels of an image in a conversation.",
     },
     "Limits of the front end": {
         "max_connections": "Maximum number of connections. Default: half of the descriptors, at most 2048.",
         "max_open_requests": "Maximum number of requests at a time.",
+        "max_image_bytes": "Maximum bytes of all images in memory.",
         "max_unfinished_bytes": "Maximum bytes of all unfinished bodies. Default: 8 times --max-body-bytes.",
     },
     "Times": {
