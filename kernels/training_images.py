@@ -110,7 +110,8 @@ def _read_images(
     if not every:
         return None
     for i, (own, ids) in enumerate(zip(spans, token_ids.split(list(packed.lens)), strict=True)):
-        _check_spans(f"media[{i}]", own, tower, ids)
+        placeholders = [tower.placeholder if image.frames == 1 else tower.video_placeholder for image in media[i]]
+        _check_spans(f"media[{i}]", own, placeholders, tower, ids)
     patches = torch.cat([patches_of(image, tower, torch.float32, token_ids.device) for image in every])
     return PackedImages(spans, packed, patches, [(image.rows, image.columns) for image in every])
 
@@ -121,12 +122,15 @@ def _span_of(image: Image, tower: TowerSpec) -> ImageSpan:
 
 def _check_image(name: str, image: Image, tower: TowerSpec) -> None:
     """Raise AlignmentError unless the image has the size, dtypes and shapes that the tower takes."""
-    numbers = image.start, image.rows, image.columns
+    numbers = image.start, image.rows, image.columns, image.frames
     if not all(type(number) is int for number in numbers):
-        raise AlignmentError(f"{name}: start, rows and columns must be integers (got {brief(numbers)})")
+        raise AlignmentError(f"{name}: start, rows, columns and frames must be integers (got {brief(numbers)})")
+    if image.frames != 1 and (tower.video_placeholder is None or image.frames != tower.frames):
+        raise AlignmentError(f"{name}: {image.frames} frames must be those of a video that this model takes")
     _check_grid(name, (image.rows, image.columns), tower)
+    values = tower.channels * image.frames * tower.patch_size**2
     shapes = {
-        "levels": (image.levels, "uint8", (image.rows * image.columns, tower.channels * tower.patch_size**2)),
+        "levels": (image.levels, "uint8", (image.rows * image.columns, values)),
         "table": (image.table, "float32", (tower.channels, _NUM_LEVELS)),
     }
     for part, (found, dtype, shape) in shapes.items():
@@ -150,10 +154,14 @@ def _check_grid(name: str, grid: _Grid, tower: TowerSpec) -> None:
         )
 
 
-def _check_spans(name: str, spans: Sequence[ImageSpan], tower: TowerSpec, token_ids: Tensor) -> None:
-    """Raise AlignmentError unless the spans of a sequence are in order, do not overlap, and cover placeholders."""
+def _check_spans(
+    name: str, spans: Sequence[ImageSpan], placeholders: Sequence[int | None], tower: TowerSpec, token_ids: Tensor
+) -> None:
+    """Raise AlignmentError unless the spans of a sequence are in order, do not overlap, and cover placeholders.
+    `placeholders`: the placeholder of each span.
+    """
     before = 0
-    for j, span in enumerate(spans):
+    for j, (span, placeholder) in enumerate(zip(spans, placeholders, strict=True)):
         if not before <= span.start < span.end <= len(token_ids):
             raise AlignmentError(
                 f"{name}[{j}]: the tokens [{span.start}, {span.end}) overlap the previous image or exceed the "
@@ -163,11 +171,11 @@ def _check_spans(name: str, spans: Sequence[ImageSpan], tower: TowerSpec, token_
             raise AlignmentError(
                 f"{name}[{j}]: the image begins where the previous image ends, which no worker accepts for this model"
             )
-        others = (token_ids[span.start : span.end] != tower.placeholder).nonzero().flatten()
+        others = (token_ids[span.start : span.end] != placeholder).nonzero().flatten()
         if len(others):
             place = span.start + int(others[0])
             raise AlignmentError(
-                f"{name}[{j}]: token {place} must be the placeholder {tower.placeholder} (got {int(token_ids[place])})"
+                f"{name}[{j}]: token {place} must be the placeholder {placeholder} (got {int(token_ids[place])})"
             )
         before = span.end
 
@@ -206,7 +214,7 @@ def read_pixels(
         is_of_image = types.flatten()[indices] == _IMAGE_TYPE
     spans = _assigned(is_of_image.nonzero().flatten().tolist(), grids, tower, packed)
     for i, (own, ids) in enumerate(zip(spans, token_ids.split(list(packed.lens)), strict=True)):
-        _check_spans(f"images of sequence {i}", own, tower, ids)
+        _check_spans(f"images of sequence {i}", own, [tower.placeholder] * len(own), tower, ids)
     return PackedImages(spans, packed, patches.float().to(token_ids.device), grids)
 
 

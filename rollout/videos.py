@@ -247,7 +247,8 @@ class VideoProcessor:
         left = list(images)
         for place, video in zip(places.tolist(), videos, strict=True):
             while left and left[0].start < place:
-                placed.append(replace(left[0], start=left.pop(0).start + growth))
+                image = left.pop(0)
+                placed.append(replace(image, start=image.start + growth))
             inner, starts = self._tokens(video)
             placed += [
                 replace(part, start=place + growth + start) for part, start in zip(video.parts, starts, strict=True)

@@ -20,10 +20,10 @@ from trueroll.engine.engine import Engine
 from trueroll.engine.media import ImageInput
 from trueroll.engine.models.loader import read_config
 from trueroll.engine.request import GenerateRequest, Output, SampleOutput, SamplingParams, ScoreOutput, ScoreRequest
-from trueroll.engine.running.encoder import patches_of
 from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.errors import ConfigError, InvalidRequestError
 from trueroll.kernels.families import describe
+from trueroll.kernels.media import patches_of
 from trueroll.kernels.specs import TowerSpec
 
 from .drive import tokens

@@ -17,10 +17,12 @@ from vision_models import PLACEHOLDER, VIDEO_PLACEHOLDER, VISION_END, VISION_STA
 from trueroll.engine.media import ImageInput
 from trueroll.engine.models.decoder import Decoder
 from trueroll.engine.request import GenerateRequest, SampleOutput, SamplingParams
-from trueroll.engine.running.encoder import patches_of
 from trueroll.engine.running.loading import LoadedModel
 from trueroll.engine.scheduling.media import SequenceMedia, spans_of
+from trueroll.errors import AlignmentError
+from trueroll.kernels.media import patches_of
 from trueroll.kernels.specs import TowerSpec
+from trueroll.kernels.training import align, token_log_probs
 
 from .drive import tokens
 from .models.test_towers import LOGITS_LIMITS, TOWER_LIMIT, encode, forward
@@ -201,3 +203,22 @@ def test_other_parts_share_no_block(loaded: tuple[str, LoadedModel]) -> None:
     [sample] = run(engine, [other])
     assert isinstance(sample, SampleOutput) and sample.num_cached_tokens <= one.images[0].start
     assert bits_of([sample]) == alone
+
+
+def test_a_trainer_has_the_bits_of_samples_with_videos(folders: Path) -> None:
+    loaded = loaded_model("qwen3_vl", "float32", folders / "qwen3_vl")
+    tower = tower_of(loaded.folder)
+    ids, items = prompt_of(tower, [part_of(tower, 1), image_of(tower, GRID, seed=9), part_of(tower, 2)])
+    request = GenerateRequest("a", ids, SamplingParams(max_tokens=6, seed=3), images=items)
+    [sample] = run(engine_of(loaded), [request])
+    assert isinstance(sample, SampleOutput) and sample.logprobs is not None
+    model = transformers.AutoModelForImageTextToText.from_pretrained(loaded.folder, dtype=torch.float32)
+    align(model)
+    row = torch.tensor([*ids.tolist(), *sample.token_ids])[None]
+    found = token_log_probs(model, row, torch.ones_like(row, dtype=torch.bool), media=[items])[0, len(ids) :]
+    assert torch.equal(found.detach().view(torch.int32), torch.tensor(sample.logprobs).view(torch.int32))
+    one_frame = [
+        replace(item, frames=1, levels=item.levels[:, : tower.channels * tower.patch_size**2]) for item in items
+    ]
+    with pytest.raises(AlignmentError, match=f"must be the placeholder {PLACEHOLDER}"):
+        token_log_probs(model, row, torch.ones_like(row, dtype=torch.bool), media=[one_frame])

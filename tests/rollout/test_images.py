@@ -18,8 +18,8 @@ from PIL import Image
 from vision_models import PLACEHOLDER, make_vision_model
 
 from trueroll.engine.media import ImageLimits, check_pixels
-from trueroll.engine.running.encoder import patches_of
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError
+from trueroll.kernels.media import patches_of
 from trueroll.rollout.images import ImageProcessor, open_image
 
 from ..engine.models.test_towers import pixels_for_transformers

@@ -20,8 +20,8 @@ from transformers.video_utils import VideoMetadata
 from vision_models import PLACEHOLDER, VIDEO_PLACEHOLDER, VISION_END, VISION_START, make_vision_model
 
 from trueroll.engine.media import check_images
-from trueroll.engine.running.encoder import patches_of
 from trueroll.errors import InvalidRequestError, ModelError
+from trueroll.kernels.media import patches_of
 from trueroll.rollout import videos as module
 from trueroll.rollout.images import ImageProcessor
 from trueroll.rollout.videos import Video, VideoProcessor
