@@ -125,8 +125,12 @@ def _check_image(name: str, image: Image, tower: TowerSpec) -> None:
     numbers = image.start, image.rows, image.columns, image.frames
     if not all(type(number) is int for number in numbers):
         raise AlignmentError(f"{name}: start, rows, columns and frames must be integers (got {brief(numbers)})")
-    if image.frames != 1 and (tower.video_placeholder is None or image.frames != tower.frames):
-        raise AlignmentError(f"{name}: {image.frames} frames must be those of a video that this model takes")
+    known = (1,) if tower.video_placeholder is None else (1, tower.frames)
+    if image.frames not in known:
+        limit = "takes no videos" if len(known) == 1 else f"takes videos in parts of {tower.frames} frames"
+        raise AlignmentError(
+            f"{name}: frames must be {' or '.join(map(str, known))} (got {image.frames}): this model {limit}"
+        )
     _check_grid(name, (image.rows, image.columns), tower)
     values = tower.channels * image.frames * tower.patch_size**2
     shapes = {

@@ -236,9 +236,9 @@ def test_gradients_agree_with_transformers(family: str, folders: Path) -> None:
 OTHER_WORDS = {
     "huge": r"levels must be an array uint8 of shape \[1048576, 48\] .got uint8 of shape \[24, 48\]",
     "outside": "exceed the sequence's 17 tokens",
-    "a float start": r"start, rows and columns must be integers .got .5.0, 4, 6",
-    "a small start": "start, rows and columns must be integers",
-    "a float": "start, rows and columns must be integers",
+    "a float start": r"start, rows, columns and frames must be integers .got .5.0, 4, 6",
+    "a small start": "start, rows, columns and frames must be integers",
+    "a float": "start, rows, columns and frames must be integers",
     "none": "multiples of 2 .got 0 and 6",
 }
 

@@ -12,6 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from fake_engine import FakeTower
 from frames import pack
 
 from trueroll.engine.media import ImageInput
@@ -132,7 +133,7 @@ def test_the_worker_gets_the_parts_that_it_asks_for(tmp_path: Path) -> None:
     assert {part["content_hash"] for part in whole} == {image.content_hash}
     content = b"".join(part["data"] for part in whole)
     assert content == content_of(image) and last["data"] == content_of(other)[5:12]
-    found = protocol.image_of(protocol.ref_of(image), content, 3)
+    found = protocol.image_of(protocol.ref_of(image), bytearray(content), FakeTower())
     assert found.content_hash == image.content_hash and (found.levels == image.levels).all()
     assert group.images == (image, other) and group.prompt_token_ids.tolist() == [1, 500, 2, 500]
     assert group.prompt_token_ids.dtype == np.int32
