@@ -4,6 +4,7 @@ cannot.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ import transformers
 from http_fronts import front_end
 from sybil import Document, Example
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser, SkipParser
+from vision_models import make_vision_model
 
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
 
@@ -36,8 +38,10 @@ def blocks(page: Path) -> list[Example]:
 
 
 @contextmanager
-def given_for(name: str) -> Iterator[dict[str, Any]]:
-    """Yield the variables that the blocks of a page expect to exist. `url`: the front end that replaces the page's."""
+def given_for(name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the variables that the blocks of a page expect to exist. `url`: the front end that replaces the page's.
+    `folder`: an empty folder, for a vision model.
+    """
     if name not in ("clients", "http"):
         yield {}
         return
@@ -48,7 +52,16 @@ def given_for(name: str) -> Iterator[dict[str, Any]]:
         else:
             model = transformers.AutoModelForCausalLM.from_pretrained(resolve_model("smollm2"))
             with RolloutClient(worker.address) as client:
-                yield dict(worker=worker, client=client, model=model, WeightPublisher=WeightPublisher)
+                given = dict(worker=worker, client=client, model=model, WeightPublisher=WeightPublisher)
+                yield given | dict(folder=str(with_processor(make_vision_model("qwen3_vl", folder))))
+
+
+def with_processor(folder: Path) -> Path:
+    """Add the settings of an image processor to the folder of a vision model."""
+    sizes = dict(patch_size=4, merge_size=2, temporal_patch_size=2, size=dict(shortest_edge=64, longest_edge=4096))
+    settings = dict(image_processor_type="Qwen2VLImageProcessorFast", **sizes)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
 
 
 def check_results(name: str, found: dict[str, Any], printed: str) -> None:
@@ -68,6 +81,7 @@ def check_results(name: str, found: dict[str, Any], printed: str) -> None:
         assert printed.count("the largest |ratio - 1| is 0.0\n") == 3
     if name == "clients":
         assert found["client"].health().weight_version == 8
+        assert len(found["scores"]) == 4 and len(found["group"].images) == 1
 
 
 @pytest.mark.timeout(280)
@@ -76,7 +90,7 @@ def test_every_block_runs_or_says_why_not(page: Path, tmp_path: Path, capsys: py
     text, copy = page.read_text(), tmp_path / page.name
     skips = re.findall(r"<!--- skip: (.*) -->", text)
     assert [skip for skip in skips if not re.fullmatch(r'next "\w.{9,}"', skip)] == []
-    with given_for(page.stem) as given:
+    with given_for(page.stem, tmp_path / "model") as given:
         copy.write_text(text.replace("http://127.0.0.1:8000", given.get("url", "")))
         examples = blocks(copy)
         fenced = re.findall(r"^ *```(?:python|sh)$", text, re.M)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_engine import FakeEngine, FakeInfo, expected_tokens
-from serving import WorkerOnThread, fake_process, serving
+from fake_engine import PLACEHOLDER, FakeEngine, FakeInfo, expected_tokens
+from serving import WorkerOnThread, fake_process, serving, stop_after_a_step
 
 from trueroll.engine.request import GenerateRequest, Output
 from trueroll.errors import (
@@ -43,6 +43,7 @@ from trueroll.rollout.fleet.group_state import GroupState
 from trueroll.rollout.fleet.samples import Reply
 
 from ..test_deltas import Steps
+from ..worker.test_images import image
 
 PARAMS = SamplingParams(n=3, max_tokens=6)
 FIVE = PARAMS.model_copy(update=dict(seed=5))
@@ -279,6 +280,65 @@ def test_samples_cut_by_an_exiting_worker_go_on_elsewhere(running: Running) -> N
         assert isinstance(found[0], list), found
         for sample in found[0][0].samples:  # a length depends on the index in the engine, which is 0 here
             assert sample.token_ids == expected_tokens(found[0][0].params.seed, sample.index, 6)
+
+
+def hashes_of(engine: FakeEngine) -> list[list[bytes]]:
+    """Return the content hashes of the images of each request that an engine has received."""
+    assert all(isinstance(request, GenerateRequest) for request in engine.requests)
+    return [[each.content_hash for each in request.images] for request in engine.requests]
+
+
+def test_another_worker_gets_the_images_of_missing_samples(running: Running) -> None:
+    members, given = Members(*running.addresses), image(1, start=1)
+    for engine in running.engines:
+        stop_after_a_sample(engine)
+    with FleetClient(members, patience=20.0) as client:
+        stream = client.stream(
+            [[1, PLACEHOLDER, PLACEHOLDER]], SamplingParams(n=3, max_tokens=3, seed=5), media=[[given]]
+        )
+        first = next(stream)[1]
+        had = running.asked().index(1)
+        thread, found = in_background(lambda: [first, *(sample for _, sample in stream)])
+        members.now = [member for member in members.now if member.address != running.addresses[had]]
+        other = running.engines[1 - had]
+        wait_until(lambda: other.stats().samples_finished != {})
+        other.flow.set()
+        thread.join()
+    assert sorted(sample.index for sample in found[0]) == [0, 1, 2]
+    assert hashes_of(running.engines[had]) == [[given.content_hash]]
+    assert hashes_of(other) == [[given.content_hash]] * 2, "one request for each missing sample"
+
+
+def test_another_worker_gets_the_images_of_cut_samples(running: Running) -> None:
+    given = image(1, start=1)
+    with FleetClient(running.addresses) as client:
+        for engine in running.engines:
+            engine.flow.clear()
+        call = dict(prompts=[[1, PLACEHOLDER, PLACEHOLDER]], params=FIVE, media=[[given]])
+        thread, found = in_background(lambda: client.generate(**call))  # type: ignore[arg-type]
+        wait_until(lambda: sum(running.asked()) == 1)
+        had = running.asked().index(1)
+        stop_after_a_step(running.engines[had])
+        running.engines[had].flow.set()
+        wait_until(lambda: not running.engines[had].flow.is_set())
+        running.workers[had].worker.drain()
+        running.workers[had].worker.drain()
+        running.engines[1 - had].flow.set()
+        thread.join()
+    other = running.engines[1 - had]
+    assert hashes_of(other) == [[given.content_hash]] * 3
+    assert all(request.num_prior_tokens > 0 for request in other.requests), "each sample is continued"
+    assert found[0][0].images == (given,) and len(found[0][0].samples) == 3
+
+
+def test_groups_are_placed_by_their_images_too(running: Running, client: FleetClient) -> None:
+    prompt = [1, PLACEHOLDER, PLACEHOLDER]
+    for _ in range(2):
+        for seed in range(8):
+            client.generate([prompt], PARAMS, media=[[image(seed, start=1)]])
+    found = [{hash for [hash] in hashes_of(engine)} for engine in running.engines]
+    assert found[0] and found[1] and sum(running.asked()) == 16, "equal placeholders, but other images"
+    assert not found[0] & found[1], "the same image twice is placed on the same worker"
 
 
 def test_an_abort_ends_the_named_samples(running: Running, client: FleetClient) -> None:

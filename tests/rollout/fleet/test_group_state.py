@@ -511,6 +511,21 @@ def test_without_a_seed_the_id_and_the_prompt_give_one() -> None:
     assert derive_seed(missing.params.seed, 0) == derive_seed(seed, 1)
 
 
+def test_without_a_seed_the_images_matter_too() -> None:
+    seeds = []
+    for content_hash in (bytes(32), b"1" * 32):
+        ref = protocol.ImageRef(start=0, rows=2, columns=2, content_hash=content_hash)
+        request = group().model_copy(update=dict(params=SamplingParams(n=2, max_tokens=LENGTH), images=(ref,)))
+        state = GroupState(request, may_repeat=True, max_staleness=0)
+        state.abort(0)
+        state.settle()
+        missing: Any = state.ask().messages[1]
+        assert missing.images == (ref,)
+        seeds.append(derive_seed(missing.params.seed, 0))
+    assert seeds == [derive_seed(seed_of("r", PROMPT + each), 1) for each in (bytes(32), b"1" * 32)]
+    assert seeds[0] != seeds[1]
+
+
 def test_targets_of_an_abort() -> None:
     play = Play(group())
     play.run("ask -> a: all \n a sample 0 -> 0 length 6 \n ask -> b: 1 from 0, 2 from 0")
