@@ -246,8 +246,9 @@ class Images:
         return part
 
     def _opened(self, processor: ImageProcessor, given: ImageUrl, salt: str) -> ImageInput:
-        key = hashlib.sha256(f"{salt} {given.url}".encode()).digest()
-        if (known := self._recent.get(key)) is not None:
+        hashed = hashlib.sha256(f"{salt} ".encode())
+        hashed.update(given.url.encode())
+        if (known := self._recent.get(key := hashed.digest())) is not None:
             return known
         data = _data_of(given)
         try:

@@ -118,8 +118,9 @@ class SampleLog:
         self._last_id += 1
         plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
         shown = images if sum(map(num_bytes, images)) <= MOST_IMAGE_BYTES else ()
-        about = dict(user=user, message=message, num_images=len(images), images=shown)
-        group = KeptGroup(self._last_id, time.time(), tokens, plain, seed, kept, **about)
+        group = KeptGroup(
+            self._last_id, time.time(), tokens, plain, seed, kept, user, message, num_images=len(images), images=shown
+        )
         self._groups[group.id] = group
         self.num_bytes += group.num_bytes
         while len(self._groups) > MOST_GROUPS or self.num_bytes > MOST_BYTES:

@@ -213,7 +213,7 @@ def test_a_front_end_names_its_own_fields(fake: FakeEngine, chat_model: Path) ->
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages[0].content",
+            "messages[0].content[0]",
         ),
         ("/v1/chat/completions", {"messages": [{"role": "user"}], "top_logprobs": 3}, "top_logprobs"),
         ("/v1/completions", {"prompt": "x", "stop": ["a", ""]}, "stop[1]"),

@@ -96,7 +96,7 @@ def test_a_conversation_has_the_prompt_of_the_models_processor(vision: Front, mo
     ]
     rendered = "<system>be brief\n<user>aMARKb\n<assistant>c\nd\n<tool>MARK\n<assistant>"
     if "gemma3" in str(model):
-        whole = transformers.Gemma3Processor(theirs, tokenizer, image_seq_length=16)
+        whole: Any = transformers.Gemma3Processor(theirs, tokenizer, image_seq_length=16)
         made = whole(images=pictures, text=rendered.replace("MARK", BEGIN), add_special_tokens=False)
         expected = made["input_ids"][0]
     else:
@@ -142,7 +142,7 @@ def test_all_endpoints_have_the_bits_of_the_client(
             own = [choice for choice in choices if choice["index"] == sample.index]
             assert [token for choice in own for token in choice["token_ids"]] == sample.token_ids
             found = [each for choice in own for each in logprobs_of(choice)]
-            assert sample.logprobs is not None and np.float32(found).tobytes() == sample.logprobs.tobytes()
+            assert sample.logprobs is not None and np.array(found, np.float32).tobytes() == sample.logprobs.tobytes()
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[float]:
@@ -161,7 +161,7 @@ def test_a_prompt_with_images_can_be_scored(
         vision.post("/v1/completions", body | more).raise_for_status().json()["choices"][0]["logprobs"]
         for more in ({"images": [*map(as_fields, placed)]}, {})
     ]
-    found = [np.float32(each["token_logprobs"][1 : len(prompt)]) for each in told]
+    found = [np.array(each["token_logprobs"][1 : len(prompt)], np.float32) for each in told]
     assert found[0].tobytes() == expected.logprobs.tobytes() != found[1].tobytes()
 
 
@@ -304,7 +304,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "broken": ({"levels": "A" * 41}, "images[0].levels: not valid base64"),
     "table": ({"table": "AAAA"}, "are not float32 [channels, 256]"),
     "no table": ({"table": ""}, "table must be an array float32"),
-    "not finite": ({"table": b64encode(np.full((3, 256), np.nan, "<f4")).decode()}, "values that are not finite"),
+    "not finite": (
+        {"table": b64encode(np.full((3, 256), np.nan, "<f4").tobytes()).decode()},
+        "values that are not finite",
+    ),
     "unknown": ({"url": URL}, "images"),
 }
 
