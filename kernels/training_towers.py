@@ -9,6 +9,7 @@ their parameters gradients of zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -66,7 +67,7 @@ def check_tower(model: Any, spec: TowerSpec) -> None:
     """Raise AlignmentError unless the model's tower has the parameters that the spec requires."""
     for part in _trained_parts(model, spec):
         for copy in copies_of(unwrapped(part.module)):
-            part.make(lambda name, *shape, copy=copy, part=part: parameter(copy, part.prefix, name, *shape))
+            part.part.make(partial(parameter, copy, part.prefix))
 
 
 class _TrainedPart(NamedTuple):
@@ -78,22 +79,12 @@ class _TrainedPart(NamedTuple):
     module: Any
     prefix: str
 
-    def make(self, get: Callable[..., Tensor]) -> Any:
-        return self.part.make(get)
-
     def run(self, compute: Compute, x: Tensor) -> Tensor:
         """Run the part (`towers.RunPart`)."""
 
         def inside(module: Any, x: Tensor) -> Tensor:
-            if self.part.role == "patch":  # before, the pixels are float32
-                x = x.to(self._dtype(module))
-            ops = GradientTowerOps(ops_of(module, x).backend)
-
-            def get(name: str, *shape: int) -> Tensor:
-                parameter(module, self.prefix, name, *shape)
-                return as_computed(name, *place(module, self.prefix, name), x, ops)
-
-            return compute(ops, self.make(get), x)
+            x, ops = self._begin(module, x)
+            return compute(ops, self.part.make(partial(self._read, module, x, ops)), x)
 
         return self.module(x, inside)
 
@@ -101,12 +92,22 @@ class _TrainedPart(NamedTuple):
         """Call the part's module without rows: x is [0, n], and so is the result, in the dtype of the parameters."""
 
         def inside(module: Any, x: Tensor) -> Tensor:
-            return _Idle.apply(x.to(self._dtype(module)), *(p for p in module.parameters() if p.requires_grad))  # type: ignore[return-value]
+            (x, ops), weights = self._begin(module, x), list[Tensor]()
+            # Only this part's weights: ranks reduce the gradients of a module after each call.
+            self.part.make(lambda name, *shape: weights.append(self._read(module, x, ops, name, *shape)))
+            return _Idle.apply(x, *weights)  # type: ignore[return-value]
 
         return self.module(x, inside)
 
-    def _dtype(self, module: Any) -> torch.dtype:
-        return forward_dtype(next(module.parameters()))
+    def _begin(self, module: Any, x: Tensor) -> tuple[Tensor, GradientTowerOps]:
+        """Return the input of the part and its ops. The input of the first part is float32 before."""
+        if self.part.role == "patch":
+            x = x.to(forward_dtype(next(module.parameters())))
+        return x, GradientTowerOps(ops_of(module, x).backend)
+
+    def _read(self, module: Any, x: Tensor, ops: GradientTowerOps, name: str, *shape: int) -> Tensor:
+        parameter(module, self.prefix, name, *shape)
+        return as_computed(name, *place(module, self.prefix, name), x, ops)
 
 
 class _Idle(Function):

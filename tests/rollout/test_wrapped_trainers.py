@@ -19,12 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from vision_models import make_vision_model
 
 from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 
-from .trainer_rank import PROMPTS, REFUSED, STEPS, WRAPPERS, Found
+from .trainer_rank import PROMPTS, REFUSED, STEPS, WITH_TOWER, WRAPPERS, Found
 
 SECONDS = 900
 pytestmark = pytest.mark.timeout(SECONDS + 100)  # two idle cores need 70 s
@@ -48,7 +49,8 @@ def told(
         folders |= request.getfixturevalue(f"{kind}_models")
     out = tmp_path_factory.mktemp("ranks")
     named = {family: str(folder) for family, folder in folders.items()}
-    settings = json.dumps(dict(folders=named, address=worker.address, out=str(out)))
+    towers = {family: str(make_vision_model(family, out / family)) for family in ("qwen3_vl", "gemma3")}
+    settings = json.dumps(dict(folders=named, towers=towers, address=worker.address, out=str(out)))
     command = [sys.executable, "-P", str(Path(__file__).with_name("trainer_rank.py"))]
     port = str(free_port())
     ranks = [subprocess.Popen([*command, str(rank), port, settings]) for rank in (0, 1)]
@@ -70,6 +72,14 @@ def free_port() -> int:
 def found(told: list[dict[str, Any]], case: str) -> list[Found]:
     assert not any(isinstance(each[case], str) for each in told), "\n".join(str(each[case]) for each in told)
     return [Found(**each[case]) for each in told]
+
+
+@pytest.mark.parametrize("name", WITH_TOWER)
+def test_a_wrapped_tower_computes_the_bits_of_a_bare_one(told: list[dict[str, Any]], name: str) -> None:
+    """In each forward pass, only one of the two ranks has images."""
+    for rank in found(told, name):
+        assert rank.count >= 50 and rank.differences == {"turn 0": 0, "turn 1": 0}
+        assert rank.errors and all(here < bound for here, bound in rank.errors.values())
 
 
 @pytest.mark.parametrize("name", WRAPPERS)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trueroll.errors import AlignmentError
 from trueroll.kernels.training import align, aligned_with, merged_weights, token_log_probs, token_statistics, unalign
@@ -336,6 +336,96 @@ def train_and_push(name: str, folder: str, rank: int, address: str, version: int
     return Found(count, found, {})
 
 
+# Each of these functions wraps an aligned model with a vision tower.
+
+
+def sharded_by_layers(model: Any) -> Any:
+    """Shard all units that a trainer may find: the layers of tower and decoder, and the embeddings of SigLIP."""
+    names = {"Qwen3VLVisionBlock", "Qwen3VLTextDecoderLayer", "SiglipVisionEmbeddings", "SiglipEncoderLayer"}
+    names |= {"Gemma3DecoderLayer"}
+    units = [module for module in model.modules() if type(module).__name__ in names]
+    for unit in units:
+        fully_shard(unit, mp_policy=MixedPrecisionPolicy(**POLICY))
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**POLICY))
+
+
+def sharded_by_parts(model: Any) -> Any:
+    """Shard tower and decoder, and recompute the layers of both in the backward pass."""
+    model.gradient_checkpointing_enable()
+    for part in (model.model.visual, model.model.language_model):
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(**POLICY))
+    return fully_shard(model, mp_policy=MixedPrecisionPolicy(**POLICY))
+
+
+WITH_TOWER: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "tower, fsdp by layers": ("qwen3_vl", sharded_by_layers),
+    "tower, fsdp by parts": ("qwen3_vl", sharded_by_parts),
+    "tower, ddp autocast": ("qwen3_vl", DistributedDataParallel),
+    "tower of gemma, fsdp by layers": ("gemma3", sharded_by_layers),
+}
+
+
+def with_tower(folder: str, dtype: torch.dtype = torch.float32) -> Any:
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype).train()
+    align(model)
+    return model
+
+
+def prompts_with_images(model: Any, rank: int) -> tuple[list[Tensor], list[list[Any]]]:
+    """Return two sequences and their images. Rank 1 has no images."""
+    tower = model._aligned.spec.tower
+    sys.path.append(str(Path(__file__).parents[1]))
+    from engine.test_images import image_of, prompt_of
+
+    grids = [tower.grid or (4, 6), tower.grid or (10, 4)] if rank == 0 else []
+    found = [prompt_of(tower, [image_of(tower, grid, seed)], seed) for seed, grid in enumerate(grids)]
+    found = found or [prompt_of(tower, [], seed, lead=20) for seed in (5, 6)]
+    return [torch.from_numpy(prompt).long() for prompt, _ in found], [list(images) for _, images in found]
+
+
+def log_probs_with_images(model: Any, inside: Any, rank: int) -> Tensor:
+    rows, media = prompts_with_images(inside, rank)
+    return token_log_probs(model, torch.cat(rows), lengths=[len(row) for row in rows], media=media)
+
+
+@cache
+def expected_with_images(folder: str, rank: int) -> Tensor:
+    """Return the log-probs of an unwrapped bfloat16 model, which have the bits of a worker."""
+    model = with_tower(folder, torch.bfloat16)
+    with torch.no_grad():
+        return log_probs_with_images(model, model, rank)
+
+
+@cache
+def single_tower_gradients(folder: str) -> dict[str, Tensor]:
+    """Return the gradients of the mean of both ranks' losses, from a single process."""
+    model = with_tower(folder)
+    for rank in (0, 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            (log_probs_with_images(model, model, rank).mean() / 2).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def compare_tower(name: str, folder: str, rank: int) -> Found:
+    """Test a wrapped model with a tower. First, only rank 0 has images, then only rank 1. The gradients match those of
+    a single process up to one bfloat16 rounding.
+    """
+    bare, single = with_tower(folder), single_tower_gradients(folder)
+    model, differing, count = WITH_TOWER[name][1](bare), dict[str, int](), 0
+    for turn in (0, 1):
+        own = (rank + turn) % 2
+        with autocast(name):
+            found = log_probs_with_images(model, bare, own)
+        differing[f"turn {turn}"] = differences(found.detach(), expected_with_images(folder, own))
+        count += len(found)
+        (found.mean() / 2).backward()
+    scale = max(gradient.norm() for gradient in single.values())
+    assert all(gradient.any() for gradient in single.values()), "premise: the tower is trained"
+    found_gradients = {name: whole(each.grad) for name, each in plain_names(model)}
+    errors = {name: (float((found_gradients[name] - each).norm() / scale), 2**-8) for name, each in single.items()}
+    return Found(count, differing, errors)
+
+
 # Each of these functions wraps an aligned model in an unsupported way.
 
 
@@ -385,6 +475,8 @@ def cases(rank: int, settings: dict[str, Any]) -> Iterator[tuple[str, Callable[[
         pushing = partial(train_and_push, name, folders["llama"], rank, address)
         yield f"{name}, pushed", partial(pushing, 10 * i)
         yield f"{name}, adapters pushed", partial(pushing, 10 * i + 5, adapters=True)
+    for name, (family, _) in WITH_TOWER.items():
+        yield name, partial(compare_tower, name, settings["towers"][family], rank)
     yield "merged", partial(compare_merged, folders["llama"], rank)
     for name in REFUSED:
         yield f"{name}, refused", partial(refusal, name, folders["llama"], rank)
