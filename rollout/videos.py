@@ -30,9 +30,17 @@ MOST_FRAMES = 2**15
 """The limit on the frames of a video before sampling: nine minutes at 60 frames per second."""
 MOST_VIDEO_PIXELS = 2**31
 """The default limit on the pixels of all sampled frames, before and after they are resized."""
+_MOST_GROUP = 8
+"""The limit on the frames of a part."""
 _MOST_ASPECT = 200
-_FILES = (("processor_config.json", "video_processor"), ("video_preprocessor_config.json", None))
-_FILES += (("preprocessor_config.json", None),)
+_LEAST, _MOST = 2.0**-40, 2**40
+"""Bounds of the numbers in settings and requests, so that no result overflows."""
+_FILES = {
+    "processor_config.json": "video_processor",
+    "video_preprocessor_config.json": None,
+    "preprocessor_config.json": None,
+}
+"""The files that may have the settings, each with the key of the settings. The first file with settings counts."""
 _KIND = "Qwen3VLVideoProcessor"
 
 
@@ -80,13 +88,13 @@ class _Settings:
         for name, wanted in fixed.items():
             if (found := raw.get(name)) not in (None, wanted):
                 raise ModelError(f"{folder}: {name} of the video processor must be {wanted} (got {brief(found)})")
-        size = raw.get("size")
-        given = raw | (size if isinstance(size, dict) else {})
-        found = {one.name: given[one.name] for one in fields(cls) if given.get(one.name) is not None}
-        for name, value in found.items():
+        given = {one.name: raw.get(one.name) for one in fields(cls)} | _edges(folder, raw.get("size"))
+        values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        for name, value in values.items():
             if not _is_valid(name, value, getattr(cls, name)):
                 raise ModelError(f"{folder}: {name} of the video processor is not valid: {brief(value)}; correct it")
-        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in found.items()})
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return cls(**values)
 
     def table(self) -> np.ndarray:
         """Return the value of each level, float32 [channels, 256], computed as transformers does."""
@@ -120,9 +128,8 @@ class _Settings:
         pixels, most = rounded_count * rounded[0] * rounded[1], self._most(count, unit)
         if pixels > most:
             factor = math.sqrt(count * height * width / most)
-            return max(unit, math.floor(height / factor / unit) * unit), max(
-                unit, math.floor(width / factor / unit) * unit
-            )
+            height, width = (max(unit, math.floor(side / factor / unit) * unit) for side in (height, width))
+            return height, width
         if pixels < self.shortest_edge:
             factor = math.sqrt(self.shortest_edge / (count * height * width))
             return math.ceil(height * factor / unit) * unit, math.ceil(width * factor / unit) * unit
@@ -138,14 +145,23 @@ class _Settings:
 def _read(folder: Path) -> dict[str, Any]:
     from ..engine.models.files import read_json
 
-    for name, part in _FILES:
-        if not (folder / name).exists():
-            continue
-        raw = read_json(folder / name)
-        found = raw if part is None else raw.get(part)
-        if isinstance(found, dict):
-            return found
+    for name, key in _FILES.items():
+        if (folder / name).exists():
+            raw = read_json(folder / name)
+            found = raw if key is None else raw.get(key)
+            if isinstance(found, dict):
+                return found
     raise ModelError(f"{folder}: has no settings of a video processor; add video_preprocessor_config.json")
+
+
+def _edges(folder: Path, size: Any) -> dict[str, Any]:
+    """Return `shortest_edge` and `longest_edge` as in the file; None for the defaults."""
+    names = "shortest_edge", "longest_edge"
+    if size is not None and not (isinstance(size, dict) and size.keys() >= {*names}):
+        raise ModelError(
+            f"{folder}: size of the video processor must have shortest_edge and longest_edge (got {brief(size)})"
+        )
+    return {name: None if size is None else size[name] for name in names}
 
 
 def _is_valid(name: str, value: Any, default: Any) -> bool:
@@ -153,15 +169,16 @@ def _is_valid(name: str, value: Any, default: Any) -> bool:
         return isinstance(value, bool)
     if isinstance(default, tuple):
         numbers = isinstance(value, list) and len(value) == len(default) and all(_is_number(each) for each in value)
-        return numbers and (name == "image_mean" or min(value) > 0)
-    if name == "resample":
-        return type(value) is int and 0 <= value <= 5
-    most = MOST_FRAMES if name.endswith("_frames") else 2**40
-    return _is_number(value) and 0 < value <= most and (isinstance(default, float) or type(value) is int)
+        return numbers and (name == "image_mean" or min(value) >= _LEAST)
+    if not _is_number(value) or not (isinstance(default, float) or type(value) is int):
+        return False
+    bounds = {"resample": (0, 5), "min_frames": (1, MOST_FRAMES), "max_frames": (_MOST_GROUP, MOST_FRAMES)}
+    least, most = bounds.get(name, (_LEAST, _MOST))
+    return least <= value <= most
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -(2**40) <= value <= 2**40
+    return type(value) in (int, float) and -_MOST <= value <= _MOST
 
 
 class VideoProcessor:
@@ -230,8 +247,8 @@ class VideoProcessor:
         `ImageProcessor.expand`.
 
         Each part becomes its time, such as "<0.5 seconds>", the token that begins an image, one placeholder for each
-        token of the part, and the token that ends an image. Tokens around the placeholder stay, as with transformers
-        from 5.12 on. Raise InvalidRequestError unless there is one placeholder for each video.
+        token of the part, and the token that ends an image. The tokens around the placeholder stay, as with
+        transformers 5.18 and 5.23. Raise InvalidRequestError unless there is one placeholder for each video.
         """
         tokens, placeholder = np.asarray(token_ids, np.int32), self.tower.video_placeholder
         places = np.flatnonzero(tokens == placeholder)
@@ -270,15 +287,16 @@ class VideoProcessor:
 
     def _chosen(self, frames: Any, fps: Any, times: Any) -> tuple[list[Any], list[float]]:
         """Return the frames to use, and their times in seconds."""
-        if not isinstance(frames, list | tuple | np.ndarray) or not 2 <= len(frames) <= MOST_FRAMES:
+        least = self.tower.frames
+        if not isinstance(frames, list | tuple | np.ndarray) or not least <= len(frames) <= MOST_FRAMES:
             found = len(frames) if isinstance(frames, list | tuple | np.ndarray) else type(frames).__name__
             raise InvalidRequestError(
-                f"video: must be a list or an array of 2 to {MOST_FRAMES} frames (got {found})", field="video"
+                f"video: must be a list or an array of {least} to {MOST_FRAMES} frames (got {found})", field="video"
             )
         if (fps is None) == (times is None):
             raise InvalidRequestError("video: give either fps or times", field="video")
         if fps is not None:
-            if not _is_number(fps) or fps <= 0:
+            if not _is_number(fps) or fps < _LEAST:
                 raise InvalidRequestError(f"video: fps must be a number above 0 (got {fps!r})", field="video")
             chosen = self._settings.sample(len(frames), fps).tolist()
             return [frames[i] for i in chosen], [i / fps for i in chosen]
@@ -308,9 +326,9 @@ class VideoProcessor:
         patches = list[np.ndarray]()
         for frame in frames:
             picture = as_picture(frame).convert("RGB").resize((width, height), self._settings.resample)
-            rows, columns, each = patches_of_whole(np.asarray(picture).transpose(2, 0, 1), self.tower)
-            patches.append(each)
-        levels = np.stack(patches, 2).reshape(rows * columns, -1)
+            patches.append(patches_of_whole(np.asarray(picture).transpose(2, 0, 1), self.tower)[2])
+        levels = np.stack(patches, 2).reshape(len(patches[0]), -1)
+        rows, columns = height // self.tower.patch_size, width // self.tower.patch_size
         return ImageInput(0, rows, columns, levels, table, self.tower.frames)
 
 

@@ -214,6 +214,7 @@ def unread(width: int, height: int) -> Any:
         (movie(2), dict(fps=2, times=[0, 1]), "give either fps or times"),
         (movie(2), dict(fps=0), "fps must be a number above 0 .got 0"),
         (movie(2), dict(fps=float("nan")), "fps must be a number above 0 .got nan"),
+        (movie(2), dict(fps=5e-324), "fps must be a number above 0 .got 5e-324"),
         (movie(2), dict(fps=True), "fps must be a number above 0 .got True"),
         (movie(2), dict(times=[1, 0]), "times must be 2 ascending numbers"),
         (movie(2), dict(times=[0]), "times must be 2 ascending numbers"),
@@ -261,8 +262,11 @@ def test_other_families_are_refused_by_name(family: str, tmp_path: Path) -> None
         (dict(temporal_patch_size=1), "temporal_patch_size of the video processor must be 2"),
         (dict(video_processor_type="Other"), "video_processor_type of the video processor must be Qwen3VL"),
         (dict(num_frames=4), "num_frames of the video processor must be None"),
-        (dict(size=dict(shortest_edge=-1)), "shortest_edge of the video processor is not valid: -1"),
-        (dict(size=dict(longest_edge=2.5)), "longest_edge of the video processor is not valid: 2.5"),
+        (dict(size=dict(shortest_edge=-1, longest_edge=9)), "shortest_edge of the video processor is not valid: -1"),
+        (dict(size=dict(shortest_edge=1, longest_edge=2.5)), "longest_edge of the video processor is not valid: 2.5"),
+        (dict(size=dict(height=8, width=8)), "size of the video processor must have shortest_edge and longest_edge"),
+        (dict(max_frames=1), "max_frames of the video processor is not valid: 1"),
+        (dict(rescale_factor=1e-300), "rescale_factor of the video processor is not valid: 1e-300"),
         (dict(max_frames=2**20), "max_frames of the video processor is not valid"),
         (dict(image_std=[0.5, 0.5, 0]), "image_std of the video processor is not valid"),
         (dict(image_mean=[0.5]), "image_mean of the video processor is not valid"),
@@ -293,6 +297,13 @@ def test_settings_are_found_where_transformers_finds_them(tmp_path: Path) -> Non
         assert VideoProcessor(str(folder))._settings.fps == content.get("fps", 3)
     (folder / "processor_config.json").write_text("{}")
     assert VideoProcessor(str(folder))._settings.fps == 2
+
+
+def test_settings_that_transformers_saves_are_read(tmp_path: Path, theirs: Any) -> None:
+    folder = make_vision_model("qwen3_vl", tmp_path)
+    theirs(**(SETTINGS | dict(fps=3, max_frames=9))).to_json_file(folder / "video_preprocessor_config.json")
+    found = VideoProcessor(str(folder))._settings
+    assert found == module._Settings.read(write(folder, fps=3, max_frames=9), VideoProcessor(str(folder)).tower)
 
 
 def test_defaults_are_those_of_transformers(theirs: Any) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_rank_reads_its_experts_from_the_layout_of_the_hub(tmp_path: Path) -> 
     rewrite(tmp_path, transpose)
     spec = describe(read_config(tmp_path))
     model = Decoder(spec, select_backend("reference", CPU, torch.float32, spec).ops, torch.empty)
-    weights = model.checkpoint_tensors()
+    weights: dict[str, Any] = {**model.checkpoint_tensors()}
     for name, weight in weights.items():
         if isinstance(weight, Stack):
             own = Stack.new(model.ops.new_weight, torch.empty, (3, *weight.own_shape[1:]), weight.layout)
