@@ -146,7 +146,7 @@ def replay(
             for call in calls:
                 name, arguments = unpacked(packed(*call[:2])[8:])
                 if name == "compute":
-                    differences += bits(RankComputation(*arguments, executor, agreed, segment).wait()) != call[2]
+                    differences += bits(RankComputation(arguments[0], executor, agreed, segment).wait()) != call[2]
                 else:
                     assert getattr(executor.encoder, name)(*arguments) == call[2]
             return differences
