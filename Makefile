@@ -16,7 +16,7 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-newest test-floors test-wheel fuzz siege \
-	chaos drafts lint docs wheel clean
+	chaos drafts images lint docs wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -69,6 +69,9 @@ chaos: .venv/.dev
 
 drafts: .venv/.dev
 	@TRUEROLL_CAMPAIGN_TOKENS=1000000 $(BIN)/pytest -q -s --timeout 0 tests/engine/drafting/test_campaign.py
+
+images: .venv/.dev
+	@TRUEROLL_IMAGE_TOKENS=300000 $(BIN)/pytest -q -s --timeout 0 tests/engine/test_image_campaign.py
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .

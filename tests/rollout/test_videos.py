@@ -19,7 +19,7 @@ from transformers.image_processing_backends import TorchvisionBackend
 from transformers.video_utils import VideoMetadata
 from vision_models import PLACEHOLDER, VIDEO_PLACEHOLDER, VISION_END, VISION_START, make_vision_model
 
-from trueroll.engine.media import check_images
+from trueroll.engine.media import ImageLimits, check_pixels
 from trueroll.errors import InvalidRequestError, ModelError
 from trueroll.kernels.media import patches_of
 from trueroll.rollout import videos as module
@@ -143,7 +143,7 @@ def test_videos_are_processed_as_transformers_does(case: str, folder: Path, thei
     for piece in re.split(r"\[(.)\]", text):
         inner += [markers[piece]] if piece in markers else tokenizer.encode(piece, add_special_tokens=False)
     assert ids.tolist() == [7, VISION_START, *inner, VISION_END, 8]
-    check_images(placed, ids, processor.tower, 10**6)
+    check_pixels(placed, ImageLimits(processor.tower, len(placed), 10**6).check(placed, ids))
 
 
 def test_sizes_are_those_of_transformers(processor: VideoProcessor, theirs: Any) -> None:
@@ -186,7 +186,7 @@ def test_images_and_videos_in_one_prompt(folder: Path, processor: VideoProcessor
     prompt = [5, PLACEHOLDER, VIDEO_PLACEHOLDER, 6, PLACEHOLDER, 7, VIDEO_PLACEHOLDER, PLACEHOLDER, 9]
     tokens, placed = of_images.expand(prompt, images)
     ids, items = processor.expand(tokens.tolist(), videos, placed)
-    check_images(items, ids, processor.tower, 10**6)
+    check_pixels(items, ImageLimits(processor.tower, len(items), 10**6).check(items, ids))
     assert [item.frames for item in items] == [1, 2, 2, 1, 2, 2, 1]
     hashes = [images[0], *videos[0].parts, images[1], *videos[1].parts, images[2]]
     assert [item.content_hash for item in items] == [each.content_hash for each in hashes]
