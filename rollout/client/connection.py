@@ -577,8 +577,8 @@ class Connection:
             self.calls.finish(need.id, error)
             self.notify(protocol.Abort(id=protocol.new_id(), request_id=need.id, caller=call.caller))
             return
-        part = dict(content_hash=need.content_hash, start=need.start, data=data)
-        self._line.send(protocol.encode(protocol.PutImage(id=need.id, **part)))
+        part = protocol.PutImage(id=need.id, content_hash=need.content_hash, start=need.start, data=data)
+        self._line.send(protocol.encode(part))
 
     def _ask_for_health(self, follow: Callable[[protocol.Health], None] | None = None) -> None:
         id = protocol.new_id()

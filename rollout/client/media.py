@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 from pydantic import ValidationError
@@ -62,9 +62,15 @@ class PromptMaker:
         self._health = health
         self._loading = asyncio.Lock()
 
+    @overload
+    async def make(self, prompts: Prompts, media: Media, field: str) -> list[Prompt]: ...
+
+    @overload
     async def make(
-        self, prompts: Prompts, media: Media, field: str, errors: str = "raise"
-    ) -> list[Prompt | InvalidRequestError]:
+        self, prompts: Prompts, media: Media, field: str, errors: str
+    ) -> list[Prompt | InvalidRequestError]: ...
+
+    async def make(self, prompts: Prompts, media: Media, field: str, errors: str = "raise") -> list[Any]:
         """Return a prompt for each element of `prompts`.
 
         `media`: None, or for each prompt a sequence of its images. The images of a prompt are either all processed, or
@@ -78,7 +84,7 @@ class PromptMaker:
         """
         given = _listed(prompts, field)
         all_images = [()] * len(given) if media is None else _checked_media(media, len(given), field)
-        made: list[Prompt | InvalidRequestError] = []
+        made: list[Any] = []
         processed: dict[int, ImageInput] = {}
         for i, (tokens, images) in enumerate(zip(given, all_images, strict=True)):
             try:

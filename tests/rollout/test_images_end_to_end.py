@@ -130,7 +130,7 @@ def test_scores_and_continued_samples_have_the_same_bits(
     samples = [sample for group in groups for sample in group.samples]
     repeated = [group for group in groups for _ in group.samples]
     assert {len(sample.token_ids) for sample in samples} == {3}
-    raw = dict(
+    raw: dict[str, Any] = dict(
         prompts=[prompt for prompt in PROMPTS for _ in range(2)], media=[each for each in MEDIA for _ in range(2)]
     )
     for arguments in (processed(repeated), raw):
@@ -139,7 +139,7 @@ def test_scores_and_continued_samples_have_the_same_bits(
     sequences = [[*group.prompt_token_ids, *sample.token_ids] for group, sample in zip(repeated, whole, strict=True)]
     scores = client.score(sequences, media=[group.images for group in repeated])
     for sample, score in zip(whole, scores, strict=True):
-        assert floats(score.logprobs[-PARAMS.max_tokens :]) == floats(sample.logprobs)
+        assert floats(score.logprobs[-len(sample.token_ids) :]) == floats(sample.logprobs)
 
 
 def test_a_repeated_image_sends_no_pixels(addresses: list[str], sent: list[protocol.NeedImage]) -> None:

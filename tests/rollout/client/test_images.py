@@ -17,12 +17,12 @@ from frames import pack
 
 from trueroll.engine.media import ImageInput
 from trueroll.errors import InvalidRequestError, ProtocolError
-from trueroll.rollout import RolloutClient, protocol
+from trueroll.rollout import RolloutClient, SamplingParams, protocol
 
 from .test_odd_replies import DONE, HEALTH, SAMPLE
 
 PROMPT = [1, 500, 500, 2]
-ONE = DONE | {"params": DONE["params"] | {"n": 1}}
+ONE = DONE | dict(params=SamplingParams(n=1, seed=1).model_dump())
 CONTENT_BYTES = 3 * 4 * 256 + 4 * 6 * 48
 
 
@@ -133,7 +133,7 @@ def test_the_worker_gets_the_parts_that_it_asks_for(tmp_path: Path) -> None:
     assert {part["content_hash"] for part in whole} == {image.content_hash}
     content = b"".join(part["data"] for part in whole)
     assert content == content_of(image) and last["data"] == content_of(other)[5:12]
-    found = protocol.image_of(protocol.ref_of(image), bytearray(content), FakeTower())
+    found = protocol.image_of(protocol.ref_of(image), bytearray(content), FakeTower(patch_size=4))
     assert found.content_hash == image.content_hash and (found.levels == image.levels).all()
     assert group.images == (image, other) and group.prompt_token_ids.tolist() == [1, 500, 2, 500]
     assert group.prompt_token_ids.dtype == np.int32

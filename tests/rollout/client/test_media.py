@@ -56,7 +56,7 @@ def serving(*engines: dict[str, Any] | None, state: str = "ready") -> Callable[[
 
     async def health() -> protocol.Health:
         engine = left.pop(0) if len(left) > 1 else left[0]
-        return protocol.Health(id="h", **(HEALTH | dict(engine=engine, state=state)))
+        return protocol.Health.model_validate(HEALTH | dict(id="h", engine=engine, state=state))
 
     return health
 

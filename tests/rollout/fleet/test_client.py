@@ -327,7 +327,8 @@ def test_another_worker_gets_the_images_of_cut_samples(running: Running) -> None
         thread.join()
     other = running.engines[1 - had]
     assert hashes_of(other) == [[given.content_hash]] * 3
-    assert all(request.num_prior_tokens > 0 for request in other.requests), "each sample is continued"
+    priors = [request.num_prior_tokens for request in other.requests if isinstance(request, GenerateRequest)]
+    assert len(priors) == 3 and all(priors), "each sample is continued"
     assert found[0][0].images == (given,) and len(found[0][0].samples) == 3
 
 
