@@ -32,6 +32,7 @@ from fuzz.good import start_good_clients
 from fuzz.http_attack import HttpAttacker
 from fuzz.http_good import start_good_http_client
 from fuzz.http_rounds import HTTP_SHARES, NUM_HTTP_ATTACKERS, HttpRounds
+from fuzz.images import MAX_IMAGE_BYTES
 from fuzz.operator_client import Operator
 from fuzz.rounds import NUM_ATTACKERS, ROUND, Rounds
 from fuzz.streams import HEALTH, LAST, OPENING, Stream
@@ -54,7 +55,8 @@ class Plan:
     """`messages`: number of messages, in whole rounds from `first_round` on. `patience`: limit of any wait, in seconds.
 
     `warm_up`: number of messages after which the worker is measured. At the end the worker must be as small again.
-    `http`: True to attack a front end of the worker, which is measured as well.
+    `http`: True to attack a front end of the worker, which is measured as well. `images`: True to send only messages
+    about images.
     """
 
     messages: int
@@ -63,6 +65,7 @@ class Plan:
     patience: float = 20.0
     warm_up: int = 4000
     http: bool = False
+    images: bool = False
 
     def rounds(self) -> range:
         return range(self.first_round, self.first_round + max(1, -(-self.messages // ROUND)))
@@ -79,13 +82,19 @@ class Size:
 
 @dataclass
 class Numbers:
-    """Counts of a campaign. `sent`: messages by kind. `replies`: to clients that stay connected, by type or code."""
+    """Counts of a campaign. `sent`: messages by kind. `replies`: to clients that stay connected, by type or code.
+    `images`: as in `Attacker`. `good_with_images`: good requests with images. `good_parts`: parts of images that good
+    clients have sent.
+    """
 
     sent: Counter[str] = field(default_factory=Counter)
     replies: Counter[str] = field(default_factory=Counter)
+    images: Counter[str] = field(default_factory=Counter)
     streams: int = 0
     reconnects: int = 0
     good_requests: int = 0
+    good_with_images: int = 0
+    good_parts: int = 0
     good_tokens: int = 0
     good_refused: int = 0
     preemptions: int = 0
@@ -129,7 +138,7 @@ class Campaign:
         self._streams: list[Stream] = []
         with ExitStack() as ends:
             self._memory = ends.enter_context(closing(Memory(tensors)))
-            self._rounds = Rounds(plan.seed, self._memory) if front is None else HttpRounds(plan.seed)
+            self._rounds = Rounds(plan.seed, self._memory, plan.images) if front is None else HttpRounds(plan.seed)
             self._attackers = [ends.enter_context(closing(Attacker(worker.address))) for _ in range(NUM_ATTACKERS)]
             self._deserter = ends.enter_context(closing(Deserter(worker.address)))
             operator = Operator(worker.address, tensors, plan.patience, self._look)
@@ -211,12 +220,16 @@ class Campaign:
             case "break":
                 self._deserter.desert(*sent.frames, linger=sent.sender)
                 return
+            case "silence":
+                self._attackers[sent.sender].is_silent = True
+                return
             case kind if kind in HTTP_SHARES and self._doors:
                 self._doors[sent.sender].send(sent)
             case "deserted":
                 self._deserter.send(sent.frames)
             case _:
                 self._attackers[sent.sender].send(Shot(sent.frames))
+                self._attackers[sent.sender].receive()
         self.numbers.sent[sent.kind] += 1
 
     def _look(self) -> None:
@@ -293,8 +306,11 @@ class Campaign:
         numbers = self.numbers
         numbers.replies = sum((attacker.codes for attacker in self._attackers), Counter())
         numbers.replies += sum((door.statuses for door in self._doors), Counter())
+        numbers.images = sum((attacker.images for attacker in self._attackers), Counter())
         numbers.reconnects = self._deserter.reconnects
         numbers.good_requests = sum(client.compared for client in self._good)
+        numbers.good_with_images = sum(client.with_images for client in self._good)
+        numbers.good_parts = sum(client.parts for client in self._good)
         numbers.good_tokens = sum(client.tokens for client in self._good)
         numbers.good_refused = sum(client.refused for client in self._good)
         numbers.pushes, numbers.longest_wait = self._operator.num_pushes, self._operator.longest_wait
@@ -339,9 +355,15 @@ class Campaign:
         return size
 
     def _check_idle(self) -> None:
-        """Check that the worker holds nothing of the requests except kept results within their bounds."""
+        """Check that the worker holds nothing of the requests except kept results and images within their bounds.
+
+        Requests of clients that have left wait for their images first.
+        """
+        self._await(lambda: not self._operator.ask("health")["requests"]["open"], self._what_is_missing)
         health = self._operator.ask("health")
         requests, limits = health["requests"], health["limits"]
+        if (num_bytes := health["memory"]["images"]) > MAX_IMAGE_BYTES:
+            raise Violation(f"the worker keeps {num_bytes} bytes of images, more than {MAX_IMAGE_BYTES}")
         if requests["open"] or requests["running"] or requests["waiting"] or health["memory"]["staging"]:
             raise Violation(f"the idle worker holds {requests} and {health['memory']['staging']} staged bytes")
         if requests["kept"] > limits["max_kept_results"]:

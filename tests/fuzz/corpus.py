@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fuzz.images import BY_HASH, FALSEHOODS, draw_image, prompt_with, put_image
 from fuzz.trees import unpack
 
 from trueroll.weight_sync.payload.manifest import checksum
@@ -49,15 +50,19 @@ class Memory:
 
 @dataclass
 class Corpus:
-    """Draws scripts: ordered lists of messages of one client. `prefix`: prefix of all ids."""
+    """Draws scripts: ordered lists of messages of one client. `prefix`: prefix of all ids. `images`: True to draw only
+    messages about images.
+    """
 
     rng: random.Random
     memory: Memory
     prefix: str = "x-"
+    images: bool = False
     _count: int = 0
 
     def script(self) -> list[Message]:
-        [kind] = self.rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        weights = _IMAGE_WEIGHTS if self.images else _WEIGHTS
+        [kind] = self.rng.choices(list(weights), list(weights.values()))
         messages = [{"version": 1, **message} for message in kind(self)]
         if self.rng.random() < 0.1:
             self.rng.shuffle(messages)
@@ -108,6 +113,46 @@ class Corpus:
         messages = [request, abort, {"type": "ack", "ids": [request["id"]]}]
         self.rng.shuffle(messages)
         return messages
+
+    def request_with_images(self) -> list[Message]:
+        """Return a request with images, whose references may be false."""
+        rng = self.rng
+        [message] = self.generate() if rng.random() < 0.7 else self.score()
+        images = [draw_image(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        tokens, refs = prompt_with(images, rng, MAX_TOKEN)
+        if rng.random() < 0.4:
+            rng.choice(FALSEHOODS)(rng, tokens, refs)
+        if rng.random() < 0.9:
+            message.pop("spans", None)
+        name = "token_ids" if message["type"] == "score" else "prompt_token_ids"
+        return [message | {name: np.array(tokens, "<i4").tobytes(), "images": refs}]
+
+    def request_for_unknown_pixels(self) -> list[Message]:
+        """Return a request with an image that no worker can have."""
+        tokens, refs = prompt_with([draw_image(self.rng)], self.rng, MAX_TOKEN)
+        refs[0]["content_hash"] = self.rng.randbytes(32)
+        fields = {"token_ids": np.array(tokens, "<i4").tobytes(), "images": refs, "distribution": {}}
+        return [{"version": 1, **self._call("score", **fields)}]
+
+    def upload(self) -> list[Message]:
+        """Return a request with images, and then in any order its pixels, sent without waiting for the question, an
+        abort, an ack, or the request again.
+        """
+        [request] = self.request_with_images()
+        known = [BY_HASH[ref["content_hash"]] for ref in request["images"] if ref["content_hash"] in BY_HASH]
+        others = [put_image(request["id"], image) for image in known[:2]]
+        others.append({"type": "abort", "id": self._id(), "request_id": request["id"], **self._named()})
+        others += {"type": "ack", "ids": [request["id"]]}, request
+        return [request, *self.rng.sample(others, self.rng.randrange(1, len(others) + 1))]
+
+    def put_image(self) -> list[Message]:
+        """Return a part of an image. The worker has probably asked nobody, or another client, or for another part."""
+        rng = self.rng
+        message = put_image(self._late_id(), draw_image(rng))
+        data = message["data"]
+        starts = [{"start": start} for start in (1, len(data), 2**20, 2**63 - 1, 2**64 - 1)]
+        other_data = [{"data": each} for each in (data[:-1], data + b"x", data[:1], bytes(len(data)))]
+        return [message | rng.choice(({}, {"content_hash": rng.randbytes(32)}, *starts, *other_data))]
 
     def abort(self) -> list[Message]:
         return [{"type": "abort", "id": self._id(), "request_id": self._late_id(), "index": 0}]
@@ -213,6 +258,14 @@ _WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {
     Corpus.drain: 1,
     Corpus.sleep: 2,
     Corpus.push: 10,
+    Corpus.request_with_images: 14,
+    Corpus.upload: 4,
+    Corpus.put_image: 4,
+}
+_IMAGE_WEIGHTS: dict[Callable[[Corpus], list[Message]], float] = {
+    Corpus.request_with_images: 60,
+    Corpus.upload: 20,
+    Corpus.put_image: 20,
 }
 
 

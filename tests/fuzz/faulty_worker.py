@@ -13,9 +13,17 @@ import msgpack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fake_engine import FakeEngine  # noqa: E402
+from fake_engine import FakeEngine, FakeTower  # noqa: E402
 from frames import pack  # noqa: E402
+from fuzz.images import (  # noqa: E402
+    MAX_IMAGE_PATCHES,
+    MAX_IMAGES,
+    PATCH_SIZE,
+    PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+)
 
+from trueroll.engine.media import ImageLimits  # noqa: E402
 from trueroll.rollout.network.router import Router  # noqa: E402
 from trueroll.rollout.worker import (
     process,  # noqa: E402
@@ -105,7 +113,10 @@ def load(config: Any) -> FakeEngine:
     Faulty.fault = staticmethod(FAULTS[config.model])
     if config.model == "ends badly":
         process._exit = lambda code: os._exit(4)  # type: ignore[assignment]
-    return FakeEngine()
+    engine = FakeEngine()
+    tower = FakeTower(PLACEHOLDER, VIDEO_PLACEHOLDER, frames=2, patch_size=PATCH_SIZE)
+    engine.images = ImageLimits(tower, MAX_IMAGES, MAX_IMAGE_PATCHES)
+    return engine
 
 
 if __name__ == "__main__":

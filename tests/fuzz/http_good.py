@@ -96,7 +96,7 @@ def start_good_http_client(worker: str, front: tuple[str, int], patience: float)
     """Start the good client. Call this while the worker has no other requests. The client expects the bits that a ZMQ
     client gets.
     """
-    requests = [request for request in good_requests() if not request.is_score]
+    requests = [request for request in good_requests() if not request.is_score and not request.images]
     with RolloutClient(worker, timeout=60.0) as client:
         expected = [_own(client, request, number) for number, request in enumerate(requests)]
     good = HttpGoodClient(front, patience, requests, expected)

@@ -33,7 +33,7 @@ STRINGS: tuple[Any, ...] = (
     *(Raw(b"\xa2\xff\xfe"), Raw(b"\xd9\x05abc"), Raw(b"\xdb\xff\xff\xff\xff")),
 )
 BYTES: tuple[Any, ...] = (
-    *(b"", b"\0", b"abc", b"12345", bytes(4), bytes(8), bytes(512)),
+    *(b"", b"\0", b"abc", b"12345", bytes(4), bytes(8), bytes(31), bytes(32), bytes(33), bytes(512)),
     *(b"\xff" * 4, b"\xff\xff\xff\x7f", b"\0\0\0\x80" * 2, *(b"\x01\0\0\0" * count for count in (127, 128, 129))),
     *(Raw(b"\xc6\xff\xff\xff\xff"), Raw(b"\xc4\x05abc")),
 )

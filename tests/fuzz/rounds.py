@@ -23,6 +23,8 @@ STREAMS = 6
 """Broken connections in a round."""
 SHARES = {"valid": 15, "mutated": 60, "corrupted": 18, "repeated": 4, "frames": 3}
 """Shares of the kinds of messages, in percent."""
+SILENCE_EVERY = 32
+"""Rounds between two rounds in which an attacker leaves each `need_image` unanswered."""
 TAKEOVER_EVERY = 5
 """Rounds between two takeovers of an identity. libzmq may keep some memory for each takeover."""
 TOO_LONG = bytes(4 * MAX_MESSAGE_BYTES + 1)
@@ -30,22 +32,25 @@ TOO_LONG = bytes(4 * MAX_MESSAGE_BYTES + 1)
 
 
 class Rounds:
-    """Draws rounds. `memory`: the shared memory that pushes of the attack name."""
+    """Draws rounds. `memory`: the shared memory that pushes of the attack name. `images`: True to draw only messages
+    about images.
+    """
 
-    def __init__(self, seed: int, memory: Memory) -> None:
+    def __init__(self, seed: int, memory: Memory, images: bool = False) -> None:
         self._seed = seed
         self._memory = memory
+        self._images = images
 
     def draw(self, number: int) -> Iterator[Sent]:
         """Yield the messages of a round, in order."""
-        return _Round(random.Random(f"{self._seed}/{number}"), self._memory, number).draw()
+        return _Round(random.Random(f"{self._seed}/{number}"), self._memory, number, self._images).draw()
 
 
 class _Round:
-    def __init__(self, rng: random.Random, memory: Memory, number: int) -> None:
+    def __init__(self, rng: random.Random, memory: Memory, number: int, images: bool) -> None:
         self._rng = rng
         self._number = number
-        self._corpus = Corpus(rng, memory, f"x-{number}-")
+        self._corpus = Corpus(rng, memory, f"x-{number}-", images)
         self._late_messages: deque[Message] = deque(self._corpus.script(), maxlen=20)
         self._late_frames: deque[bytes] = deque([pack(tree(self._late_messages[0]))], maxlen=20)
 
@@ -53,7 +58,13 @@ class _Round:
         """Yield scripts of several clients, interleaved, with broken connections between them."""
         scripts: list[list[Message]] = [[] for _ in range(NUM_ATTACKERS)]
         streams = {self._rng.randrange(ROUND): count for count in range(STREAMS)}
+        is_silent = self._number % SILENCE_EVERY == SILENCE_EVERY // 2
+        if is_silent:
+            yield Sent("silence", NUM_ATTACKERS - 1, [])
         for at in range(ROUND):
+            if is_silent and at % 50 == 0:
+                [request] = self._corpus.request_for_unknown_pixels()
+                yield Sent("valid", NUM_ATTACKERS - 1, self._frames("valid", request))
             if at in streams:
                 yield Sent("stream", 0, self._stream(streams[at]))
             sender = self._rng.randrange(NUM_ATTACKERS)

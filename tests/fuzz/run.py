@@ -1,7 +1,7 @@
 """Runs the fuzzer by hand: `.venv/bin/python -P tests/fuzz/run.py --messages 1000000`. Exits with 1 after a violation.
 
-`--http` attacks a front end of the worker instead. `--seed` and `--first-round` repeat a failed round. `--replay` sends
-the messages that were saved by a failed campaign.
+`--http` attacks a front end of the worker instead. `--images` sends only messages about images. `--seed` and
+`--first-round` repeat a failed round. `--replay` sends the messages that were saved by a failed campaign.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from rich.table import Table  # noqa: E402
 def main() -> int:
     arguments = _arguments()
     warm_up = max(Plan.warm_up, arguments.messages // 50)
-    plan = Plan(arguments.messages, arguments.seed, arguments.first_round, arguments.patience, warm_up, arguments.http)
+    limits = arguments.messages, arguments.seed, arguments.first_round, arguments.patience, warm_up
+    plan = Plan(*limits, http=arguments.http, images=arguments.images)
     console = Console()
     numbers = Numbers()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -53,6 +54,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--first-round", type=int, default=0)
     parser.add_argument("--patience", type=float, default=Plan.patience, help="limit of any wait, in seconds")
     parser.add_argument("--http", action="store_true", help="attack a front end before the worker")
+    parser.add_argument("--images", action="store_true", help="send only messages about images")
     parser.add_argument("--replay", type=Path, help="a file that a failed run has saved")
     return parser.parse_args()
 
@@ -64,9 +66,11 @@ def _print(console: Console, numbers: Numbers) -> None:
         "messages": f"{numbers.messages:,} in {numbers.seconds:.0f} s, {rate:,.0f} a second",
         "of which": _listed(numbers.sent),
         "replies": _listed(numbers.replies),
+        "images": _listed(numbers.images),
         "broken connections": f"{numbers.streams:,} by hand, {numbers.reconnects:,} of clients that came back",
         "good requests": f"{numbers.good_requests:,} with {numbers.good_tokens:,} tokens, every bit compared; "
         f"{numbers.good_refused:,} sent again, because the queue was full",
+        "of which with images": f"{numbers.good_with_images:,}, with {numbers.good_parts:,} parts of images sent",
         "preemptions": f"{numbers.preemptions:,}",
         "weights pushed": f"{numbers.pushes:,} times by the operator, because the attack had damaged them",
         "longest wait for health": f"{numbers.longest_wait:.2f} s",

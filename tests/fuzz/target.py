@@ -13,10 +13,12 @@ import torch
 from engine.checkpoints import read_tensors
 from fuzz.campaign import Campaign, Numbers, Plan
 from fuzz.front import FrontProcess
+from fuzz.images import MAX_IMAGE_BYTES, MAX_IMAGE_PATCHES, MAX_IMAGES, PATCH_SIZE, VIDEO_PLACEHOLDER
 from fuzz.mutate import MAX_MESSAGE_BYTES
 from fuzz.violation import Violation
+from vision_models import MODELS
 
-from tiny import make_tiny_model
+from tiny import save_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.errors import TruerollError
 from trueroll.rollout import WorkerProcess
@@ -31,12 +33,25 @@ LIMITS: dict[str, Any] = dict(
     max_kept_bytes=2**22,
     max_n=16,
     drain_seconds=5.0,
+    max_image_bytes=MAX_IMAGE_BYTES,
+    image_seconds=3.0,
 )
-"""Few requests may wait, so a pause of some milliseconds fills the queue."""
+"""Few requests may wait, so a pause of some milliseconds fills the queue. A good client needs far less than
+`image_seconds`.
+"""
 ENGINE: dict[str, Any] = dict(
-    num_blocks=14, max_model_len=128, max_num_seqs=16, max_num_batched_tokens=64, num_threads=1
+    num_blocks=14,
+    max_model_len=128,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    num_threads=1,
+    max_images=MAX_IMAGES,
+    max_image_patches=MAX_IMAGE_PATCHES,
+    image_cache_bytes=2**16,
 )
-"""All requests together need more than 224 tokens of KV memory, so some are preempted."""
+"""All requests together need more than 224 tokens of KV memory, so some are preempted. Encoded images have at most 64
+tokens, so they are evicted.
+"""
 LAST_LINES = 12
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -52,12 +67,21 @@ def ignore(numbers: Numbers) -> None:
 
 @contextmanager
 def tiny_campaign(plan: Plan, show: Show = ignore) -> Iterator[Campaign]:
-    """A campaign against a worker that serves a tiny model."""
+    """A campaign against a worker that serves a tiny model, which reads images."""
     with tempfile.TemporaryDirectory(prefix="trueroll-fuzz-") as folder:
-        model = make_tiny_model("llama", Path(folder) / "model")
+        model = _make_model(Path(folder) / "model")
         (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-        with campaign_against(str(model), read_tensors(model), plan, show) as campaign:
+        tensors = {name.replace(".language_model.", "."): tensor for name, tensor in read_tensors(model).items()}
+        with campaign_against(str(model), tensors, plan, show) as campaign:
             yield campaign
+
+
+def _make_model(folder: Path) -> Path:
+    """Save a tiny Qwen3-VL with large patches, and return its folder."""
+    model = MODELS["qwen3_vl"]()
+    model.config.vision_config.patch_size = PATCH_SIZE
+    model.config.video_token_id = VIDEO_PLACEHOLDER
+    return save_tiny_model(type(model)(model.config), folder)
 
 
 @contextmanager

@@ -6,13 +6,16 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import SHAPES, FakeWeights
-from fuzz.attack import CODES, TERMINAL, Shot
+from fuzz.attack import CODES, IMAGE_ERRORS, TERMINAL, Shot
 from fuzz.campaign import Numbers, Plan
 from fuzz.corpus import CLOSED_PORT, SECONDS, Corpus, Memory, is_tame
 from fuzz.faulty_worker import FAULTS
+from fuzz.images import ANSWERS, STILLS, put_image
+from fuzz.mutate import MAX_MESSAGE_BYTES
 from fuzz.operator_client import Operator
 from fuzz.rounds import ROUND, SHARES, Rounds
 from fuzz.target import campaign_against, tiny_campaign
@@ -20,9 +23,10 @@ from fuzz.trees import Pairs, pack, tree
 from fuzz.violation import Trace, Violation, read_trace
 from matrix import thinned
 
-from trueroll.errors import ProtocolError
+from trueroll.errors import MessageTooLargeError, ProtocolError
 from trueroll.rollout import protocol
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS
+from trueroll.rollout.worker.worker import read
 
 FAKE_TENSORS = FakeWeights(SHAPES, "float32").live
 COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("faulty_worker.py")))
@@ -55,8 +59,16 @@ def test_the_corpus_has_every_message_type_and_only_valid_messages(memory: Memor
         frame = pack(tree(message))
         assert is_tame([frame]) and protocol.from_client(frame).type == message["type"]
         types.add(message["type"])
-    assert types == set(protocol.message_types(protocol.FromClient)) == {*TERMINAL, "ack"}
+    assert types == set(protocol.message_types(protocol.FromClient)) == {*TERMINAL, "ack", "put_image"}
     assert CODES == {error.code for error in SENT_ERRORS} - {"worker_failed", "unavailable", "unread", "forbidden"}
+
+
+def test_a_corpus_about_images_has_only_messages_about_images(memory: Memory) -> None:
+    corpus = Corpus(random.Random(0), memory, images=True)
+    for script in (corpus.script() for _ in range(300)):
+        assert any(message.get("images") or message["type"] == "put_image" for message in script)
+        for message in script:
+            assert protocol.from_client(pack(tree(message))).type == message["type"]
 
 
 def test_a_seed_gives_the_same_round_and_a_saved_round_is_read_back(memory: Memory, tmp_path: Path) -> None:
@@ -70,6 +82,30 @@ def test_a_seed_gives_the_same_round_and_a_saved_round_is_read_back(memory: Memo
     frames = [sent.frames[0] for sent in first if sent.kind == "mutated"]
     num_readable = sum(Shot([frame]).fields is not None for frame in frames)
     assert len(frames) // 4 < num_readable < len(frames) and max(map(len, frames)) > 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_answered"),
+    [
+        ({}, False),
+        ({"start": 2**64 - 1}, False),
+        ({"start": -1}, True),
+        ({"start": True}, True),
+        ({"content_hash": bytes(31)}, True),
+        ({"data": b""}, True),
+        ({"data": bytes(2**20)}, True),
+        ({"caller": "x"}, True),
+        ({"version": 2}, True),
+    ],
+)
+def test_only_a_wrong_put_image_is_answered(fields: dict[str, Any], is_answered: bool) -> None:
+    frame = pack(tree(put_image("x", STILLS[0], **fields)))
+    assert Shot([frame]).needs_reply == is_answered
+    if is_answered:
+        with pytest.raises((ProtocolError, MessageTooLargeError)):
+            read([frame], "control", MAX_MESSAGE_BYTES)
+    else:
+        assert read([frame], "control", MAX_MESSAGE_BYTES).type == "put_image"
 
 
 def test_an_ack_with_a_repeated_field_has_no_certain_reply() -> None:
@@ -96,11 +132,13 @@ def test_no_message_harms_a_worker_or_a_good_request() -> None:
     with tiny_campaign(Plan(20_000, seed=1)) as campaign:
         numbers = campaign.run()
     assert numbers.messages >= 20_000 and set(numbers.sent) == {*SHARES, "deserted"}
-    assert {*TERMINAL.values(), "sample", "deltas"} < set(numbers.replies)
+    assert {*TERMINAL.values(), "sample", "deltas", "need_image"} < set(numbers.replies)
     assert CODES - {"version_gap", "other_base", "deadline_exceeded"} <= set(numbers.replies)
     assert numbers.good_requests > 200 and numbers.good_tokens > 5000
     assert numbers.streams > 200 and numbers.reconnects > 100 and numbers.pushes > 10
     assert numbers.preemptions > 0 and numbers.good_refused > 0
+    assert {*ANSWERS, *IMAGE_ERRORS, "served", "unanswered"} == set(numbers.images)
+    assert numbers.good_with_images > 50 and numbers.good_parts > 20
     assert numbers.before is not None and numbers.after is not None
 
 

@@ -20,7 +20,7 @@ class Sent(NamedTuple):
 
     `deserted`: sent by the deserter. `break`: the deserter breaks its connection with a linger of `sender` ms, and
     reconnects with the identity in `frames`, if there is one. `stream`: a separate connection that sends these bytes
-    before and after the handshake.
+    before and after the handshake. `silence`: the attacker leaves each `need_image` unanswered in this round.
     """
 
     kind: str
