@@ -59,6 +59,7 @@ test-wheel: wheel
 fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
 	@$(BIN)/python -P tests/fuzz/run.py --messages 200000 --http
+	@$(BIN)/python -P tests/fuzz/run.py --messages 100000 --images
 
 siege: .venv/.dev
 	@$(BIN)/python -P tests/siege/run.py --seconds 600

@@ -87,6 +87,8 @@ FAULTS: dict[str, Callable[[int, bytes], Any]] = {
     "repeats an error": lambda count, frame: [frame, frame] if _is_due(count, frame) else [frame],
     "serves another push": _change("weights", lambda weights: weights.update(push_id="f" * 32)),
     "keeps blocks": _change("stats", lambda stats: stats["engine"]["pools"][0].update(in_use=1)),
+    "keeps images": _change("health", lambda health: health["memory"].update(images=2**30)),
+    "asks for too much": _change("need_image", lambda question: question.update(num_bytes=2**21)),
     "exits": lambda count, frame: os._exit(3),
     "hangs": _hang,
     "grows": _grow,

@@ -47,9 +47,9 @@ ENGINE: dict[str, Any] = dict(
     num_threads=1,
     max_images=MAX_IMAGES,
     max_image_patches=MAX_IMAGE_PATCHES,
-    image_cache_bytes=2**16,
+    image_cache_bytes=50_000,
 )
-"""All requests together need more than 224 tokens of KV memory, so some are preempted. Encoded images have at most 64
+"""All requests together need more than 224 tokens of KV memory, so some are preempted. Encoded images have at most 65
 tokens, so they are evicted.
 """
 LAST_LINES = 12
@@ -77,11 +77,14 @@ def tiny_campaign(plan: Plan, show: Show = ignore) -> Iterator[Campaign]:
 
 
 def _make_model(folder: Path) -> Path:
-    """Save a tiny Qwen3-VL with large patches, and return its folder."""
+    """Save a tiny Qwen3-VL with large patches and few layers, and return its folder."""
     model = MODELS["qwen3_vl"]()
-    model.config.vision_config.patch_size = PATCH_SIZE
-    model.config.video_token_id = VIDEO_PLACEHOLDER
-    return save_tiny_model(type(model)(model.config), folder)
+    config = model.config
+    config.video_token_id = VIDEO_PLACEHOLDER
+    config.text_config.num_hidden_layers = config.vision_config.depth = 2
+    config.vision_config.deepstack_visual_indexes = [0, 1]
+    config.vision_config.patch_size = PATCH_SIZE
+    return save_tiny_model(type(model)(config), folder)
 
 
 @contextmanager

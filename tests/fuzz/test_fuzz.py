@@ -36,6 +36,8 @@ FOUND = {
     "repeats an error": "not owed, or a second one",
     "serves another push": "serves the push ffff",
     "keeps blocks": "1 blocks in use",
+    "keeps images": "bytes of images, more than",
+    "asks for too much": "was asked for",
     "exits": "the worker ended with exit code 3",
     "hangs": "did not answer",
     "grows": "grew by more than",
