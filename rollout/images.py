@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -103,13 +103,7 @@ class ImageProcessor:
             raise InvalidRequestError(
                 f"image: the model's image processor refuses it: {said(error)}", field="image"
             ) from None
-        pixels = np.asarray(made["pixel_values"], np.float32)
-        if self.tower.pooled:
-            rows, columns, patches = patches_of_whole(pixels[0], self.tower)
-        else:
-            _, rows, columns = (int(each) for each in made["image_grid_thw"][0])
-            patches = self._first_frames(pixels)
-        return ImageInput(0, rows, columns, *_as_levels(patches))
+        return image_of(made, self.tower)
 
     def expand(self, token_ids: Sequence[int], images: Sequence[ImageInput]) -> tuple[np.ndarray, list[ImageInput]]:
         """Replace each placeholder in `token_ids` by as many as its image has tokens, in order. Return the tokens,
@@ -138,15 +132,33 @@ class ImageProcessor:
         values = table * std + mean if own.do_normalize else table
         return np.clip(np.rint(values / own.rescale_factor), 0, 255).astype(np.uint8)
 
-    def _first_frames(self, pixels: np.ndarray) -> np.ndarray:
-        """Return the first frame, [patches, channels, values], of patches [patches, channels * frames * values]. All
-        frames of an image are equal.
-        """
-        tower = self.tower
-        frames = pixels.reshape(len(pixels), tower.channels, tower.frames, -1)
-        if not (frames == frames[:, :, :1]).all():
-            raise InvalidRequestError("image: the processor made frames that differ; give a still image", field="image")
-        return frames[:, :, 0]
+
+def image_of(made: Mapping[str, Any], tower: TowerSpec) -> ImageInput:
+    """Return what a processor of transformers made of one image, as an image with start 0.
+
+    `made`: its output: `pixel_values`, and `image_grid_thw` if the tower takes images of any size. Raise
+    InvalidRequestError for several crops of an image, for frames that differ, and for more than 256 values per channel.
+    """
+    pixels = np.asarray(made["pixel_values"], np.float32)
+    if not tower.pooled:
+        _, rows, columns = (int(each) for each in made["image_grid_thw"][0])
+        return ImageInput(0, rows, columns, *_as_levels(_first_frames(pixels, tower)))
+    if len(pixels) != 1:
+        raise InvalidRequestError(
+            f"image: the processor made {len(pixels)} images of it; turn off do_pan_and_scan", field="image"
+        )
+    rows, columns, patches = patches_of_whole(pixels[0], tower)
+    return ImageInput(0, rows, columns, *_as_levels(patches))
+
+
+def _first_frames(pixels: np.ndarray, tower: TowerSpec) -> np.ndarray:
+    """Return the first frame, [patches, channels, values], of patches [patches, channels * frames * values]. All frames
+    of an image are equal.
+    """
+    frames = pixels.reshape(len(pixels), tower.channels, tower.frames, -1)
+    if not (frames == frames[:, :, :1]).all():
+        raise InvalidRequestError("image: the processor made frames that differ; give a still image", field="image")
+    return frames[:, :, 0]
 
 
 def picture_size(image: Any) -> tuple[int, int]:

@@ -201,7 +201,7 @@ ROLLOUT = {
         "http",
         "tools",
     },
-    "integrations": {"client", "fleet", "publisher", "integrations"},
+    "integrations": {"images", "client", "fleet", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
 

@@ -27,6 +27,7 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.rollout import RolloutClient, WeightPublisher
 from trueroll.rollout.config import WorkerConfig
+from trueroll.weight_sync.payload.manifest import own_name
 
 MAX_STALENESS = 2
 
@@ -38,8 +39,9 @@ class ServedEngine:
         self.engine, self.address = engine, address
 
     def differing(self, model: torch.nn.Module) -> list[str]:
-        """Return the names of the parameters for which the live weights differ from the model's in any bit."""
-        live, theirs = self.engine.weights.tensors, model.state_dict()
+        """Return the names of the worker's parameters for which the live weights differ from the model's in any bit."""
+        live, own = self.engine.weights.tensors, self.engine.weights
+        theirs = {own_name(name, own): tensor for name, tensor in model.state_dict().items()}
         return [name for name in live if bits(live[name].to_dense()) != bits(theirs[name])]
 
 
@@ -48,12 +50,13 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @contextmanager
-def serve(model: Path, dtype: Any = "float32") -> Iterator[ServedEngine]:
-    """Run a worker with the model on a thread."""
+def serve(model: Path, dtype: Any = "float32", **settings: Any) -> Iterator[ServedEngine]:
+    """Run a worker with the model on a thread. `settings`: further settings of EngineConfig."""
     engines: list[Engine] = []
 
     def make_engine() -> Engine:
-        engines.append(Engine(EngineConfig(model=str(model), dtype=dtype, device="cpu", num_blocks=256)))
+        config = EngineConfig(model=str(model), dtype=dtype, device="cpu", num_blocks=256, **settings)
+        engines.append(Engine(config))
         return engines[0]
 
     running = WorkerOnThread(WorkerConfig(), make_engine)

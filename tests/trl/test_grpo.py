@@ -7,7 +7,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,13 +329,6 @@ def test_unsupported_settings_for_vllm_are_refused(
     with RolloutClient(tiny_served.address) as client, WeightPublisher() as publisher:
         with pytest.raises(ConfigError, match=message):
             make_generation(client, publisher, **changes)
-
-
-def test_images_are_refused(tiny_served: ServedEngine) -> None:
-    with RolloutClient(tiny_served.address) as client, WeightPublisher() as publisher:
-        generation = make_generation(client, publisher)
-        with pytest.raises(ConfigError, match="prompts: images are not supported"):
-            generation.generate([[1, 2]], images=[[b"an image"]], num_generations=1, profiler=nullcontext())
 
 
 @pytest.mark.parametrize(("reason", "error"), [("abort", None), ("error", "logits are not finite")])

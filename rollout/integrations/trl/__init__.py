@@ -8,9 +8,11 @@ from .aligned import AlignedGRPOTrainer
 from .async_grpo import TruerollWeightTransfer, TruerollWorker
 from .common import WeightsError
 from .grpo import TruerollGeneration, rollout_func, trueroll_generation
+from .processor import QwenProcessor
 
 __all__ = [
     "AlignedGRPOTrainer",
+    "QwenProcessor",
     "TruerollGeneration",
     "TruerollWeightTransfer",
     "TruerollWorker",

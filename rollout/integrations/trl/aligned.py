@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from trueroll.errors import ConfigError
 
 from ....kernels.training import align, token_statistics
+from ....kernels.training_images import FROM_PROCESSORS
 from .common import sampling_params
 from .grpo import grpo_trainer
 
@@ -66,16 +69,16 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
         """Return log-probs, entropies and None (no auxiliary loss) for the last `logits_to_keep` tokens of each row.
 
         Log-probs and entropies are float32 [B, logits_to_keep]. Entropies have no gradient. Rows are computed in chunks
-        of `batch_size`.
+        of `batch_size`. `inputs`: the images of all rows, as TRL's processor made them, and `num_images`, the number of
+        images of each row.
         """
-        if given := [name for name, value in inputs.items() if value is not None]:
-            raise ConfigError(f"inputs: {', '.join(given)} is not supported; use text only, without images")
+        images = _Images.read(inputs, len(input_ids))
         wanted, size = attention_mask.bool(), batch_size or len(input_ids)
         wanted[:, :-logits_to_keep] = False
         parts = []
-        for ids, mask, chosen in zip(
-            *(column.split(size) for column in (input_ids, attention_mask, wanted)), strict=True
-        ):
+        for start in range(0, len(input_ids), size):
+            rows = slice(start, start + size)
+            ids, mask, chosen = (column[rows] for column in (input_ids, attention_mask, wanted))
             with self.accelerator.autocast():
                 found = token_statistics(
                     model,
@@ -83,12 +86,58 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
                     mask,
                     temperature=self._temperature,
                     completion_mask=chosen,
+                    media=None if images is None else images.of(rows),
                     top_logprobs=0,
                     gradient=True,
                 )
             parts.append((found.logprobs[:, -logits_to_keep:], found.entropy[:, -logits_to_keep:]))
         log_probs, entropies = map(torch.cat, zip(*parts, strict=True))
         return log_probs, entropies, None
+
+
+@dataclass(frozen=True)
+class _Images:
+    """The images of a batch's rows. `ends`: the number of images up to each row, and 0 before the first row. `pixels`,
+    `grids`: what the processor made of the images; `grids` is None if all images have the same size. `types`: the token
+    types of each row.
+    """
+
+    ends: list[int]
+    pixels: Tensor
+    grids: Tensor | None
+    types: dict[str, Tensor]
+
+    @classmethod
+    def read(cls, inputs: dict[str, Any], num_rows: int) -> _Images | None:
+        """Return the images among TRL's inputs for `num_rows` rows; None without images. Raise ConfigError for inputs
+        of other models, and for images that are not those of the rows.
+        """
+        given = {name: value for name, value in inputs.items() if value is not None}
+        if others := [*given.keys() - {"num_images", *FROM_PROCESSORS}]:
+            raise ConfigError(f"inputs: {', '.join(sorted(others))} is not supported; use a model that a worker serves")
+        if "pixel_values" not in given:
+            return None
+        pixels, grids, counts = given["pixel_values"], given.get("image_grid_thw"), given.get("num_images") or []
+        num_images = len(pixels if grids is None else grids)
+        if len(counts) != num_rows or sum(counts) != num_images:
+            raise ConfigError(
+                f"num_images: must have {num_rows} numbers with the sum {num_images} (got {counts!r:.80}); give each "
+                "row its own images"
+            )
+        types = {name: value for name, value in given.items() if name.endswith("token_type_ids")}
+        return cls([0, *accumulate(counts)], pixels, grids, types)
+
+    def of(self, rows: slice) -> dict[str, Tensor] | None:
+        """Return the arguments `media` for some rows; None if they have no images."""
+        first, *_, last = self.ends[rows.start : rows.stop + 1]
+        if first == last:
+            return None
+        types = {name: value[rows] for name, value in self.types.items()}
+        if self.grids is None:
+            return {"pixel_values": self.pixels[first:last]} | types
+        starts = [0, *self.grids.prod(1).cumsum(0).tolist()]
+        patches = self.pixels[starts[first] : starts[last]]
+        return {"pixel_values": patches, "image_grid_thw": self.grids[first:last]} | types
 
 
 def _trainer_temperature(trainer: Any) -> float:

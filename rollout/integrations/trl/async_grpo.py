@@ -30,7 +30,7 @@ from trueroll.errors import ConfigError, DeadlineError
 from ....engine.request import derive_seed
 from ...client.client import AsyncRolloutClient
 from ...publisher.publisher import WeightPublisher
-from .common import check_samples, encode, sampling_params
+from .common import check_samples, encode, sampling_params, tokenizer_of
 from .scoring import Group, RewardFunc, as_completion, call_reward, length_metrics, name_of, rollout_samples
 from .seams import TRANSFER, WORKER, check_protocol
 
@@ -99,7 +99,8 @@ class TruerollWorker:
     When TRL trains on a token, the trainer's weights are at most `args.max_staleness` versions newer than the weights
     that generated the token. TRL takes samples from the queue some time before it trains on them. Samples that would be
     too old at training time are dropped. Raise ConfigError if every sample would be too old, if `token_budget` is None,
-    or for settings that a worker does not support.
+    or for settings that a worker does not support. AsyncGRPOTrainer has no images: a row with images ends the training
+    with ConfigError.
     """
 
     def __init__(
@@ -110,12 +111,12 @@ class TruerollWorker:
         train_dataset: Iterable[Mapping[str, Any]],
         reward_funcs: RewardFunc | Sequence[RewardFunc],
     ) -> None:
-        self._client, self._args, self._tokenizer = client, args, processing_class
+        self._client, self._args, self._tokenizer = client, args, tokenizer_of(processing_class)
         self._dataset = train_dataset
         self._reward_funcs = (reward_funcs,) if callable(reward_funcs) else tuple(reward_funcs)
         if not self._reward_funcs:
             raise ConfigError("reward_funcs: the list is empty; give at least one function")
-        self._params = sampling_params(vars(args), [processing_class.eos_token_id])
+        self._params = sampling_params(vars(args), [self._tokenizer.eos_token_id])
         self._staleness_when_taken = _staleness_when_taken(args)
         self._model_version = 0
         self._progress_at = 0.0
@@ -278,6 +279,11 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
         for row in dataset:
             if "prompt" not in row:
                 raise ConfigError(f"train_dataset: the column 'prompt' is missing (found {', '.join(row)}); add it")
+            if row.get("image") is not None or row.get("images"):
+                raise ConfigError(
+                    "train_dataset: AsyncGRPOTrainer has no images; use GRPOTrainer with trueroll_generation, or "
+                    "remove the images"
+                )
             yield row
         if row is None:
             raise ConfigError("train_dataset: the dataset has no rows, or can be iterated only once; give a list")

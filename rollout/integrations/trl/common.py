@@ -52,10 +52,25 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
     return SamplingParams(**{**fields, **overrides})
 
 
+def tokenizer_of(processing_class: Any) -> Any:
+    """Return the tokenizer of a trainer's `processing_class`, which is a tokenizer or a processor with one."""
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
 def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[int]:
-    """Return the token ids of a text, or of a conversation followed by the generation prompt of its chat template."""
+    """Return the token ids of a text, or of a conversation followed by the generation prompt of its chat template.
+
+    Raise ConfigError for a conversation with images.
+    """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
+    for message in prompt:
+        content = message.get("content")
+        if isinstance(content, list) and any(part.get("type") == "image" for part in content):
+            raise ConfigError(
+                "prompt: images are supported only by GRPOTrainer with trueroll_generation; use it, or remove the "
+                "images"
+            )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
 
 

@@ -12,16 +12,21 @@ import functools
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
-from trueroll.errors import ConfigError
+from trueroll.errors import ConfigError, ModelError
 
+from ....engine.media import ImageInput
 from ....engine.request import SampleOutput, SamplingParams
+from ....kernels.families import describe
+from ....kernels.wrappers import plain_class, unwrapped
 from ...client.client import RolloutClient
 from ...publisher.publisher import WeightPublisher
-from .common import Prompt, check_samples, encode, logprobs, sampling_params
+from ..images import TrainerImages
+from .common import Prompt, check_samples, encode, logprobs, sampling_params, tokenizer_of
 from .seams import TrlMissingError, check_grpo
 
 try:
@@ -40,8 +45,8 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
 
     `client`, `publisher`: connected to the same worker. TRL's loss ignores the log-probs that the function returns. For
     a loss that uses the worker's log-probs, use `trueroll_generation`. The function raises ConfigError for a trainer
-    with several processes and for settings that a worker does not support. The function raises WeightsError for samples
-    from weights other than the last push.
+    with several processes, for prompts with images and for settings that a worker does not support. The function raises
+    WeightsError for samples from weights other than the last push.
     """
     pushed_state, pushed_version = None, 0
 
@@ -55,8 +60,9 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
             pushed_state, pushed_version = state, version
         params = sampling_params(vars(trainer.args), trainer.eos_token_ids)
         options = {"chat_template": trainer.chat_template, **trainer.chat_template_kwargs}
-        prompt_ids = [encode(trainer.processing_class, prompt, options) for prompt in prompts]
-        samples = _sample_each(client, prompt_ids, params, version)
+        tokenizer = tokenizer_of(trainer.processing_class)
+        prompt_ids = [encode(tokenizer, prompt, options) for prompt in prompts]
+        samples = _sample_each(client, prompt_ids, [[] for _ in prompts], params, version)
         completion_ids = [sample.token_ids for sample in samples]
         return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs(samples)}
 
@@ -100,7 +106,8 @@ class TruerollGeneration:
         if settings["structured_outputs_regex"] is not None:
             raise ConfigError("vllm_structured_outputs_regex is not supported; set it to None")
         self._client, self._publisher, self._model, self._accelerator = client, publisher, model, accelerator
-        self._params = sampling_params(settings, [processing_class.eos_token_id])
+        self._processor = processing_class
+        self._params = sampling_params(settings, [tokenizer_of(processing_class).eos_token_id])
         self._version = 0
         self.vllm_client = self
 
@@ -118,20 +125,31 @@ class TruerollGeneration:
         self._publisher.push(model, self._version, allow_older=self._version == 1)
 
     def generate(
-        self, prompts: list[list[int]], images: list[Any] | None, num_generations: int, profiler: Any
+        self, prompts: list[list[int]], images: list[list[Any] | None] | None, num_generations: int, profiler: Any
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
         """Return one sample for each of the B prompts. Each prompt is repeated `num_generations` times in a row.
+
+        `images`: None, or the PIL images of each prompt, whose placeholders TRL has already expanded. They are
+        processed by the trainer's processor. Raise InvalidRequestError for images that do not fit the placeholders, and
+        AlignmentError or ModelError for images if the model has no vision tower that a worker serves.
 
         Return (prompts, token ids, log-probs, None). The token ids are [B][T], where T is the length of each sample.
         The log-probs are [B][T][1]: TRL expects vLLM's format, which can have several log-probs per position. The last
         element is None: there are no additional log-probs, and so no token ids for them.
         """
-        if images is not None:
-            raise ConfigError("prompts: images are not supported; remove them")
         with profiler:
-            samples = _sample_each(self._client, prompts, self._params, self._version)
+            placed = [[] for _ in prompts] if images is None else self._images.place(prompts, images)
+            samples = _sample_each(self._client, prompts, placed, self._params, self._version)
         of_each = [[[value] for value in values] for values in logprobs(samples)]
         return prompts, [sample.token_ids for sample in samples], of_each, None
+
+    @cached_property
+    def _images(self) -> TrainerImages:
+        model = unwrapped(self._accelerator.unwrap_model(self._model))
+        tower = describe(model.config.to_dict() | {"architectures": [plain_class(type(model)).__name__]}).tower
+        if tower is None:
+            raise ModelError(f"images: {type(model).__name__} has no vision tower; use a model with one, or no images")
+        return TrainerImages(self._processor, tower)
 
 
 def _check_single_process(accelerator: Any) -> None:
@@ -143,17 +161,28 @@ def _check_single_process(accelerator: Any) -> None:
 
 
 def _sample_each(
-    client: RolloutClient, prompts: list[list[int]], params: SamplingParams, version: int
+    client: RolloutClient,
+    prompts: list[list[int]],
+    images: list[list[ImageInput]],
+    params: SamplingParams,
+    version: int,
 ) -> list[SampleOutput]:
-    """Return one sample for each prompt, generated with the weights of `version`.
+    """Return one sample for each prompt, generated with the weights of `version`. `images`: those of each prompt.
 
-    Equal adjacent prompts form one group. The seed of each group comes from torch's random number generator, so the
-    seeds depend on TRL's seed. The sequence of seeds continues when training resumes from a checkpoint.
+    Equal adjacent prompts with equal images form one group. The seed of each group comes from torch's random number
+    generator, so the seeds depend on TRL's seed. The sequence of seeds continues when training resumes from a
+    checkpoint.
     """
-    runs = [(prompt, len(list(same))) for prompt, same in itertools.groupby(prompts)]
+    runs = [list(same) for _, same in itertools.groupby(zip(prompts, images, strict=True), _content)]
     seeds = torch.randint(2**63 - 1, [len(runs)]).tolist()
-    each = [params.model_copy(update={"n": n, "seed": seed}) for (_, n), seed in zip(runs, seeds, strict=True)]
-    groups = client.generate([prompt for prompt, _ in runs], each)
+    each = [params.model_copy(update={"n": len(run), "seed": seed}) for run, seed in zip(runs, seeds, strict=True)]
+    media = [run[0][1] for run in runs] if any(images) else None
+    groups = client.generate([run[0][0] for run in runs], each, media=media)
     samples = [sample for group in groups for sample in group.samples]
     check_samples(samples, oldest=version, newest=version)
     return samples
+
+
+def _content(prompt: tuple[list[int], list[ImageInput]]) -> tuple[list[int], list[bytes]]:
+    token_ids, images = prompt
+    return token_ids, [image.content_hash for image in images]

@@ -1,0 +1,104 @@
+"""The images of a trainer's prompts, as a worker takes them.
+
+A trainer gives prompts in which each image already has all its placeholders, and PIL images that the trainer processes
+once more for its own forward pass. So images are processed here by the trainer's own processor. A processor makes the
+same values of an image alone and in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from trueroll.errors import InvalidRequestError, said
+
+from ...engine.media import ImageInput
+from ...kernels.specs import TowerSpec
+from ..images import image_of, pillow
+
+_COMPARED_BY_PIXELS = ("L", "RGB")
+"""The modes of PIL images whose pixels and size say all of the image."""
+
+
+class TrainerImages:
+    """Processes the images of prompts with a trainer's processor.
+
+    `processor`: a processor of transformers with an image processor and a tokenizer. `tower`: the vision tower of the
+    trainer's model.
+    """
+
+    def __init__(self, processor: Any, tower: TowerSpec) -> None:
+        self._processor, self._tower = processor, tower
+
+    def place(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[Any] | None],
+        options: Mapping[str, Any] | None = None,
+    ) -> list[list[ImageInput]]:
+        """Return the processed images of each prompt, with their starts.
+
+        `images`: the PIL images of each prompt, in order; None is the same as no images. `options`: further arguments
+        for the processor. Equal images are processed once. Raise InvalidRequestError for an image that is not a PIL
+        image or that the processor refuses, and for a prompt whose placeholders are not those of its images.
+        """
+        made: dict[Any, ImageInput] = {}
+        placed = []
+        for i, (token_ids, pictures) in enumerate(zip(prompts, images, strict=True)):
+            found = []
+            for picture in pictures or ():
+                key = _key(picture)
+                if key not in made:
+                    made[key] = self._process(picture, options or {})
+                found.append(made[key])
+            placed.append(_placed(f"prompts[{i}]", np.asarray(token_ids, np.int64), found, self._tower))
+        return placed
+
+    def _process(self, picture: Any, options: Mapping[str, Any]) -> ImageInput:
+        try:
+            made = self._processor(
+                images=[[picture]], text=[self._processor.image_token], return_tensors="pt", **options
+            )
+        except Exception as error:
+            raise InvalidRequestError(
+                f"image: the trainer's processor refuses it: {said(error)}", field="image"
+            ) from error
+        return image_of(made, self._tower)
+
+
+def _key(picture: Any) -> Any:
+    """Return a value that is equal only for images that are processed equally."""
+    Image, _ = pillow()
+    if not isinstance(picture, Image.Image):
+        raise InvalidRequestError(
+            f"image: must be a PIL image (got {type(picture).__name__}); open it in the dataset", field="image"
+        )
+    if picture.mode not in _COMPARED_BY_PIXELS:
+        return id(picture)
+    return picture.mode, picture.size, picture.tobytes()
+
+
+def _placed(name: str, token_ids: np.ndarray, images: Sequence[ImageInput], tower: TowerSpec) -> list[ImageInput]:
+    """Return the images with the starts of their placeholders, which must be the only placeholders."""
+    places = np.flatnonzero(token_ids == tower.placeholder)
+    counts = [tower.num_tokens(image.rows, image.columns) for image in images]
+    if sum(counts) != len(places):
+        raise InvalidRequestError(
+            f"{name}: its {len(images)} images have {sum(counts)} tokens, but the prompt has {len(places)} "
+            f"placeholders ({tower.placeholder}); use one processor for the prompts and for training",
+            field=name,
+            value=len(places),
+            limit=sum(counts),
+        )
+    runs = np.split(places, np.cumsum(counts)[:-1]) if images else []
+    for j, run in enumerate(runs):
+        if run[-1] - run[0] + 1 != len(run):
+            raise InvalidRequestError(
+                f"{name}: the {len(run)} placeholders of image {j} do not follow each other; use one processor for the "
+                "prompts and for training",
+                field=name,
+            )
+    return [replace(image, start=int(run[0])) for image, run in zip(images, runs, strict=True)]
