@@ -84,7 +84,7 @@ class Size:
 class Numbers:
     """Counts of a campaign. `sent`: messages by kind. `replies`: to clients that stay connected, by type or code.
     `images`: as in `Attacker`. `good_with_images`: good requests with images. `good_parts`: parts of images that good
-    clients have sent.
+    clients have sent. `good_late`: as in `GoodClient`.
     """
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -95,6 +95,7 @@ class Numbers:
     good_requests: int = 0
     good_with_images: int = 0
     good_parts: int = 0
+    good_late: int = 0
     good_tokens: int = 0
     good_refused: int = 0
     preemptions: int = 0
@@ -311,6 +312,7 @@ class Campaign:
         numbers.good_requests = sum(client.compared for client in self._good)
         numbers.good_with_images = sum(client.with_images for client in self._good)
         numbers.good_parts = sum(client.parts for client in self._good)
+        numbers.good_late = sum(client.late for client in self._good)
         numbers.good_tokens = sum(client.tokens for client in self._good)
         numbers.good_refused = sum(client.refused for client in self._good)
         numbers.pushes, numbers.longest_wait = self._operator.num_pushes, self._operator.longest_wait

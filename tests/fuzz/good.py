@@ -13,12 +13,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
 from frames import pack
-from fuzz.attack import dealer
+from fuzz.attack import IMAGE_ERRORS, dealer
 from fuzz.corpus import MAX_TOKEN
 from fuzz.images import LARGE, STILLS, span_of
 from fuzz.violation import Violation
@@ -34,6 +35,10 @@ Result: TypeAlias = tuple[Any, ...]
 
 WINDOW = 4
 QUIET_SECONDS = 60.0
+STALL_SECONDS = 1.0
+"""If a client's own thread got no CPU time for this long, the worker may rightly find the client too slow."""
+STALL_MATTERS_SECONDS = 5.0
+"""A stall excuses failures for this long."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ class GoodClient(threading.Thread):
 
     `compared`: number of results so far. `tokens`: number of tokens in these results. `with_images`: number of results
     of requests with images, and `parts`: number of parts of images that were sent for them. `refused`: number of
-    refusals because the queue was full. Such refusals are allowed; the client sends the request again.
+    refusals because the queue was full, and `late`: number of requests whose images this client sent too late, because
+    its own thread had stalled. Both are allowed; the client sends the request again.
     """
 
     def __init__(self, name: str, address: str, requests: Sequence[Request], expected: Sequence[Result]) -> None:
@@ -114,6 +120,7 @@ class GoodClient(threading.Thread):
         self.with_images = 0
         self.parts = 0
         self.refused = 0
+        self.late = 0
 
     def hold(self, patience: float) -> None:
         """Wait for pending requests, and send no new requests until `go_on`."""
@@ -187,7 +194,8 @@ class LibraryClient(GoodClient):
 class Exchange:
     """Good requests over a plain socket, with their images. Any reply that is not owed is a failure.
 
-    `name`: the start of all ids. `parts`: number of parts of images that were sent.
+    `name`: the start of all ids. `parts`: number of parts of images that were sent. `stalled_at`: the last time, in
+    monotonic seconds, at which this client noticed that it had not run for `STALL_SECONDS` while requests were pending.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -196,14 +204,14 @@ class Exchange:
         self._count = 0
         self._requests: dict[str, Request] = {}
         self._replies: dict[str, list[dict[str, Any]]] = {}
+        self._polled_at = inf
         self.parts = 0
-
-    def __len__(self) -> int:
-        """Return the number of pending requests."""
-        return len(self._replies)
+        self.stalled_at = -inf
 
     def send(self, request: Request) -> str:
         """Send a request, and return its id."""
+        if not self._replies:
+            self._polled_at = inf
         self._count += 1
         id = f"{self._name}-{self._count}"
         tokens = np.array(request.tokens, "<i4").tobytes()
@@ -219,7 +227,12 @@ class Exchange:
 
     def take(self, patience_ms: int) -> list[dict[str, Any]] | None:
         """Wait for a reply, and answer `need_image`. Return all replies to a request that has ended, or None."""
-        if not self._socket.poll(patience_ms):
+        is_readable = self._socket.poll(patience_ms)
+        now = time.monotonic()
+        if now - self._polled_at > patience_ms / 1000 + STALL_SECONDS:
+            self.stalled_at = now
+        self._polled_at = now
+        if not is_readable:
             return None
         reply = msgpack.unpackb(self._socket.recv())
         id = reply["id"]
@@ -260,16 +273,19 @@ class CountingClient(GoodClient):
                 number = self._draw()
                 numbers[exchange.send(self._requests[number])] = number
             if replies := exchange.take(200):
-                self._finish(numbers.pop(replies[-1]["id"]), replies)
+                stalled = time.monotonic() - exchange.stalled_at < STALL_MATTERS_SECONDS
+                self._finish(numbers.pop(replies[-1]["id"]), replies, stalled)
             elif self._is_over:
                 break
             self.parts = exchange.parts
         exchange.close()
 
-    def _finish(self, number: int, replies: list[dict[str, Any]]) -> None:
+    def _finish(self, number: int, replies: list[dict[str, Any]], stalled: bool) -> None:
         last = replies[-1]
         if last["type"] == "error" and last["code"] == "queue_full":
             self._wait_for_room()
+        elif last["type"] == "error" and stalled and IMAGE_ERRORS["silence"] in last["message"]:
+            self.late += 1
         elif last["type"] == "error":
             raise Violation(f"a good request failed: {last!r:.300}")
         else:

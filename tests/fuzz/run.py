@@ -70,7 +70,8 @@ def _print(console: Console, numbers: Numbers) -> None:
         "broken connections": f"{numbers.streams:,} by hand, {numbers.reconnects:,} of clients that came back",
         "good requests": f"{numbers.good_requests:,} with {numbers.good_tokens:,} tokens, every bit compared; "
         f"{numbers.good_refused:,} sent again, because the queue was full",
-        "of which with images": f"{numbers.good_with_images:,}, with {numbers.good_parts:,} parts of images sent",
+        "of which with images": f"{numbers.good_with_images:,}, with {numbers.good_parts:,} parts of images sent; "
+        f"{numbers.good_late:,} sent again, because this machine had stalled the client",
         "preemptions": f"{numbers.preemptions:,}",
         "weights pushed": f"{numbers.pushes:,} times by the operator, because the attack had damaged them",
         "longest wait for health": f"{numbers.longest_wait:.2f} s",
