@@ -49,6 +49,11 @@ class ImageInput:
             found.update(np.ascontiguousarray(part).data.cast("B"))
         return found.digest()
 
+    @property
+    def is_hashed(self) -> bool:
+        """Whether `content_hash` is known, so that reading it takes no time."""
+        return "content_hash" in vars(self)
+
 
 class Placed(Protocol):
     """The place and size of an image: see `ImageInput`."""

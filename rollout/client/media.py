@@ -108,6 +108,8 @@ class PromptMaker:
             return Prompt(token_ids)
         num_processed = sum(isinstance(image, ImageInput) for image in images)
         if num_processed == len(images):
+            if all(image.is_hashed for image in images):
+                return _of_processed(i, token_ids, images)
             return await asyncio.to_thread(_of_processed, i, token_ids, images)
         if num_processed:
             text = f"media[{i}]: {num_processed} of {len(images)} images are processed; process all images of a prompt"

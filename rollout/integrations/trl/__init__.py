@@ -4,11 +4,11 @@ aligned model.
 Requires the extra `trl`.
 """
 
+from ..processor import QwenProcessor
 from .aligned import AlignedGRPOTrainer
 from .async_grpo import TruerollWeightTransfer, TruerollWorker
 from .common import WeightsError
 from .grpo import TruerollGeneration, rollout_func, trueroll_generation
-from .processor import QwenProcessor
 
 __all__ = [
     "AlignedGRPOTrainer",

@@ -15,6 +15,7 @@ import asyncio
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,15 @@ from verl.workers.rollout.replica import TokenOutput
 
 from trueroll.errors import InvalidRequestError, TruerollError
 
+from ....engine.media import ImageInput
+from ....engine.models.loader import read_config
 from ....engine.request import Tag, derive_seed, seed_of
+from ....kernels.families import describe
 from ...client.client import AsyncRolloutClient
 from ...client.local_worker import launch_worker
 from ...fleet.client import AsyncFleetClient
 from ...fleet.fleet import Fleet
+from ..images import TrainerImages
 from .settings import sampling_params, worker_settings
 
 
@@ -44,6 +49,11 @@ class TruerollServer:
     def __init__(self, config: Any, model_config: Any, device: str, can_sleep: bool) -> None:
         self._config, self._can_sleep = config, can_sleep
         folder = copy_to_local(model_config.path, use_shm=model_config.get("use_shm", False))
+        tower = describe(read_config(Path(folder))).tower
+        processor = model_config.processor
+        self._images = None if tower is None or processor is None else TrainerImages(processor, tower)
+        placeholders = () if tower is None else (tower.placeholder, getattr(processor, "video_token_id", None))
+        self._placeholders = [each for each in placeholders if each is not None]
         settings = worker_settings(config, device)
         num_workers = settings.pop("num_workers")
         if num_workers == 1:
@@ -55,7 +65,7 @@ class TruerollServer:
             self._worker = Fleet(folder, num_workers, cpus=0.0, file=self._address, **settings)
             self._client = AsyncFleetClient(self._worker)
         self._version = 0
-        self._asked: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self._asked: Counter[tuple[str, bytes]] = Counter()
         self._gate = asyncio.Event()
         self._gate.set()
         self._rejects = False
@@ -74,50 +84,80 @@ class TruerollServer:
         self._asked.clear()
 
     async def generate(
-        self, request_id: str, prompt_ids: Any, sampling_params: dict[str, Any], **media: Any
+        self,
+        request_id: str,
+        prompt_ids: Any,
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        **others: Any,
     ) -> TokenOutput:
         """Generate one sample for the prompt `prompt_ids`. While the gate is closed, wait or return an empty sample.
 
-        Raise InvalidRequestError for images and other media, and for parameters that a worker does not support. Raise
-        StaleWeightsError if the worker was restarted.
+        `image_data`: the PIL images of the prompt, in which verl has expanded the placeholders. verl's processor
+        processes them with `mm_processor_kwargs`. If the model samples a placeholder of images or videos, the sample
+        ends before it, because verl's trainer would take it for an image.
+
+        Raise InvalidRequestError for other media, for images that do not fit the prompt or the model, and for
+        parameters that a worker does not support. Raise StaleWeightsError if the worker was restarted.
         """
-        if given := [name for name, value in media.items() if value]:
-            text = f"{', '.join(given)}: not supported, because a worker supports text only; remove it"
+        if given := [name for name, value in others.items() if value]:
+            text = f"{', '.join(given)}: not supported, because a worker takes texts and images only; remove it"
             raise InvalidRequestError(text, field=given[0])
         prompt = normalize_token_ids(prompt_ids)
+        images = await self._processed(prompt, image_data, mm_processor_kwargs or {}) if image_data else []
         while not self._gate.is_set():
             if self._rejects:
                 return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._steps([]))
             await self._gate.wait()
         # Nothing else runs on the loop until the client has sent the request, so an abort includes the request.
-        return await self._sample(request_id, prompt, sampling_params)
+        return await self._sample(request_id, prompt, images, sampling_params)
 
-    async def _sample(self, request_id: str, prompt: list[int], given: dict[str, Any]) -> TokenOutput:
-        params = sampling_params(given, self._config, len(prompt), self._seed(request_id, prompt))
-        [group] = await self._client.generate([prompt], params, min_weight_version=self._version)
+    async def _processed(self, prompt: list[int], images: list[Any], options: dict[str, Any]) -> list[ImageInput]:
+        """Return the images with their starts and with known hashes."""
+        if self._images is None:
+            raise InvalidRequestError(
+                "image_data: the model has no vision tower, or verl has no processor for it; remove it",
+                field="image_data",
+            )
+        placed = (await asyncio.to_thread(self._images.place, [prompt], [images], options))[0]
+        await asyncio.to_thread(lambda: [image.content_hash for image in placed])
+        return placed
+
+    async def _sample(
+        self, request_id: str, prompt: list[int], images: list[ImageInput], given: dict[str, Any]
+    ) -> TokenOutput:
+        given = given | {"stop_token_ids": [*(given.get("stop_token_ids") or ()), *self._placeholders]}
+        params = sampling_params(given, self._config, len(prompt), self._seed(request_id, prompt, images))
+        [group] = await self._client.generate(
+            [prompt], params, media=[images] if images else None, min_weight_version=self._version
+        )
         [sample] = group.samples
         if sample.finish_reason == "error":
             raise TruerollError(f"sample: generation failed: {sample.error}; see the worker's log")
+        count = len(sample.token_ids)
+        if count and sample.token_ids[-1] in self._placeholders:
+            count -= 1
         return TokenOutput(
-            token_ids=sample.token_ids,
-            log_probs=None if sample.logprobs is None else sample.logprobs.tolist(),
+            token_ids=sample.token_ids[:count],
+            log_probs=None if sample.logprobs is None else sample.logprobs[:count].tolist(),
             stop_reason="aborted" if sample.finish_reason == "abort" else "completed",
-            extra_fields=self._steps([span.version for span in sample.weight_versions])
+            extra_fields=self._steps([span.version for span in sample.weight_versions if span.start < count])
             | {"num_cached_tokens": sample.num_cached_tokens},
         )
 
-    def _seed(self, request_id: str, prompt: list[int]) -> int | None:
+    def _seed(self, request_id: str, prompt: list[int], images: list[ImageInput]) -> int | None:
         """Return the seed of a request; None without `full_determinism`.
 
         With `full_determinism`, verl may use the same id for several requests, and requests may arrive in any order.
-        The k-th request with the same weights, id and prompt always gets the same seed.
+        The k-th request with the same weights, id, prompt and images always gets the same seed.
         """
         if not self._config.full_determinism:
             return None
-        key = request_id, tuple(prompt)
-        self._asked[key] += 1
+        content = np.array(prompt, np.int32).tobytes() + b"".join(image.content_hash for image in images)
+        self._asked[request_id, content] += 1
         name = f"{self._config.seed}/{self._version}/{request_id}"
-        return derive_seed(seed_of(name, np.array(prompt, np.int32).tobytes()), self._asked[key])
+        return derive_seed(seed_of(name, content), self._asked[request_id, content])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
         """Each token of a sample comes from weights that were pushed at a global step. Return the step for the last

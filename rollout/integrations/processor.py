@@ -15,7 +15,7 @@ from trueroll.errors import ModelError
 
 
 class QwenProcessor(ProcessorMixin):
-    """The argument for `GRPOTrainer(processing_class=...)` with the models Qwen3-VL, Qwen3.5 and Qwen2.5-VL.
+    """The argument for TRL's `GRPOTrainer(processing_class=...)` with the models Qwen3-VL, Qwen3.5 and Qwen2.5-VL.
 
     Made of a model's image processor and its tokenizer. Does not process videos. Raise ModelError if the tokenizer has
     no placeholder of images.
