@@ -281,7 +281,7 @@ CONTROL_CALLS: dict[str, dict[str, Any]] = {
     "commit_push": dict(push_id="0" * 32),
     "abort_push": dict(push_id="0" * 32),
 }
-FREE_CALLS = {"generate", "score", "abort", "ack", "health", "stats"}
+FREE_CALLS = {"generate", "score", "abort", "ack", "put_image", "health", "stats"}
 
 
 def test_every_call_is_listed_as_free_or_as_control() -> None:
