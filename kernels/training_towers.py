@@ -57,7 +57,7 @@ def part_forward(self: Any, x: Tensor, run: _Run) -> Tensor:
 
 
 def tower_modules(model: Any, spec: TowerSpec) -> Iterator[nn.Module]:
-    """Yield the modules of a tower whose forward pass `align` replaces with `part_forward`, each once."""
+    """Yield, each once, the modules of a tower that get `part_forward` as their forward pass from `align`."""
     modules = [_submodule(model, _root_of(spec.names["patch"])), *(part.module for part in _trained_parts(model, spec))]
     for module in dict.fromkeys(modules):
         yield from copies_of(unwrapped(module))

@@ -20,7 +20,7 @@ from ...kernels.specs import TowerSpec
 from ..images import image_of, pillow
 
 _COMPARED_BY_PIXELS = ("L", "RGB")
-"""The modes of PIL images whose pixels and size say all of the image."""
+"""The modes of PIL images that consist of their pixels and size only."""
 
 
 class TrainerImages:
@@ -43,7 +43,7 @@ class TrainerImages:
 
         `images`: the PIL images of each prompt, in order; None is the same as no images. `options`: further arguments
         for the processor. Equal images are processed once. Raise InvalidRequestError for an image that is not a PIL
-        image or that the processor refuses, and for a prompt whose placeholders are not those of its images.
+        image or that the processor refuses, and for a prompt with placeholders that do not fit its images.
         """
         made: dict[Any, ImageInput] = {}
         placed = []

@@ -31,7 +31,7 @@ Cells with images add premises:
     encoded          images that the vision tower computed
     image evictions  encoded images that lost their memory to another image
     cut images       chunks of prompts that ended inside an image; for models
-                     whose images must be whole, chunks that ended before one
+                     that need whole images, chunks that ended before one
     reused image     tokens of a prompt and its image that came from the cache
     refused          requests that the budget does not admit"""
 

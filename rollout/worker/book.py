@@ -310,7 +310,7 @@ class RequestBook:
         self.images.put(identity, message)
 
     def serve_images(self, limits: ImageLimits) -> None:
-        """Begin to ask for images, because the model has loaded. End the requests whose images it cannot serve."""
+        """Begin to ask for images, because the model has loaded. End the requests with images that it cannot serve."""
         self.images.set_limits(limits)
         for key in list(self.waiting_room):
             waiting = self.waiting_room.get(key)

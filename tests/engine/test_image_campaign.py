@@ -35,7 +35,7 @@ Bits = dict[tuple[str, int], tuple[bytes, ...]]
 
 
 def random_requests(random: np.random.Generator, tower: TowerSpec, pool: Sequence[ImageInput]) -> list[Request]:
-    """Return requests whose prompts share texts and images."""
+    """Return requests with prompts that share texts and images."""
     found = list[Request]()
     for i in range(NUM_REQUESTS):
         images = [pool[j] for j in random.integers(0, len(pool), random.choice([0, 1, 1, 2, 3]))]

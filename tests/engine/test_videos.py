@@ -44,7 +44,7 @@ def loaded(request: pytest.FixtureRequest, folders: Path) -> tuple[str, LoadedMo
 
 
 def part_of(tower: TowerSpec, seed: int, grid: tuple[int, int] = GRID) -> ImageInput:
-    """Return a part of a video with random pixels, whose frames differ."""
+    """Return a part of a video with random pixels. Its frames differ."""
     first, second = (image_of(tower, grid, seed=2 * seed + i) for i in range(2))
     each = [image.levels.reshape(len(image.levels), tower.channels, 1, -1) for image in (first, second)]
     return replace(first, frames=2, levels=np.concatenate(each, 2).reshape(len(first.levels), -1))

@@ -40,7 +40,7 @@ the worker is broken.
 """
 PUT_FIELDS = {"version", "type", "id", "content_hash", "start", "data"}
 IMAGE_ERRORS = {"other hash": "pixels have another hash", "silence": "(image_seconds)", "not finite": "not finite"}
-"""Errors of requests whose pixels do not arrive or cannot be used, and a part of their text."""
+"""Errors about pixels that do not arrive or cannot be used, and a part of their text."""
 
 
 class Shot:

@@ -115,7 +115,7 @@ class Corpus:
         return messages
 
     def request_with_images(self) -> list[Message]:
-        """Return a request with images, whose references may be false."""
+        """Return a request with images. Its references may be false."""
         rng = self.rng
         [message] = self.generate() if rng.random() < 0.7 else self.score()
         images = [draw_image(rng) for _ in range(rng.choice((1, 1, 1, 2, 3)))]

@@ -102,8 +102,8 @@ class GoodClient(threading.Thread):
 
     `compared`: number of results so far. `tokens`: number of tokens in these results. `with_images`: number of results
     of requests with images, and `parts`: number of parts of images that were sent for them. `refused`: number of
-    refusals because the queue was full, and `late`: number of requests whose images this client sent too late, because
-    its own thread had stalled. Both are allowed; the client sends the request again.
+    refusals because the queue was full, and `late`: number of requests with images that this client sent too late,
+    because its own thread had stalled. Both are allowed; the client sends the request again.
     """
 
     def __init__(self, name: str, address: str, requests: Sequence[Request], expected: Sequence[Result]) -> None:

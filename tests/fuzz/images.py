@@ -1,6 +1,6 @@
 """Images for requests of the attack and of good clients, false descriptions of them, and answers to `need_image`.
 
-Owns: the vision tower of the attacked models, and the only images whose pixels exist.
+Owns: the vision tower of the attacked models, and the only images that have pixels.
 """
 
 from __future__ import annotations

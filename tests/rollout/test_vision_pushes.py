@@ -1,4 +1,4 @@
-"""Pushes of a trainer whose model has a vision tower, to workers with and without the tower, and audits of both."""
+"""Pushes of a trainer of a model with a vision tower, to workers with and without the tower, and audits of both."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoImageProcessor, AutoTokenizer
 from trl_setup import CheckingPublisher, ServedEngine, grpo_settings, serve
-from vision_processors import make_chat_model, photo, processor_of
 from vision_models import PLACEHOLDER
+from vision_processors import make_chat_model, photo, processor_of
 
 from trueroll.engine.media import ImageInput
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError

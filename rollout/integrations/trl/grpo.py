@@ -129,7 +129,7 @@ class TruerollGeneration:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
         """Return one sample for each of the B prompts. Each prompt is repeated `num_generations` times in a row.
 
-        `images`: None, or the PIL images of each prompt, whose placeholders TRL has already expanded. They are
+        `images`: None, or the PIL images of each prompt. TRL has already expanded their placeholders. They are
         processed by the trainer's processor. Raise InvalidRequestError for images that do not fit the placeholders, and
         AlignmentError or ModelError for images if the model has no vision tower that a worker serves.
 

@@ -51,7 +51,7 @@ def processor(folder: Path) -> Counting:
 
 
 def serving(*engines: dict[str, Any] | None, state: str = "ready") -> Callable[[], Any]:
-    """Return a function for the health of a worker, whose engine is each of `engines` in turn, and then the last."""
+    """Return a function for the health of a worker. Its engine is each of `engines` in turn, and then the last."""
     left = list(engines)
 
     async def health() -> protocol.Health:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vision_processors import make_chat_model, photo, processor_of
 from vision_models import PLACEHOLDER
+from vision_processors import make_chat_model, photo, processor_of
 
 from trueroll.engine.media import ImageInput
 from trueroll.errors import InvalidRequestError

@@ -30,7 +30,7 @@ def image(seed: int, start: int = 0, rows: int = 2, columns: int = 4) -> ImageIn
 
 
 class Store:
-    """A store whose questions and time the test controls. `asked`: the unanswered questions, oldest first."""
+    """A store with questions and time that the test controls. `asked`: the unanswered questions, oldest first."""
 
     def __init__(self, most_bytes: int = 10 * SIZE, most_part: int = 2**20, loads: bool = True) -> None:
         self.now = 100.0
