@@ -36,9 +36,7 @@ Result: TypeAlias = tuple[Any, ...]
 WINDOW = 4
 QUIET_SECONDS = 60.0
 STALL_SECONDS = 1.0
-"""If a client's own thread got no CPU time for this long, the worker may rightly find the client too slow."""
-STALL_MATTERS_SECONDS = 5.0
-"""A stall excuses failures for this long."""
+"""If a client's own thread did not run for this long during a request, the worker may rightly find it too slow."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +192,8 @@ class LibraryClient(GoodClient):
 class Exchange:
     """Good requests over a plain socket, with their images. Any reply that is not owed is a failure.
 
-    `name`: the start of all ids. `parts`: number of parts of images that were sent. `stalled_at`: the last time, in
-    monotonic seconds, at which this client noticed that it had not run for `STALL_SECONDS` while requests were pending.
+    `name`: the start of all ids. `parts`: number of parts of images that were sent. `stalled`: the seconds for
+    which this client was ready to run and did not run while requests were pending.
     """
 
     def __init__(self, address: str, name: str) -> None:
@@ -206,7 +204,7 @@ class Exchange:
         self._replies: dict[str, list[dict[str, Any]]] = {}
         self._polled_at = inf
         self.parts = 0
-        self.stalled_at = -inf
+        self.stalled = 0.0
 
     def send(self, request: Request) -> str:
         """Send a request, and return its id."""
@@ -229,8 +227,7 @@ class Exchange:
         """Wait for a reply, and answer `need_image`. Return all replies to a request that has ended, or None."""
         is_readable = self._socket.poll(patience_ms)
         now = time.monotonic()
-        if now - self._polled_at > patience_ms / 1000 + STALL_SECONDS:
-            self.stalled_at = now
+        self.stalled += max(0.0, now - self._polled_at - patience_ms / 1000)
         self._polled_at = now
         if not is_readable:
             return None
@@ -267,24 +264,24 @@ class CountingClient(GoodClient):
     """Uses an `Exchange`, with `WINDOW` requests at a time."""
 
     def _ask_on_and_on(self) -> None:
-        exchange, numbers = Exchange(self._address, self.name), dict[str, int]()
+        exchange, numbers = Exchange(self._address, self.name), dict[str, tuple[int, float]]()
         while numbers or self._rest():
             while len(numbers) < WINDOW and self._may_ask.is_set() and not self._is_over:
                 number = self._draw()
-                numbers[exchange.send(self._requests[number])] = number
+                numbers[exchange.send(self._requests[number])] = number, exchange.stalled
             if replies := exchange.take(200):
-                stalled = time.monotonic() - exchange.stalled_at < STALL_MATTERS_SECONDS
-                self._finish(numbers.pop(replies[-1]["id"]), replies, stalled)
+                number, stalled_before = numbers.pop(replies[-1]["id"])
+                self._finish(number, replies, exchange.stalled - stalled_before > STALL_SECONDS)
             elif self._is_over:
                 break
             self.parts = exchange.parts
         exchange.close()
 
-    def _finish(self, number: int, replies: list[dict[str, Any]], stalled: bool) -> None:
+    def _finish(self, number: int, replies: list[dict[str, Any]], has_stalled: bool) -> None:
         last = replies[-1]
         if last["type"] == "error" and last["code"] == "queue_full":
             self._wait_for_room()
-        elif last["type"] == "error" and stalled and IMAGE_ERRORS["silence"] in last["message"]:
+        elif last["type"] == "error" and has_stalled and IMAGE_ERRORS["silence"] in last["message"]:
             self.late += 1
         elif last["type"] == "error":
             raise Violation(f"a good request failed: {last!r:.300}")
