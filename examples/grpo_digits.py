@@ -189,9 +189,9 @@ def draw(rows: list[dict[str, float]], path: Path) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="New folder for metrics.csv, plot.png and the model.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps of GRPO.")] = 60,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of GRPO.")] = 100,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the images and the samples.")] = 1,
-    supervised_steps: Annotated[int, typer.Option(min=0, help="Steps on labelled images before GRPO.")] = 30,
+    supervised_steps: Annotated[int, typer.Option(min=0, help="Steps on labelled images before GRPO.")] = 50,
 ) -> None:
     """Train a tiny vision model to read digits."""
     if (out / "metrics.csv").exists():

@@ -42,7 +42,7 @@ def test_runs_are_equal_and_the_trainer_has_the_workers_log_probs(
 
     monkeypatch.setattr(example.Trainer, "imitate", imitate_and_copy)
     for name in "ab":
-        example.main(tmp_path / name, steps=STEPS, seed=1, supervised_steps=16)
+        example.main(tmp_path / name, steps=STEPS, seed=1, supervised_steps=12)
     assert (tmp_path / "a" / "metrics.csv").read_bytes() == (tmp_path / "b" / "metrics.csv").read_bytes()
     with (tmp_path / "a" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
