@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from verl.utils import normalize_token_ids
+from verl.utils import hf_processor, normalize_token_ids
 from verl.utils.fs import copy_to_local
 from verl.workers.rollout.replica import TokenOutput
 
@@ -49,11 +49,13 @@ class TruerollServer:
     def __init__(self, config: Any, model_config: Any, device: str, can_sleep: bool) -> None:
         self._config, self._can_sleep = config, can_sleep
         folder = copy_to_local(model_config.path, use_shm=model_config.get("use_shm", False))
-        tower = describe(read_config(Path(folder))).tower
-        processor = model_config.processor
-        self._images = None if tower is None or processor is None else TrainerImages(processor, tower)
-        placeholders = () if tower is None else (tower.placeholder, getattr(processor, "video_token_id", None))
-        self._placeholders = [each for each in placeholders if each is not None]
+        self._images: TrainerImages | None = None
+        self._placeholders: list[int] = []
+        if (tower := describe(read_config(Path(folder))).tower) is not None:
+            processor = _processor_of(model_config)
+            self._images = None if processor is None else TrainerImages(processor, tower)
+            placeholders = tower.placeholder, getattr(processor, "video_token_id", None)
+            self._placeholders = [each for each in placeholders if each is not None]
         settings = worker_settings(config, device)
         num_workers = settings.pop("num_workers")
         if num_workers == 1:
@@ -209,3 +211,10 @@ class TruerollServer:
     async def clear_kv_cache(self) -> None:
         """Drop all cached prefixes."""
         await self._client.invalidate_prefix_cache()
+
+
+def _processor_of(model_config: Any) -> Any:
+    """Return the processor with which verl makes prompts of texts and images, or None if the model has none."""
+    path = model_config.get("tokenizer_path", None) or model_config.path
+    folder = copy_to_local(path, use_shm=model_config.get("use_shm", False))
+    return hf_processor(folder, trust_remote_code=model_config.get("trust_remote_code", False))

@@ -1,4 +1,4 @@
-"""verl's server with images, on a real worker. Small stand-ins replace the three things that it imports from verl."""
+"""verl's server with images, on a real worker. Small stand-ins replace the four things that it imports from verl."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ SIX = [1, *[PLACEHOLDER] * 6, 2]
 """A prompt for `photo(0)`, which has 24 x 16 pixels and six tokens."""
 
 
+PROCESSORS: dict[str, Any] = {}
+"""The processor of each model's folder. A folder without one has no processor."""
+
+
 class TokenOutput(SimpleNamespace):
     """The fields of verl's class."""
 
@@ -36,7 +40,10 @@ def server_class() -> Iterator[Any]:
     """The class `TruerollServer`."""
     contents: dict[str, dict[str, Any]] = {
         "verl": {},
-        "verl.utils": {"normalize_token_ids": list},
+        "verl.utils": {
+            "normalize_token_ids": list,
+            "hf_processor": lambda path, trust_remote_code: PROCESSORS.get(path),
+        },
         "verl.utils.fs": {"copy_to_local": lambda path, use_shm: path},
         "verl.workers": {},
         "verl.workers.rollout": {},
@@ -80,7 +87,8 @@ async def make_server(server_class: Any, model: Path, processor: Any) -> Any:
     )
     if processor is not None:
         processor.video_token_id = VIDEO
-    model_config = SimpleNamespace(path=str(model), processor=processor, get=lambda name, default: default)
+    PROCESSORS[str(model)] = processor
+    model_config = SimpleNamespace(path=str(model), get=lambda name, default: default)
     return server_class(config, model_config, "cpu", False)
 
 
