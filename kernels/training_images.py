@@ -116,10 +116,6 @@ def _read_images(
     return PackedImages(spans, packed, patches, [(image.rows, image.columns) for image in every])
 
 
-def _span_of(image: Image, tower: TowerSpec) -> ImageSpan:
-    return ImageSpan(image.start, image.rows // tower.merge, image.columns // tower.merge)
-
-
 def _check_image(name: str, image: Image, tower: TowerSpec) -> None:
     """Raise AlignmentError unless the image has the size, dtypes and shapes that the tower takes."""
     numbers = image.start, image.rows, image.columns, image.frames
@@ -209,7 +205,8 @@ def read_pixels(
             f"pixel_values must have a row for each of {sum(rows * columns for rows, columns in grids)} patches in "
             f"image_grid_thw (got {len(patches)}); pass both as the processor returned them"
         )
-    types = given.get("mm_token_type_ids", given.get("token_type_ids"))
+    types = given.get("mm_token_type_ids")
+    types = given.get("token_type_ids") if types is None else types
     if types is None:
         is_of_image = token_ids == tower.placeholder
     elif types.shape != shape:

@@ -36,8 +36,8 @@ class WorkerConfig(BaseModel):
     - `max_unread_bytes`: maximum total size, in bytes, of the replies that clients have not read yet
     - `max_image_bytes`: maximum size of the pixels of all images, in bytes, as the image processor made them. Requests
       wait until there is room for all their images. Pixels of ended requests are kept while there is room.
-    - `image_seconds`: if a client that was asked for an image sends nothing for this many seconds, its requests for
-      that image fail
+    - `image_seconds`: if a client that was asked for an image sends nothing for this many seconds, its requests that
+      wait for images fail
     - `drain_seconds`: time for running requests to finish when the worker shuts down
     - `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is paused,
       draining, asleep, waking, updating or dirty

@@ -15,16 +15,19 @@ from ..scheduling.encodings import EncodeTask
 
 class RankedEncoder:
     """The encoder of the leader. `tell(name, content)`: sends a command to the followers. `catch_up()`: computes this
-    rank's part of all steps in flight.
+    rank's part of all steps in flight. `has_stages`: there are several stages, so this rank may compute its part of a
+    step later than others.
     """
 
-    def __init__(self, own: Encoder, tell: Callable[[str, object], None], catch_up: Callable[[], None]) -> None:
-        self._own, self._tell, self._catch_up = own, tell, catch_up
+    def __init__(
+        self, own: Encoder, tell: Callable[[str, object], None], catch_up: Callable[[], None], has_stages: bool
+    ) -> None:
+        self._own, self._tell, self._catch_up, self._has_stages = own, tell, catch_up, has_stages
 
     def begin(self, task: EncodeTask) -> None:
         """See `Encoder.begin`."""
-        if task.evicted:
-            self._catch_up()  # with stages, this rank may still need the evicted rows
+        if task.evicted and self._has_stages:
+            self._catch_up()  # this rank may still need the evicted rows
         self._tell("encoder.begin", task)
         self._own.begin(task)
 

@@ -254,7 +254,7 @@ class RankedExecutor:
         self._place, self._in_flight = place, deque[_Computation](maxlen=topology.stages)
         self._encoder: RankedEncoder | None = None
         if self._own.encoder is not None:
-            self._encoder = RankedEncoder(self._own.encoder, self._ranks.tell, self._catch_up)
+            self._encoder = RankedEncoder(self._own.encoder, self._ranks.tell, self._catch_up, topology.stages > 1)
 
     @property
     def info(self) -> EngineInfo:

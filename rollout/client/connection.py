@@ -568,17 +568,24 @@ class Connection:
         """Send the part of an image that the worker asks for. If that is impossible, end the call, and tell the worker
         that the part will not come.
         """
-        call = self.calls.needing(need)
-        if call is None or not self._window.is_open:  # on its next connection, the worker asks again
+        if not self._window.is_open:  # on the next connection, the worker asks again
+            return
+        if (call := self.calls.needing(need)) is None:
+            self._give_up(need)  # or the worker would wait for this connection
             return
         try:
             data = call.part(need)
         except TruerollError as error:
             self.calls.finish(need.id, error)
-            self.notify(protocol.Abort(id=protocol.new_id(), request_id=need.id, caller=call.caller))
+            self._give_up(need)
             return
         part = protocol.PutImage(id=need.id, content_hash=need.content_hash, start=need.start, data=data)
         self._line.send(protocol.encode(part))
+
+    def _give_up(self, need: protocol.NeedImage) -> None:
+        """Tell the worker that the caller has given up the request."""
+        if need.caller is not None:
+            self.notify(protocol.Abort(id=protocol.new_id(), request_id=need.id, caller=need.caller))
 
     def _ask_for_health(self, follow: Callable[[protocol.Health], None] | None = None) -> None:
         id = protocol.new_id()

@@ -157,7 +157,8 @@ def _checked_media(media: Any, count: int, field: str) -> list[Sequence[Any]]:
                 f"media[{i}]: must be a list of images, which may be empty (got {type(images).__name__})",
                 field=f"media[{i}]",
             )
-    return list(media)
+    # Lists, because a sequence may make a new object at each access.
+    return [list(images) for images in media]
 
 
 def _folder_of(engine: dict[str, Any]) -> str:

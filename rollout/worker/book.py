@@ -21,7 +21,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError, StaleWeightsError, TruerollError, UnknownRequestError
 
-from ...engine.media import ImageInput, ImageLimits
+from ...engine.media import ImageInput
 from ...engine.request import (
     GenerateRequest,
     Output,
@@ -68,7 +68,8 @@ class Waiting:
 
 
 class WaitingRoom:
-    """The requests that have not been sent to the engine yet, by key. Some of them lack images.
+    """The requests that have not been sent to the engine yet, by key. They wait for the engine, for newer weights, or
+    for their images.
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
     requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
@@ -92,8 +93,16 @@ class WaitingRoom:
         return chain(self._due, self._early, self._without_images)
 
     def add(self, key: str, waiting: Waiting) -> None:
-        """Add a request. If it lacks no images, the next `take_due` checks it."""
-        (self._without_images if waiting.message.images else self._due)[key] = waiting
+        """Add a request, to be checked by the next `take_due`."""
+        self._due[key] = waiting
+
+    def hold(self, key: str, waiting: Waiting) -> None:
+        """Add a request that waits for its images."""
+        self._without_images[key] = waiting
+
+    def postpone(self, key: str, waiting: Waiting) -> None:
+        """Add a request that the first `take_due` after a `look_at_all` checks."""
+        self._early[key] = waiting
 
     def give_images(self, key: str, images: tuple[ImageInput, ...]) -> None:
         """Add the images of a request, to be checked by the next `take_due`."""
@@ -244,8 +253,6 @@ class RequestBook:
                 params = params.model_copy(update={"seed": seed_of(message.id, content)})
         entry = self.ledger.add(user, message, params)
         self.waiting_room.add(entry.key, Waiting(_request_of(entry), message))
-        if message.images:
-            self.images.add(entry.key, message.id, message.images)
         if conditions.takes_requests:
             self._give(conditions.version)
         return entry
@@ -309,19 +316,6 @@ class RequestBook:
         """Handle a part of an image."""
         self.images.put(identity, message)
 
-    def serve_images(self, limits: ImageLimits) -> None:
-        """Begin to ask for images, because the model has loaded. End the requests with images that it cannot serve."""
-        self.images.set_limits(limits)
-        for key in list(self.waiting_room):
-            waiting = self.waiting_room.get(key)
-            assert waiting is not None
-            if waiting.message.images:
-                try:
-                    self.images.check(waiting.message.images, _shown_tokens(waiting.message))
-                except InvalidRequestError as error:
-                    self.end(key, error)
-        self.images.start()
-
     def follow_images(self) -> None:
         """Admit the requests that have got their images, and end the requests that cannot get them. Call this method
         regularly, at the latest when `images.deadline` has passed.
@@ -332,7 +326,10 @@ class RequestBook:
         if ready := self.images.take_ready():
             for key in ready:
                 self.waiting_room.give_images(key, self.images.images_of(key))
-            self.admit(self._conditions().is_ending)
+            is_ending = self._conditions().is_ending
+            self.admit(is_ending)
+            if is_ending:
+                self._abort_early()
 
     # Commands and events of the engine.
 
@@ -351,11 +348,32 @@ class RequestBook:
         """Send the engine the waiting requests that can be served with weights of version `version`."""
         ready, refused = self.waiting_room.take_due(version)
         for key, waiting in ready.items():
+            if len(waiting.request.images) < len(waiting.message.images):
+                self._ask_for_images(key, waiting)
+                continue
             self._command(Add(waiting.request, tuple(waiting.ended)))
             if key in self.streams:
                 self._command(Stream(key))
         for key, error in refused.items():
             self.end(key, error)
+
+    def _ask_for_images(self, key: str, waiting: Waiting) -> None:
+        """Get the images of a request before the engine gets the request. Only a request that the current weights serve
+        takes room for images.
+        """
+        if not self.images.has_limits:
+            self.waiting_room.postpone(key, waiting)  # until the model has loaded
+            return
+        entry, message = self.ledger.open[key], waiting.message
+        self.waiting_room.hold(key, waiting)
+        try:
+            self.images.check(message.images, _shown_tokens(message))
+        except InvalidRequestError as error:
+            self.end(key, error)
+            return
+        self.images.add(key, message.id, entry.user, message.images)
+        for submission in entry.subscribers:
+            self.images.offer(key, Supplier(submission.identity, submission.caller))
 
     def take_deltas(self, deltas: list[SampleDelta]) -> None:
         """Handle the engine's deltas of streamed samples."""
@@ -436,6 +454,10 @@ class RequestBook:
         """
         self.waiting_room.look_at_all()
         self.admit(whatever_state=True)
+        self._abort_early()
+
+    def _abort_early(self) -> None:
+        """Abort the requests that wait for weights."""
         for waiting in self.waiting_room.take_early():
             self.take_outputs(waiting.abort(None))
 

@@ -12,7 +12,7 @@ Guarantees:
 - All content together has at most `max_image_bytes`. Requests get room in the order of their arrival, each for all its
   images at once, so requests cannot wait for each other's room.
 - A request gets the content that its hashes name. Wrong content fails only the requests that no other client can
-  supply.
+  supply. Users do not share content.
 - Content is accepted only from the connection that was asked. Each connection is asked for one part at a time.
 - A client that is silent for `image_seconds`, or slower than `SLOWEST` on the whole, fails its own requests only. So no
   request waits forever, and no client holds room forever.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -39,16 +39,19 @@ SLOWEST = 2**16
 
 
 class _Key(NamedTuple):
-    """Names content. The hash alone does not: a client may name a wrong size."""
+    """Names the content of a user. The hash alone does not: a client may name a wrong size, and a user that only knows
+    the hash of another user's image must not get answers about it.
+    """
 
+    user: str | None
     content_hash: bytes
     rows: int
     columns: int
     frames: int
 
     @classmethod
-    def of(cls, ref: ImageRef) -> _Key:
-        return cls(ref.content_hash, ref.rows, ref.columns, ref.frames)
+    def of(cls, ref: ImageRef, user: str | None) -> _Key:
+        return cls(user, ref.content_hash, ref.rows, ref.columns, ref.frames)
 
 
 class Supplier(NamedTuple):
@@ -61,7 +64,7 @@ class Supplier(NamedTuple):
 @dataclass(eq=False)
 class _Content:
     """The content of an image. `holders`: the keys of the requests that need it. `data`: None until the first part
-    arrives. `asked`: the connection that sends the content now. `wrong`: the connections that have sent other content.
+    arrives. `asked`: the connection that sends the content now.
     """
 
     key: _Key
@@ -72,7 +75,6 @@ class _Content:
     digest: Any = None
     num_received: int = 0
     asked: bytes | None = None
-    wrong: set[bytes] = field(default_factory=set)
 
     @property
     def is_complete(self) -> bool:
@@ -95,14 +97,16 @@ class _Content:
 class _Wanting:
     """A request and its images.
 
-    `refs`: the images, in the order of the prompt. `suppliers`: the clients that wait for the request. `missing`: the
-    hashes of the images that have not arrived. `has_room`: there is room for all images. `deadline`: if no client has
-    waited for the request since it got its room, the time at which it fails.
+    `names`: the content of the images, in the order of the prompt and of the references `refs`. `suppliers`: the
+    clients that wait for the request and can send its images. `missing`: the content that has not arrived. `has_room`:
+    there is room for all images. `deadline`: if no client has waited for the request since it got its room, the time at
+    which it fails.
     """
 
     id: str
     key: str
     refs: tuple[ImageRef, ...]
+    names: tuple[_Key, ...]
     suppliers: dict[Supplier, None] = field(default_factory=dict)
     missing: set[_Key] = field(default_factory=set)
     has_room: bool = False
@@ -132,8 +136,8 @@ class ImageStore:
     """The images of open requests, and of ended requests while there is room.
 
     `most_bytes`, `seconds`: `max_image_bytes` and `image_seconds` of the worker. `most_part`: the maximum size of a
-    part. `ask`: sends a question to a connection. `clock`: returns the time in seconds. No request gets room before
-    `start` is called. `num_bytes`: the size of all content, including content that has not arrived.
+    part. `ask`: sends a question to a connection. `clock`: returns the time in seconds. `num_bytes`: the size of all
+    content, including content that has not arrived.
     """
 
     def __init__(
@@ -148,11 +152,11 @@ class ImageStore:
         self._most_bytes, self._seconds, self._ask, self._now = most_bytes, seconds, ask, clock
         self._most_part = min(most_part, MOST_PART_BYTES)
         self._limits: ImageLimits | None = None
-        self._has_started = False
         self._requests: dict[str, _Wanting] = {}
         self._roomless: dict[str, None] = {}
         self._contents: dict[_Key, _Content] = {}
         self._unheld: OrderedDict[_Key, None] = OrderedDict()  # complete, the least recently used first
+        self._num_unheld_bytes = 0
         self._questions: dict[bytes, _Question] = {}
         self._orphans: dict[str, None] = {}  # requests with a deadline
         # The content that each connection may be asked for, in order. May name content that has arrived since.
@@ -180,22 +184,21 @@ class ImageStore:
         """Return the images of a request that is ready."""
         assert self._limits is not None and self._limits.tower is not None
         images = list[ImageInput]()
-        for ref in self._requests[key].refs:
-            data = self._contents[_Key.of(ref)].data
+        request = self._requests[key]
+        for ref, name in zip(request.refs, request.names, strict=True):
+            data = self._contents[name].data
             assert data is not None
             images.append(image_of(ref, data, self._limits.tower))
         return tuple(images)
 
-    def set_limits(self, limits: ImageLimits) -> None:
-        """Set the limits, because the model has loaded. The caller must then `check` all requests, end the refused
-        ones, and call `start`.
-        """
-        self._limits = limits
+    @property
+    def has_limits(self) -> bool:
+        """Return whether `set_limits` was called."""
+        return self._limits is not None
 
-    def start(self) -> None:
-        """Begin to give room to requests and to ask for their images. All of them must have passed `check`."""
-        self._has_started = True
-        self._give_room()
+    def set_limits(self, limits: ImageLimits) -> None:
+        """Set the limits, because the model has loaded. Before that, no request may be added."""
+        self._limits = limits
 
     def check(self, refs: tuple[ImageRef, ...], token_ids: np.ndarray) -> None:
         """Raise InvalidRequestError if a request with these images can never be served. Checks nothing before the model
@@ -205,9 +208,11 @@ class ImageStore:
             self._limits.check(refs, token_ids)
             self._check_size(refs)
 
-    def add(self, key: str, id: str, refs: tuple[ImageRef, ...]) -> None:
-        """Add request `id`, which needs images. `offer` adds the clients that can supply them."""
-        self._requests[key] = _Wanting(id, key, refs)
+    def add(self, key: str, id: str, user: str | None, refs: tuple[ImageRef, ...]) -> None:
+        """Add request `id` of a user, which has passed `check` and needs images. `offer` adds the clients that can
+        supply them.
+        """
+        self._requests[key] = _Wanting(id, key, refs, tuple(_Key.of(ref, user) for ref in refs))
         self._roomless[key] = None
         self._give_room()
 
@@ -242,9 +247,10 @@ class ImageStore:
             return
         for pending in (self._roomless, self._orphans, self._ready, self._failed):
             pending.pop(key, None)
-        for name in set(map(_Key.of, request.refs)) if request.has_room else ():
-            content = self._contents[name]
+        contents = [self._contents[name] for name in dict.fromkeys(request.names)] if request.has_room else []
+        for content in contents:
             del content.holders[key]
+        for content in contents:
             if not content.holders:
                 self._release(content)
             elif content.asked is not None and self._questions[content.asked].key == key:
@@ -288,7 +294,7 @@ class ImageStore:
     # Room.
 
     def _check_size(self, refs: tuple[ImageRef, ...]) -> None:
-        if (total := sum(self._sizes(refs).values())) > self._most_bytes:
+        if (total := sum({_Key.of(ref, None): self._size_of(ref) for ref in refs}.values())) > self._most_bytes:
             raise InvalidRequestError(
                 f"images: the pixels of a request may have at most max_image_bytes = {self._most_bytes} bytes (got "
                 f"{total}); send fewer or smaller images, or raise the worker's max_image_bytes",
@@ -297,19 +303,15 @@ class ImageStore:
                 limit=self._most_bytes,
             )
 
-    def _sizes(self, refs: Iterable[ImageRef]) -> dict[_Key, int]:
-        """Return the size of each content. Images with the same hash are one content."""
+    def _size_of(self, ref: ImageRef) -> int:
         assert self._limits is not None and self._limits.tower is not None
-        tower = self._limits.tower
-        return {_Key.of(ref): num_content_bytes(ref, tower) for ref in refs}
+        return num_content_bytes(ref, self._limits.tower)
 
     def _give_room(self) -> None:
-        """Give room to requests, in order, until one of them does not fit. No-op before `start`."""
-        if not self._has_started:
-            return
+        """Give room to requests, in order, until one of them does not fit."""
         while self._roomless:
             request = self._requests[key := next(iter(self._roomless))]
-            sizes = self._sizes(request.refs)
+            sizes = {name: self._size_of(ref) for name, ref in zip(request.names, request.refs, strict=True)}
             if not self._make_room(sizes):
                 return
             del self._roomless[key]
@@ -325,6 +327,8 @@ class ImageStore:
         """Evict content until content with these sizes fits. Evict nothing and return False if it cannot fit."""
         excess = self.num_bytes + sum(size for name, size in sizes.items() if name not in self._contents)
         excess -= self._most_bytes
+        if excess > self._num_unheld_bytes:
+            return False
         evicted = list[_Key]()
         for name in self._unheld:
             if excess <= 0:
@@ -340,14 +344,13 @@ class ImageStore:
 
     def _hold(self, request: _Wanting, sizes: dict[_Key, int]) -> None:
         request.has_room = True
-        for ref in request.refs:
-            name = _Key.of(ref)
+        for name, ref in zip(request.names, request.refs, strict=True):
             if name not in self._contents:
                 self._contents[name] = _Content(name, ref, sizes[name])
                 self.num_bytes += sizes[name]
             content = self._contents[name]
             content.holders[request.key] = None
-            self._unheld.pop(name, None)
+            self._use(content)
             if not content.is_complete:
                 request.missing.add(name)
 
@@ -355,22 +358,30 @@ class ImageStore:
         """Keep complete content while there is room. Drop other content."""
         if content.is_complete:
             self._unheld[content.key] = None
+            self._num_unheld_bytes += content.num_bytes
         else:
             if content.asked is not None:
                 self._stop(content.asked)
             self._drop(content.key)
 
     def _drop(self, name: _Key) -> None:
-        self._unheld.pop(name, None)
-        self.num_bytes -= self._contents.pop(name).num_bytes
+        content = self._contents.pop(name)
+        self._use(content)
+        self.num_bytes -= content.num_bytes
+
+    def _use(self, content: _Content) -> None:
+        """Mark content as held, or as dropped."""
+        if content.key in self._unheld:
+            del self._unheld[content.key]
+            self._num_unheld_bytes -= content.num_bytes
 
     # Questions.
 
     def _queue(self, request: _Wanting, supplier: Supplier) -> None:
         """Ask a client for what a request lacks, now or later."""
         queue = self._queues[supplier.identity]
-        for ref in request.refs:
-            if (name := _Key.of(ref)) in request.missing:
+        for name in request.names:
+            if name in request.missing:
                 queue[name] = None
         self._ask_next(supplier.identity)
 
@@ -385,7 +396,7 @@ class ImageStore:
             name = next(iter(queue))
             del queue[name]
             content = self._contents.get(name)
-            if content is None or content.is_complete or identity in content.wrong:
+            if content is None or content.is_complete:
                 continue
             if content.asked is not None:
                 waiting[name] = None
@@ -425,9 +436,8 @@ class ImageStore:
         """Ask a free connection for content that nobody sends."""
         for key in content.holders:
             for supplier in self._requests[key].suppliers:
-                if supplier.identity not in content.wrong:
-                    self._queues[supplier.identity][content.key] = None
-                    self._ask_next(supplier.identity)
+                self._queues[supplier.identity][content.key] = None
+                self._ask_next(supplier.identity)
                 if content.asked is not None:
                     return
 
@@ -446,13 +456,16 @@ class ImageStore:
     # Clients that leave or fail.
 
     def _reject(self, identity: bytes, content: _Content) -> None:
-        """Handle content with another hash. Fail the requests that only this connection can supply."""
+        """Handle content with another hash. The connection no longer supplies the requests that need this content.
+        Fail the requests that no other connection can supply.
+        """
         content.restart()
-        content.wrong.add(identity)
         for key in list(content.holders):
-            suppliers = self._requests[key].suppliers
-            if suppliers and all(each.identity in content.wrong for each in suppliers):
-                self._fail(key, "the pixels have another hash; send the image that content_hash names", content)
+            request = self._requests[key]
+            for supplier in [each for each in request.suppliers if each.identity == identity]:
+                self._remove(request, supplier)
+                if not request.suppliers:
+                    self._fail(key, "the pixels have another hash; send the image that content_hash names", content)
         self._ask_anyone(content)
 
     def _remove(self, request: _Wanting, supplier: Supplier) -> None:
@@ -489,8 +502,7 @@ class ImageStore:
         )
 
     def _fail(self, key: str, text: str, content: _Content | None = None) -> None:
-        refs = self._requests[key].refs
-        indices = (i for i, ref in enumerate(refs) if content is not None and _Key.of(ref) == content.key)
-        index = next(indices, None)
+        names = self._requests[key].names
+        index = None if content is None else names.index(content.key)
         field = "images" if index is None else f"images[{index}]"
         self._failed[key] = InvalidRequestError(f"{field}: {text}", field=field)

@@ -565,12 +565,12 @@ class Worker:
                 self._control.pushes.handle_news(event)
 
     def _finish_loading(self, info: dict[str, Any], weights: Destination, images: ImageLimits) -> None:
+        self._book.images.set_limits(images)
         self._vitals.info = info
         self._book.max_model_len = info["max_model_len"]
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         self._control.finish_loading(weights, info["device"])
-        self._book.serve_images(images)
         self._book.waiting_room.look_at_all()
         if self._control.lifecycle.is_ending:
             self._book.let_in_the_last()

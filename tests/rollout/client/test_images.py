@@ -167,20 +167,26 @@ def test_each_call_sends_images(tmp_path: Path, call: str) -> None:
             assert len(client.continue_samples(prompts, group.samples, media=media)) == 1
 
 
-def test_questions_about_other_requests_are_ignored(tmp_path: Path) -> None:
+def test_a_question_about_a_request_that_was_given_up_is_answered_with_an_abort(tmp_path: Path) -> None:
+    """Without an answer, the worker would wait for the connection, and then fail its other requests."""
     image = random_image()
 
     def script(peer: Peer) -> None:
         request = peer.receive()
-        peer.ask(request, 0, 10, id="nobody")
-        peer.ask(request, 0, 10, caller="another")
+        for other in (dict(id="nobody"), dict(caller="another")):
+            peer.ask(request, 0, 10, **other)
+            abort = peer.receive()
+            told = {"id": abort["request_id"], "caller": abort["caller"]}
+            assert told == {"id": request["id"], "caller": request["caller"]} | other and abort["type"] == "abort"
         peer.ask(request, 3, 10)
         part = peer.receive()
-        assert (part["id"], part["start"]) == (request["id"], 3), "the first answer is to the third question"
+        assert (part["type"], part["id"], part["start"]) == ("put_image", request["id"], 3)
         peer.finish(request)
         assert peer.receive()["type"] == "ack"
         peer.ask(request, 0, 10)  # the request has ended
-        peer.finish(peer.receive())
+        messages = {message["type"]: message for message in (peer.receive(), peer.receive())}  # in any order
+        assert messages["abort"]["request_id"] == request["id"]
+        peer.finish(messages["generate"])
 
     with client_of(tmp_path, script) as client:
         assert client.generate([PROMPT], media=[[image]])[0].images == (image,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,20 @@ def test_raw_images_are_processed_once_and_expanded(processor: Counting) -> None
         assert prompt.refs == tuple(map(protocol.ref_of, placed)) == tuple(map(protocol.ref_of, prompt.images))
     assert found[1] == Prompt(np.array([7, 8], "<i4").tobytes())
     assert contents(found).keys() == {image.content_hash for image in images}
+
+
+def test_a_sequence_may_make_new_images_at_each_access(processor: Counting) -> None:
+    class Lazy(Sequence[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, i: Any) -> Any:
+            if not 0 <= i < 2:
+                raise IndexError(i)
+            return photo(seed=i)
+
+    [lazy], [plain] = make(processor, [RAW], [Lazy()]), make(processor, [RAW], [[photo(seed=0), photo(seed=1)]])
+    assert lazy.refs == plain.refs and len({ref.content_hash for ref in lazy.refs}) == 2
 
 
 def test_processed_images_stay_as_they_are() -> None:

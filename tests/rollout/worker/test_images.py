@@ -32,19 +32,14 @@ def image(seed: int, start: int = 0, rows: int = 2, columns: int = 4) -> ImageIn
 class Store:
     """A store with questions and time that the test controls. `asked`: the unanswered questions, oldest first."""
 
-    def __init__(self, most_bytes: int = 10 * SIZE, most_part: int = 2**20, loads: bool = True) -> None:
+    def __init__(self, most_bytes: int = 10 * SIZE, most_part: int = 2**20) -> None:
         self.now = 100.0
         self.asked: list[tuple[bytes, NeedImage]] = []
         self.store = ImageStore(most_bytes, SECONDS, most_part, lambda *each: self.asked.append(each), lambda: self.now)
-        if loads:
-            self.load()
-
-    def load(self) -> None:
         self.store.set_limits(ImageLimits(TOWER, 8, 64))
-        self.store.start()
 
     def want(self, key: str, images: list[ImageInput], *clients: bytes) -> None:
-        self.store.add(key, f"id of {key}", tuple(map(ref_of, images)))
+        self.store.add(key, f"id of {key}", None, tuple(map(ref_of, images)))
         for client in clients:
             self.store.offer(key, Supplier(client, "caller"))
 
@@ -79,7 +74,8 @@ class Store:
         assert not store._requests and not store._questions and not store._roomless and not store._orphans
         assert not store._ready and not store._failed and not store._queues
         assert store._contents.keys() == store._unheld.keys()
-        assert store.num_bytes == sum(content.num_bytes for content in store._contents.values())
+        kept = sum(content.num_bytes for content in store._contents.values())
+        assert store.num_bytes == store._num_unheld_bytes == kept
 
 
 @pytest.fixture
@@ -160,15 +156,6 @@ def test_requests_get_room_in_order_and_for_all_their_images_at_once(make_store:
     assert store.take_ready() == ["b", "c"] and store.store.num_bytes == 3 * SIZE
 
 
-def test_nothing_is_asked_before_the_model_has_loaded(make_store: Callable[..., Store]) -> None:
-    store, given = make_store(loads=False), image(1)
-    store.store.check((ref_of(given),), np.array([1]))
-    store.want("a", [given], b"A")
-    assert not store.asked
-    store.load()
-    assert store.answer(given) == b"A" and store.take_ready() == ["a"]
-
-
 def test_a_request_that_can_never_be_served_is_refused(make_store: Callable[..., Store]) -> None:
     store, tokens = make_store(most_bytes=SIZE), np.full(4, PLACEHOLDER)
     with pytest.raises(InvalidRequestError, match=f"at most max_image_bytes = {SIZE} bytes"):
@@ -212,7 +199,7 @@ def test_wrong_content_without_another_client_fails_the_request(make_store: Call
 def test_a_wrong_size_with_a_right_hash_does_not_harm_the_image(make_store: Callable[..., Store]) -> None:
     store, given = make_store(), image(1)
     ref = ImageRef(start=0, rows=4, columns=2, content_hash=given.content_hash)
-    store.store.add("liar's", "liar's", (ref,))
+    store.store.add("liar's", "liar's", None, (ref,))
     store.store.offer("liar's", Supplier(b"A", None))
     store.want("honest", [given], b"B")
     assert store.answer(given) == b"A" and store.answer(given) == b"B"
@@ -301,7 +288,7 @@ def test_a_caller_that_gives_up_does_not_disturb_another_one(make_store: Callabl
 
 def test_another_caller_goes_on_after_the_asked_caller_gives_up(make_store: Callable[..., Store]) -> None:
     store, given = make_store(most_part=1000), image(1)
-    store.store.add("a", "id", (ref_of(given),))
+    store.store.add("a", "id", None, (ref_of(given),))
     store.store.offer("a", Supplier(b"A", "first"))
     store.store.offer("a", Supplier(b"A", "second"))
     store.answer(given)
@@ -330,6 +317,54 @@ def test_a_request_that_ends_without_its_images_frees_their_room(make_store: Cal
     store.want("b", [image(2)], b"A")
     store.end("a")
     assert store.store.num_bytes == SIZE and store.asked[-1][1].content_hash == image(2).content_hash
+
+
+@pytest.mark.parametrize("seed", range(8))  # the images of a request have no fixed order
+def test_a_request_that_ends_during_an_upload_is_asked_for_nothing(make_store: Callable[..., Store], seed: int) -> None:
+    store, shared, own = make_store(most_part=1000), image(seed), image(100 + seed)
+    store.want("a", [shared, own] if seed % 2 else [own, shared], b"A")
+    store.want("b", [shared], b"A", b"B")
+    store.answer(shared, own)
+    store.end("a")
+    ids = {question.id for _, question in store.asked[-2:]}
+    while store.asked:
+        store.answer(shared, own)
+    assert "id of b" in ids and store.take_ready() == ["b"]
+
+
+def test_a_request_does_not_wait_for_a_client_that_lied(make_store: Callable[..., Store]) -> None:
+    store, given = make_store(), image(1)
+    store.want("a", [given], b"A", b"B")
+    assert store.answer(given, lie=True) == b"A" and store.asked[0][0] == b"B"
+    store.store.lose(b"B")
+    store.asked.clear()
+    store.now += SECONDS
+    store.store.follow()
+    assert list(store.take_failed()) == ["a"] and store.store.num_bytes == 0
+
+
+def test_a_client_that_lied_may_try_again(make_store: Callable[..., Store]) -> None:
+    store, given = make_store(), image(1)
+    store.want("liar's", [given], b"A")
+    store.want("b", [given], b"B")
+    store.answer(given, lie=True)
+    assert list(store.take_failed()) == ["liar's"]
+    store.store.lose(b"B")
+    store.asked.clear()
+    store.want("again", [given], b"A")
+    assert store.answer(given) == b"A" and sorted(store.take_ready()) == ["again", "b"]
+
+
+def test_users_do_not_share_pixels(make_store: Callable[..., Store]) -> None:
+    store, given = make_store(), image(1)
+    for user, client in (("alice", b"A"), ("bob", b"B")):
+        store.store.add(user, user, user, (ref_of(given),))
+        store.store.offer(user, Supplier(client, None))
+    assert [identity for identity, _ in store.asked] == [b"A", b"B"]
+    store.answer(given)
+    assert store.take_ready() == ["alice"]
+    store.answer(given)
+    assert store.take_ready() == ["bob"]
 
 
 # Through a worker.
@@ -422,6 +457,31 @@ def test_a_worker_without_images_says_so(engine: FakeEngine) -> None:
         submit(raw, "a", [image(1)])
         error = raw.receive()
     assert error["code"] == "invalid_request" and "at most 0 images" in error["message"]
+
+
+def test_an_abort_during_an_upload_does_not_disturb_other_requests(raw: RawClient, engine: FakeEngine) -> None:
+    for round in range(8):
+        shared, own = image(round, start=3), image(100 + round, start=7)
+        submit(raw, f"a{round}", [shared, own])
+        submit(raw, f"b{round}", [shared])
+        assert raw.receive()["type"] == "need_image"
+        raw.send("abort", id=f"end{round}", request_id=f"a{round}")
+        replies = supply(raw, [shared, own])[1], supply(raw, [shared, own])[1]
+        assert [reply["id"] for reply in replies] == [f"a{round}", f"b{round}"]
+    assert raw.health()["state"] == "ready"
+
+
+def test_a_request_that_waits_for_weights_takes_no_room(engine: FakeEngine) -> None:
+    early, served = image(1, start=3), image(2, start=3)
+    with serving(engine, max_image_bytes=SIZE) as running, RawClient(running.address) as raw:
+        tokens = np.array([1, 1, 1, PLACEHOLDER, PLACEHOLDER], "<i4").tobytes()
+        demand = dict(min_weight_version=10**6, wait_for_weights=True, images=[ref_of(early).model_dump()])
+        raw.send("generate", id="early", prompt_token_ids=tokens, params={"max_tokens": 4}, **demand)
+        submit(raw, "served", [served])
+        assert supply(raw, [early, served])[1]["id"] == "served"
+        assert raw.health()["memory"]["images"] == SIZE and raw.health()["requests"]["open"] == 1
+        raw.send("abort", id="end", request_id="early")
+        raw.receive_until("aborted")
 
 
 def test_a_request_submitted_while_the_model_loads_is_checked_later(engine: FakeEngine) -> None:
