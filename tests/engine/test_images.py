@@ -339,7 +339,7 @@ def faulty(tower: TowerSpec) -> dict[str, tuple[str, dict[str, Any]]]:
         "nan": ("table has values that are not finite", dict(table=np.full_like(good.table, np.nan))),
         "three frames": (r"frames must be 1 or 2 .got 3.: this model takes videos in parts of 2", dict(frames=3)),
         "true frames": (r"frames must be 1 or 2 .got True", dict(frames=True)),
-        "one frame as two": (r"levels must be an array uint8 of shape \[24, 96\]", dict(frames=2)),
+        "one frame as two": ("must be the placeholder 501", dict(frames=2)),
         "a video": ("must be the placeholder 501", dict(frames=2, levels=good.levels.repeat(2, 1))),
         "other size": ("must be the placeholder", dict(rows=4, columns=8, levels=np.zeros((32, 48), np.uint8))),
     }
