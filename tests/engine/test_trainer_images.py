@@ -240,6 +240,7 @@ OTHER_WORDS = {
     "a small start": "start, rows, columns and frames must be integers",
     "a float": "start, rows, columns and frames must be integers",
     "none": "multiples of 2 .got 0 and 6",
+    "true frames": "start, rows, columns and frames must be integers",
     "one frame as two": r"levels must be an array uint8 of shape \[24, 96\]",
 }
 
