@@ -366,7 +366,7 @@ def test_an_op_with_different_rounding_is_found(tiny_llama: Path, op: str, monke
     ops = select_backend("cpu", torch.device("cpu"), torch.float32).ops
     broken: Any = types.SimpleNamespace(**{name: getattr(ops, name) for name in dir(ops)})
     setattr(broken, op, lambda *args: BROKEN[op](ops, *args))
-    monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))
+    monkeypatch.setattr(training, "ops_of", lambda module, x: GradientOps(broken))
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0
     assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), (

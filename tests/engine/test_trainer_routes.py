@@ -145,7 +145,7 @@ def test_another_order_of_experts_is_found(mixture_models: dict[str, Path], monk
     whole = packed(model, rollout)
     assert count_differences(whole, rollout) == 0
     broken: Any = types.SimpleNamespace(**vars(reference) | dict(experts=experts_in_descending_order))
-    monkeypatch.setattr(training, "_ops", lambda module, x: GradientOps(broken))
+    monkeypatch.setattr(training, "ops_of", lambda module, x: GradientOps(broken))
     found = packed(model, rollout)
     assert count_differences(found, rollout) > 0
     assert all(torch.allclose(a, b, rtol=0.0, atol=1e-3) for a, b in zip(found, whole, strict=True)), (
