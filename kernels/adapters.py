@@ -204,13 +204,24 @@ def read_tensors(model: Any) -> AdaptedTensors:
     adapters: dict[str, Adapter] = {}
     for name, module in _outermost(model.get_base_model()):
         inner = trained(module)
-        for path, parameter in inner.named_parameters(remove_duplicate=False, recurse=_kind(module) in _OF_PEFT):
-            tensors[f"{name}{path}"] = parameter
+        for path, tensor in _saved(inner, recurse=_kind(module) in _OF_PEFT):
+            tensors[f"{name}{path}"] = tensor
             if _kind(module) == _WRAPPER and inner is not module.original_module:
                 replaced.add(f"{name}{path}")
         if (adapter := adapter_of(module)) is not None:
             adapters[f"{name}weight"] = adapter
     return AdaptedTensors(tensors, frozenset(replaced), adapters)
+
+
+def _saved(module: nn.Module, recurse: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a module's `state_dict` by name: parameters, and persistent buffers. `recurse`: include the
+    submodules.
+    """
+    yield from module.named_parameters(remove_duplicate=False, recurse=recurse)
+    for prefix, part in module.named_modules() if recurse else [("", module)]:
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from .spellings import own_name
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "clamped_silu"]
 
 
@@ -432,8 +434,8 @@ class DecoderSpec:
 
     `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
     first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names
-    by role, without `model.layers.N.`. `renamed`: maps alternative prefixes of names in a checkpoint to the standard
-    prefix. `others`: a tensor of a checkpoint does not belong to the decoder if its name begins with one of these
+    by role, without `model.layers.N.`. `renamed`, `respelled`: how names in a checkpoint become these names (see
+    `spellings.Names`). `others`: a tensor does not belong to the decoder if its name begins with one of these
     prefixes. `pieces`: the number of pieces in which each product that leads back to the hidden states is summed, and
     the number of groups in which the outputs of a row's experts are added (see `kernels.pieces`). `ranks`: the number
     of ranks of which this spec describes one (see `kernels.ranks`). `held`: maps the role of a weight to the
@@ -457,6 +459,7 @@ class DecoderSpec:
     tie_word_embeddings: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    respelled: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
     pieces: int = 1
     ranks: int = 1
@@ -530,8 +533,11 @@ class DecoderSpec:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The beginnings of the names of a vision tower's weights, if the tower does not belong to the decoder."""
-        return () if self.tower is None or self.serves_tower else self.tower.prefixes
+        """The beginnings of the names of tensors that do not belong to the decoder, such as those of a vision tower
+        that is not served.
+        """
+        others = tuple(other for other in self.others if not (self.serves_mtp and is_of_mtp(other)))
+        return others if self.tower is None or self.serves_tower else others + self.tower.prefixes
 
     @property
     def head_range(self) -> tuple[int, int]:
@@ -546,11 +552,7 @@ class DecoderSpec:
 
     def own_name(self, name: str) -> str | None:
         """Return the decoder's name for a checkpoint's tensor; None if the tensor does not belong to the decoder."""
-        if name.startswith(self.others) and not (self.serves_mtp and is_of_mtp(name)):
-            return None
-        beginning = next((other for other in self.renamed if name.startswith(other)), "")
-        own = self.renamed.get(beginning, "") + name.removeprefix(beginning)
-        return None if own.startswith(self.left_out) else own
+        return own_name(name, self)
 
     def __hash__(self) -> int:
         # Hash only a few fields, for speed: each module of an aligned model looks up its backend by spec.

@@ -1,14 +1,16 @@
-"""The names of experts' matrices in checkpoints and pushes. The matrices are stacked in one tensor or split into parts.
+"""The names of tensors in checkpoints and pushes.
 
-A model holds experts' matrices as stacks [E, R, C]. A checkpoint or push may have parts instead of a stack. The parts
-of an expert are tensors [rows, C]. Concatenated along the rows, they form the expert's matrix. Imports no torch.
+A model names its tensors as transformers' module does (`own_name` translates other names). The matrices of experts are
+stacked in one tensor or split into parts. A model holds them as stacks [E, R, C]. A checkpoint or push may have parts
+instead of a stack. The parts of an expert are tensors [rows, C]. Concatenated along the rows, they form the expert's
+matrix. Imports no torch.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 Parts: TypeAlias = Mapping[str, Sequence[str]]
@@ -17,6 +19,34 @@ stack have the same number of rows. `{}` stands for the expert's number.
 """
 
 _NUMBERED = re.compile(r"(.*\.)(0|[1-9][0-9]{0,5})(\..*)", re.DOTALL)
+
+
+class Names(Protocol):
+    """How a model names its tensors.
+
+    `renamed`: maps the beginnings of names in checkpoints and pushes to the beginnings of the model's names.
+    `respelled`: maps texts inside such names to the texts that the model's names have instead. `left_out`: the
+    beginnings of the model's names for tensors that it does not use, such as those of a vision tower.
+    """
+
+    @property
+    def renamed(self) -> Mapping[str, str]: ...
+    @property
+    def respelled(self) -> Mapping[str, str]: ...
+    @property
+    def left_out(self) -> tuple[str, ...]: ...
+
+
+def own_name(name: str, names: Names) -> str | None:
+    """Return the model's name for a tensor of a checkpoint or push; None if the model does not use the tensor.
+
+    At most one beginning is renamed, the first that fits. Then all texts of `respelled` are replaced in turn.
+    """
+    beginning = next((other for other in names.renamed if name.startswith(other)), "")
+    own = names.renamed.get(beginning, "") + name.removeprefix(beginning)
+    for other, text in names.respelled.items():
+        own = own.replace(other, text)
+    return None if own.startswith(names.left_out) else own
 
 
 class Part(NamedTuple):

@@ -28,9 +28,9 @@ from ..engine.request import SampleOutput, SamplingParams
 from ..kernels.families import describe
 from ..kernels.plain_models import is_aligned, is_decoder
 from ..kernels.specs import is_of_mtp
+from ..kernels.spellings import own_name
 from ..kernels.training import Arithmetic, align, aligned_with, merged_weights, token_log_probs, unalign
 from ..kernels.wrappers import adapted_inside, unwrapped
-from ..weight_sync.payload.manifest import own_name
 from ..weight_sync.payload.tensors import dtype_named, tensor_checksum
 from ..weight_sync.trainer.trainer_tensors import TrainerTensors
 from . import protocol

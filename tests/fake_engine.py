@@ -172,6 +172,7 @@ class FakeWeights:
         self.optional: Collection[str] = ()
         self.optional_note = ""
         self.renamed: dict[str, str] = {}
+        self.respelled: dict[str, str] = {}
         self.left_out: tuple[str, ...] = ()
         self.live = {
             name: torch.zeros(shape, dtype=getattr(torch, self.dtypes.get(name, dtype)))

@@ -53,7 +53,7 @@ FOREIGN_ALLOWED_TO = {
 SPEC = {"specs", "contract"}
 KERNELS = {
     "__init__": set(),
-    "specs": set(),
+    "specs": {"spellings"},
     "journal": set(),
     "contract": {"journal", "specs"},
     "spellings": set(),

@@ -25,9 +25,9 @@ from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.kernels.spellings import own_name
 from trueroll.rollout import RolloutClient, WeightPublisher
 from trueroll.rollout.config import WorkerConfig
-from trueroll.weight_sync.payload.manifest import own_name
 
 MAX_STALENESS = 2
 

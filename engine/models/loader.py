@@ -371,13 +371,17 @@ def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) 
     tensor.
     """
     headers: dict[str, list[_Found]] = {}
+    unused: list[str] = []
     for file in files:
         with _open(file) as checkpoint:
             for name in checkpoint.keys():
                 if (own := own_name(name)) is None:
+                    unused.append(name)
                     continue
                 tensor = checkpoint.get_slice(name)
                 headers.setdefault(own, []).append(_Found(name, file, tuple(tensor.get_shape()), tensor.get_dtype()))
+    if unused:
+        log.info("%d tensors of the checkpoint are not used: %s", len(unused), _list_names(sorted(unused)))
     return headers
 
 

@@ -149,8 +149,13 @@ class WeightStore:
         return self.model.spec.renamed
 
     @property
+    def respelled(self) -> Mapping[str, str]:
+        """Maps texts inside names that trainers may use to the texts in the names in `shapes`."""
+        return self.model.spec.respelled
+
+    @property
     def left_out(self) -> tuple[str, ...]:
-        """The beginnings of the names of tensors that trainers leave out of a push: those of an unused vision tower."""
+        """The beginnings of the names of tensors that trainers leave out of a push, such as those of an idle tower."""
         return self.model.spec.left_out
 
     @property

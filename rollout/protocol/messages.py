@@ -441,7 +441,8 @@ class Checksums(Message):
     """The reply to `GetChecksums`.
 
     `checksums`: maps each parameter's Hugging Face name to the 64-bit XXH3 hash of the parameter's bytes. Adapters are
-    merged before the hash is computed. `dtype`, `dtypes`, `renamed`, `left_out`, `push_id`: as in `Weights`.
+    merged before the hash is computed. `dtype`, `dtypes`, `renamed`, `respelled`, `left_out`, `push_id`: as in
+    `Weights`.
     """
 
     type: Literal["checksums"] = "checksums"
@@ -450,6 +451,7 @@ class Checksums(Message):
     dtypes: dict[str, str]
     checksums: dict[str, Count]
     renamed: dict[str, str] = {}
+    respelled: dict[str, str] = {}
     left_out: tuple[str, ...] = ()
     weight_version: Count
     push_id: PushId | None

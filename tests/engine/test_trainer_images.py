@@ -25,8 +25,8 @@ from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.errors import AlignmentError
 from trueroll.kernels.media import patches_of
 from trueroll.kernels.specs import TowerSpec
+from trueroll.kernels.spellings import own_name
 from trueroll.kernels.training import align, merged_weights, token_log_probs, token_statistics
-from trueroll.weight_sync.payload.manifest import own_name
 
 from .models.test_towers import pixels_for_transformers
 from .test_images import asked, engine_of, faulty, image_of, loaded_model, prompt_of, request_of, run, tower_of

@@ -52,6 +52,20 @@ def plain(folder: Path, dtype: torch.dtype, weights: dict[str, Tensor] | None = 
     return model
 
 
+def test_persistent_buffers_are_tensors_of_a_model(folders: dict[str, Path]) -> None:
+    """A router's correction bias is a buffer, which `named_parameters` lacks."""
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    layer, head = model.model.layers[0].mlp, model.lm_head
+    layer.register_buffer("correction", torch.ones(8))
+    layer.register_buffer("scratch", torch.ones(8), persistent=False)
+    head.register_buffer("correction", torch.ones(8))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapted = get_peft_model(model, LoraConfig(target_modules=ATTENTION, modules_to_save=["lm_head"]))
+    found = read_tensors(adapted).tensors
+    assert found.keys() == expected.keys() and "model.layers.0.mlp.correction" in found
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_an_adapted_model_computes_with_the_merged_weights(

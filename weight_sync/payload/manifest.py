@@ -310,26 +310,6 @@ def check_complete(names: Collection[str], wanted: Parameters) -> None:
         raise PushError(f"push: parameters are missing: {list_names(missing)}; push every parameter")
 
 
-class Names(Protocol):
-    """How a worker names parameters.
-
-    `renamed`: maps the beginnings of a trainer's names to the beginnings of the worker's names. `left_out`: the
-    beginnings of the worker's names for tensors that it does not want, such as those of a vision tower.
-    """
-
-    @property
-    def renamed(self) -> Mapping[str, str]: ...
-    @property
-    def left_out(self) -> tuple[str, ...]: ...
-
-
-def own_name(name: str, names: Names) -> str | None:
-    """Return the worker's name for a trainer's tensor; None if the worker does not want the tensor."""
-    beginning = next((other for other in names.renamed if name.startswith(other)), "")
-    own = names.renamed.get(beginning, "") + name.removeprefix(beginning)
-    return None if own.startswith(names.left_out) else own
-
-
 def spellings_of(wanted: Parameters) -> Spellings:
     """Return the names under which parameters may be sent."""
     return Spellings(wanted.shapes, wanted.parts)

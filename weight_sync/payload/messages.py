@@ -127,7 +127,7 @@ class Weights(Message):
     - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a
       push may omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps
       its current values.
-    - `renamed`, `left_out`: how the trainer's names become the names in `shapes` (`manifest.own_name`).
+    - `renamed`, `respelled`, `left_out`: how the trainer's names become the names in `shapes` (`spellings.own_name`).
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.
     - `kin`: a value that is equal for workers that may share the memory of their weights; None if this worker cannot
@@ -145,6 +145,7 @@ class Weights(Message):
     ignored: tuple[str, ...]
     optional: tuple[str, ...] = ()
     renamed: dict[str, str] = {}
+    respelled: dict[str, str] = {}
     left_out: tuple[str, ...] = ()
     weight_version: Count
     push_id: PushId | None

@@ -32,6 +32,7 @@ import torch
 
 from trueroll.errors import ConfigError, PushError
 
+from ...kernels.spellings import own_name
 from ..payload.adapters import with_adapters
 from ..payload.manifest import (
     ALIGNMENT,
@@ -50,7 +51,6 @@ from ..payload.manifest import (
     Shape,
     checksum,
     own_dtypes,
-    own_name,
     spellings_of,
 )
 from ..payload.messages import Weights

@@ -103,7 +103,7 @@ class LendableStagingArea(StagingArea, Protocol):
 
 class Destination(Parameters, Protocol):
     """A worker's parameters, and the functions that create staging areas for new parameters. `kin`, `renamed`,
-    `left_out`: see `Weights`.
+    `respelled`, `left_out`: see `Weights`.
 
     `commit_note`: why commits take longer than necessary, or an empty string. `optional_note`: which parameters the
     last push lacked, or an empty string.
@@ -114,6 +114,9 @@ class Destination(Parameters, Protocol):
 
     @property
     def renamed(self) -> Mapping[str, str]: ...
+
+    @property
+    def respelled(self) -> Mapping[str, str]: ...
 
     @property
     def left_out(self) -> tuple[str, ...]: ...

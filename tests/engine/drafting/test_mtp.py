@@ -240,8 +240,9 @@ def test_models_without_a_module_are_refused(tmp_path: Path) -> None:
         assert [drafts.drafter for drafts in make(model, speculative="auto").stats().drafts] == ["repeats"]
 
 
-def test_modules_that_are_not_supported_are_left_out(tmp_path: Path) -> None:
+def test_modules_that_are_not_supported_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A module without one of its tensors, one with a second layer, and one with embeddings of its own."""
+    caplog.set_level("INFO", "trueroll")
     model = make_mtp_model("qwen3_next_moe", tmp_path / "model")
     tensors = read_tensors(model)
     assert [drafts.drafter for drafts in make(model, speculative="auto").stats().drafts] == ["repeats", "mtp"]
@@ -257,7 +258,10 @@ def test_modules_that_are_not_supported_are_left_out(tmp_path: Path) -> None:
         save_file(changed, model / FILE, {"format": "pt"})
         with pytest.raises(ConfigError, match="has no module for multi-token prediction"):
             make(model)
+        caplog.clear()
         assert [drafts.drafter for drafts in make(model, speculative="auto").stats().drafts] == ["repeats"]
+        count = sum(name.startswith("mtp.") for name in changed)
+        assert f"{count} tensors of the checkpoint are not used: mtp." in caplog.text
 
 
 def test_the_better_drafter_is_chosen_for_each_sample_and_step(tmp_path: Path) -> None:

@@ -242,8 +242,10 @@ def test_tied_and_ignored_tensors_are_left_out(cluster: Cluster) -> None:
 def test_a_trainers_names_become_the_workers(cluster: Cluster, transport: str) -> None:
     weights = FakeWeights(SHAPES, tied=TIED)
     weights.renamed, weights.left_out = {"inner.": "", "outer.tower.": "tower."}, ("tower.",)
+    weights.respelled = {".gain": ".weight"}
     worker, tensors = cluster.start(weights=weights), trainer_tensors()
-    named = {f"inner.{name}": tensor for name, tensor in tensors.items()}
+    named = {f"inner.{name}".replace("norm.weight", "norm.gain"): tensor for name, tensor in tensors.items()}
+    assert "inner.norm.gain" in named, "premise"
     named |= {"outer.tower.weight": torch.ones(3), "tower.bias": torch.ones(2)}
     with cluster.publisher(transport) as publisher:
         for version, given in enumerate((named, iter(named.items()), tensors), 1):
