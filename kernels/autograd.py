@@ -39,7 +39,17 @@ from .contract import (
     as_weight,
 )
 from .packed import Packed, attend
-from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerNormSpec, NormSpec, Pieces
+from .specs import (
+    WHOLE,
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerNormSpec,
+    NormSpec,
+    Pieces,
+    RouterSpec,
+)
 
 # Tokens per chunk; any size gives the same gradients within rounding.
 _CHUNK = 64
@@ -80,6 +90,25 @@ class _Product(Function):
         grad_x = grad @ weight if needs_x else None
         grad_weight = grad.T @ x if needs_weight else None
         return None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
+
+
+class _WideProduct(Function):
+    """`Backend.wide_linear`. The gradients are computed in float32."""
+
+    @staticmethod
+    @_without_autocast
+    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return ops.wide_linear(x, as_weight(ops, weight))
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        _, needs_x, needs_weight = ctx.needs_input_grad
+        grad_x = (grad @ weight.float()).to(x.dtype) if needs_x else None
+        return None, grad_x, (grad.T @ x.float()).to(weight.dtype) if needs_weight else None
 
 
 class _Merge(Function):
@@ -200,27 +229,37 @@ def _clamped_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, 
 class _Route(Function):
     @staticmethod
     def forward(
-        ctx: Any, ops: Backend, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None
+        ctx: Any, ops: Backend, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None, correction: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        experts, gates = ops.route(logits, spec, chosen)
-        ctx.save_for_backward(logits, experts, gates)
+        experts, gates = ops.route(logits, spec, chosen, correction)
+        ctx.save_for_backward(logits, experts)
         ctx.mark_non_differentiable(experts)
-        ctx.normed = spec.normed
+        ctx.router = spec.router
         return experts, gates
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient through the softmax that computes the gates. The choice of experts has no gradient."""
-        logits, experts, gates = ctx.saved_tensors
-        products = gates * grad
-        share = products.sum(-1, keepdim=True)
-        if ctx.normed:
-            found = torch.zeros_like(logits, dtype=torch.float32)
-            found.scatter_(1, experts.long(), products - gates * share)
-        else:
-            found = logits.float().softmax(-1).mul_(-share).scatter_add_(1, experts.long(), products)
-        return None, found.to(logits.dtype), None, None
+        """Return the gradient through the gates. Neither the choice of experts nor its correction has a gradient."""
+        logits, experts = ctx.saved_tensors
+
+        def gates(logits: Tensor) -> Tensor:
+            return plain_gates(logits, experts, ctx.router)
+
+        return None, *_float32_gradients(gates, [logits], grad), None, None, None
+
+
+def plain_gates(logits: Tensor, experts: Tensor, router: RouterSpec) -> Tensor:
+    """Return the gates of `Backend.route` for these experts (integers [M, top_k]), computed by torch in the dtype of
+    the logits [M, E].
+    """
+    experts = experts.long()
+    scores = logits.sigmoid() if router.score == "sigmoid" else logits
+    scores = (scores.softmax(-1) if router.score == "softmax" else scores).gather(1, experts)
+    gates = scores.softmax(-1) if router.score == "softmax_of_chosen" else scores
+    if router.normed:
+        gates = gates / (gates.sum(-1, keepdim=True) + router.eps).clamp(min=router.floor)
+    return gates * router.scale
 
 
 class _Experts(Function):
@@ -594,6 +633,10 @@ class GradientOps:
         """
         return _Product.apply(self.backend, self.backend.linear, x, weight, *([] if bias is None else [bias]))  # type: ignore[return-value]
 
+    def wide_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """`Backend.wide_linear`."""
+        return _WideProduct.apply(self.backend, x, weight)  # type: ignore[return-value]
+
     def project_back(
         self,
         x: Tensor,
@@ -630,13 +673,15 @@ class GradientOps:
         """Return activation(gate) * up for tensors of the same shape."""
         return _GateMul.apply(self.backend, gate, up, activation)  # type: ignore[return-value]
 
-    def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
 
-        `chosen` (int32 [M, top_k]) lists the experts to use instead of the experts with the highest logits. The ids in
-        each row of `chosen` are ascending. The gates have gradients; the choice of experts has no gradient.
+        `chosen` (int32 [M, top_k]) lists the experts to use instead of those that the router chooses. The ids in each
+        row of `chosen` are ascending. The gates have gradients; the choice of experts has no gradient.
         """
-        return _Route.apply(self.backend, logits, spec, chosen)  # type: ignore[return-value]
+        return _Route.apply(self.backend, logits, spec, chosen, correction)  # type: ignore[return-value]
 
     def experts(
         self,

@@ -18,7 +18,7 @@ the result either. Equality means equal bits.
   expert's matrix are accumulated in the same order for any number of rows.
 - Where tensor parallelism splits a sum, the sum is computed in pieces, which are added as a balanced binary tree. The
   number of pieces depends on the decoder, and not on the number of devices (`kernels.pieces`).
-- Among equal logits, the lower vocabulary id or the lower expert id wins.
+- Among equal logits or scores, the lower vocabulary id, expert id or group of experts wins.
 - Random numbers are a function of (seed, absolute position, vocabulary id).
 
 A backend is a module with the functions of `Backend`: plain functions on tensors, without state. Two runs on the same
@@ -206,7 +206,8 @@ class ExpertsWeights:
     `router`: [E, H]. `router_bias`: [E]. `gate_up` [E * 2 * I, H] holds, for each expert, the rows of gate followed by
     the rows of up. `down` [E * H, I] holds H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are
     in the same order as the rows of `gate_up` and `down`. If `ExpertsSpec.bias` is False, all biases are None.
-    `shared`: the weights of the shared expert, or None. `shared_score`: [1, H] or None.
+    `shared`: the weights of the shared expert, or None. `shared_score`: [1, H] or None. `correction`: float32 [E] or
+    None (`RouterSpec.correction`). With `RouterSpec.wide`, `router` may be float32 in a model of another dtype.
     """
 
     router: Weight
@@ -217,6 +218,7 @@ class ExpertsWeights:
     down_bias: Tensor | None
     shared: MlpWeights | None = None
     shared_score: Weight | None = None
+    correction: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -435,6 +437,12 @@ class Backend(Protocol):
         """Multiply x [M, K] by the transpose of weight [N, K] and add bias [N]. The result is [M, N] in x's dtype."""
         ...
 
+    def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """Return the product of x [M, K] and the transpose of weight [N, K] in float32, [M, N], accumulated in
+        float32. The weight has x's dtype, or is float32.
+        """
+        ...
+
     def project_back(
         self,
         x: Tensor,
@@ -477,16 +485,27 @@ class Backend(Protocol):
         """
         ...
 
-    def route(self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (experts, gates) for a router's logits [M, E]. `experts` is int32 [M, top_k], and `gates` is float32
-        [M, top_k].
+    def route(
+        self, logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (experts, gates) for a router's logits [M, E], which are in the model's dtype or float32. `experts` is
+        int32 [M, top_k], and `gates` is float32 [M, top_k]. All steps are in float32.
 
-        A row's experts are the `top_k` experts with the highest logits. Among equal logits, lower ids are chosen first.
-        If `chosen` (int32 [M, top_k], ascending) is given, a row's experts are the experts in the same row of `chosen`.
-        Returned experts are in ascending order in each row. A gate is e^(logit - highest logit), divided by a sum of
-        these exponentials, in float32. If `spec.normed`, the denominator is the sum over the row's experts, added by
-        ascending id; otherwise it is the sum over all experts. A row with NaN gets NaN gates and arbitrary distinct ids
-        below E.
+        Scores. `softmax`: e^(logit - highest logit), divided by the sum of these exponentials over all experts.
+        `softmax_of_chosen`: the same over the row's experts only, whose exponentials are added by ascending id.
+        `sigmoid`: 1 / (1 + e^-logit).
+
+        Choice. Experts are ranked by logits, or, if `RouterSpec.ranks_scores`, by scores plus `correction` (float32
+        [E], or None). A row's experts are the `top_k` experts with the highest rank; among equals, lower ids are chosen
+        first. With several groups, group i holds the experts [i G, (i + 1) G), where G is the number of experts divided
+        by `groups`. A row's experts then come from the `kept_groups` groups for which the sum of the `group_best`
+        highest ranks is highest; among equals, lower groups are kept first. If `chosen` (int32 [M, top_k], ascending)
+        is given, a row's experts are the experts in the same row of `chosen`, and `correction` is not read. Returned
+        experts are in ascending order in each row.
+
+        Gates. A gate is the expert's score. If `normed`, it is divided by max(sum + eps, floor), where the sum is that
+        of the row's scores, added by ascending id. Then it is multiplied by `scale`. A row with NaN gets NaN gates and
+        arbitrary distinct ids below E.
         """
         ...
 

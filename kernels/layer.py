@@ -55,8 +55,8 @@ Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
 Recur: TypeAlias = Callable[[Tensor, Tensor, Tensor, DeltaNetSpec, DeltaNetWeights], Tensor]
 """recur(qkv, b, a, spec, weights): return `delta_rule` of the convolution of qkv [M, channels]: [M, value_heads, V]."""
 
-Choose: TypeAlias = Callable[[Tensor, ExpertsSpec], tuple[Tensor, Tensor]]
-"""choose(logits, spec): return the experts of each row and their gates, in the form of `Backend.route`."""
+Choose: TypeAlias = Callable[[Tensor, ExpertsSpec, Tensor | None], tuple[Tensor, Tensor]]
+"""choose(logits, spec, correction): return the experts of each row and their gates, in the form of `Backend.route`."""
 
 
 class LayerOps(Protocol):
@@ -67,6 +67,8 @@ class LayerOps(Protocol):
     def rmsnorm(self, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor: ...
 
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor: ...
+
+    def wide_linear(self, x: Tensor, weight: Any) -> Tensor: ...
 
     def project_back(
         self,
@@ -155,7 +157,8 @@ def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> Mlp
         of("experts.down", count, hidden, inner, layout=down),
         of("experts.down_bias", count, hidden, layout=down) if spec.bias else None,
         _gated_weights("shared", spec.shared_size, hidden, of) if spec.has_shared else None,
-        of("shared.score", 1, hidden) if spec.has_shared else None,
+        of("shared.score", 1, hidden) if spec.has_shared and spec.shared_gated else None,
+        of("router_correction", spec.num_experts) if spec.router.correction else None,
     )
 
 
@@ -235,13 +238,16 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
 def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:
     """For each row of x [M, H], add the outputs of the row's experts and of the shared expert. Return [M, H]."""
     weights = cast(ExpertsWeights, layer.mlp)
-    experts, gates = choose(ops.linear(x, weights.router, weights.router_bias), spec)
+    wide = spec.router.wide
+    logits = ops.wide_linear(x, weights.router) if wide else ops.linear(x, weights.router, weights.router_bias)
+    experts, gates = choose(logits, spec, weights.correction)
     shared = None
-    if weights.shared is not None:
-        mlp, score = weights.shared, ops.linear(x, weights.shared_score)
+    if (mlp := weights.shared) is not None:
         active = ops.gate_up(x, mlp.gate, mlp.up, spec.activation)
         shared = ops.project_back(active, mlp.down, pieces=layer.mlp_pieces)
-        shared = ops.gate_mul(score.expand_as(shared), shared, "sigmoid")
+        if weights.shared_score is not None:
+            score = ops.linear(x, weights.shared_score)
+            shared = ops.gate_mul(score.expand_as(shared), shared, "sigmoid")
     return ops.experts(x, spec, weights, experts, gates, shared, layer.mlp_pieces.count)
 
 
@@ -353,8 +359,8 @@ def run_layers(
     """Compute `Backend.layers` with the other ops of the backend."""
     records = iter(()) if routes is None else iter(routes)
 
-    def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
-        experts, gates = ops.route(logits, spec)
+    def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        experts, gates = ops.route(logits, spec, correction=correction)
         if (record := next(records, None)) is not None:
             record.copy_(experts)
         return experts, gates

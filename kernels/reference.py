@@ -45,7 +45,17 @@ from .contract import (
     Weight,
 )
 from .layer import project, run_layers
-from .specs import WHOLE, Activation, AttentionSpec, DeltaNetSpec, ExpertsSpec, LayerNormSpec, NormSpec, Pieces
+from .specs import (
+    WHOLE,
+    Activation,
+    AttentionSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LayerNormSpec,
+    NormSpec,
+    Pieces,
+    RouterSpec,
+)
 
 ROW_TILE = 32
 COLUMN_TILE = 512
@@ -104,6 +114,9 @@ def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
         columns = slice(start, start + COLUMN_TILE)
         _multiply_tiles(tiles, weight[columns].float(), None, out[:, columns])
     return out[: hidden.shape[0]]
+
+
+wide_linear = lm_head
 
 
 def _whole_columns(x: Tensor) -> Tensor:
@@ -222,16 +235,54 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return (numerator / (1.0 + torch.exp(-slope)) * up.float()).to(gate.dtype)
 
 
-def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    wide = logits.float()
+def route(
+    logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    router, wide = spec.router, logits.float()
+    scores = _scores(wide, router)
     if chosen is None:
-        best = torch.sort(wide, dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+        ranks = scores if router.ranks_scores else wide
+        ranks = ranks if correction is None else ranks + correction
+        best = _best(ranks if router.groups == 1 else _keep_groups(ranks, router), spec.top_k)
         chosen = best.sort(dim=-1).values.int()
-    scores = wide.gather(1, chosen.long())
-    shared_by = scores if spec.normed else wide
-    peak = shared_by.amax(-1, keepdim=True)
+    gates = scores.gather(1, chosen.long())
+    if router.score == "softmax_of_chosen":
+        gates = _softmax(gates)
+    if router.normed:
+        gates = gates / (_row_sum(gates) + router.eps).clamp(min=router.floor)
+    gates = gates if router.scale == 1.0 else gates * router.scale
+    return chosen, gates.where(~wide.isnan().any(-1, keepdim=True), torch.nan)
+
+
+def _scores(logits: Tensor, router: RouterSpec) -> Tensor:
+    """Return the scores of all experts; for `softmax_of_chosen`, the logits."""
+    if router.score == "sigmoid":
+        return 1.0 / (1.0 + torch.exp(-logits))
+    return _softmax(logits) if router.score == "softmax" else logits
+
+
+def _softmax(x: Tensor) -> Tensor:
+    found = torch.exp(x - x.amax(-1, keepdim=True))
+    return found / _row_sum(found)
+
+
+def _row_sum(x: Tensor) -> Tensor:
     # A plain sum of one row is split among threads; a running sum adds its elements in order.
-    return chosen, torch.exp(scores - peak) / torch.exp(shared_by - peak).cumsum(-1)[:, -1:]
+    return x.cumsum(-1)[:, -1:]
+
+
+def _best(x: Tensor, count: int) -> Tensor:
+    """Return the indices of the highest elements of each row; among equals, the lower ones."""
+    return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _keep_groups(ranks: Tensor, router: RouterSpec) -> Tensor:
+    """Return the ranks [M, E], with -inf in groups that are not kept."""
+    of_groups = ranks.unflatten(1, (router.groups, -1))
+    best = of_groups.sort(-1, descending=True).values[..., : router.group_best]
+    kept = _best(best[..., 0] if router.group_best == 1 else best[..., 0] + best[..., 1], router.kept_groups)
+    is_kept = torch.zeros_like(best[..., 0], dtype=torch.bool).scatter_(1, kept, True)
+    return of_groups.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
 
 
 def experts(

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from trueroll.errors import AlignmentError
 from trueroll.versions import untested
 
+from .autograd import plain_gates
 from .batches import OWN_CHOICE, locate, read_routes
 from .plain_models import describe_plain
-from .specs import DecoderSpec, ExpertsSpec
+from .specs import DecoderSpec, ExpertsSpec, RouterSpec
 from .wrappers import text_decoder
 
 
@@ -47,7 +48,7 @@ def replayed(
     routes = _spread_routes(routed_experts, spec, attention_mask, lengths)
     with ExitStack() as stack:
         for router, of_router, experts in zip(_routers(model, spec), routes, spec.experts, strict=True):
-            hook = partial(_replay, of_router, experts.normed)
+            hook = partial(_replay, of_router, experts.router)
             stack.callback(router.register_forward_hook(hook).remove)
         yield
 
@@ -72,10 +73,14 @@ def _routers(model: Any, spec: DecoderSpec) -> Iterator[nn.Module]:
     path, _, _ = spec.names["router"].rpartition(".")
     for layer, layer_spec in zip(text_decoder(model).layers, spec.layers, strict=True):
         if isinstance(layer_spec.mlp, ExpertsSpec):
-            yield layer.get_submodule(path)
+            found = layer.get_submodule(path)
+            # Some routers have their product in an inner module.
+            yield layer.get_submodule(path.rpartition(".")[0]) if isinstance(found, nn.Linear) else found
 
 
-def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _replay(
+    route: Tensor, spec: RouterSpec, router: nn.Module, args: Any, output: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return a router's output with the replayed experts: (logits [N, E], gates [N, top_k], experts [N, top_k])."""
     logits, gates, own = _check_output(output, router)
     if len(logits) != len(route):
@@ -85,9 +90,7 @@ def _replay(route: Tensor, normed: bool, router: nn.Module, args: Any, output: A
         )
     route = route.to(own.device)
     experts = torch.where(route == OWN_CHOICE, own, route)
-    wide = logits.float()
-    found = wide.gather(1, experts).softmax(-1) if normed else wide.softmax(-1).gather(1, experts)
-    return logits, found.to(gates.dtype), experts
+    return logits, plain_gates(logits.float(), experts, spec).to(gates.dtype), experts
 
 
 def _check_output(output: Any, router: nn.Module) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ import torch
 from .spellings import own_name
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "clamped_silu"]
+Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
 HEAD_ROLE = "head"
@@ -178,16 +179,46 @@ class MlpSpec:
 
 
 @dataclass(frozen=True)
+class RouterSpec:
+    """How a router chooses the experts of a token, and computes their gates. `Backend.route` defines each step.
+
+    `score`: the function from logits to scores. `softmax_of_chosen` covers only the logits of the chosen experts, and
+    `softmax` the logits of all experts. `wide`: the logits are float32, and are not rounded to the model's dtype.
+    `correction`: a float32 bias is added to the scores to choose experts, but not to compute gates (Wang et al. 2024,
+    auxiliary-loss-free balancing). `groups`: the number of groups of neighbouring experts. Experts are chosen only from
+    the `kept_groups` best groups, ranked by the sum of their `group_best` highest scores, 1 or 2 (DeepSeek-AI 2024,
+    DeepSeek-V2 and V3).
+
+    `normed`: the scores of the chosen experts are divided by max(sum + `eps`, `floor`). `scale`: multiplies the gates.
+    """
+
+    score: Score = "softmax_of_chosen"
+    wide: bool = False
+    correction: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
+    normed: bool = False
+    eps: float = 0.0
+    floor: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def ranks_scores(self) -> bool:
+        """Return whether experts are ranked by scores, not by logits."""
+        return self.score == "sigmoid" or self.correction or self.groups > 1
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts` experts. The experts'
     outputs are multiplied by gates and added.
 
-    `normed`: the softmax that computes the gates covers only the scores of the chosen experts, not the scores of all
-    experts. `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the
-    shared expert, and the shared expert's output is multiplied by the sigmoid of a learned score. `bias`: the router
-    and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], and rows of
-    gate and rows of up alternate. `or_transposed`: checkpoints may hold the matrices as [columns, rows], with rows that
-    do not alternate.
+    `router`: how experts are chosen. `shared_size`: the intermediate size of the shared expert; 0 if there is none.
+    Every token goes to the shared expert. `shared_gated`: the shared expert's output is multiplied by the sigmoid of a
+    learned score. `bias`: the router and the experts have biases. `transposed`: checkpoints hold the experts' matrices
+    as [columns, rows], and rows of gate and rows of up alternate. `or_transposed`: checkpoints may hold the matrices as
+    [columns, rows], with rows that do not alternate.
 
     `held`: the experts that this rank holds, as a pair of the first id and the number; None for all experts.
     `shared_elsewhere`: there is a shared expert, but this rank holds none of its inner features. `unit`: as in
@@ -198,8 +229,9 @@ class ExpertsSpec:
     top_k: int
     intermediate_size: int
     activation: Activation = "silu"
-    normed: bool = True
+    router: RouterSpec = RouterSpec()
     shared_size: int = 0
+    shared_gated: bool = True
     bias: bool = False
     transposed: bool = False
     or_transposed: bool = False
@@ -266,6 +298,7 @@ LAYER_NAMES = {
     "mlp.down": "mlp.down_proj.weight",
     "router": "mlp.gate.weight",
     "router_bias": "mlp.gate.bias",
+    "router_correction": "mlp.gate.e_score_correction_bias",
     "experts.gate_up": "mlp.experts.gate_up_proj",
     "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
     "experts.down": "mlp.experts.down_proj",
@@ -278,6 +311,8 @@ LAYER_NAMES = {
     "shared.down": "mlp.shared_expert.down_proj.weight",
     "shared.score": "mlp.shared_expert_gate.weight",
 }
+# As LAYER_NAMES, for families that call the shared expert `shared_experts`.
+SHARED_EXPERTS_NAMES = {role: name.replace("shared_expert.", "shared_experts.") for role, name in LAYER_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -405,6 +440,10 @@ class WeightSpec:
 
 
 PLAIN = WeightSpec()
+ROUTER_ROLE, CORRECTION_ROLE = "router", "router_correction"
+"""The roles of a router's weights that may be float32 in a decoder of another dtype: `Backend.wide_linear` reads the
+first, and `Backend.route` the second.
+"""
 
 
 class Stage(NamedTuple):

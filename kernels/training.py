@@ -566,8 +566,8 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
         qkv = ops.convolve(qkv, weights.convolution, packed)
         return ops.delta_rule(qkv, b, a, spec, weights, packed)
 
-    def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
-        experts, gates = ops.route(logits, spec)
+    def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+        experts, gates = ops.route(logits, spec, correction=correction)
         if rows.route is not None:
             experts, gates = ops.route(logits, spec, torch.where(rows.route == OWN_CHOICE, experts, rows.route))
         if rows.record is not None:

@@ -46,6 +46,7 @@ from trueroll.kernels.specs import (
     LayerNormSpec,
     NormSpec,
     Pieces,
+    RouterSpec,
     pieces_of,
 )
 from trueroll.kernels.triton import backend, machine
@@ -138,7 +139,7 @@ DELTA_NETS = {
 EXPERTS = {
     "Qwen3-30B-A3B": (ExpertsSpec(128, 8, 768), 2048),
     "gpt-oss-20b": (ExpertsSpec(32, 4, 2880, activation="clamped_silu", bias=True), 2880),
-    "Qwen3-Next-80B-A3B": (ExpertsSpec(512, 10, 512, normed=False, shared_size=512), 2048),
+    "Qwen3-Next-80B-A3B": (ExpertsSpec(512, 10, 512, router=RouterSpec("softmax"), shared_size=512), 2048),
     "experts of no multiples of 16": (ExpertsSpec(6, 2, 33, activation="gelu_tanh"), 1001),
 }
 # Vision towers: hidden size, heads, and inner size of an MLP.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..specs import DecoderSpec
+from ..specs import CORRECTION_ROLE, ROUTER_ROLE, DecoderSpec
 
 MOST_HEAD_DIM = 512
 
@@ -46,5 +46,7 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
             expected = "experts of intermediate and hidden sizes that are multiples of 16"
             return f"{expected} (got {size}); use the backend 'reference'"
     for role, own in spec.own_dtypes(dtype).items():
+        if role in (ROUTER_ROLE, CORRECTION_ROLE) and own == torch.float32:
+            continue
         return f"all weights in {dtype} (got {role} in {own}); use the backend 'reference'"
     return ""

@@ -52,6 +52,7 @@ from ..specs import (
     MlpSpec,
     NormSpec,
     Pieces,
+    RouterSpec,
 )
 from .library import load_library
 
@@ -170,9 +171,16 @@ def is_packed(spec: LayerSpec) -> bool:
     `PackedLayers` does not support, all layers of the list are computed op by op.
     """
     mixer = spec.mixer
+    if isinstance(spec.mlp, ExpertsSpec) and not (_is_plain(spec.mlp.router) and spec.mlp.shared_gated):
+        return False
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
     return not (mixer.output_gate and mixer.qk_norm_over_heads)
+
+
+def _is_plain(router: RouterSpec) -> bool:
+    """Return whether `route` of the native library serves a router."""
+    return router in (RouterSpec("softmax"), RouterSpec("softmax_of_chosen"))
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
@@ -276,7 +284,7 @@ def _layer_numbers(layer: Layer) -> tuple[float, ...]:
 def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
     if isinstance(spec, MlpSpec):
         return 0, 0, False, 0, 0, 0
-    return spec.num_experts, spec.top_k, spec.normed, spec.shared_size, *spec.own
+    return spec.num_experts, spec.top_k, spec.router.score != "softmax", spec.shared_size, *spec.own
 
 
 def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
@@ -401,14 +409,18 @@ def gate_up(x: Tensor, gate: PackedWeight, up: PackedWeight, activation: Activat
     return out
 
 
-def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if not _is_plain(spec.router):
+        return reference.route(logits, spec, chosen, correction)
     logits, is_replayed = logits.contiguous(), chosen is not None
     rows, count = logits.shape
     experts = torch.empty(rows, spec.top_k, dtype=torch.int32) if chosen is None else chosen.contiguous()
     gates = torch.empty(rows, spec.top_k, dtype=torch.float32)
     _library.route(
         *(get_num_threads(), _is_bfloat16(logits), logits.data_ptr(), rows, count, spec.top_k),
-        *(spec.normed, is_replayed, experts.data_ptr(), gates.data_ptr()),
+        *(spec.router.score != "softmax", is_replayed, experts.data_ptr(), gates.data_ptr()),
     )
     return experts, gates
 
@@ -675,6 +687,10 @@ def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
     hidden, out = hidden.contiguous(), torch.empty(len(hidden), weight.shape[0], dtype=torch.float32)
     _library.logits(*_rows(hidden), weight.pointer, weight.shape[0], out.data_ptr())
     return out
+
+
+def wide_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    return lm_head(x.to(weight.dtype), weight)
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 from trueroll.errors import ModelError, brief
 
 from ..specs import MTP_PREFIX, DecoderSpec, DeltaNetSpec, ExpertsSpec, LayerSpec, MlpSpec, NormSpec
-from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings
+from .settings import FULL, LINEAR, expect, fill_layer_types, read_settings, softmax_router
 from .towers import RENAMED_TEXT, qwen3_5_tower, wrapped
 
 _DEFAULTS: dict[str, Any] = dict(
@@ -42,14 +42,7 @@ def _describe(
     part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
     expect(settings, hidden_act="silu", partial_rotary_factor=part)
     rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps, zero_centered=True)
-    rotated = 2 * len(rotation.inv_freq)
-    if not 0 < rotated <= settings.head_dim:
-        raise ModelError(
-            f"partial_rotary_factor in config.json must rotate from 2 to {settings.head_dim} elements of a head "
-            f"(got {brief(part)}); correct the file"
-        )
-    whole = rotated == settings.head_dim
-    attention = settings.attention(qk_norm=norm, output_gate=True, rotated=None if whole else rotated)
+    attention = settings.attention(qk_norm=norm, output_gate=True, rotated=settings.rotated(rotation))
     delta_net, types = _delta_net(settings, joined), settings.types(LINEAR)
     if FULL not in types:
         raise ModelError(f"config.json must have at least one {FULL} layer (got {brief(types)}); serve another model")
@@ -78,7 +71,7 @@ def _delta_net(settings: Any, joined: bool) -> DeltaNetSpec:
 
 def _qwen3_next(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(_fill, _QWEN3_NEXT | raw)
-    mlps = settings.mlps(normed=settings.norm_topk_prob, shared_size=settings.shared_expert_intermediate_size)
+    mlps = settings.mlps(router=softmax_router(settings), shared_size=settings.shared_expert_intermediate_size)
     num_mtp_layers = raw.get(_NUM_MTP_LAYERS, 1)  # config.json does not state the number
     return _describe(settings, architecture, mlps, joined=True, num_mtp_layers=num_mtp_layers, others=(MTP_PREFIX,))
 

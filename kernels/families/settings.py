@@ -21,7 +21,18 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from trueroll.errors import ModelError, brief, said
 from trueroll.versions import untested
 
-from ..specs import AttentionSpec, DecoderSpec, ExpertsSpec, LayerSpec, MlpSpec, RotationSpec
+from ..specs import (
+    CORRECTION_ROLE,
+    AttentionSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    RotationSpec,
+    RouterSpec,
+    Score,
+    WeightSpec,
+)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -47,6 +58,10 @@ _MOST = {
     "num_experts_per_tok": 2**10,
     "moe_intermediate_size": 2**22,
     "shared_expert_intermediate_size": 2**22,
+    "n_shared_experts": 2**10,
+    "n_group": 2**10,
+    "topk_group": 2**10,
+    "first_k_dense_replace": 2**10,
 }
 MOST_EXPERTS = 2**16
 """Limit on experts, so that the number of an expert fits in a uint16."""
@@ -59,10 +74,10 @@ _ROPE_ARGUMENTS = {"config", "device", "seq_len", "layer_type"}
 _ROPE_KEYS |= {"partial_rotary_factor", "original_max_position_embeddings"}
 
 
-def _size(name: str, **options: Any) -> Any:
+def _size(name: str, least: int = 1, **options: Any) -> Any:
     def check(size: int | None) -> None:
-        if size is not None and not 1 <= size <= _MOST[name]:
-            raise ValueError(f"must be at least 1 and at most {_MOST[name]} (got {brief(size)})")
+        if size is not None and not least <= size <= _MOST[name]:
+            raise ValueError(f"must be at least {least} and at most {_MOST[name]} (got {brief(size)})")
 
     return validated_field(check, **options)
 
@@ -117,11 +132,20 @@ class Settings(PreTrainedConfig):
     linear_value_head_dim: int = _size("linear_value_head_dim", default=128)
     linear_conv_kernel_dim: int = _size("linear_conv_kernel_dim", default=4)
     num_experts: int = 0
-    num_local_experts: int | None = None  # another name for num_experts
+    # Other names for num_experts.
+    num_local_experts: int | None = None
+    n_routed_experts: int | None = None
     num_experts_per_tok: int = _size("num_experts_per_tok", default=8)
     moe_intermediate_size: int = _size("moe_intermediate_size", default=768)
     shared_expert_intermediate_size: int = _size("shared_expert_intermediate_size", default=512)
     norm_topk_prob: bool = False
+    n_shared_experts: int = _size("n_shared_experts", default=1)
+    n_group: int = _size("n_group", default=1)
+    topk_group: int = _size("topk_group", default=1)
+    routed_scaling_factor: float | int = validated_field(_check_scalar, default=1.0)
+    first_k_dense_replace: int = _size("first_k_dense_replace", least=0, default=0)
+    router_jitter_noise: float | int = 0.0
+    use_qk_norm: bool = False
     decoder_sparse_step: int = _size("decoder_sparse_step", default=1)
     mlp_only_layers: list[int] | None = None
     swiglu_alpha: float | int | None = None
@@ -130,7 +154,8 @@ class Settings(PreTrainedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        self.num_experts = self.num_experts if self.num_local_experts is None else self.num_local_experts
+        names = self.num_local_experts, self.n_routed_experts
+        self.num_experts = next((count for count in names if count is not None), self.num_experts)
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         super().__post_init__(**others)
 
@@ -166,7 +191,7 @@ class Settings(PreTrainedConfig):
         """Return one spec per layer: the spec of the layer's experts, or of its MLP if the layer has no experts.
         `others`: as in `experts`.
         """
-        dense, step = {*(self.mlp_only_layers or [])}, self.decoder_sparse_step
+        dense, step = {*(self.mlp_only_layers or []), *range(self.first_k_dense_replace)}, self.decoder_sparse_step
         numbers = range(self.num_hidden_layers)
         is_sparse = [self.num_experts != 0 and i not in dense and (i + 1) % step == 0 for i in numbers]
         mlp = MlpSpec(self.intermediate_size)
@@ -189,8 +214,10 @@ class Settings(PreTrainedConfig):
         self: Any, architecture: str, layers: Sequence[LayerSpec], rotations: Sequence[RotationSpec], **others: Any
     ) -> DecoderSpec:
         """Return the spec of a decoder with these layers. The last norm has the spec of the layers' norms. `others`:
-        further fields of the spec.
+        further fields of the spec. The correction bias of routers is held in float32.
         """
+        if any(isinstance(layer.mlp, ExpertsSpec) and layer.mlp.router.correction for layer in layers):
+            others["held"] = {CORRECTION_ROLE: WeightSpec(torch.float32), **others.get("held", {})}
         return DecoderSpec(
             architecture=architecture,
             dtype=self.dtype or torch.float32,
@@ -228,6 +255,19 @@ class Settings(PreTrainedConfig):
                 "correct the file"
             )
         return RotationSpec(tuple(inv_freq.tolist()), scale, _axes(parameters, len(inv_freq)))
+
+    def rotated(self: Any, rotation: RotationSpec) -> int | None:
+        """Return the number of a head's elements that a rotation turns (`AttentionSpec.rotated`). Raise ModelError for
+        a number that does not fit a head.
+        """
+        rotated = 2 * len(rotation.inv_freq)
+        if not 0 < rotated <= self.head_dim:
+            part = self.rope_parameters.get("partial_rotary_factor", 1.0)
+            raise ModelError(
+                f"partial_rotary_factor in config.json must rotate from 2 to {self.head_dim} elements of a head (got "
+                f"{brief(part)}); correct the file"
+            )
+        return None if rotated == self.head_dim else rotated
 
     def _inv_freq(self: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
         if kind != "default":
@@ -332,6 +372,31 @@ def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str,
 def _broken(error: Exception) -> ModelError:
     cause = said(f"{type(error).__name__}: {error}")
     return ModelError(f"config.json has an invalid setting: {cause}; correct the file")
+
+
+def softmax_router(settings: Any) -> RouterSpec:
+    """Return a router whose gates are the softmax over the chosen experts if `norm_topk_prob` is set, or else over all
+    experts.
+    """
+    return RouterSpec("softmax_of_chosen" if settings.norm_topk_prob else "softmax")
+
+
+def grouped_router(settings: Any, score: Score, **others: Any) -> RouterSpec:
+    """Return a router with the groups, the normalization and the scale of DeepSeek V3, which many families share.
+    `others`: further fields of the spec.
+
+    Raise ModelError for groups that cannot have the experts of a token.
+    """
+    groups, kept, count = settings.n_group, settings.topk_group, settings.num_experts
+    group, top_k = count // groups, settings.num_experts_per_tok
+    if count % groups or kept > groups or kept * group < top_k or (groups > 1 and group < 2):
+        raise ModelError(
+            f"n_group and topk_group in config.json must divide {count} experts into groups of at least two, of which "
+            f"topk_group have at least {top_k} experts (got {groups} and {kept}); serve another model"
+        )
+    eps = 1e-20 if settings.norm_topk_prob else 0.0
+    normed = dict(normed=settings.norm_topk_prob, eps=eps, scale=float(settings.routed_scaling_factor))
+    return RouterSpec(score, groups=groups, kept_groups=kept, **normed, **others)
 
 
 def expect(settings: Any, **others: Any) -> None:

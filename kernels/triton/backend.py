@@ -59,6 +59,7 @@ from .rows import write_kv as write_kv
 
 _SELF = cast(Backend, sys.modules[__name__])
 HEAD_SECTION = SECTION
+wide_linear = lm_head
 
 
 def instruction_set() -> str:

@@ -24,8 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import reference
 from ..contract import ExpertsWeights
-from ..specs import ExpertsSpec
+from ..specs import ExpertsSpec, RouterSpec
 from .launch import aligned, device_function, exact_jit, launch
 from .products import (
     FOLD_COLUMNS,
@@ -66,13 +67,17 @@ class _Lists(NamedTuple):
     counts: Tensor
 
 
-def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return each row's experts (int32 [M, top_k]) and their gates (float32 [M, top_k]) for logits [M, E]. If `chosen`
     is given, a row's experts are taken from `chosen` instead of being chosen by their logits.
 
     The denominator of a gate is one of two sums: the sum over the chosen experts in the order of their ids, or the sum
     over all experts in the order of `sum_in_pairs`.
     """
+    if spec.router not in (RouterSpec("softmax"), RouterSpec("softmax_of_chosen")):
+        return reference.route(logits, spec, chosen, correction)
     logits = aligned(logits)
     rows, count = logits.shape
     experts = logits.new_empty(rows, spec.top_k, dtype=torch.int32)
@@ -81,7 +86,7 @@ def route(logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None) -> tu
     args = logits, logits if chosen is None else aligned(chosen), experts, gates
     span = triton.next_power_of_2(count)
     sizes = dict(E=count, SPAN=span, TOP_K=spec.top_k)
-    which = dict(NORMED=spec.normed, CHOSEN=chosen is not None)
+    which = dict(NORMED=spec.router.score != "softmax", CHOSEN=chosen is not None)
     launch(_route_kernel, (rows,), *args, warps=max(1, span // 256), **sizes, **which)
     return experts, gates
 

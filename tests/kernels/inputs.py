@@ -26,6 +26,7 @@ from trueroll.kernels.specs import (
     MlpSpec,
     NormSpec,
     RotationSpec,
+    RouterSpec,
     WeightSpec,
 )
 from trueroll.kernels.stacks import StackLayout
@@ -92,6 +93,7 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
 EXPERTS = ExpertsSpec(num_experts=9, top_k=3, intermediate_size=48)
+SOFTMAX = RouterSpec("softmax")
 _GPT_OSS: dict[str, Any] = dict(
     experts=ExpertsSpec(5, 2, 16, activation="clamped_silu", bias=True), qkv_bias=True, o_bias=True, sinks=True
 )
@@ -101,7 +103,7 @@ EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_moe": [layer_spec(4, 2, 32, qk_norm=NORM, experts=EXPERTS), layer_spec(4, 2, 32, qk_norm=NORM)] * 2,
     "gpt_oss": [layer_spec(4, 2, 16, window=9, **_GPT_OSS), layer_spec(4, 2, 16, **_GPT_OSS)],
     "qwen3_5_moe": [
-        layer_spec(4, 2, 32, experts=replace(EXPERTS, num_experts=8, normed=False, shared_size=40), **_QWEN3_NEXT)
+        layer_spec(4, 2, 32, experts=replace(EXPERTS, num_experts=8, router=SOFTMAX, shared_size=40), **_QWEN3_NEXT)
     ]
     * 2,
     "norms after": [layer_spec(4, 2, 16, before=False, after=True, o_bias=True, experts=EXPERTS)],

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionBatch, Backend
-from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, NormSpec
+from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, NormSpec, RouterSpec, Score
 
 from .accuracy import EPSILON, FLOAT32, check, check_mean, check_products
 from .backends import Served, for_served
@@ -137,9 +137,9 @@ def test_clamped_activation(mixing: Served) -> None:
     check(mixing.ops.gate_mul(gate, up, "clamped_silu"), expected, 1, 8, size)
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_route(mixing: Served, normed: bool) -> None:
-    spec = ExpertsSpec(num_experts=40, top_k=6, intermediate_size=16, normed=normed)
+@pytest.mark.parametrize("score", ["softmax_of_chosen", "softmax"])
+def test_route(mixing: Served, score: Score) -> None:
+    spec = ExpertsSpec(num_experts=40, top_k=6, intermediate_size=16, router=RouterSpec(score))
     logits = randn(64, 40, dtype=mixing.dtype) * 3
     chosen = randn(64, 40, seed=1).argsort(1)[:, :6].sort(1).values.int()
     best = torch.sort(logits, descending=True, stable=True).indices[:, :6].sort(1).values.int()
@@ -147,7 +147,7 @@ def test_route(mixing: Served, normed: bool) -> None:
         experts, gates = mixing.ops.route(logits, spec, replayed)
         assert torch.equal(experts, expected)
         scores = logits.double().gather(1, experts.long())
-        exact = scores.softmax(1) if normed else logits.double().softmax(1).gather(1, experts.long())
+        exact = logits.double().softmax(1).gather(1, experts.long()) if score == "softmax" else scores.softmax(1)
         check(gates, exact, 0, 50, exact)
 
 

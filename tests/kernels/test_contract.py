@@ -17,7 +17,7 @@ from mixers import attention_of
 from torch import Tensor
 
 from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, AttentionWeights, Pages, Wanted
-from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, LayerSpec, NormSpec
+from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, LayerSpec, NormSpec, RouterSpec, Score
 
 from .backends import SERVED, Implementation, Served, for_served, param, served_id
 from .inputs import (
@@ -25,6 +25,7 @@ from .inputs import (
     EXPERTS,
     FAMILY_LAYERS,
     NORM,
+    SOFTMAX,
     ZERO_CENTERED,
     Paged,
     decoder_spec,
@@ -263,7 +264,7 @@ MIXTURE_OPS: dict[str, Callable[[Served], RowOp]] = {
     "gate_mul clamped_silu 130": partial(gate_mul, 130, "clamped_silu"),
     "gate_up clamped_silu 130x577": partial(gate_up, 130, 577, "clamped_silu"),
     "route 3 of 9": partial(route, EXPERTS, False),
-    "route 17 of 40 among all": partial(route, replace(EXPERTS, num_experts=40, top_k=17, normed=False), False),
+    "route 17 of 40 among all": partial(route, replace(EXPERTS, num_experts=40, top_k=17, router=SOFTMAX), False),
     "route again": partial(route, EXPERTS, True),
     "experts 3 of 9": partial(experts, EXPERTS, False),
     "experts 1 of 2 shared": partial(experts, ExpertsSpec(2, 1, 16), True),
@@ -454,11 +455,17 @@ def test_experts_do_not_depend_on_the_number_of_rows(mixing: Served, threads: in
 
 def test_a_row_with_nan_goes_to_experts_that_exist(mixing: Served) -> None:
     spec = replace(EXPERTS, num_experts=21, top_k=8)
-    for normed, broken in ((True, slice(0, 1)), (False, slice(20, 21)), (True, slice(0, 21, 2)), (False, slice(0, 21))):
+    cases: list[tuple[Score, slice]] = [
+        ("softmax_of_chosen", slice(0, 1)),
+        ("softmax", slice(20, 21)),
+        ("softmax_of_chosen", slice(0, 21, 2)),
+        ("softmax", slice(0, 21)),
+    ]
+    for score, broken in cases:
         logits = randn(9, 21, dtype=mixing.dtype)
-        expected = mixing.ops.route(logits, replace(spec, normed=normed))
+        expected = mixing.ops.route(logits, replace(spec, router=RouterSpec(score)))
         logits[::2, broken] = torch.nan
-        experts, gates = mixing.ops.route(logits, replace(spec, normed=normed))
+        experts, gates = mixing.ops.route(logits, replace(spec, router=RouterSpec(score)))
         assert gates[::2].isnan().all()
         assert all(len(set(row)) == 8 and 0 <= min(row) and max(row) < 21 for row in experts.tolist())
         assert all(map(same_bits, (experts[1::2], gates[1::2]), (column[1::2] for column in expected)))

@@ -50,6 +50,7 @@ from .inputs import (
     EXPERTS,
     FAMILY_LAYERS,
     NORM,
+    SOFTMAX,
     ZERO_CENTERED,
     Paged,
     decoder_spec,
@@ -196,7 +197,7 @@ def test_ops_of_mixtures(mixing: Served) -> None:
 SOME_EXPERTS = {
     "": EXPERTS,
     "biases": ExpertsSpec(num_experts=5, top_k=4, intermediate_size=80, activation="clamped_silu", bias=True),
-    "all of them": ExpertsSpec(num_experts=3, top_k=3, intermediate_size=16, activation="gelu_tanh", normed=False),
+    "all of them": ExpertsSpec(num_experts=3, top_k=3, intermediate_size=16, activation="gelu_tanh", router=SOFTMAX),
 }
 
 
@@ -433,7 +434,7 @@ def test_hybrid_layers(quick: Served, name: str) -> None:
         assert same_bits(memory, after)
 
 
-SHARED = dataclasses.replace(EXPERTS, normed=False, shared_size=40)
+SHARED = dataclasses.replace(EXPERTS, router=SOFTMAX, shared_size=40)
 MIXTURES: dict[str, list[LayerSpec]] = {
     **EXPERT_LAYERS,
     "hybrid": [

@@ -32,7 +32,7 @@ from trueroll.kernels.autograd import GradientOps, GradientTowerOps
 from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.packed import Packed
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, LayerNormSpec, NormSpec
+from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, LayerNormSpec, NormSpec, RouterSpec, Score
 from trueroll.kernels.training import Arithmetic, align, aligned_with, replayed, token_experts, token_log_probs, unalign
 
 from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
@@ -423,10 +423,10 @@ def test_a_clamped_gate() -> None:
 
 
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("normed", [True, False])
-def test_route(normed: bool, given: bool) -> None:
+@pytest.mark.parametrize("score", ["softmax_of_chosen", "softmax"])
+def test_route(score: Score, given: bool) -> None:
     """The experts have the highest logits, or are given by the caller."""
-    (ops, _), spec = referenced(), ExpertsSpec(num_experts=9, top_k=3, intermediate_size=1, normed=normed)
+    (ops, _), spec = referenced(), ExpertsSpec(num_experts=9, top_k=3, intermediate_size=1, router=RouterSpec(score))
     logits = randn(37, 9) * 2
     best = logits.topk(3).indices.sort().values.int()
     chosen = (randn(37, 9, seed=1).topk(3).indices.sort().values.int()) if given else best
@@ -436,7 +436,7 @@ def test_route(normed: bool, given: bool) -> None:
 
     def definition(logits: Tensor) -> Tensor:
         scores = logits.softmax(-1).gather(1, chosen.long())
-        return scores / scores.sum(-1, keepdim=True) if normed else scores
+        return scores / scores.sum(-1, keepdim=True) if score == "softmax_of_chosen" else scores
 
     given_or_none = chosen if given else None
     check_gradients(lambda logits: ops.route(logits, spec, given_or_none)[1], definition, logits.detach())

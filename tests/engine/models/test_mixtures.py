@@ -31,7 +31,7 @@ from trueroll.kernels.contract import NO_SLOT
 from trueroll.kernels.families import describe
 from trueroll.kernels.ranks import Rank
 from trueroll.kernels.shards import is_stack
-from trueroll.kernels.specs import ExpertsSpec
+from trueroll.kernels.specs import ExpertsSpec, RouterSpec
 
 from ..drive import generate, make_engine, run, score, tokens
 from .test_hybrid_families import Hybrid, check_against_transformers, prompt
@@ -82,10 +82,10 @@ def test_a_router_with_near_ties_chooses_as_transformers_does(tmp_path: Path) ->
     margins: list[Tensor] = []
     route = ours.model.ops.route
 
-    def seen(logits: Tensor, spec: ExpertsSpec, *chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def seen(logits: Tensor, spec: ExpertsSpec, **others: Any) -> tuple[Tensor, Tensor]:
         best = logits.sort(-1, descending=True).values
         margins.append(best[:, spec.top_k - 1] - best[:, spec.top_k])
-        return route(logits, spec, *chosen)
+        return route(logits, spec, **others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ours.model.ops, "route", seen)
@@ -423,8 +423,8 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
         router: Any = getattr(theirs.mlp, "gate", getattr(theirs.mlp, "router", None))
         assert isinstance(layer.mlp, ExpertsSpec) == hasattr(router, "top_k")
         if isinstance(layer.mlp, ExpertsSpec):
-            normed = getattr(router, "norm_topk_prob", True)
-            assert (layer.mlp.top_k, layer.mlp.normed) == (router.top_k, normed)
+            score = "softmax_of_chosen" if getattr(router, "norm_topk_prob", True) else "softmax"
+            assert (layer.mlp.top_k, layer.mlp.router) == (router.top_k, RouterSpec(score))
     assert found.max_position_embeddings == config.max_position_embeddings
     assert found.norm.eps == config.rms_norm_eps
 

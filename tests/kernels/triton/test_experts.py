@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trueroll.kernels import reference
 from trueroll.kernels.contract import Backend, ExpertsWeights
-from trueroll.kernels.specs import ExpertsSpec
+from trueroll.kernels.specs import ExpertsSpec, RouterSpec, Score
 from trueroll.kernels.triton import backend, experts, products, rows
 from trueroll.kernels.triton.products import NARROW_TILE, Tile
 
@@ -225,17 +225,17 @@ SIZES = [(1, 1), (5, 5), (6, 2), (64, 6), (130, 8), (512, 10)]
 
 
 @both_dtypes
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("score", ["softmax_of_chosen", "softmax"])
 @pytest.mark.parametrize("count,top_k", SIZES)
-def test_route(count: int, top_k: int, normed: bool, dtype: torch.dtype) -> None:
+def test_route(count: int, top_k: int, score: Score, dtype: torch.dtype) -> None:
     """Rounded logits are often equal."""
-    spec, logits = ExpertsSpec(count, top_k, 16, normed=normed), (2 * randn(9, count)).to(dtype)
+    spec, logits = ExpertsSpec(count, top_k, 16, router=RouterSpec(score)), (2 * randn(9, count)).to(dtype)
     chosen, gates = experts.route(logits, spec)
     expected, near = reference.route(logits.double(), spec)
     assert chosen.dtype == torch.int32 and chosen.tolist() == expected.tolist()
     assert (
         gates.dtype == torch.float32
-        and ((gates - near).abs() <= (top_k if normed else count) * 4 * FLOAT32 * near).all()
+        and ((gates - near).abs() <= (count if score == "softmax" else top_k) * 4 * FLOAT32 * near).all()
     )
     again = experts.route(logits, spec, chosen)
     assert same_bits(again[0], chosen) and same_bits(again[1], gates)
@@ -244,10 +244,10 @@ def test_route(count: int, top_k: int, normed: bool, dtype: torch.dtype) -> None
         assert same_bits(alone[0][0], chosen[row]) and same_bits(alone[1][0], gates[row])
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_gates_of_experts_that_are_chosen(normed: bool) -> None:
+@pytest.mark.parametrize("score", ["softmax_of_chosen", "softmax"])
+def test_gates_of_experts_that_are_chosen(score: Score) -> None:
     """The caller chooses the experts, which need not have the highest scores."""
-    spec, logits = ExpertsSpec(40, 3, 16, normed=normed), randn(4, 40, dtype=torch.bfloat16)
+    spec, logits = ExpertsSpec(40, 3, 16, router=RouterSpec(score)), randn(4, 40, dtype=torch.bfloat16)
     chosen = torch.tensor([[0, 1, 2], [37, 38, 39], [3, 20, 31], [0, 32, 39]], dtype=torch.int32)
     found, gates = experts.route(logits, spec, chosen)
     assert same_bits(found, chosen)
@@ -272,9 +272,9 @@ def test_equal_scores_choose_the_lower_id() -> None:
         assert experts.route(logits, ExpertsSpec(4, 2, 16))[0].tolist() == [ids for _, ids in cases]
 
 
-@pytest.mark.parametrize("normed", [True, False])
-def test_nan_reaches_only_the_gates_of_its_row(normed: bool) -> None:
-    spec, logits = ExpertsSpec(7, 3, 16, normed=normed), randn(5, 7, dtype=torch.bfloat16)
+@pytest.mark.parametrize("score", ["softmax_of_chosen", "softmax"])
+def test_nan_reaches_only_the_gates_of_its_row(score: Score) -> None:
+    spec, logits = ExpertsSpec(7, 3, 16, router=RouterSpec(score)), randn(5, 7, dtype=torch.bfloat16)
     logits[1, 4], logits[2, :], logits[3, 0] = torch.nan, torch.nan, -torch.tensor(torch.nan)
     chosen, gates = experts.route(logits, spec)
     assert gates[1:4].isnan().all() and not gates[[0, 4]].isnan().any()

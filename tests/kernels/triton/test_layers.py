@@ -15,7 +15,7 @@ from mixers import attention_of
 
 from trueroll.kernels import reference
 from trueroll.kernels.contract import Layer, MlpWeights, Pages
-from trueroll.kernels.specs import ExpertsSpec, LayerSpec
+from trueroll.kernels.specs import ExpertsSpec, LayerSpec, RouterSpec
 from trueroll.kernels.triton import backend
 
 from ..backends import Served
@@ -71,7 +71,7 @@ MIXTURES = {
         layer_spec(4, 2, 16, window=9, qkv_bias=True, o_bias=True, sinks=True),
         ExpertsSpec(4, 2, 16, activation="clamped_silu", bias=True),
     ),
-    "a shared expert": (layer_spec(4, 2, 16), ExpertsSpec(6, 3, 16, normed=False, shared_size=77)),
+    "a shared expert": (layer_spec(4, 2, 16), ExpertsSpec(6, 3, 16, router=RouterSpec("softmax"), shared_size=77)),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from matrix import thinned
 
 from trueroll.kernels.contract import ExpertsWeights
-from trueroll.kernels.specs import ExpertsSpec
+from trueroll.kernels.specs import ExpertsSpec, RouterSpec
 from trueroll.kernels.triton import backend, experts, products
 from trueroll.kernels.triton.launch import recording
 
@@ -50,7 +50,7 @@ def test_the_numbers_of_rows_that_are_prepared_need_all_tiles(
     [
         (ExpertsSpec(128, 8, 768), 2048, 4),
         (ExpertsSpec(32, 4, 2880, activation="clamped_silu", bias=True), 2880, 4),
-        (ExpertsSpec(300, 77, 64, normed=False), 640, 4),
+        (ExpertsSpec(300, 77, 64, router=RouterSpec("softmax")), 640, 4),
         (ExpertsSpec(5, 4, 33), 99, 1),
     ],
     ids=["Qwen3-30B-A3B", "gpt-oss-20b", "a tile for 32 to 62 rows", "odd"],
