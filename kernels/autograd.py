@@ -174,16 +174,16 @@ class _LayerNorm(Function):
 
 class _Rope(Function):
     @staticmethod
-    def forward(ctx: Any, ops: Backend, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        ctx.ops = ops
+    def forward(ctx: Any, ops: Backend, x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
+        ctx.ops, ctx.interleaved = ops, interleaved
         ctx.save_for_backward(cosines, sines)
-        return ops.rope(x, (cosines, sines))
+        return ops.rope(x, (cosines, sines), interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
-        return None, ctx.ops.rope(grad, (cosines, -sines)), None, None
+        return None, ctx.ops.rope(grad, (cosines, -sines), ctx.interleaved), None, None, None
 
 
 class _GateMul(Function):
@@ -661,9 +661,9 @@ class GradientOps:
         """
         return _Rmsnorm.apply(self.backend, x, weight, norm)  # type: ignore[return-value]
 
-    def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate x [M, heads, D] by the cosines and sines in `rotation`, which are float32 constants [M, D / 2]."""
-        return _Rope.apply(self.backend, x, *rotation)  # type: ignore[return-value]
+    def rope(self, x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor:
+        """`Backend.rope`. The cosines and sines in `rotation` are constants."""
+        return _Rope.apply(self.backend, x, *rotation, interleaved)  # type: ignore[return-value]
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """Return activation(linear(x, gate)) * linear(x, up) as [M, I]. The weights `gate` and `up` are [I, H]."""

@@ -549,9 +549,9 @@ class Backend(Protocol):
         """
         ...
 
-    def rope(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Rotate the elements of each head of x [M, heads, D] in float32. As in Hugging Face models, elements i and i +
-        P form a pair.
+    def rope(self, x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor:
+        """Rotate the elements of each head of x [M, heads, D] in float32. As in most Hugging Face models, elements i
+        and i + P form pair i. If `interleaved` is set, elements 2 i and 2 i + 1 form pair i.
 
         If there are P < D / 2 pairs, the elements of a head at index 2 P and above stay unchanged.
         """

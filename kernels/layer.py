@@ -83,7 +83,7 @@ class LayerOps(Protocol):
 
     def gate_mul(self, gate: Tensor, up: Tensor, activation: Activation) -> Tensor: ...
 
-    def rope(self, x: Tensor, rotation: Rotation) -> Tensor: ...
+    def rope(self, x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor: ...
 
     def experts(
         self,
@@ -299,8 +299,8 @@ def project(
         else:
             q, k = norm_heads(q, k)
     q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
-    q = ops.rope(q, rotation)
-    return torch.cat((q, gate), 2) if spec.output_gate else q, ops.rope(k, rotation), v
+    q, k = (ops.rope(part, rotation, spec.interleaved) for part in (q, k))
+    return torch.cat((q, gate), 2) if spec.output_gate else q, k, v
 
 
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:

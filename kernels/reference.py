@@ -322,12 +322,13 @@ def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
     return angles.cos() * scale, angles.sin() * scale
 
 
-def rope(x: Tensor, rotation: Rotation) -> Tensor:
+def rope(x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor:
     cos, sin = (part[:, None, :] for part in rotation)
-    pairs = cos.shape[2]
-    low, high = (part.float() for part in x[..., : 2 * pairs].split(pairs, 2))
-    turned = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
-    return torch.cat((turned, x[..., 2 * pairs :]), dim=-1)
+    turned, rest = x.float().tensor_split([2 * cos.shape[2]], 2)
+    low, high = turned.unflatten(2, (-1, 2)).unbind(3) if interleaved else turned.chunk(2, 2)
+    pair = low * cos - high * sin, high * cos + low * sin
+    turned = torch.stack(pair, 3).flatten(2) if interleaved else torch.cat(pair, 2)
+    return torch.cat((turned, rest), 2).to(x.dtype)
 
 
 def qkv(

@@ -92,9 +92,11 @@ class AttentionSpec:
     s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
     separately. If `qk_norm_over_heads` is set, the norm covers all heads at once. `output_gate`: a head's output is
     multiplied by the sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate.
-    `rotated`: the number of leading elements of a head that are rotated; None for all elements. `sinks`: the softmax of
-    each head includes an extra score, which is a learned weight. The score has no value vector (Xiao et al. 2023).
-    `o_bias`: the output projection has a bias. `kv_sharers`: the number of ranks that hold the same key-value heads.
+    `rotated`: the number of leading elements of a head that are rotated; None for all elements. `interleaved`: the
+    elements 2i and 2i + 1 form a pair, instead of an element of the first half of the rotated elements and its
+    counterpart in the second half. `sinks`: the softmax of each head includes an extra score, which is a learned
+    weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection has a bias. `kv_sharers`:
+    the number of ranks that hold the same key-value heads.
     """
 
     num_heads: int
@@ -109,6 +111,7 @@ class AttentionSpec:
     qk_norm_over_heads: bool = False
     output_gate: bool = False
     rotated: int | None = None
+    interleaved: bool = False
     sinks: bool = False
     o_bias: bool = False
     kv_sharers: int = 1

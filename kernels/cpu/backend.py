@@ -195,7 +195,8 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
     scoring = spec.scale, spec.window or 0, spec.soft_cap or 0.0
     over_heads = spec.qk_norm is not None and spec.qk_norm_over_heads
     pairs = (spec.head_dim if spec.rotated is None else spec.rotated) // 2
-    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, spec.rotation, pairs, spec.output_gate
+    turning = spec.rotation, pairs, spec.interleaved
+    return *sizes, *_norm_numbers(spec.qk_norm), over_heads, *scoring, *turning, spec.output_gate
 
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
@@ -292,7 +293,7 @@ def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
     `AttentionNumbers`.
     """
     sizes = spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, spec.kernel_size
-    return *sizes, *_norm_numbers(spec.norm), *[0.0] * 5
+    return *sizes, *_norm_numbers(spec.norm), *[0.0] * 6
 
 
 def _norm_numbers(norm: NormSpec | None) -> tuple[float, ...]:

@@ -108,7 +108,7 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if spec.qk_norm_over_heads or spec.output_gate or spec.rotated is not None:
+    if spec.qk_norm_over_heads or spec.output_gate or spec.rotated is not None or spec.interleaved:
         q, k, v = project(_SELF, x, spec, weights, rotation)
         write_kv(k, v, k_cache, v_cache, slots)
         return q

@@ -65,17 +65,18 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def rope(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
     """Rotate x [M, heads, D] by (cosines, sines), which are float32 [M, P]. Return [M, heads, D]. Elements of a head at
-    index 2 P and above stay unchanged.
+    index 2 P and above stay unchanged. `interleaved`: elements 2 i and 2 i + 1 form a pair, instead of i and i + P.
     """
     turned = 2 * rotation[0].shape[1]
     if turned < x.shape[2]:
-        return torch.cat((rope(x[..., :turned], rotation), x[..., turned:]), dim=2)
+        return torch.cat((rope(x[..., :turned], rotation, interleaved), x[..., turned:]), dim=2)
     x, cosines, sines = aligned(x), aligned(rotation[0]), aligned(rotation[1])
     out = torch.empty_like(x)
     rows, heads, size = x.shape
-    launch(_rope_kernel, (rows * heads,), x, cosines, sines, out, warps=_HEAD_WARPS, HEADS=heads, SIZE=size)
+    options = dict(HEADS=heads, SIZE=size, INTERLEAVED=interleaved)
+    launch(_rope_kernel, (rows * heads,), x, cosines, sines, out, warps=_HEAD_WARPS, **options)
     return out
 
 
@@ -153,10 +154,24 @@ def _gate_mul_kernel(gate_ptr, up_ptr, out_ptr, ACTIVATION: tl.constexpr, COLUMN
 
 
 @exact_jit
-def _rope_kernel(x_ptr, cosines_ptr, sines_ptr, out_ptr, HEADS: tl.constexpr, SIZE: tl.constexpr):
+def _rope_kernel(
+    x_ptr,
+    cosines_ptr,
+    sines_ptr,
+    out_ptr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     head = tl.program_id(0).to(tl.int64)
-    x = _rotate(_load_halves(x_ptr + head * SIZE, SIZE), cosines_ptr, sines_ptr, head // HEADS, SIZE)
-    _store_halves(out_ptr + head * SIZE, x, SIZE)
+    HALF: tl.constexpr = SIZE // 2
+    pair = tl.arange(0, triton.next_power_of_2(HALF))  # type: ignore[reportArgumentType]
+    low = head * SIZE + (2 * pair if INTERLEAVED else pair)
+    high = low + (1 if INTERLEAVED else HALF)
+    x = tl.load(x_ptr + low, mask=pair < HALF, other=0.0), tl.load(x_ptr + high, mask=pair < HALF, other=0.0)
+    x = _rotate((x[0].to(tl.float32), x[1].to(tl.float32)), cosines_ptr, sines_ptr, head // HEADS, SIZE)
+    tl.store(out_ptr + low, x[0].to(out_ptr.dtype.element_ty), mask=pair < HALF)
+    tl.store(out_ptr + high, x[1].to(out_ptr.dtype.element_ty), mask=pair < HALF)
 
 
 @exact_jit

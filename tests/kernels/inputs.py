@@ -90,6 +90,7 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "gemma3": [layer_spec(4, 2, 32, window=9, rotation=1, **_GEMMA)] * 2 + [layer_spec(4, 2, 32, **_GEMMA)],
     "olmo3": [layer_spec(3, 3, 80, window=9, rotation=1, **_OLMO), layer_spec(3, 3, 80, **_OLMO)],
     "qwen3_5": [layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)] * 2,
+    "glm4": [layer_spec(4, 2, 32, after=True, qkv_bias=True, rotated=16, interleaved=True)] * 2,
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
 EXPERTS = ExpertsSpec(num_experts=9, top_k=3, intermediate_size=48)

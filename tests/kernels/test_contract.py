@@ -120,9 +120,9 @@ def gate_mul(n: int, activation: Activation, served: Served) -> RowOp:
     return RowOp(lambda gate, up: served.ops.gate_mul(gate, up, activation), rows)
 
 
-def rope(size: int, turned: int, served: Served) -> RowOp:
+def rope(size: int, turned: int, served: Served, interleaved: bool = False) -> RowOp:
     rows = (randn(ROWS, 3, size, dtype=served.dtype), *served.ops.rotation(torch.arange(ROWS), randn(turned // 2), 1.2))
-    return RowOp(lambda x, cosines, sines: served.ops.rope(x, (cosines, sines)), rows)
+    return RowOp(lambda x, cosines, sines: served.ops.rope(x, (cosines, sines), interleaved), rows)
 
 
 def qkv(spec: LayerSpec, served: Served) -> RowOp:
@@ -281,6 +281,7 @@ TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     "gate_mul sigmoid 130": partial(gate_mul, 130, "sigmoid"),
     **{f"rope {size}": partial(rope, size, size) for size in (16, 80, 128)},
     "rope 20 of 80": partial(rope, 80, 20),
+    "rope 20 of 80 interleaved": partial(rope, 80, 20, interleaved=True),
     **{f"gate_up silu {n}x{k}": partial(gate_up, n, k, "silu") for n, k in ((7, 40), (130, 577), (1001, 64))},
     "gate_up gelu_tanh 130x577": partial(gate_up, 130, 577, "gelu_tanh"),
     "qkv 16": partial(qkv, layer_spec(4, 2, 16)),

@@ -79,6 +79,7 @@ WITH: dict[str, dict[str, Any]] = {
     "a gate": dict(qk_norm=ZERO_CENTERED, output_gate=True),
     "a gate and a part that turns": dict(qkv_bias=True, output_gate=True, rotated=10),
     "a part that turns": dict(qk_norm=NORM, rotated=8),
+    "a part that turns in neighbouring pairs": dict(qkv_bias=True, rotated=12, interleaved=True),
 }
 
 

@@ -310,14 +310,18 @@ def test_gate_up(activation: Activation) -> None:
     )
 
 
-def test_rope() -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(interleaved: bool) -> None:
     rotation = native().backend.rotation(torch.arange(20) * 31, randn(8).abs(), 1.2)
 
     def definition(x: Tensor) -> Tensor:
-        turned = torch.complex(*x.chunk(2, -1)) * torch.complex(*(part[:, None].double() for part in rotation))
+        pairs = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+        turned = torch.complex(*pairs) * torch.complex(*(part[:, None].double() for part in rotation))
+        if interleaved:
+            return torch.view_as_real(turned).flatten(-2)
         return torch.cat((turned.real, turned.imag), -1)
 
-    check_gradients(lambda x: native().rope(x, rotation), definition, randn(20, 3, 16))
+    check_gradients(lambda x: native().rope(x, rotation, interleaved), definition, randn(20, 3, 16))
 
 
 @pytest.mark.parametrize(

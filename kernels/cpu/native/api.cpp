@@ -192,7 +192,7 @@ QkvArgs<T> qkv_args(
     for (long part = 0; part < 2; ++part)
         args.norms[part] = norm_of<T>(from.norms[part], numbers.norm_eps, numbers.norm_zero_centered);
     args.over_heads = numbers.norm_over_heads != 0.0;
-    args.pairs = static_cast<long>(numbers.pairs);
+    args.pairs = static_cast<long>(numbers.pairs), args.interleaved = numbers.is_interleaved != 0.0;
     args.cosines = rotation.cosines, args.sines = rotation.sines, args.slots = slots;
     args.stride = sizes.head_dim;
     args.caches = sizes.caches<T>(caches);

@@ -57,7 +57,7 @@ static_assert(sizeof(LayerPointers) == 25 * sizeof(void*), "Python fills it as a
 // The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/backend.py.
 struct AttentionNumbers {
     double heads, kv_heads, head_dim, norm_eps, norm_zero_centered, norm_over_heads, scale, window, soft_cap, rotation,
-        pairs, is_gated;
+        pairs, is_interleaved, is_gated;
 };
 
 // The numbers of a delta net, in the order of `_delta_net_numbers`.
@@ -77,7 +77,7 @@ struct LayerNumbers {
     double first_held, held;  // the experts of this rank
     double pieces, o_length, down_length;  // of products back to hidden states, as in `Pieces`
 };
-static_assert(sizeof(LayerNumbers) == 26 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 27 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;

@@ -159,6 +159,7 @@ struct QkvArgs {
     Norm<T> norms[2];     // of q and k, over each head or, if `over_heads`, over all heads at once
     bool over_heads;
     long pairs;                    // rotated pairs of a head; the rest of the head stays unchanged
+    bool interleaved;              // pairs are neighbours
     const float *cosines, *sines;  // [count, pairs]
     const int64_t* slots;
     T *q, *gates;  // `gates`: null, or memory for the gate values after each head's query

@@ -240,15 +240,30 @@ void gate_up(const GateUpArgs<T>& args) {
     });
 }
 
+// Rotates the pairs (low, high) of up to LANES values. The results may replace the values.
+template <class T>
+inline void rotate_pairs(const T* low, const T* high, const float* cosines, const float* sines, long n, T* x, T* y) {
+    const F a = load(low, n), b = load(high, n), cosine = load(cosines, n), sine = load(sines, n);
+    store(x, sub(mul(a, cosine), mul(b, sine)), n);
+    store(y, add(mul(b, cosine), mul(a, sine)), n);
+}
+
 // Rotates the pairs (i, i + half) of a head. x and out may be the same.
-template <class In, class Out>
-inline void rotate(const In* x, long half, const float* cosines, const float* sines, Out* out) {
-    for (long i = 0; i < half; i += LANES) {
-        const long rest = half - i;
-        const F low = load(x + i, rest), high = load(x + half + i, rest);
-        const F cosine = load(cosines + i, rest), sine = load(sines + i, rest);
-        store(out + i, sub(mul(low, cosine), mul(high, sine)), rest);
-        store(out + half + i, add(mul(high, cosine), mul(low, sine)), rest);
+template <class T>
+inline void rotate(const T* x, long half, const float* cosines, const float* sines, T* out) {
+    for (long i = 0; i < half; i += LANES)
+        rotate_pairs(x + i, x + half + i, cosines + i, sines + i, half - i, out + i, out + half + i);
+}
+
+// As `rotate`, for the pairs (2 i, 2 i + 1).
+template <class T>
+inline void rotate_neighbours(const T* x, long pairs, const float* cosines, const float* sines, T* out) {
+    for (long i = 0; i < pairs; i += LANES) {
+        const long n = smaller(LANES, pairs - i);
+        T low[LANES] = {}, high[LANES] = {};
+        for (long lane = 0; lane < n; ++lane) low[lane] = x[2 * (i + lane)], high[lane] = x[2 * (i + lane) + 1];
+        rotate_pairs(low, high, cosines + i, sines + i, n, low, high);
+        for (long lane = 0; lane < n; ++lane) out[2 * (i + lane)] = low[lane], out[2 * (i + lane) + 1] = high[lane];
     }
 }
 
@@ -281,7 +296,9 @@ void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int
 template <class T>
 void place_head(const QkvArgs<T>& args, long part, long head, long row, const T* values, T* out) {
     const long pairs = args.pairs, rest = args.caches.head_dim - 2 * pairs;
-    rotate(values, pairs, args.cosines + row * pairs, args.sines + row * pairs, out);
+    const float *cosines = args.cosines + row * pairs, *sines = args.sines + row * pairs;
+    args.interleaved ? rotate_neighbours(values, pairs, cosines, sines, out)
+                     : rotate(values, pairs, cosines, sines, out);
     if (rest > 0 && out != values)
         memcpy(out + 2 * pairs, values + 2 * pairs, static_cast<size_t>(rest) * sizeof(T));
     if (part == 1) write_key(args.caches, args.slots[row], head, out);

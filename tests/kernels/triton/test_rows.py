@@ -86,7 +86,10 @@ def test_rope(size: int, dtype: torch.dtype) -> None:
     cosines, sines = (part.double()[:, None] for part in rotation)
     low, high = x.double().chunk(2, -1)
     expected = torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
-    check(rows.rope(x, rotation), expected, 1, 2, torch.cat((low.abs() + high.abs(),) * 2, -1) * 1.2)
+    found = rows.rope(x, rotation)
+    check(found, expected, 1, 2, torch.cat((low.abs() + high.abs(),) * 2, -1) * 1.2)
+    neighbours = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    assert torch.equal(rows.rope(neighbours, rotation, True), torch.stack(found.chunk(2, -1), -1).flatten(-2))
 
 
 def epilogue_inputs(heads: int, kv_heads: int, size: int, pieces: int) -> tuple[Tensor, ...]:
