@@ -486,7 +486,8 @@ class DecoderSpec:
     of the model's multi-token prediction (MTP) module, which guesses the token after the next one; None without such a
     module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its tensors in a checkpoint are
     ignored. `tower`: the vision tower beside the decoder, or None. `serves_tower`: whether the tower belongs to the
-    decoder; otherwise, its tensors in a checkpoint are ignored.
+    decoder; otherwise, its tensors in a checkpoint are ignored. `beside`: the beginnings of the names, after `renamed`,
+    of a tower that is not supported. Its tensors are ignored, and an aligned model refuses images.
     """
 
     architecture: str
@@ -511,6 +512,7 @@ class DecoderSpec:
     serves_mtp: bool = False
     tower: TowerSpec | None = None
     serves_tower: bool = False
+    beside: tuple[str, ...] = ()
 
     @property
     def own_layers(self) -> range:
@@ -578,8 +580,13 @@ class DecoderSpec:
         """The beginnings of the names of tensors that do not belong to the decoder, such as those of a vision tower
         that is not served.
         """
-        others = tuple(other for other in self.others if not (self.serves_mtp and is_of_mtp(other)))
+        others = tuple(other for other in self.others if not (self.serves_mtp and is_of_mtp(other))) + self.beside
         return others if self.tower is None or self.serves_tower else others + self.tower.prefixes
+
+    @property
+    def is_text_alone(self) -> bool:
+        """Return whether the model has neither a vision tower nor modules of one that is not supported."""
+        return self.tower is None and not self.beside
 
     @property
     def head_range(self) -> tuple[int, int]:

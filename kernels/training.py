@@ -77,6 +77,8 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Settings that make the forward pass of a model in training random, unless they are 0.
+_NOISE = ("attention_dropout", "residual_dropout", "router_jitter_noise")
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
 """question(ops, hidden, weight): compute what the head returns instead of logits, from hidden states [M, H] and the
@@ -449,13 +451,21 @@ def _model_forward(original: type) -> Callable[..., Any]:
 @cache
 def _wrapped_forward(original: type) -> Callable[..., Any]:
     """Return the forward pass of a module of this class, which holds a vision tower and a decoder. `images`: the images
-    of the packed tokens, if no pixels are given. `routes` and `record`: as in `_decode`.
+    of the packed tokens, if no pixels are given. `routes` and `record`: as in `_decode`. If the tower is not supported,
+    the forward pass takes text only.
     """
 
     def forward(self: Any, *args: Any, images: PackedImages | None = None, **kwargs: Any) -> _DecoderOutput:
         routes = {name: kwargs.pop(name, None) for name in ("routes", "record")}
         given, spec = _check_given(original, args, kwargs), self._aligned.spec
         ids, mask, position_ids = given["input_ids"], given.get("attention_mask"), given.get("position_ids")
+        if spec.tower is None:
+            if given.get("pixel_values") is not None:
+                raise AlignmentError(
+                    f"pixel_values: the vision tower of {spec.architecture} is not supported; pass text only, or call "
+                    "unalign"
+                )
+            return self.language_model(ids, mask, position_ids, **routes)
         split = split_positions(position_ids)
         indices, packed = unpad(ids, mask, split.text)
         if images is None:
@@ -599,8 +609,9 @@ def _parts(model: Any, spec: DecoderSpec) -> Iterator[tuple[Any, Callable[..., A
     """Yield the modules with a replaced forward pass: (module, new forward pass, layer number or -1)."""
     decoder = text_decoder(model)
     yield model, _model_forward(type(model)), -1
-    if spec.tower is not None:
+    if decoder is not model.model:
         yield model.model, _wrapped_forward(type(model.model)), -1
+    if spec.tower is not None:
         for module in tower_modules(model.model, spec.tower):
             yield module, part_forward, -1
     yield decoder, _decoder_forward(type(decoder)), -1
@@ -649,18 +660,29 @@ def _check_model(model: Any) -> DecoderSpec:
             f"lm_head must have no bias, and have shape {list(embedding.shape)} like the embedding (got "
             f"{list(head.weight.shape)} {'without' if head.bias is None else 'with'} a bias); use another model"
         )
-    for config in (model.config.get_text_config(), getattr(model.config, "vision_config", None)):
-        if (dropout := getattr(config, "attention_dropout", 0.0)) != 0.0:
-            raise AlignmentError(f"attention_dropout must be 0.0 (got {dropout!r}); set it to 0.0, or do not align")
+    tower = None if spec.tower is None else getattr(model.config, "vision_config", None)
+    for config in (model.config.get_text_config(), tower):
+        _check_noise(config)
     _check_parameters(spec, model)
     return spec
+
+
+def _check_noise(config: Any) -> None:
+    """Raise AlignmentError if a config adds noise to a model in training. An aligned model computes none."""
+    for name in _NOISE:
+        if (found := getattr(config, name, 0.0)) != 0.0:
+            raise AlignmentError(
+                f"{name} must be 0.0 (got {found!r}), since an aligned model adds no noise; pass {name}=0.0 to "
+                "from_pretrained, or set it in model.config, or do not align"
+            )
 
 
 def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     """Raise AlignmentError unless the layers have the parameters that the spec requires, and all parameters share one
     dtype.
 
-    If the spec fixes the dtype of a parameter, that parameter need not have the common dtype.
+    If the spec fixes the dtype of a parameter, or if no worker serves it, that parameter need not have the common
+    dtype.
     """
     own: set[int] = set()
 
@@ -674,7 +696,7 @@ def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     if spec.tower is not None:
         check_tower(model.model, spec.tower)
     others = (named for named in model.named_parameters() if id(named[1]) not in own)
-    dtypes = {parameter.dtype for name, parameter in others if ".lora_" not in name}
+    dtypes = {one.dtype for name, one in others if ".lora_" not in name and not name.startswith(spec.beside)}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
         raise AlignmentError(f"parameters must all be in one of {_DTYPES} (got {names}); call model.to(dtype)")

@@ -174,7 +174,7 @@ def audit_folder(
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
     folder = resolve_model(model)
-    kind = AutoModelForCausalLM if describe(read_config(folder)).tower is None else AutoModelForImageTextToText
+    kind = AutoModelForCausalLM if describe(read_config(folder)).is_text_alone else AutoModelForImageTextToText
     loaded = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     most = loaded.config.get_text_config().vocab_size
     prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]

@@ -74,6 +74,30 @@ _FAMILIES |= {
         _WINDOW | dict(head_dim=16, num_local_experts=8, num_experts_per_tok=3, intermediate_size=64),
     ),
 }
+# Families that consist of known parts.
+_NORMED: dict[str, Any] = dict(num_hidden_layers=4, tie_word_embeddings=False)
+_FREE: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM, _NORMED),
+    "exaone4": (
+        transformers.Exaone4Config,
+        transformers.Exaone4ForCausalLM,
+        _NORMED | _WINDOW | dict(sliding_window_pattern=2),
+    ),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM, {}),
+    "olmoe": (transformers.OlmoeConfig, transformers.OlmoeForCausalLM, dict(num_experts=8, num_experts_per_tok=3)),
+    "seed_oss": (
+        transformers.SeedOssConfig,
+        transformers.SeedOssForCausalLM,
+        dict(head_dim=16, attention_out_bias=True, attention_dropout=0.0, residual_dropout=0.0),
+    ),
+    "qwen2_moe": (
+        transformers.Qwen2MoeConfig,
+        transformers.Qwen2MoeForCausalLM,
+        _EXPERTS | dict(shared_expert_intermediate_size=48),
+    ),
+}
+_FAMILIES |= _FREE
+FREE = tuple(_FREE)
 MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
 # Families with different computations in their layers. Families that are not listed differ only in their settings.

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..specs import LAYER_NAMES, DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from .settings import FULL, SLIDING, expect, fill_layer_types, fill_rotations, read_settings
-from .towers import siglip_tower, wrapped
+from .towers import RENAMED_OLDER, siglip_tower, wrapped
 
 _DEFAULTS = dict(
     max_position_embeddings=131072,
@@ -58,15 +58,6 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 # The settings that files of the larger models leave to the defaults.
 _WITH_TOWER = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4)
-# Prefixes of names in a checkpoint, in older files and in those that transformers saves now, and in the model.
-_RENAMED = {
-    "language_model.model.": "model.",
-    "language_model.lm_head.": "lm_head.",
-    "model.language_model.": "model.",
-    "vision_tower.vision_model.": "model.vision_tower.",
-    "vision_tower.": "model.vision_tower.",
-    "multi_modal_projector.": "model.multi_modal_projector.",
-}
 
 
 def _describe_text(raw: dict[str, Any], architecture: str) -> DecoderSpec:
@@ -75,5 +66,5 @@ def _describe_text(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 FAMILIES = {
     "Gemma3ForCausalLM": _describe,
-    "Gemma3ForConditionalGeneration": wrapped(_describe_text, siglip_tower, _RENAMED, is_tied=True),
+    "Gemma3ForConditionalGeneration": wrapped(_describe_text, siglip_tower, RENAMED_OLDER, is_tied=True),
 }

@@ -1,7 +1,7 @@
 """Llama and related families: norms before mixer and MLP, a SiLU gate, and one rotation.
 
 Mistral's layers have a window; Ministral's and Qwen's layers may have one. Qwen2 has biases of q, k and v; Qwen3 has
-norms of the heads of q and k.
+norms of the heads of q and k. Seed-OSS may have biases of q, k and v, and a bias of the output projection.
 """
 
 from __future__ import annotations
@@ -54,6 +54,20 @@ def _qwen_windows(settings: Any) -> list[int | None]:
     return settings.windows(settings.sliding_window if settings.use_sliding_window else None)
 
 
+_SEED_OSS: dict[str, Any] = dict(
+    max_position_embeddings=524288, num_key_value_heads=8, head_dim=128, attention_bias=True
+)
+
+
+def _seed_oss(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    settings = read_settings(lambda given: _SEED_OSS | given, raw)
+    expect(settings, hidden_act="silu", attention_bias=settings.attention_bias)
+    norm = NormSpec(settings.rms_norm_eps)
+    mixer = settings.attention(qkv_bias=bool(settings.attention_bias), o_bias=bool(settings.attention_out_bias))
+    layer = LayerSpec(mixer, MlpSpec(settings.intermediate_size), norm)
+    return settings.decoder(architecture, [layer] * settings.num_hidden_layers, [settings.rotation()])
+
+
 _MISTRAL: dict[str, Any] = dict(max_position_embeddings=131072, num_key_value_heads=8, sliding_window=4096)
 _QWEN: dict[str, Any] = dict(
     max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28
@@ -68,4 +82,5 @@ FAMILIES = {
     ),
     "Qwen2ForCausalLM": _family(_qwen_windows, _qwen_is_sliding, qkv_bias=True, **_QWEN),
     "Qwen3ForCausalLM": _family(_qwen_windows, _qwen_is_sliding, qk_norm=True, head_dim=128, **_QWEN),
+    "SeedOssForCausalLM": _seed_oss,
 }

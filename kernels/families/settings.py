@@ -48,6 +48,7 @@ _MOST = {
     "max_position_embeddings": 2**24,
     "sliding_window": 2**31,
     "sliding_window_pattern": 2**10,
+    "no_rope_layer_interval": 2**10,
     "full_attention_interval": 2**10,
     "linear_num_key_heads": 2**12,
     "linear_num_value_heads": 2**12,
@@ -114,6 +115,9 @@ class Settings(PreTrainedConfig):
     rope_parameters: Any = None
     tie_word_embeddings: bool = False
     attention_bias: Any = False
+    attention_out_bias: Any = False
+    qkv_bias: Any = False
+    clip_qkv: Any = None
     mlp_bias: Any = False
     attention_dropout: Any = 0.0
     layer_types: list[str] | None = None
@@ -121,6 +125,8 @@ class Settings(PreTrainedConfig):
     sliding_window_pattern: int | None = _size("sliding_window_pattern", default=None)
     use_sliding_window: bool = False
     max_window_layers: int = 28
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: int = _size("no_rope_layer_interval", default=4)
     use_bidirectional_attention: Any = False
     query_pre_attn_scalar: float | int | None = validated_field(_check_scalar, default=None)
     attn_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)

@@ -17,7 +17,7 @@ import torch
 from trueroll.errors import ModelError, brief
 
 from ..specs import DecoderSpec, LayerNormSpec, NormSpec, RotationSpec, TowerSpec
-from . import Describe
+from . import Describe, families
 
 ReadTower = Callable[[dict[str, Any], DecoderSpec], TowerSpec]
 """read_tower(raw, decoder): return the tower that config.json describes beside a decoder."""
@@ -61,6 +61,15 @@ _SIGLIP: dict[str, Any] = dict(
 _EPS = 1e-6
 RENAMED_TEXT = {"model.language_model.": "model."}
 """The prefix of the decoder's names in a checkpoint with a tower, and the prefix of the same names without a tower."""
+RENAMED_OLDER = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    **RENAMED_TEXT,
+    "vision_tower.vision_model.": "model.vision_tower.",
+    "vision_tower.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+}
+"""Prefixes of names in older files and in those that transformers saves now, and the prefixes in the model."""
 _QWEN_LAYER = {
     "mixer_norm": "model.visual.blocks.{}.norm1",
     "qkv": "model.visual.blocks.{}.attn.qkv",
@@ -115,13 +124,38 @@ def wrapped(
     """
 
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-        text = _map(raw, "text_config")
-        outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
-        tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", is_tied)}
-        spec = describe_text(outer | text | tied, architecture)
+        spec = describe_text(_text_of(raw, is_tied), architecture)
         return replace(spec, tower=read_tower(raw, spec), renamed=renamed)
 
     return describe
+
+
+def wrapped_text(
+    text_families: Mapping[str, str], beside: tuple[str, ...], renamed: Mapping[str, str], is_tied: bool = False
+) -> Describe:
+    """Return the `Describe` function of a model of which only the text is served. The settings of its decoder are in
+    `text_config`.
+
+    `text_families`: maps each `model_type` that `text_config` may have to the architecture of the text model; the first
+    is the default. `beside`, `renamed`: as in `DecoderSpec`. `is_tied`: as for `wrapped`.
+    """
+
+    def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+        text = _text_of(raw, is_tied)
+        kind = text.get("model_type", next(iter(text_families)))
+        if not isinstance(kind, str) or kind not in text_families:
+            raise _refusal("model_type in text_config", f"one of {', '.join(text_families)}", kind)
+        spec = families()[text_families[kind]](text, architecture)
+        return replace(spec, beside=beside, renamed=renamed)
+
+    return describe
+
+
+def _text_of(raw: dict[str, Any], is_tied: bool) -> dict[str, Any]:
+    """Return the settings of the decoder of a model with a vision tower."""
+    outer = {key: raw[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in raw}
+    tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", is_tied)}
+    return outer | _map(raw, "text_config") | tied
 
 
 def qwen3_5_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
