@@ -74,6 +74,17 @@ _FAMILIES |= {
         _WINDOW | dict(head_dim=16, num_local_experts=8, num_experts_per_tok=3, intermediate_size=64),
     ),
 }
+_PIXTRAL = dict(model_type="pixtral", hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+
+
+def _mistral3_config(tie_word_embeddings: bool, **text: Any) -> Any:
+    vision = _PIXTRAL | dict(head_dim=16, image_size=32, patch_size=4)
+    text_config = text | dict(model_type="mistral")
+    return transformers.Mistral3Config(
+        text_config=text_config, vision_config=vision, tie_word_embeddings=tie_word_embeddings
+    )
+
+
 # Families that consist of known parts.
 _NORMED: dict[str, Any] = dict(num_hidden_layers=4, tie_word_embeddings=False)
 _FREE: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
@@ -94,6 +105,11 @@ _FREE: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] 
         transformers.Qwen2MoeConfig,
         transformers.Qwen2MoeForCausalLM,
         _EXPERTS | dict(shared_expert_intermediate_size=48),
+    ),
+    "mistral3": (
+        _mistral3_config,
+        transformers.Mistral3ForConditionalGeneration,
+        _WINDOW | dict(head_dim=16, tie_word_embeddings=False),
     ),
 }
 _FAMILIES |= _FREE

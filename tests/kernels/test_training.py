@@ -181,8 +181,9 @@ def exact_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *
     return torch.stack(outs, 1), state
 
 
-def with_joined_few(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    few = {name: gradient for name, gradient in gradients.items() if gradient.numel() <= 32}
+def with_joined_few(gradients: dict[str, Tensor], most: int = 32) -> dict[str, Tensor]:
+    """Return the gradients, with those of at most `most` elements joined."""
+    few = {name: gradient.flatten() for name, gradient in gradients.items() if gradient.numel() <= most}
     large = {name: gradient for name, gradient in gradients.items() if name not in few}
     return large | {"few": torch.cat(list(few.values()))}
 

@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText
 from vision_models import make_vision_model
 
+from tiny import make_tiny_model
 from trueroll.errors import PushError
 from trueroll.kernels.training import align
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, audit, auditing, launch_worker
@@ -72,6 +73,34 @@ def test_a_push_of_adapters_brings_those_of_the_tower(tmp_path: Path, forked_wor
                     publisher.push(model, version, adapters=version > 1)
                     found = audit(model, client, PROMPTS, PARAMS, version=version)
                     assert (found.num_different, found.causes, found.tensors) == (0, (), ()), str(found)
+
+
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_a_push_leaves_out_a_tower_that_is_not_supported(
+    tmp_path: Path, forked_workers: None, with_lora: bool
+) -> None:
+    folder = make_tiny_model("mistral3", tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    if with_lora:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    align(model)
+    with (
+        launch_worker(str(folder), num_blocks=32, num_threads=1) as worker,
+        RolloutClient(worker.address) as client,
+        WeightPublisher() as publisher,
+    ):
+        publisher.connect([worker.address])
+        for version in (1, 2):
+            if with_lora:
+                change(model, seed=version)
+            else:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.mul_(1.25)
+            publisher.push(model, version, adapters=with_lora and version > 1)
+            found = audit(model, client, PROMPTS, PARAMS, version=version)
+            assert (found.num_different, found.causes, found.tensors) == (0, (), ()), str(found)
+        assert not any("vision_tower" in name for name in client.weight_checksums().checksums)
 
 
 def test_a_folder_is_audited_as_a_whole(tmp_path: Path, forked_workers: None) -> None:

@@ -1,0 +1,269 @@
+"""Families that consist of parts of other families, against transformers: loaded from files of each spelling, trained,
+with defaults for missing settings, and with refused settings. Each step that is most likely to be wrong is done wrong,
+and the comparison must notice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.test_training import check_errors, pad, sequences, three_gradients, with_joined_few
+from matrix import thinned
+from mixers import attention_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mistral3Config
+
+from tiny import FREE, make_tiny_model
+from trueroll.engine.models.decoder import Decoder
+from trueroll.engine.models.loader import read_config
+from trueroll.errors import AlignmentError, ModelError
+from trueroll.kernels import reference
+from trueroll.kernels.contract import AttentionWeights, Layer, Norms
+from trueroll.kernels.families import describe
+from trueroll.kernels.specs import DecoderSpec, ExpertsSpec
+from trueroll.kernels.training import align, token_experts, token_log_probs, unalign
+from trueroll.weight_sync.payload.manifest import own_name
+
+from ..test_trainer_log_probs import DTYPES, count_differences, padded, roll_out
+from .test_hybrid_families import Hybrid, prompt
+
+LIMIT = 1e-4  # nats
+FILE = "model.safetensors"
+WITHOUT_WINDOWS: dict[str, Any] = dict(sliding_window=None, layer_types=["full_attention"] * 4)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FREE},
+    "unrotated layers by a list": ("smollm3", dict(no_rope_layers=[0, 1, 1, 0])),
+    "windows in unrotated layers": ("smollm3", dict(use_sliding_window=True, sliding_window=32)),
+    "no windows": ("exaone4", WITHOUT_WINDOWS),
+    "normed gates": ("olmoe", dict(norm_topk_prob=True)),
+    "no biases": ("seed_oss", dict(attention_bias=False, attention_out_bias=False)),
+    "dense layers": ("qwen2_moe", dict(mlp_only_layers=[0], qkv_bias=False)),
+    "tied": ("mistral3", dict(tie_word_embeddings=True, sliding_window=None)),
+}
+
+
+def load(folder: Path, dtype: str = "float32", **settings: Any) -> Any:
+    """Return the model of transformers with its whole forward pass in eager mode."""
+    kind = AutoModelForCausalLM if describe(read_config(folder)).is_text_alone else AutoModelForImageTextToText
+    return kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager", **settings)
+
+
+@torch.no_grad()
+def theirs(folder: Path, ids: Tensor) -> Tensor:
+    return load(folder)(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    family, overrides = VARIANTS[name]
+    folder, ids = make_tiny_model(family, tmp_path, **overrides), prompt(100)
+    expected = theirs(folder, ids)
+    for backend in ("reference", "cpu"):
+        assert (Hybrid(folder, backend=backend).log_probs(ids) - expected).abs().max() <= LIMIT, backend
+
+
+def rotated(layer: Layer) -> Layer:
+    return of_mixer(layer, rotation=0)
+
+
+def unrotated(layer: Layer) -> Layer:
+    return of_mixer(layer, rotation=1)
+
+
+def of_mixer(layer: Layer, **fields: Any) -> Layer:
+    return replace(layer, spec=replace(layer.spec, mixer=replace(attention_of(layer.spec), **fields)))
+
+
+def normed_before(layer: Layer) -> Layer:
+    before = (Norms(norms.after, None) for norms in (layer.mixer_norms, layer.mlp_norms))
+    return replace(layer, **dict(zip(("mixer_norms", "mlp_norms"), before, strict=True)))
+
+
+def without_biases(layer: Layer, *names: str) -> Layer:
+    assert isinstance(layer.mixer, AttentionWeights) and all(getattr(layer.mixer, name) is not None for name in names)
+    return replace(layer, mixer=replace(layer.mixer, **dict.fromkeys(names)))
+
+
+def with_other_gates(layer: Layer) -> Layer:
+    assert isinstance(layer.spec.mlp, ExpertsSpec)
+    return replace(layer, spec=replace(layer.spec, mlp=replace(layer.spec.mlp, normed=not layer.spec.mlp.normed)))
+
+
+def without_the_shared_expert(layer: Layer) -> Layer:
+    return replace(layer, mlp=replace(layer.mlp, shared=None))
+
+
+SABOTAGE: dict[str, tuple[str, dict[str, Any], Callable[[Layer], Layer]]] = {
+    "SmolLM3 rotates in all layers": ("smollm3", {}, rotated),
+    "EXAONE 4 with windows rotates in all layers": ("exaone4", {}, rotated),
+    "EXAONE 4 without windows rotates in none": ("exaone4", WITHOUT_WINDOWS, unrotated),
+    "EXAONE 4 does not norm heads": ("exaone4", {}, partial(of_mixer, qk_norm=None)),
+    "Olmo 2 has its norms before": ("olmo2", {}, normed_before),
+    "OLMoE does not norm q and k": ("olmoe", {}, partial(of_mixer, qk_norm=None)),
+    "OLMoE norms gates": ("olmoe", {}, with_other_gates),
+    "Qwen2-MoE norms gates": ("qwen2_moe", {}, with_other_gates),
+    "Qwen2-MoE has no shared expert": ("qwen2_moe", {}, without_the_shared_expert),
+    "Qwen2-MoE has no biases": ("qwen2_moe", {}, lambda layer: without_biases(layer, "biases")),
+    "Seed-OSS has no bias of its output": ("seed_oss", {}, lambda layer: without_biases(layer, "o_bias")),
+    "Mistral 3 has no window": ("mistral3", {}, partial(of_mixer, window=None)),
+}
+
+
+@pytest.mark.parametrize("name", SABOTAGE)
+def test_a_step_done_wrong_is_noticed(tmp_path: Path, name: str) -> None:
+    family, overrides, change = SABOTAGE[name]
+    folder, ids = make_tiny_model(family, tmp_path, **overrides), prompt(100)
+    ours = Hybrid(folder)
+    ours.model.layers = tuple(map(change, ours.model.layers))
+    assert (ours.log_probs(ids) - theirs(folder, ids)).abs().max() > 100 * LIMIT
+
+
+def test_both_spellings_of_a_wrapper_load_the_same_bits(tmp_path: Path) -> None:
+    older = make_tiny_model("mistral3", tmp_path / "older")
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    (newer / "config.json").write_bytes((older / "config.json").read_bytes())
+    save_file(load(older).state_dict(), newer / FILE)
+    names = [load_file(folder / FILE).keys() for folder in (older, newer)]
+    assert "language_model.model.norm.weight" in names[0] and "model.language_model.norm.weight" in names[1], "premise"
+    found, expected = (Hybrid(folder).model.checkpoint_tensors() for folder in (newer, older))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].to_dense(), expected[name].to_dense()) for name in found)
+
+
+SIZES: dict[str, Any] = dict(vocab_size=200_000, hidden_size=128, intermediate_size=77, num_hidden_layers=5)
+SIZES |= dict(num_attention_heads=4)
+MINIMAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "SmolLM3ForCausalLM": ("smollm3", {}),
+    "Exaone4ForCausalLM": ("exaone4", dict(num_attention_heads=32)),
+    "Olmo2ForCausalLM": ("olmo2", {}),
+    "OlmoeForCausalLM": ("olmoe", {}),
+    "SeedOssForCausalLM": ("seed_oss", dict(num_attention_heads=8, attention_dropout=0.0)),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", dict(num_attention_heads=16)),
+}
+
+
+@pytest.mark.parametrize("architecture", MINIMAL)
+def test_missing_settings_have_the_defaults_of_transformers(tmp_path: Path, architecture: str) -> None:
+    model_type, settings = MINIMAL[architecture]
+    raw = SIZES | dict(architectures=[architecture], model_type=model_type) | settings
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config, spec = AutoConfig.from_pretrained(tmp_path), describe(raw)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ours = Decoder(spec, reference, partial(torch.empty, device="meta"))  # type: ignore[arg-type]
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for copy in ours.tied_tensors():
+        del shapes[copy]
+    assert {name: weight.shape for name, weight in ours.checkpoint_tensors().items()} == shapes
+    assert [spec.tie_word_embeddings, spec.max_position_embeddings] == [
+        config.tie_word_embeddings,
+        config.max_position_embeddings,
+    ]
+    assert {norm.eps for norm in (spec.norm, *(layer.norm for layer in spec.layers))} == {config.rms_norm_eps}
+    assert spec.rotations[0].inv_freq[1] == pytest.approx(config.rope_parameters["rope_theta"] ** (-2 / head_dim(spec)))
+    windows = [config.sliding_window if "sliding" in kind else None for kind in getattr(config, "layer_types", [])]
+    assert [attention_of(layer).window for layer in spec.layers] == (windows or [None] * 5)
+    for experts in spec.experts:
+        assert (experts.top_k, experts.normed) == (config.num_experts_per_tok, config.norm_topk_prob)
+
+
+def test_a_missing_tie_of_a_wrapper_has_the_default_of_transformers(tmp_path: Path) -> None:
+    raw = read_config(make_tiny_model("mistral3", tmp_path))
+    del raw["tie_word_embeddings"]
+    assert describe(raw).tie_word_embeddings and Mistral3Config().tie_word_embeddings
+    assert not describe(raw | dict(tie_word_embeddings=False)).tie_word_embeddings
+
+
+def head_dim(spec: DecoderSpec) -> int:
+    return attention_of(spec.layers[0]).head_dim
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("smollm3", dict(no_rope_layers=[1]), "no_rope_layers in config.json must have 4 numbers, .* .got .1.."),
+        ("smollm3", dict(no_rope_layer_interval=0, no_rope_layers=None), "'no_rope_layer_interval'.* at least 1"),
+        ("smollm3", dict(attention_bias=True), "attention_bias in config.json must be False"),
+        ("exaone4", dict(sliding_window=None), "sliding_window is missing in config.json"),
+        ("olmo2", dict(attention_bias=True), "attention_bias in config.json must be False"),
+        ("olmoe", dict(clip_qkv=8.0), "clip_qkv in config.json must be None .got 8.0."),
+        ("olmoe", dict(num_experts=2), "num_experts in config.json must be from num_experts_per_tok = 3 to"),
+        ("seed_oss", dict(mlp_bias=True), "mlp_bias in config.json must be False"),
+        ("qwen2_moe", dict(use_sliding_window=True), "use_sliding_window in config.json must be False"),
+        ("mistral3", dict(text_config=dict(model_type="gpt2")), "model_type in text_config .* must be one of mistral"),
+        ("mistral3", dict(text_config=5), "text_config in config.json must be a map"),
+    ],
+)
+def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:
+    raw = read_config(make_tiny_model(family, tmp_path))
+    describe(raw)
+    with pytest.raises(ModelError, match=message):
+        describe(raw | change)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", FREE)
+@thinned(lambda family, dtype, backend: (dtype, backend) == ("bfloat16", "cpu") or family == "smollm3")
+def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str, dtype: str, backend: str) -> None:
+    """The samples were drawn in company, some after a preemption, and their prompts were partly cached."""
+    folder = make_tiny_model(family, tmp_path)
+    rollout = roll_out(folder, (80, 40, 5), dtype=dtype, backend=backend)
+    model = load(folder, dtype)
+    align(model, backend)
+    assert count_differences(padded(model, rollout), rollout) == 0
+
+
+@pytest.mark.parametrize("family", [family for family in FREE if family != "mistral3"])
+def test_gradients_are_as_good_as_those_of_the_unaligned_model(tmp_path: Path, family: str) -> None:
+    """All models use the same routes. The gradients of biases and norms are joined, since each has too few elements."""
+    folder, routes = make_tiny_model(family, tmp_path), None
+    if describe(read_config(folder)).experts:
+        model = load(folder)
+        align(model, "cpu")
+        routes = token_experts(model, *pad(sequences()))
+    batches = three_gradients(folder, torch.float32, "cpu", 0.7, routes)
+    check_errors(*(with_joined_few(gradients, 128) for gradients in batches))
+
+
+@pytest.mark.parametrize("family", FREE)
+def test_trainers_push_the_names_of_the_worker(tmp_path: Path, family: str) -> None:
+    folder = make_tiny_model(family, tmp_path)
+    spec, ours = describe(read_config(folder)), Hybrid(folder).model
+    names = {own_name(name, spec) for name in load(folder).state_dict()} - {None}
+    assert names - ours.tied_tensors().keys() == ours.checkpoint_tensors().keys()
+
+
+def test_a_tower_that_is_not_supported_is_left_alone(tmp_path: Path) -> None:
+    """The tower may have another dtype, is not changed by `align`, and gets no gradient."""
+    model, ids = load(make_tiny_model("mistral3", tmp_path)), prompt(9)[None]
+    model.model.vision_tower.to(torch.bfloat16)
+    expected = model(ids).logits
+    align(model, "cpu")
+    assert (model(ids).logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    pixels = dict(pixel_values=torch.zeros(1, 3, 8, 8), image_sizes=torch.tensor([[8, 8]]))
+    with pytest.raises(AlignmentError, match="pixel_values: the vision tower of Mistral3For.* pass text only"):
+        model(ids, **pixels)
+    token_log_probs(model, ids).sum().backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, _ in model.named_parameters() if "language_model" in name or "lm_head" in name}
+    unalign(model)
+    assert torch.equal(model(ids).logits, expected)
+
+
+@pytest.mark.parametrize("noise", ["attention_dropout", "residual_dropout"])
+def test_a_model_with_dropout_is_aligned_after_the_dropout_is_set_to_0(tmp_path: Path, noise: str) -> None:
+    folder = make_tiny_model("seed_oss", tmp_path)
+    config = read_config(folder)
+    (folder / "config.json").write_text(json.dumps(config | {noise: 0.1}))
+    with pytest.raises(AlignmentError, match=f"{noise} must be 0.0 .got 0.1., .* pass {noise}=0.0 to from_pretrained"):
+        align(load(folder))
+    align(load(folder, **{noise: 0.0}))
