@@ -1,5 +1,5 @@
-"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts instead of an MLP in some or all layers. Each layer of Qwen2-MoE
-with experts has a shared expert for all tokens.
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts instead of an MLP in some or all layers. In Qwen2-MoE, each
+layer with experts has a shared expert for all tokens.
 """
 
 from __future__ import annotations
