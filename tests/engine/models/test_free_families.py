@@ -29,8 +29,8 @@ from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionWeights, Layer, Norms
 from trueroll.kernels.families import describe
 from trueroll.kernels.specs import DecoderSpec, ExpertsSpec
+from trueroll.kernels.spellings import own_name
 from trueroll.kernels.training import align, token_experts, token_log_probs, unalign
-from trueroll.weight_sync.payload.manifest import own_name
 
 from ..test_trainer_log_probs import DTYPES, count_differences, padded, roll_out
 from .test_hybrid_families import Hybrid, prompt
@@ -94,7 +94,9 @@ def without_biases(layer: Layer, *names: str) -> Layer:
 
 def with_other_gates(layer: Layer) -> Layer:
     assert isinstance(layer.spec.mlp, ExpertsSpec)
-    return replace(layer, spec=replace(layer.spec, mlp=replace(layer.spec.mlp, normed=not layer.spec.mlp.normed)))
+    score = "softmax" if layer.spec.mlp.router.score == "softmax_of_chosen" else "softmax_of_chosen"
+    router = replace(layer.spec.mlp.router, score=score)
+    return replace(layer, spec=replace(layer.spec, mlp=replace(layer.spec.mlp, router=router)))
 
 
 def without_the_shared_expert(layer: Layer) -> Layer:
@@ -173,7 +175,8 @@ def test_missing_settings_have_the_defaults_of_transformers(tmp_path: Path, arch
     windows = [config.sliding_window if "sliding" in kind else None for kind in getattr(config, "layer_types", [])]
     assert [attention_of(layer).window for layer in spec.layers] == (windows or [None] * 5)
     for experts in spec.experts:
-        assert (experts.top_k, experts.normed) == (config.num_experts_per_tok, config.norm_topk_prob)
+        assert experts.top_k == config.num_experts_per_tok
+        assert (experts.router.score == "softmax_of_chosen") == config.norm_topk_prob
 
 
 def test_a_missing_tie_of_a_wrapper_has_the_default_of_transformers(tmp_path: Path) -> None:
