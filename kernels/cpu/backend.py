@@ -48,11 +48,11 @@ from ..specs import (
     AttentionSpec,
     DeltaNetSpec,
     ExpertsSpec,
-    LayerSpec,
     MlpSpec,
     NormSpec,
     Pieces,
     RouterSpec,
+    Score,
 )
 from .library import load_library
 
@@ -63,6 +63,9 @@ COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
 # The numbers of `Activation` in native/common.h.
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "clamped_silu": 3}
+
+# The numbers of `Score`.
+SCORES: dict[Score, int] = {"softmax_of_chosen": 0, "softmax": 1, "sigmoid": 2}
 
 
 class PackedWeight:
@@ -166,21 +169,16 @@ class PackedLayers(tuple[Layer, ...]):
         return addresses
 
 
-def is_packed(spec: LayerSpec) -> bool:
-    """Return whether `PackedLayers` supports a layer with this spec. If a list of layers contains a layer that
-    `PackedLayers` does not support, all layers of the list are computed op by op.
+def is_packed(layer: Layer) -> bool:
+    """Return whether `PackedLayers` supports a layer. If a list of layers contains a layer that `PackedLayers` does not
+    support, all layers of the list are computed op by op.
     """
-    mixer = spec.mixer
-    if isinstance(spec.mlp, ExpertsSpec) and not (_is_plain(spec.mlp.router) and spec.mlp.shared_gated):
+    mixer = layer.spec.mixer
+    if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.router.dtype != layer.mlp.down.dtype:
         return False
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
     return not (mixer.output_gate and mixer.qk_norm_over_heads)
-
-
-def _is_plain(router: RouterSpec) -> bool:
-    """Return whether `route` of the native library serves a router."""
-    return router in (RouterSpec("softmax"), RouterSpec("softmax_of_chosen"))
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
@@ -215,19 +213,19 @@ def _mlp_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     weights = layer.mlp
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights, cast(ExpertsSpec, layer.spec.mlp).own[1])
-    return _panels(weights.gate), _panels(weights.up), _panels(weights.down), *[None] * 7
+    return _panels(weights.gate), _panels(weights.up), _panels(weights.down), *[None] * 8
 
 
 def _experts_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
     """Return the tensors that `ExpertsPointers` points to, in the order of the struct's fields. `count`: the number of
     experts that are held.
     """
-    shared = (None,) * 4
-    if weights.shared is not None and weights.shared_score is not None:
-        mlp = weights.shared
-        shared = _panels(mlp.gate), _panels(mlp.up), _panels(mlp.down), _panels(weights.shared_score)
+    shared = (None,) * 3
+    if (mlp := weights.shared) is not None:
+        shared = _panels(mlp.gate), _panels(mlp.up), _panels(mlp.down)
+    score = None if weights.shared_score is None else _panels(weights.shared_score)
     router = _panels(weights.router), weights.router_bias
-    return *router, *stack_tensors(weights, count), *shared
+    return *router, *stack_tensors(weights, count), *shared, score, weights.correction
 
 
 def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
@@ -284,8 +282,15 @@ def _layer_numbers(layer: Layer) -> tuple[float, ...]:
 
 def _experts_numbers(spec: MlpSpec | ExpertsSpec) -> tuple[float, ...]:
     if isinstance(spec, MlpSpec):
-        return 0, 0, False, 0, 0, 0
-    return spec.num_experts, spec.top_k, spec.router.score != "softmax", spec.shared_size, *spec.own
+        return (0,) * 16
+    shared = spec.has_shared, spec.shared_size
+    return spec.num_experts, spec.top_k, *shared, *spec.own, *router_numbers(spec.router)
+
+
+def router_numbers(spec: RouterSpec) -> tuple[float, ...]:
+    """Return the values of `RouterNumbers` in native/api.h, in the order of the struct's fields."""
+    groups = spec.groups, spec.kept_groups, spec.group_best
+    return SCORES[spec.score], spec.wide, spec.ranks_scores, *groups, spec.normed, spec.eps, spec.floor, spec.scale
 
 
 def _delta_net_numbers(spec: DeltaNetSpec) -> tuple[float, ...]:
@@ -332,7 +337,7 @@ def new_weight(rows: int, columns: int, empty: Callable[..., Tensor]) -> PackedW
 
 
 def new_layers(layers: Sequence[Layer]) -> PackedLayers | tuple[Layer, ...]:
-    return PackedLayers(layers) if all(is_packed(layer.spec) for layer in layers) else tuple(layers)
+    return PackedLayers(layers) if all(map(is_packed, layers)) else tuple(layers)
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -413,15 +418,13 @@ def gate_up(x: Tensor, gate: PackedWeight, up: PackedWeight, activation: Activat
 def route(
     logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    if not _is_plain(spec.router):
-        return reference.route(logits, spec, chosen, correction)
-    logits, is_replayed = logits.contiguous(), chosen is not None
-    rows, count = logits.shape
+    logits, correction, is_replayed = logits.contiguous(), _contiguous(correction), chosen is not None
+    (rows, count), numbers = logits.shape, array("d", router_numbers(spec.router))
     experts = torch.empty(rows, spec.top_k, dtype=torch.int32) if chosen is None else chosen.contiguous()
     gates = torch.empty(rows, spec.top_k, dtype=torch.float32)
     _library.route(
         *(get_num_threads(), _is_bfloat16(logits), logits.data_ptr(), rows, count, spec.top_k),
-        *(spec.router.score != "softmax", is_replayed, experts.data_ptr(), gates.data_ptr()),
+        *(_address(numbers), _pointer(correction), is_replayed, experts.data_ptr(), gates.data_ptr()),
     )
     return experts, gates
 

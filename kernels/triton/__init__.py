@@ -18,7 +18,7 @@ import os
 
 import torch
 
-from ..specs import CORRECTION_ROLE, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSpec
+from ..specs import CORRECTION_ROLE, ROUTER_ROLE, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSpec
 
 MOST_HEAD_DIM = 256
 MOST_KEY_HEAD_DIM = 256  # for a delta net: a program holds whole columns of its state
@@ -59,7 +59,7 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
         if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
             return unserved
     for role, own in spec.own_dtypes(dtype).items():
-        if role == CORRECTION_ROLE and own == torch.float32:
+        if role in (ROUTER_ROLE, CORRECTION_ROLE) and own == torch.float32:
             continue
         return f"all weights in {dtype} (got {role} in {own})"
     return ""

@@ -32,6 +32,7 @@ from .attention import paged_attention as paged_attention
 from .experts import expert_sums as expert_sums
 from .experts import experts as experts
 from .experts import route as route
+from .experts import wide_linear as wide_linear
 from .head import SECTION
 from .head import filter_logits as filter_logits
 from .head import fold_sections as fold_sections
@@ -59,7 +60,6 @@ from .rows import write_kv as write_kv
 
 _SELF = cast(Backend, sys.modules[__name__])
 HEAD_SECTION = SECTION
-wide_linear = lm_head
 
 
 def instruction_set() -> str:

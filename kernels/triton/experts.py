@@ -24,9 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import reference
 from ..contract import ExpertsWeights
-from ..specs import ExpertsSpec, RouterSpec
+from ..specs import ExpertsSpec
 from .launch import aligned, device_function, exact_jit, launch
 from .products import (
     FOLD_COLUMNS,
@@ -37,6 +36,7 @@ from .products import (
     fold_parts,
     gate_mul_halves,
     k_splits,
+    lm_head,
     sums_of_pieces,
     unit,
 )
@@ -51,6 +51,7 @@ TILES = (
 )
 MOST_MADE = 2**28  # bytes of products with `down` that are held at once, unless 16 rows take more
 _LISTED = 1024  # pairs that a program lists at a time
+_WIDE_FEATURES, _WIDE_DEPTH = 16, 128
 _NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
 
 
@@ -67,27 +68,43 @@ class _Lists(NamedTuple):
     counts: Tensor
 
 
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply x [M, K] by the transpose of weight [N, K], and return float32 [M, N]. A float32 weight is multiplied
+    without matrix instructions, which would round it.
+    """
+    if weight.dtype == x.dtype:
+        return lm_head(x, weight)
+    (rows, columns), features = x.shape, len(weight)
+    out = torch.empty(rows, features, dtype=torch.float32, device=x.device)
+    grid = rows, divide_up(features, _WIDE_FEATURES)
+    sizes = dict(FEATURES=_WIDE_FEATURES, DEPTH=_WIDE_DEPTH)
+    launch(_wide_kernel, grid, aligned(x), aligned(weight), out, features, columns, warps=4, **sizes)
+    return out
+
+
 def route(
     logits: Tensor, spec: ExpertsSpec, chosen: Tensor | None = None, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return each row's experts (int32 [M, top_k]) and their gates (float32 [M, top_k]) for logits [M, E]. If `chosen`
-    is given, a row's experts are taken from `chosen` instead of being chosen by their logits.
+    is given, a row's experts are taken from `chosen` instead of being chosen by the router.
 
-    The denominator of a gate is one of two sums: the sum over the chosen experts in the order of their ids, or the sum
-    over all experts in the order of `sum_in_pairs`.
+    Sums over the chosen experts are in the order of their ids. The denominator of a softmax over all experts is summed
+    in the order of `sum_in_pairs`.
     """
-    if spec.router not in (RouterSpec("softmax"), RouterSpec("softmax_of_chosen")):
-        return reference.route(logits, spec, chosen, correction)
-    logits = aligned(logits)
+    logits, router = aligned(logits), spec.router
     rows, count = logits.shape
     experts = logits.new_empty(rows, spec.top_k, dtype=torch.int32)
     gates = torch.empty_like(experts, dtype=torch.float32)
     # A pointer must be valid even if the kernel does not read it.
-    args = logits, logits if chosen is None else aligned(chosen), experts, gates
+    given = logits if chosen is None else aligned(chosen)
+    added = logits if correction is None else aligned(correction)
+    args = logits, added, given, experts, gates, router.eps, router.floor, router.scale
     span = triton.next_power_of_2(count)
     sizes = dict(E=count, SPAN=span, TOP_K=spec.top_k)
-    which = dict(NORMED=spec.router.score != "softmax", CHOSEN=chosen is not None)
-    launch(_route_kernel, (rows,), *args, warps=max(1, span // 256), **sizes, **which)
+    groups = dict(GROUPS=router.groups, GROUP_SPAN=triton.next_power_of_2(router.groups), KEPT=router.kept_groups)
+    which = dict(SCORE=router.score, RANKS_SCORES=router.ranks_scores, GROUP_BEST=router.group_best)
+    which |= dict(CORRECTED=correction is not None, NORMED=router.normed, CHOSEN=chosen is not None)
+    launch(_route_kernel, (rows,), *args, warps=max(1, span // 256), **sizes, **groups, **which)
     return experts, gates
 
 
@@ -224,40 +241,117 @@ def _multiply(
 
 
 @exact_jit
+def _wide_kernel(x_ptr, w_ptr, out_ptr, features, columns, FEATURES: tl.constexpr, DEPTH: tl.constexpr):
+    """Program (row, i) multiplies a row by block i of the rows of a float32 weight. Each of DEPTH sums takes every
+    DEPTH-th column, and the sums are added at the end.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    feature, depth = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES), tl.arange(0, DEPTH)
+    w_row = w_ptr + tl.minimum(feature, features - 1).to(tl.int64)[:, None] * columns
+    total = tl.zeros([FEATURES, DEPTH], tl.float32)
+    for start in range(0, columns, DEPTH):
+        inside = start + depth < columns
+        x = tl.load(x_ptr + row * columns + start + depth, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(w_row + start + depth[None, :], mask=inside[None, :], other=0.0) * x[None, :]
+    tl.store(out_ptr + row * features + feature, tl.sum(total, axis=1), mask=feature < features)
+
+
+@exact_jit
 def _route_kernel(
     logits_ptr,
+    correction_ptr,
     chosen_ptr,
     experts_ptr,
     gates_ptr,
+    eps,
+    floor,
+    scale,
     E: tl.constexpr,
     SPAN: tl.constexpr,
     TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SPAN: tl.constexpr,
+    KEPT: tl.constexpr,
+    SCORE: tl.constexpr,
+    RANKS_SCORES: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+    CORRECTED: tl.constexpr,
     NORMED: tl.constexpr,
     CHOSEN: tl.constexpr,
 ):
     """Program i computes the experts of row i and the gates of these experts. If `CHOSEN`, the experts are given;
-    otherwise the program chooses the experts with the highest logits.
+    otherwise the program chooses the experts with the highest ranks.
     """
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, SPAN)
     logits = tl.load(logits_ptr + row * E + expert, mask=expert < E, other=-float("inf")).to(tl.float32)
+    scores = logits
+    if SCORE == "softmax":
+        weights = tl.exp(logits - tl.max(logits, axis=0))
+        scores = tl.div_rn(weights, tl.broadcast_to(sum_in_pairs(weights), [SPAN]))
+    elif SCORE == "sigmoid":
+        scores = tl.div_rn(tl.full([SPAN], 1.0, tl.float32), 1.0 + tl.exp(-logits))
     if CHOSEN:
         mine = _are_listed(expert, chosen_ptr + row * TOP_K, TOP_K)
     else:
-        mine = _are_best(logits, expert, E, SPAN, TOP_K)
+        ranks = scores if RANKS_SCORES else logits
+        if CORRECTED:
+            ranks += tl.load(correction_ptr + expert, mask=expert < E, other=0.0)
+        if GROUPS > 1:
+            kept = _are_in_best_groups(ranks, expert, E // GROUPS, GROUPS, GROUP_SPAN, KEPT, GROUP_BEST)
+            ranks = tl.where(kept, ranks, -float("inf"))
+        mine = _are_best(ranks, expert, E, SPAN, TOP_K)
     place = tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    if SCORE == "softmax_of_chosen":
+        chosen = tl.where(mine, logits, -float("inf"))
+        weights = tl.exp(chosen - tl.max(chosen, axis=0))
+        scores = tl.div_rn(weights, tl.broadcast_to(_sum_of_places(weights, mine, place, TOP_K), [SPAN]))
     if NORMED:
-        logits = tl.where(mine, logits, -float("inf"))
-    weights = tl.exp(logits - tl.max(logits, axis=0))
-    if NORMED:
-        total = tl.zeros([1], tl.float32)
-        for i in range(TOP_K):
-            total += tl.sum(tl.where(mine & (place == i), weights, 0.0), axis=0)
-    else:
-        total = sum_in_pairs(weights)
+        total = tl.maximum(_sum_of_places(scores, mine, place, TOP_K) + eps, floor)
+        scores = tl.div_rn(scores, tl.broadcast_to(total, [SPAN]))
+    is_broken = tl.max((logits != logits).to(tl.int32), axis=0) > 0
+    gates = tl.where(is_broken, float("nan"), scores * scale)
     at = row * TOP_K + place
     tl.store(experts_ptr + at, expert, mask=mine)
-    tl.store(gates_ptr + at, tl.div_rn(weights, tl.broadcast_to(total, [SPAN])), mask=mine)
+    tl.store(gates_ptr + at, gates, mask=mine)
+
+
+@device_function
+def _sum_of_places(x, mine, place, TOP_K: tl.constexpr):
+    """Sum the elements of the chosen experts to [1], in the order of their places."""
+    total = tl.zeros([1], tl.float32)
+    for i in range(TOP_K):
+        total += tl.sum(tl.where(mine & (place == i), x, 0.0), axis=0)
+    return total
+
+
+@device_function
+def _are_in_best_groups(
+    ranks,
+    expert,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP_SPAN: tl.constexpr,
+    KEPT: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+):
+    """Return a mask of the experts in the KEPT groups with the highest sums of GROUP_BEST ranks. A group has SIZE
+    experts.
+    """
+    group = tl.arange(0, GROUP_SPAN)
+    sums = tl.full([GROUP_SPAN], -float("inf"), tl.float32)
+    for i in range(GROUPS):
+        mine = tl.where(expert // SIZE == i, ranks, -float("inf"))
+        best = tl.max(mine, axis=0)
+        if GROUP_BEST == 2:
+            first = tl.min(tl.where(mine == best, expert, ranks.shape[0]), axis=0)
+            best += tl.max(tl.where(expert == first, -float("inf"), mine), axis=0)
+        sums = tl.where(group == i, best, sums)
+    kept = _are_best(sums, group, GROUPS, GROUP_SPAN, KEPT).to(tl.int32)
+    found = expert < 0
+    for i in range(GROUPS):
+        found = found | ((expert // SIZE == i) & (tl.max(tl.where(group == i, kept, 0), axis=0) > 0))
+    return found
 
 
 @device_function
@@ -270,14 +364,14 @@ def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
 
 
 @device_function
-def _are_best(logits, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.constexpr):
-    """Return a mask of the TOP_K experts with the highest logits. Among experts with equal logits, lower ids are chosen
-    first. Any NaN ranks highest.
+def _are_best(ranks, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.constexpr):
+    """Return a mask of the TOP_K experts, of E, with the highest ranks. Among equal ranks, lower ids are chosen first.
+    Any NaN ranks highest.
 
-    Logits and ids are mapped to distinct integers, ordered by logit and then by descending id.
+    Ranks and ids are mapped to distinct integers, ordered by rank and then by descending id.
     """
-    bits = (logits + 0.0).to(tl.int32, bitcast=True)  # makes -0 equal to 0
-    bits = tl.where(logits == logits, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+    bits = (ranks + 0.0).to(tl.int32, bitcast=True)  # makes -0 equal to 0
+    bits = tl.where(ranks == ranks, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
     key = tl.where(expert < E, bits.to(tl.int64) * SPAN + (SPAN - 1 - expert), _NO_KEY)
     for _ in range(TOP_K):
         key = tl.where(key == tl.max(key, axis=0), _NO_KEY, key)

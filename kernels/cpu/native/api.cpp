@@ -252,6 +252,16 @@ DeltaNetArgs<T> delta_net_args(
     return args;
 }
 
+Router router_of(const RouterNumbers& numbers) {
+    const auto whole = [](double number) { return static_cast<long>(number); };
+    const auto single = [](double number) { return static_cast<float>(number); };
+    return {
+        static_cast<Score>(static_cast<int>(numbers.score)), numbers.is_wide != 0.0, numbers.ranks_scores != 0.0,
+        whole(numbers.groups), whole(numbers.kept_groups), whole(numbers.group_best), numbers.is_normed != 0.0,
+        single(numbers.eps), single(numbers.floor), single(numbers.scale)
+    };
+}
+
 // The arguments of a layer's experts that read `x`. `routes`: the place for the experts of the first row, or null.
 template <class T>
 MixtureArgs<T> mixture_args(
@@ -263,7 +273,8 @@ MixtureArgs<T> mixture_args(
     MixtureArgs<T> args = {};
     args.x = x;
     args.router = matrix(from.router, E, k), args.router_bias = as<const T>(from.router_bias);
-    args.is_normed = numbers.is_normed != 0.0, args.routes = routes;
+    args.routing = router_of(numbers.router), args.correction = static_cast<const float*>(from.correction);
+    args.routes = routes, args.has_shared = numbers.has_shared != 0.0;
     const long held = static_cast<long>(numbers.held);
     args.experts.count = run.count, args.experts.experts = held, args.experts.top_k = static_cast<long>(numbers.top_k);
     args.experts.first = static_cast<long>(numbers.first_held);
@@ -724,14 +735,16 @@ void trueroll_delta_rule(
 }
 
 void trueroll_route(
-    long threads, int bfloat16, const void* logits, long count, long experts, long top_k, int is_normed,
-    int is_replayed, int32_t* ids, float* gates
+    long threads, int bfloat16, const void* logits, long count, long experts, long top_k, const void* router,
+    const float* correction, int is_replayed, int32_t* ids, float* gates
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const bool normed = is_normed != 0, replayed = is_replayed != 0;
-        chosen->ops(type).route({as<const T>(logits), count, experts, top_k, normed, replayed, ids, gates});
+        const Router routing = router_of(*static_cast<const RouterNumbers*>(router));
+        chosen->ops(type).route(
+            {as<const T>(logits), count, experts, top_k, routing, correction, is_replayed != 0, ids, gates}
+        );
     });
 }
 

@@ -35,7 +35,7 @@ struct MlpPointers {
 struct ExpertsPointers {
     const void *router, *router_bias, *gate_up, *gate_up_bias, *down, *down_bias;
     MlpPointers shared;
-    const void* shared_score;
+    const void *shared_score, *correction;
 };
 
 // The weights of a layer, in the order of `_layer_tensors`. A pair of norms is the norm before and the norm after; each
@@ -52,7 +52,7 @@ struct LayerPointers {
         ExpertsPointers experts;
     };
 };
-static_assert(sizeof(LayerPointers) == 25 * sizeof(void*), "Python fills it as an array of pointers");
+static_assert(sizeof(LayerPointers) == 26 * sizeof(void*), "Python fills it as an array of pointers");
 
 // The numbers of an attention, in the order of `attention_numbers` in kernels/cpu/backend.py.
 struct AttentionNumbers {
@@ -65,6 +65,11 @@ struct DeltaNetNumbers {
     double key_heads, value_heads, key_dim, value_dim, kernel, norm_eps, norm_zero_centered;
 };
 
+// The numbers of a router, in the order of `router_numbers`.
+struct RouterNumbers {
+    double score, is_wide, ranks_scores, groups, kept_groups, group_best, is_normed, eps, floor, scale;
+};
+
 // The numbers of a layer, in the order of `_layer_numbers`.
 struct LayerNumbers {
     double has_delta_net;
@@ -73,11 +78,12 @@ struct LayerNumbers {
         DeltaNetNumbers delta_net;
     };
     double intermediate, activation, norm_eps, norm_zero_centered;
-    double experts, top_k, is_normed, shared;  // 0 without experts
+    double experts, top_k, has_shared, shared;  // 0 without experts, as the numbers in the next two lines
     double first_held, held;  // the experts of this rank
+    RouterNumbers router;
     double pieces, o_length, down_length;  // of products back to hidden states, as in `Pieces`
 };
-static_assert(sizeof(LayerNumbers) == 27 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 37 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -248,10 +254,10 @@ void trueroll_delta_rule(
     const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted, void* out
 );
 
-// `RouteArgs` has the shapes.
+// `RouteArgs` has the shapes. `router`: `RouterNumbers`.
 void trueroll_route(
-    long threads, int bfloat16, const void* logits, long count, long experts, long top_k, int is_normed,
-    int is_replayed, int32_t* ids, float* gates
+    long threads, int bfloat16, const void* logits, long count, long experts, long top_k, const void* router,
+    const float* correction, int is_replayed, int32_t* ids, float* gates
 );
 
 // Applies the experts, with n inner columns each, to rows x [count, k]. `ExpertsArgs` has the shapes.

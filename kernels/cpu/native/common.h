@@ -91,14 +91,26 @@ struct GateUpArgs {
     T* out;
 };
 
+enum class Score { SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID };
+
+// `RouterSpec` of kernels/specs.py.
+struct Router {
+    Score score;
+    bool is_wide, ranks_scores;
+    long groups, kept_groups, group_best;
+    bool is_normed;
+    float eps, floor, scale;
+};
+
 // The experts chosen by a router's logits [count, experts], in ascending order, and the gates. Experts and gates are
-// [count, top_k]. `is_normed`: gates sum to 1 over the row's experts, instead of over all experts. `is_replayed`:
-// `chosen` is an input.
+// [count, top_k]. `correction`: [experts] or null. `is_replayed`: `chosen` is an input.
 template <class T>
 struct RouteArgs {
     const T* logits;
     long count, experts, top_k;
-    bool is_normed, is_replayed;
+    Router router;
+    const float* correction;
+    bool is_replayed;
     int32_t* chosen;
     float* gates;
 };
@@ -125,15 +137,18 @@ struct ExpertsArgs {
 
 constexpr long MOST_GROUPS = 8;
 
-// The steps of a mixture up to `experts`. The members x, chosen, gates and shared of `experts` are not set yet. Without
-// a shared expert, `shared_gate` has no rows. `active`: memory for the shared expert's inner rows.
+// The steps of a mixture up to `experts`. The members x, chosen, gates and shared of `experts` are not set yet. A rank
+// may have none of the shared expert's inner features; then `shared_gate` has no rows. `shared_score` may have no data.
+// `active`: memory for the shared expert's inner rows.
 template <class T>
 struct MixtureArgs {
     Input<T> x;
     Matrix<T> router;
     const T* router_bias;  // or null
-    bool is_normed;
+    Router routing;
+    const float* correction;  // or null
     int32_t* routes;  // or null
+    bool has_shared;
     ExpertsArgs<T> experts;
     Matrix<T> shared_gate, shared_up, shared_down, shared_score;
     Pieces shared_pieces;  // of shared_down
@@ -413,7 +428,7 @@ class CallBeside {
 enum Purpose {
     INPUT, PRODUCT, ROW, KEYS, QUERIES, SCORES, WEIGHTS, PARTIALS, TAIL, NEXT, AHEAD, TASKS, PARTS, SHARED, FIRST_PARTS,
     RESULTS, BOUNDS, HIDDEN, HIGHEST, TAPS, GATES, UNITS, STATE, DRAFTED, ORDER, ENDS, PIECES, GATHERED,
-    INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, SHARED_ROWS, MERGED, NUM_PURPOSES
+    INNER, SUMS, NORMED, LOGITS, ROUTES, EXPERT_GATES, RANKS, GROUPS, KEPT, SHARED_SCORES, SHARED_ROWS, MERGED, NUM_PURPOSES
 };
 void* scratch_bytes(Purpose purpose, size_t bytes);
 

@@ -21,27 +21,77 @@ inline void choose(const float* scores, long count, long k, int32_t* chosen) {
     for (long place = 1; place < k; ++place) move_up(chosen[place], place, is_lower_id);
 }
 
+// Replaces n values by their softmax. The exponentials are added in order.
+inline void softmax(float* x, long n) {
+    float peak = -INFINITY, total = 0.0f;
+    for (long i = 0; i < n; ++i) peak = x[i] > peak ? x[i] : peak;
+    for (long i = 0; i < n; i += LANES) store(x + i, exp(sub(load(x + i, n - i), set1(peak))), n - i);
+    for (long i = 0; i < n; ++i) total += x[i];
+    for (long i = 0; i < n; ++i) x[i] /= total;
+}
+
+inline void sigmoid(float* x, long n) {
+    const F one = set1(1.0f);
+    for (long i = 0; i < n; i += LANES)
+        store(x + i, div(one, add(one, exp(sub(set1(0.0f), load(x + i, n - i))))), n - i);
+}
+
+// Sets the ranks of the experts in all but a row's best groups to -inf.
+inline void keep_groups(const Router& router, long count, float* ranks) {
+    const long size = count / router.groups;
+    float* sums = scratch<float>(GROUPS, router.groups);
+    int32_t* kept = scratch<int32_t>(KEPT, router.kept_groups);
+    for (long group = 0; group < router.groups; ++group) {
+        float first = -INFINITY, second = -INFINITY;
+        for (const float *x = ranks + group * size, *end = x + size; x != end; ++x)
+            if (*x > first)
+                second = first, first = *x;
+            else if (*x > second)
+                second = *x;
+        sums[group] = router.group_best == 1 ? first : first + second;
+    }
+    choose(sums, router.groups, router.kept_groups, kept);
+    for (long group = 0, next = 0; group < router.groups; ++group) {
+        const bool is_kept = next < router.kept_groups && kept[next] == group;
+        for (long i = 0; i < size && !is_kept; ++i) ranks[group * size + i] = -INFINITY;
+        next += is_kept;
+    }
+}
+
+// Chooses a row's experts by their scores [experts], or by their logits, which are overwritten.
+template <class T>
+void choose_experts(const RouteArgs<T>& args, const float* scores, float* logits, int32_t* chosen) {
+    const Router& router = args.router;
+    for (long id = 0; router.ranks_scores && id < args.experts; ++id)
+        logits[id] = args.correction != nullptr ? scores[id] + args.correction[id] : scores[id];
+    if (router.groups > 1) keep_groups(router, args.experts, logits);
+    choose(logits, args.experts, args.top_k, chosen);
+}
+
 template <class T>
 void route_row(const RouteArgs<T>& args, long row) {
-    const long E = args.experts, k = args.top_k, sharing = args.is_normed ? k : E;
+    const Router& router = args.router;
+    const long E = args.experts, k = args.top_k;
     int32_t* chosen = args.chosen + row * k;
-    float *scores = scratch<float>(SCORES, E), *terms = scratch<float>(WEIGHTS, sharing);
+    float *logits = scratch<float>(RANKS, E), *scores = scratch<float>(SCORES, E), *gates = args.gates + row * k;
     bool is_broken = false;
     for (long id = 0; id < E; ++id) {
-        scores[id] = widened(args.logits[row * E + id]);
-        is_broken |= scores[id] != scores[id];
+        scores[id] = logits[id] = widened(args.logits[row * E + id]);
+        is_broken |= logits[id] != logits[id];
     }
-    if (!args.is_replayed) choose(scores, E, k, chosen);
-    float peak = -INFINITY, total = 0.0f;
-    for (long i = 0; i < sharing; ++i) {
-        terms[i] = scores[args.is_normed ? chosen[i] : i];
-        peak = terms[i] > peak ? terms[i] : peak;
+    if (router.score == Score::SOFTMAX) softmax(scores, E);
+    if (router.score == Score::SIGMOID) sigmoid(scores, E);
+    if (!args.is_replayed) choose_experts(args, scores, logits, chosen);
+    for (long i = 0; i < k; ++i) gates[i] = scores[chosen[i]];
+    if (router.score == Score::SOFTMAX_OF_CHOSEN) softmax(gates, k);
+    float total = 0.0f;
+    for (long i = 0; i < k; ++i) total += gates[i];
+    total += router.eps;
+    if (total < router.floor) total = router.floor;
+    for (long i = 0; i < k; ++i) {
+        const float gate = router.is_normed ? gates[i] / total : gates[i];
+        gates[i] = is_broken ? NAN : gate * router.scale;
     }
-    for (long i = 0; i < sharing; i += LANES)
-        store(terms + i, exp(sub(load(terms + i, sharing - i), set1(peak))), sharing - i);
-    for (long i = 0; i < sharing; ++i) total += terms[i];
-    for (long i = 0; i < k; ++i)
-        args.gates[row * k + i] = is_broken ? NAN : terms[args.is_normed ? i : chosen[i]] / total;
 }
 
 template <class T>
@@ -293,13 +343,14 @@ void experts_of_ranks(const ExpertsArgs<T>& args, RankExchange* ranks) {
     });
 }
 
-// The shared expert's rows, times the sigmoid of each row's score.
+// The shared expert's rows. `scores`: each row is multiplied by the sigmoid of its score; or null.
 template <class T>
 void shared_expert(const MixtureArgs<T>& args, const Input<T>& x, const T* scores, RankExchange* ranks, T* out) {
     const long N = x.columns;
     gate_up<T>({x, args.shared_gate, args.shared_up, args.experts.activation, args.active});
     const Input<T> active = {args.active, x.count, args.shared_gate.rows, {}};
     linear_of_ranks<T>({active, args.shared_down, nullptr, nullptr, out, args.shared_pieces}, ranks);
+    if (scores == nullptr) return;
     parallel(round_up(x.count, NORM_ROWS) / NORM_ROWS, [&](long task) {
         for (long row = task * NORM_ROWS; row < smaller(x.count, (task + 1) * NORM_ROWS); ++row)
             for (long i = row * N; i < (row + 1) * N; i += LANES) {
@@ -321,17 +372,27 @@ void mixture(const MixtureArgs<T>& args, const Norm<T>& after, RankExchange* ran
     }
     ExpertsArgs<T> experts_args = args.experts;
     const long E = args.router.rows, pairs = x.count * experts_args.top_k;
-    T *logits = scratch<T>(LOGITS, x.count * (E + 1)), *scores = logits + x.count * E;
     int32_t* chosen = args.routes != nullptr ? args.routes : scratch<int32_t>(ROUTES, pairs);
     float* gates = scratch<float>(EXPERT_GATES, pairs);
-    const bool has_shared = args.shared_score.data != nullptr;  // a rank may have none of its inner features
-    const LinearArgs<T> products[2] = {
-        {x, args.router, args.router_bias, nullptr, logits}, {x, args.shared_score, nullptr, nullptr, scores}
+    const auto choose_from = [&](const auto* logits) {
+        using L = std::remove_const_t<std::remove_pointer_t<decltype(logits)>>;
+        route<L>({logits, x.count, E, experts_args.top_k, args.routing, args.correction, false, chosen, gates});
     };
-    linears(products, has_shared ? 2 : 1);
-    route<T>({logits, x.count, E, experts_args.top_k, args.is_normed, false, chosen, gates});
+    T* scores = args.shared_score.data != nullptr ? scratch<T>(SHARED_SCORES, x.count) : nullptr;
+    const LinearArgs<T> of_scores = {x, args.shared_score, nullptr, nullptr, scores};
+    if (args.routing.is_wide) {
+        float* wide = scratch<float>(LOGITS, x.count * E);
+        logits<T>(x, args.router, wide);
+        if (scores != nullptr) linears(&of_scores, 1);
+        choose_from(wide);
+    } else {
+        T* narrow = scratch<T>(LOGITS, x.count * E);
+        const LinearArgs<T> products[2] = {{x, args.router, args.router_bias, nullptr, narrow}, of_scores};
+        linears(products, scores != nullptr ? 2 : 1);
+        choose_from(narrow);
+    }
     experts_args.x = x.data, experts_args.chosen = chosen, experts_args.gates = gates;
-    if (has_shared) {
+    if (args.has_shared) {
         T* shared = scratch<T>(SHARED_ROWS, x.count * x.columns);
         shared_expert(args, x, scores, ranks, shared);
         experts_args.shared = shared;

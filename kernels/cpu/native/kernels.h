@@ -14,9 +14,9 @@
 #include "projections.h"
 #include "attention.h"
 #include "recurrence.h"
+#include "head.h"
 #include "experts.h"
 #include "layers.h"
-#include "head.h"
 #include "merge.h"
 
 template <class T>

@@ -258,7 +258,7 @@ struct Run {
             wq.data(), wk.data(), wv.data(), extra(bq), extra(bk), extra(bv), extra(q_norm), extra(k_norm)
         };
         const auto mixer = [&](long window) {
-            std::vector<double> numbers(12);
+            std::vector<double> numbers(13);
             const long whole[] = {heads, kv_heads, size};
             std::copy(whole, whole + 3, numbers.begin());
             numbers[3] = 1e-5, numbers[5] = over_heads, numbers[6] = 0.125, numbers[7] = static_cast<double>(window);
@@ -290,7 +290,7 @@ struct Run {
         digest->add(out);
         if (!over_heads) {
             std::vector<double> gated = numbers;
-            gated[10] = 5, gated[11] = 1;
+            gated[10] = 5, gated[12] = 1;
             Values both = packed(2 * heads * size, k), wide = random(rows * 2 * heads * size);
             const Values two_biases = random(2 * heads * size, false);
             std::vector<const void*> for_both = for_qkv;
@@ -314,13 +314,14 @@ struct Run {
             specs.push_back(0.0);
             specs.insert(specs.end(), more.begin(), more.end());
             specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
-            specs.insert(specs.end(), {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, 16.0, 16.0});
+            specs.insert(specs.end(), 16, 0.0);
+            specs.insert(specs.end(), {2.0, 16.0, 16.0});
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
             layers.insert(layers.end(), {o.data(), extra(o_bias), extra(sinks)});
             layers.insert(layers.end(), {post_norm.data(), other ? norm.data() : nullptr});
             layers.insert(layers.end(), {gate.data(), up.data(), down.data()});
-            layers.insert(layers.end(), 7, nullptr);
+            layers.insert(layers.end(), 8, nullptr);
             caches.insert(caches.end(), {keys.data(), values.data()});
         }
         // Each layer has its own table, so that a layer that reads another one's table is found.
@@ -366,12 +367,19 @@ struct Run {
         std::vector<int32_t> chosen(static_cast<size_t>(rows * top_k));
         std::vector<float> gates(chosen.size());
         const auto extra = [&](Values& values) { return extras ? values.data() : nullptr; };
-        for (int is_replayed : {0, 1}) {
-            trueroll_route(
-                threads, bfloat16, logits.data(), rows, count, top_k, extras, is_replayed, chosen.data(), gates.data()
-            );
-            digest->add(chosen), digest->add(gates);
-        }
+        const std::vector<float> correction(static_cast<size_t>(count), 0.25f);
+        const RouterNumbers plain = {extras ? 0.0 : 1.0, 0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0};
+        // Sigmoid scores in groups of two experts at least, of which enough groups for all experts of a row are kept.
+        const double groups = static_cast<double>(count % 2 == 0 && count > 2 ? count / 2 : 1);
+        const RouterNumbers grouped = {2.0, 1.0, 1.0, groups, groups, 2.0, 1.0, 1e-20, 1e-3, 2.5};
+        for (const RouterNumbers& router : {plain, grouped})
+            for (int is_replayed : {0, 1}) {
+                trueroll_route(
+                    threads, bfloat16, logits.data(), rows, count, top_k, &router,
+                    router.ranks_scores != 0.0 ? correction.data() : nullptr, is_replayed, chosen.data(), gates.data()
+                );
+                digest->add(chosen), digest->add(gates);
+            }
         trueroll_experts(
             threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(), extra(down_bias),
             count, n, top_k, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), extras ? 2 : 1, out.data()
@@ -405,6 +413,7 @@ struct Run {
         Values wq = packed(2 * width, k), wk = packed(size, k), wv = packed(size, k), o = packed(k, width);
         Values gate = packed(n, k), up = packed(n, k), down = packed(k, n);
         Values router = packed(count, k), score = packed(1, k);
+        const std::vector<float> correction(static_cast<size_t>(count), 0.25f);
         Values gate_ups = packed(count * 2 * inner, k), downs = packed(count * k, inner);
         std::vector<int32_t> routes(static_cast<size_t>(3 * rows * top_k));
         Values keys(bfloat16, 4 * 16 * size), values(bfloat16, 4 * 16 * size);
@@ -418,14 +427,19 @@ struct Run {
             std::vector<double> mixer = {1.0, whole(key_heads), whole(value_heads), whole(key_dim), whole(size)};
             mixer.insert(mixer.end(), {whole(kernel), 1e-6});
             if (!is_delta_net)
-                mixer = {0.0, whole(value_heads), 1.0, whole(size), 1e-5, 1.0, 0.0, 0.125, 0.0, 0.0, 0.0, pairs, 1.0};
-            mixer.resize(13);
+                mixer = {0.0, whole(value_heads), 1.0, whole(size), 1e-5, 1.0, 0.0, 0.125, 0.0, 0.0, 0.0, pairs, 0.0, 1.0};
+            mixer.resize(14);
             specs.insert(specs.end(), mixer.begin(), mixer.end());
             specs.insert(specs.end(), {whole(has_experts ? inner : n), 0.0, 1e-5, 1.0});
             if (has_experts)
                 specs.insert(specs.end(), {whole(count), whole(top_k), 1.0, whole(n), 0.0, whole(count)});
             else
                 specs.insert(specs.end(), 6, 0.0);
+            // The layers with delta nets have a wide router with a correction, and no score of the shared expert.
+            if (has_experts && is_delta_net)
+                specs.insert(specs.end(), {2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1e-20, 0.0, 2.5});
+            else
+                specs.insert(specs.end(), {0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0});
             specs.insert(specs.end(), {2.0, 16.0, 16.0});
             layers.insert(layers.end(), {norm.data(), nullptr});
             if (is_delta_net)
@@ -438,10 +452,12 @@ struct Run {
             if (has_experts)
                 layers.insert(layers.end(), {router.data(), nullptr, gate_ups.data(), nullptr, downs.data(), nullptr});
             layers.insert(layers.end(), {gate.data(), up.data(), down.data()});
-            if (has_experts)
-                layers.push_back(score.data());
+            if (has_experts && is_delta_net)
+                layers.insert(layers.end(), {nullptr, correction.data()});
+            else if (has_experts)
+                layers.insert(layers.end(), {score.data(), nullptr});
             else
-                layers.insert(layers.end(), 7, nullptr);
+                layers.insert(layers.end(), 8, nullptr);
         }
         const std::vector<const void*> memories = {
             states.data(), tails.data(), keys.data(), values.data(), more_states.data(), more_tails.data()
