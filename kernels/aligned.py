@@ -115,7 +115,7 @@ def parameter(
     module = trained(module)
     if len(shape) == 2 or layout is not None:
         check_plain(name, module, owner)
-    stored = shape if layout is None else layout.shape(shape)
+    stored = held.shape or (shape if layout is None else layout.shape(shape))
     found = _attribute(module, leaf, name)
     if found is None or found.shape != stored:
         size = "none" if found is None else list(found.shape)
@@ -125,8 +125,9 @@ def parameter(
         )
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
-            f"{name} must be {held.dtype}, as in a worker (got {found.dtype}); convert it, and exclude it from any "
-            "MixedPrecisionPolicy"
+            f"{name} must be {held.dtype}, as in a worker (got {found.dtype}, which has rounded its values); load the "
+            f"model again with {leaf!r} in the _keep_in_fp32_modules_strict of its class, and exclude the tensor from "
+            "any MixedPrecisionPolicy"
         )
     return found
 

@@ -155,10 +155,10 @@ class Pages(NamedTuple):
 class AttentionWeights:
     """The weights of an attention.
 
-    `q`: [heads * D, H], or [heads * 2 * D, H] with an output gate. `k` and `v`: [kv_heads * D, H]. `biases`: the biases
-    of q, k and v, or None. `qk_norms`: the norms of q and k, or None. Each norm is [D]. If one norm covers all heads,
-    the norm of q is [heads * D] and the norm of k is [kv_heads * D]. `o`: [H, heads * D]. `o_bias`: [H] or None.
-    `sinks`: [heads] or None.
+    `q`: [heads * D, H], or [heads * 2 * D, H] with an output gate, unless `gate` [heads * D, H] computes the gates. `k`
+    and `v`: [kv_heads * D, H]. `biases`: the biases of q, k and v, or None. `qk_norms`: the norms of q and k, or None.
+    Each norm is [D]. If one norm covers all heads, the norm of q is [heads * D] and the norm of k is [kv_heads * D].
+    `o`: [H, heads * D]. `o_bias`: [H] or None. `sinks`: [heads] or None.
     """
 
     q: Weight
@@ -169,6 +169,7 @@ class AttentionWeights:
     o: Weight
     o_bias: Tensor | None = None
     sinks: Tensor | None = None
+    gate: Weight | None = None
 
 
 @dataclass(frozen=True)

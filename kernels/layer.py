@@ -183,7 +183,7 @@ def _delta_net_weights(spec: DeltaNetSpec, hidden: int, of: GetWeight) -> DeltaN
 
 def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> AttentionWeights:
     size, over_heads = spec.head_dim, spec.qk_norm_over_heads
-    heads = spec.num_heads * (2 if spec.output_gate else 1)
+    heads = spec.num_heads * (2 if spec.output_gate and not spec.gate_apart else 1)
     rows = {"q": heads * size, "k": spec.num_kv_heads * size, "v": spec.num_kv_heads * size}
     normed = {part: rows[part] if over_heads else size for part in "qk"}
     q, k, v = (of(f"mixer.{part}", count, hidden) for part, count in rows.items())
@@ -192,7 +192,8 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
     o = of("mixer.o", hidden, spec.num_heads * size)
     o_bias = of("mixer.o_bias", hidden) if spec.o_bias else None
     sinks = of("mixer.sinks", spec.num_heads) if spec.sinks else None
-    return AttentionWeights(q, k, v, biases, norms, o, o_bias, sinks)  # type: ignore[arg-type]
+    gate = of("mixer.gate", spec.num_heads * size, hidden) if spec.gate_apart else None
+    return AttentionWeights(q, k, v, biases, norms, o, o_bias, sinks, gate)  # type: ignore[arg-type]
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
@@ -290,8 +291,11 @@ def project(
     biases = weights.biases or (None, None, None)
     matrices = zip((weights.q, weights.k, weights.v), biases, strict=True)
     q, k, v = (ops.linear(x, weight, bias) for weight, bias in matrices)
-    q, gate = q.unflatten(1, (spec.num_heads, -1)).tensor_split([spec.head_dim], 2)
-    q = q.flatten(1)
+    if weights.gate is not None:
+        gate = ops.linear(x, weights.gate).unflatten(1, (spec.num_heads, -1))
+    else:
+        q, gate = q.unflatten(1, (spec.num_heads, -1)).tensor_split([spec.head_dim], 2)
+        q = q.flatten(1)
     if spec.qk_norm is not None and weights.qk_norms is not None:
         q_norm, k_norm = weights.qk_norms
         if norm_heads is None:

@@ -190,10 +190,12 @@ def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
 def _part_of_attention(spec: AttentionSpec, rank: Rank) -> tuple[AttentionSpec, dict[str, Slice]]:
     size, heads, kv_heads = spec.head_dim, spec.num_heads // rank.size, max(1, spec.num_kv_heads // rank.size)
     first = rank.index * spec.num_kv_heads // rank.size  # ranks may share a key-value head
-    q = _share(rank, spec.num_heads, size * (2 if spec.output_gate else 1))
+    q = _share(rank, spec.num_heads, size * (2 if spec.output_gate and not spec.gate_apart else 1))
     kv = Slice(0, spec.num_kv_heads * size, ((first * size, kv_heads * size),))
     parts = {"q": q, "k": kv, "v": kv}
     found = {f"mixer.{name}": part for name, part in parts.items()}
+    if spec.gate_apart:
+        found["mixer.gate"] = _share(rank, spec.num_heads, size)
     if spec.qkv_bias:
         found |= {f"mixer.{name}_bias": part for name, part in parts.items()}
     if spec.qk_norm_over_heads:

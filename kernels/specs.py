@@ -91,7 +91,8 @@ class AttentionSpec:
     tokens up to and including its own that a query sees; None for all of them. `soft_cap`: a score
     s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
     separately. If `qk_norm_over_heads` is set, the norm covers all heads at once. `output_gate`: a head's output is
-    multiplied by the sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate.
+    multiplied by the sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate;
+    with `gate_apart`, a matrix of its own computes the gates.
     `rotated`: the number of leading elements of a head that are rotated; None for all elements. `interleaved`: the
     elements 2i and 2i + 1 form a pair, instead of an element of the first half of the rotated elements and its
     counterpart in the second half. `sinks`: the softmax of each head includes an extra score, which is a learned
@@ -110,6 +111,7 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     qk_norm_over_heads: bool = False
     output_gate: bool = False
+    gate_apart: bool = False
     rotated: int | None = None
     interleaved: bool = False
     sinks: bool = False
@@ -281,6 +283,7 @@ LAYER_NAMES = {
     "mixer.v_bias": "self_attn.v_proj.bias",
     "mixer.q_norm": "self_attn.q_norm.weight",
     "mixer.k_norm": "self_attn.k_norm.weight",
+    "mixer.gate": "self_attn.gate_proj.weight",
     "mixer.o": "self_attn.o_proj.weight",
     "mixer.o_bias": "self_attn.o_proj.bias",
     "mixer.sinks": "self_attn.sinks",
@@ -435,11 +438,13 @@ class WeightSpec:
     """How a weight is held.
 
     `dtype`: the dtype of the weight; None for the model's dtype. `part`: the part of the checkpoint's tensor that the
-    weight holds; None for the whole tensor.
+    weight holds; None for the whole tensor. `shape`: the shape of the checkpoint's tensor, if it is not that of the
+    weight; for vectors only.
     """
 
     dtype: torch.dtype | None = None
     part: Slice | None = None
+    shape: tuple[int, ...] | None = None
 
 
 PLAIN = WeightSpec()

@@ -566,6 +566,7 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
     def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Tensor:
         parameter(self, prefix, name, *shape, layout=layout, held=held)
         found = as_computed(name, *place(self, prefix, name), x, ops, held.dtype)
+        found = found if held.shape is None else found.view(shape)
         return found if layout is None else layout.rows_first(found)
 
     def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:

@@ -108,7 +108,8 @@ class Decoder:
                 weight = backend.new_weight(*shape, memory) if len(shape) == 2 else memory(*shape)
                 if held.part is not None and held.part.dim == 0:
                     mark_rows(weight, held.part.total)
-            self._tensors[name] = weight if held.part is None else Shard(weight, held.part)
+            stored = weight if held.shape is None else weight.view(held.shape)
+            self._tensors[name] = stored if held.part is None else Shard(stored, held.part)
             return weight if layout is None else weight.matrix
 
         if spec.holds_embeddings:

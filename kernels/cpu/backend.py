@@ -178,7 +178,7 @@ def is_packed(layer: Layer) -> bool:
         return False
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
-    return not (mixer.output_gate and mixer.qk_norm_over_heads)
+    return not (mixer.gate_apart or (mixer.output_gate and mixer.qk_norm_over_heads))
 
 
 def qkv_tensors(weights: AttentionWeights) -> tuple[Tensor | None, ...]:
@@ -471,7 +471,7 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if spec.output_gate and spec.qk_norm_over_heads:
+    if spec.gate_apart or (spec.output_gate and spec.qk_norm_over_heads):
         q, k, v = project(_SELF, x, spec, weights, rotation)
         write_kv(k, v, k_cache, v_cache, slots)
         return q

@@ -37,11 +37,12 @@ from ..specs import (
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 # Limits on sizes: several times the sizes of any published decoder, but products of sizes stay far below 2**63.
+MOST_LAYERS = 2**10
 _MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
     "intermediate_size": 2**22,
-    "num_hidden_layers": 2**10,
+    "num_hidden_layers": MOST_LAYERS,
     "num_attention_heads": 2**12,
     "num_key_value_heads": 2**12,
     "head_dim": 2**12,
@@ -145,12 +146,14 @@ class Settings(PreTrainedConfig):
     moe_intermediate_size: int = _size("moe_intermediate_size", default=768)
     shared_expert_intermediate_size: int = _size("shared_expert_intermediate_size", default=512)
     norm_topk_prob: bool = False
-    n_shared_experts: int = _size("n_shared_experts", default=1)
+    n_shared_experts: int = _size("n_shared_experts", least=0, default=1)
     n_group: int = _size("n_group", default=1)
     topk_group: int = _size("topk_group", default=1)
     routed_scaling_factor: float | int = validated_field(_check_scalar, default=1.0)
     first_k_dense_replace: int = _size("first_k_dense_replace", least=0, default=0)
     router_jitter_noise: float | int = 0.0
+    moe_norm_min: float = validated_field(_check_eps, default=1e-12)
+    mup_enabled: bool = False
     use_qk_norm: bool = False
     decoder_sparse_step: int = _size("decoder_sparse_step", default=1)
     mlp_only_layers: list[int] | None = None

@@ -16,6 +16,7 @@ from trueroll.kernels.contract import AttentionBatch, Backend, ExpertsWeights, L
 from trueroll.kernels.layer import make_layer
 from trueroll.kernels.pieces import with_pieces
 from trueroll.kernels.specs import (
+    CORRECTION_ROLE,
     LAYER_NAMES,
     PLAIN,
     Activation,
@@ -99,6 +100,8 @@ _GPT_OSS: dict[str, Any] = dict(
     experts=ExpertsSpec(5, 2, 16, activation="clamped_silu", bias=True), qkv_bias=True, o_bias=True, sinks=True
 )
 _QWEN3_NEXT: dict[str, Any] = dict(norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)
+_GROUPED = RouterSpec("sigmoid", True, True, groups=3, kept_groups=2, normed=True, eps=1e-20, scale=2.5)
+_UNGATED: dict[str, Any] = dict(shared_size=40, shared_gated=False)
 # Layers with experts, and some layers with an MLP.
 EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_moe": [layer_spec(4, 2, 32, qk_norm=NORM, experts=EXPERTS), layer_spec(4, 2, 32, qk_norm=NORM)] * 2,
@@ -107,6 +110,10 @@ EXPERT_LAYERS: dict[str, list[LayerSpec]] = {
         layer_spec(4, 2, 32, experts=replace(EXPERTS, num_experts=8, router=SOFTMAX, shared_size=40), **_QWEN3_NEXT)
     ]
     * 2,
+    "glm4_moe": [
+        layer_spec(4, 2, 32, qkv_bias=True, rotated=16),
+        layer_spec(4, 2, 32, qkv_bias=True, rotated=16, experts=replace(EXPERTS, router=_GROUPED, **_UNGATED)),
+    ],
     "norms after": [layer_spec(4, 2, 16, before=False, after=True, o_bias=True, experts=EXPERTS)],
 }
 
@@ -131,6 +138,7 @@ def decoder_spec(*layers: LayerSpec, hidden: int = 130) -> DecoderSpec:
         layers=layers,
         rotations=tuple(RotationSpec(inv_freq, 1.2) for inv_freq in rotations),
         norm=layers[0].norm,
+        held={CORRECTION_ROLE: WeightSpec(torch.float32)},
         names={role: role for role in (*LAYER_NAMES, "mixer_norm.after", "mlp_norm.after")},
     )
     return with_pieces(spec)
@@ -143,7 +151,7 @@ def make_layers(served: Served, *specs: LayerSpec, hidden: int | None = None, se
     seeds = count(seed)
 
     def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Weight:
-        values = randn(*shape, dtype=served.dtype, seed=next(seeds))
+        values = randn(*shape, dtype=held.dtype or served.dtype, seed=next(seeds))
         if layout is not None:
             return stored(served.ops, values.flatten(0, 1)) if len(shape) == 3 else values
         if len(shape) == 1:

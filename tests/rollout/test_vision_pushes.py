@@ -76,9 +76,7 @@ def test_a_push_of_adapters_brings_those_of_the_tower(tmp_path: Path, forked_wor
 
 
 @pytest.mark.parametrize("with_lora", [False, True])
-def test_a_push_leaves_out_a_tower_that_is_not_supported(
-    tmp_path: Path, forked_workers: None, with_lora: bool
-) -> None:
+def test_a_push_leaves_out_a_tower_that_is_not_supported(tmp_path: Path, forked_workers: None, with_lora: bool) -> None:
     folder = make_tiny_model("mistral3", tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     if with_lora:

@@ -1,0 +1,70 @@
+"""AFMoE (Trinity): norms before and after mixer and MLP, an output gate with a matrix of its own, and experts with
+sigmoid scores and a correction bias beside a shared expert for all tokens. The first layers have no experts.
+
+Three of every four layers have a window, and only these layers rotate q and k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ..specs import SHARED_EXPERTS_NAMES, DecoderSpec, LayerSpec, NormSpec, RotationSpec
+from .settings import expect, fill_layer_types, grouped_router, read_settings
+
+_DEFAULTS: dict[str, Any] = dict(
+    max_position_embeddings=16384,
+    num_attention_heads=16,
+    head_dim=128,
+    rms_norm_eps=1e-5,
+    intermediate_size=6144,
+    moe_intermediate_size=1408,
+    num_experts=64,
+    num_experts_per_tok=6,
+    sliding_window=1024,
+    full_attention_interval=4,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+)
+# The names of some settings, and the names that related families give them.
+_SETTINGS = {
+    "num_dense_layers": "first_k_dense_replace",
+    "num_shared_experts": "n_shared_experts",
+    "route_scale": "routed_scaling_factor",
+    "global_attn_every_n_layers": "full_attention_interval",
+}
+_NAMES = SHARED_EXPERTS_NAMES | {
+    "mixer_norm.after": "post_attention_layernorm.weight",
+    "mlp_norm.before": "pre_mlp_layernorm.weight",
+    "mlp_norm.after": "post_mlp_layernorm.weight",
+    "router": "mlp.router.gate.weight",
+    "router_correction": "mlp.expert_bias",
+}
+_ROTATED, _UNROTATED = 0, 1
+
+
+def _fill(raw: dict[str, Any]) -> dict[str, Any]:
+    raw = _DEFAULTS | raw | {"norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+    interval = raw["full_attention_interval"]
+    return fill_layer_types(raw, lambda i: (i + 1) % interval != 0)
+
+
+def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    settings = read_settings(_fill, raw | {own: raw[name] for name, own in _SETTINGS.items() if name in raw})
+    expect(settings, hidden_act="silu")
+    rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
+    mixer = settings.attention(qk_norm=norm, output_gate=True, gate_apart=True)
+    mlps = settings.mlps(
+        router=grouped_router(settings, "sigmoid", correction=True),
+        shared_size=settings.n_shared_experts * settings.moe_intermediate_size,
+        shared_gated=False,
+    )
+    windows = settings.windows(settings.sliding_window)
+    mixers = [replace(mixer, window=window, rotation=_UNROTATED if window is None else _ROTATED) for window in windows]
+    layers = [LayerSpec(mixer, mlp, norm, norm_after=True) for mixer, mlp in zip(mixers, mlps, strict=True)]
+    rotations = [rotation, RotationSpec((0.0,) * len(rotation.inv_freq))]
+    scale = settings.hidden_size**0.5 if settings.mup_enabled else 1.0
+    return settings.decoder(architecture, layers, rotations, names=_NAMES, embed_scale=scale)
+
+
+FAMILIES = {"AfmoeForCausalLM": _describe}

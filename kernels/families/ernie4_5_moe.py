@@ -1,0 +1,77 @@
+"""ERNIE 4.5 with experts: softmax scores in float32 and a correction bias, beside a shared expert for all tokens. Some
+layers have an MLP instead. Neighbouring elements of a head are rotated together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..specs import (
+    CORRECTION_ROLE,
+    ROUTER_ROLE,
+    SHARED_EXPERTS_NAMES,
+    DecoderSpec,
+    LayerSpec,
+    NormSpec,
+    RouterSpec,
+    WeightSpec,
+)
+from .settings import MOST_LAYERS, expect, read_settings
+
+_DEFAULTS: dict[str, Any] = dict(
+    max_position_embeddings=131072,
+    num_attention_heads=20,
+    num_key_value_heads=4,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    rope_theta=5e5,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    num_experts=64,
+    num_experts_per_tok=6,
+    n_shared_experts=2,
+    first_k_dense_replace=1,
+)
+# The names of some settings, and the names that related families give them.
+_SETTINGS = {
+    "moe_num_experts": "num_experts",
+    "moe_k": "num_experts_per_tok",
+    "moe_num_shared_experts": "n_shared_experts",
+    "use_bias": "attention_bias",
+    "moe_layer_interval": "decoder_sparse_step",
+    "moe_layer_start_index": "first_k_dense_replace",
+}
+_NAMES = SHARED_EXPERTS_NAMES | {CORRECTION_ROLE: "mlp.gate.moe_statics.e_score_correction_bias"}
+_RESPELLED = {".mlp.moe_statics.": ".mlp.gate.moe_statics."}
+_BESIDE_TEXT = ("model.mtp_", "mtp.")
+
+
+def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    last = raw.get("moe_layer_end_index", -1)
+
+    def fill(given: dict[str, Any]) -> dict[str, Any]:
+        given = _DEFAULTS | given
+        # `num_hidden_layers` has not been validated yet.
+        count = min(given["num_hidden_layers"], MOST_LAYERS)
+        return given | {"mlp_only_layers": [] if last == -1 else [*range(last + 1, count)]}
+
+    settings = read_settings(fill, raw | {own: raw[name] for name, own in _SETTINGS.items() if name in raw})
+    expect(settings, hidden_act="silu")
+    norm = NormSpec(settings.rms_norm_eps)
+    mlps = settings.mlps(
+        router=RouterSpec("softmax", wide=True, correction=True, normed=True, floor=settings.moe_norm_min),
+        shared_size=settings.n_shared_experts * settings.moe_intermediate_size,
+        shared_gated=False,
+    )
+    layers = [LayerSpec(settings.attention(interleaved=True), mlp, norm) for mlp in mlps]
+    held = {
+        ROUTER_ROLE: WeightSpec(torch.float32),
+        CORRECTION_ROLE: WeightSpec(torch.float32, shape=(1, settings.num_experts)),
+    }
+    names: dict[str, Any] = dict(names=_NAMES, respelled=_RESPELLED, others=_BESIDE_TEXT)
+    return settings.decoder(architecture, layers, [settings.rotation()], held=held, **names)
+
+
+FAMILIES = {"Ernie4_5_MoeForCausalLM": _describe}

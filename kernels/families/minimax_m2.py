@@ -1,0 +1,43 @@
+"""MiniMax-M2: experts with sigmoid scores and a correction bias in all layers, one norm over all heads of q and one over
+all heads of k, and a rotation of a part of each head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..specs import LAYER_NAMES, DecoderSpec, LayerSpec, NormSpec, RouterSpec
+from .settings import expect, read_settings
+
+_DEFAULTS: dict[str, Any] = dict(
+    max_position_embeddings=196608,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=1536,
+    num_local_experts=256,
+    rope_theta=5e6,
+)
+_NAMES = LAYER_NAMES | {"router_correction": "mlp.e_score_correction_bias"}
+# Files name these as Mixtral's files do.
+_RESPELLED = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
+
+
+def _fill(raw: dict[str, Any], rotary_dim: int | None) -> dict[str, Any]:
+    raw = _DEFAULTS | raw
+    if rotary_dim is not None:
+        raw.setdefault("partial_rotary_factor", rotary_dim / raw["head_dim"])
+    return raw | {"moe_intermediate_size": raw["intermediate_size"]}
+
+
+def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    settings = read_settings(lambda given: _fill(given, raw.get("rotary_dim")), raw)
+    part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
+    expect(settings, hidden_act="silu", partial_rotary_factor=part, router_jitter_noise=0.0)
+    rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
+    mixer = settings.attention(qk_norm=norm, qk_norm_over_heads=True, rotated=settings.rotated(rotation))
+    experts = settings.experts(router=RouterSpec("sigmoid", correction=True, normed=True))
+    layers = [LayerSpec(mixer, experts, norm)] * settings.num_hidden_layers
+    return settings.decoder(architecture, layers, [rotation], names=_NAMES, respelled=_RESPELLED)
+
+
+FAMILIES = {"MiniMaxM2ForCausalLM": _describe}
