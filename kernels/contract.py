@@ -193,11 +193,14 @@ class DeltaNetWeights:
 
 @dataclass(frozen=True)
 class MlpWeights:
-    """The weights of an MLP: `gate` and `up` [I, H]; `down` [H, I]."""
+    """The weights of an MLP: `gate` and `up` [I, H]; `down` [H, I]. `biases`: the biases of gate and up [I], and of
+    down [H], or None.
+    """
 
     gate: Weight
     up: Weight
     down: Weight
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def _mixer_weights(
 
 def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> MlpWeights | ExpertsWeights:
     if isinstance(spec, MlpSpec):
-        return _gated_weights("mlp", spec.intermediate_size, hidden, of)
+        return _gated_weights("mlp", spec.intermediate_size, hidden, of, spec.bias)
     count, inner = spec.own[1], spec.intermediate_size
     gate_up, down = (StackLayout(spec.transposed, in_turn, spec.or_transposed) for in_turn in (spec.transposed, False))
     return ExpertsWeights(
@@ -162,9 +162,11 @@ def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> Mlp
     )
 
 
-def _gated_weights(role: str, inner: int, hidden: int, of: GetWeight) -> MlpWeights:
+def _gated_weights(role: str, inner: int, hidden: int, of: GetWeight, bias: bool = False) -> MlpWeights:
     gate, up = of(f"{role}.gate", inner, hidden), of(f"{role}.up", inner, hidden)
-    return MlpWeights(gate, up, of(f"{role}.down", hidden, inner))
+    down, rows = of(f"{role}.down", hidden, inner), {"gate": inner, "up": inner, "down": hidden}
+    biases = tuple(of(f"{role}.{part}_bias", count) for part, count in rows.items()) if bias else None
+    return MlpWeights(gate, up, down, biases)  # type: ignore[arg-type]
 
 
 def _delta_net_weights(spec: DeltaNetSpec, hidden: int, of: GetWeight) -> DeltaNetWeights:
@@ -232,8 +234,16 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
         mixture, after = _mixture(ops, layer, hidden, spec.mlp, choose), layer.mlp_norms.after
         return x + (mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
     mlp = cast(MlpWeights, mlp)
-    active = ops.gate_up(hidden, mlp.gate, mlp.up, spec.mlp.activation)
-    return _added(ops, x, active, mlp.down, layer.mlp_pieces, layer.mlp_norms.after, spec.norm)
+    active, bias = _active(ops, hidden, mlp, spec.mlp.activation), None if mlp.biases is None else mlp.biases[2]
+    return _added(ops, x, active, mlp.down, layer.mlp_pieces, layer.mlp_norms.after, spec.norm, bias)
+
+
+def _active(ops: LayerOps, x: Tensor, mlp: MlpWeights, activation: Activation) -> Tensor:
+    """Return the inner features [M, I] of an MLP for x [M, H]."""
+    if mlp.biases is None:
+        return ops.gate_up(x, mlp.gate, mlp.up, activation)
+    gate, up, _ = mlp.biases
+    return ops.gate_mul(ops.linear(x, mlp.gate, gate), ops.linear(x, mlp.up, up), activation)
 
 
 def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:

@@ -232,6 +232,8 @@ def _part_of_delta_net(spec: DeltaNetSpec, rank: Rank) -> tuple[DeltaNetSpec, di
 
 def _part_of_mlp(spec: MlpSpec, pieces: int, rank: Rank) -> tuple[MlpSpec, dict[str, Slice]]:
     own, unit, found = _part_of_gated("mlp", spec.intermediate_size, pieces, rank)
+    if spec.bias:
+        found |= {f"mlp.{part}_bias": found[f"mlp.{part}"] for part in ("gate", "up")}
     return replace(spec, intermediate_size=own, unit=unit), found
 
 

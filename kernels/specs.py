@@ -175,11 +175,13 @@ class MlpSpec:
     """A gated MLP: down(activation(gate(x)) * up(x)). `gelu` is the GELU with the error function; `gelu_tanh`
     approximates it by a tanh.
 
-    `unit`: the columns of `down` are cut into pieces at multiples of this number.
+    `bias`: gate, up and down have biases. `unit`: the columns of `down` are cut into pieces at multiples of this
+    number.
     """
 
     intermediate_size: int
     activation: Activation = "silu"
+    bias: bool = False
     unit: int = PIECE_UNIT
 
 
@@ -302,6 +304,9 @@ LAYER_NAMES = {
     "mlp.gate": "mlp.gate_proj.weight",
     "mlp.up": "mlp.up_proj.weight",
     "mlp.down": "mlp.down_proj.weight",
+    "mlp.gate_bias": "mlp.gate_proj.bias",
+    "mlp.up_bias": "mlp.up_proj.bias",
+    "mlp.down_bias": "mlp.down_proj.bias",
     "router": "mlp.gate.weight",
     "router_bias": "mlp.gate.bias",
     "router_correction": "mlp.gate.e_score_correction_bias",

@@ -207,13 +207,14 @@ def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
 
 
 def _mlp_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
-    """Return the tensors that `MlpPointers` or `ExpertsPointers` points to, in the order of the struct. The tensors of
-    `MlpPointers` are padded with None to the length of `ExpertsPointers`.
+    """Return the tensors that `BiasedMlpPointers` or `ExpertsPointers` points to, in the order of the struct. The
+    tensors of `BiasedMlpPointers` are padded with None to the length of `ExpertsPointers`.
     """
     weights = layer.mlp
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights, cast(ExpertsSpec, layer.spec.mlp).own[1])
-    return _panels(weights.gate), _panels(weights.up), _panels(weights.down), *[None] * 8
+    matrices = _panels(weights.gate), _panels(weights.up), _panels(weights.down)
+    return *matrices, *(weights.biases or (None,) * 3), *[None] * 5
 
 
 def _experts_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:

@@ -1,7 +1,8 @@
 """Llama and related families: norms before mixer and MLP, a SiLU gate, and one rotation.
 
 Mistral's layers have a window; Ministral's and Qwen's layers may have one. Qwen2 has biases of q, k and v; Qwen3 has
-norms of the heads of q and k. Seed-OSS may have biases of q, k and v, and a bias of the output projection.
+norms of the heads of q and k. Llama may have biases of q, k, v and o, and of the MLP. Seed-OSS may have biases of q, k
+and v, and a bias of the output projection.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ def _family(
     is_sliding: Callable[[dict[str, Any], int], bool] | None = None,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    any_bias: bool = False,
     **defaults: Any,
 ) -> Describe:
     """Return the `Describe` function of a family.
 
     `windows(settings)`: the window of each layer. `is_sliding(raw, i)`: whether layer i has a window, for a file
-    without `layer_types`. `defaults`: the values that transformers uses for settings that a file omits.
+    without `layer_types`. `any_bias`: whether `attention_bias` and `mlp_bias` are supported. `defaults`: the values
+    that transformers uses for settings that a file omits.
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
@@ -35,10 +38,12 @@ def _family(
 
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         settings = read_settings(fill, raw)
-        expect(settings, hidden_act="silu")
+        attention_bias, mlp_bias = (any_bias and bool(b) for b in (settings.attention_bias, settings.mlp_bias))
+        expect(settings, hidden_act="silu", attention_bias=attention_bias, mlp_bias=mlp_bias)
         norm = NormSpec(settings.rms_norm_eps)
-        mixer = settings.attention(qkv_bias=qkv_bias, qk_norm=norm if qk_norm else None)
-        layer = LayerSpec(mixer, MlpSpec(settings.intermediate_size), norm)
+        biases = dict(qkv_bias=qkv_bias or attention_bias, o_bias=attention_bias)
+        mixer = settings.attention(**biases, qk_norm=norm if qk_norm else None)
+        layer = LayerSpec(mixer, MlpSpec(settings.intermediate_size, bias=mlp_bias), norm)
         layers = [replace(layer, mixer=replace(mixer, window=window)) for window in windows(settings)]
         return settings.decoder(architecture, layers, [settings.rotation()])
 
@@ -73,7 +78,9 @@ _QWEN: dict[str, Any] = dict(
     max_position_embeddings=32768, num_key_value_heads=32, sliding_window=4096, max_window_layers=28
 )
 FAMILIES = {
-    "LlamaForCausalLM": _family(lambda settings: [None] * settings.num_hidden_layers, max_position_embeddings=2048),
+    "LlamaForCausalLM": _family(
+        lambda settings: [None] * settings.num_hidden_layers, any_bias=True, max_position_embeddings=2048
+    ),
     "MistralForCausalLM": _family(lambda settings: [settings.sliding_window] * settings.num_hidden_layers, **_MISTRAL),
     "MinistralForCausalLM": _family(
         lambda settings: settings.windows(settings.sliding_window),

@@ -59,7 +59,7 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     gate, up = aligned(gate), aligned(up)
     out = torch.empty_like(gate)
     columns = gate.shape[-1]
-    grid = (gate.numel() // columns, -(-columns // _ACTIVATION_TILE))
+    grid = (gate.numel() // max(columns, 1), -(-columns // _ACTIVATION_TILE))
     sizes = dict(COLUMNS=columns, TILE=_ACTIVATION_TILE)
     launch(_gate_mul_kernel, grid, gate, up, out, warps=4, ACTIVATION=activation, **sizes)
     return out

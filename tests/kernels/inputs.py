@@ -74,13 +74,14 @@ def layer_spec(
     before: bool = True,
     after: bool = False,
     experts: ExpertsSpec | None = None,
+    mlp_bias: bool = False,
     **attention: Any,
 ) -> LayerSpec:
     """Return a layer with experts, or with an MLP of few columns. `attention`: more fields of the spec of the layer's
     mixer.
     """
     mixer = AttentionSpec(heads, kv_heads, size, scale=0.1, **attention)
-    return LayerSpec(mixer, experts or MlpSpec(77, activation), norm, before, after)
+    return LayerSpec(mixer, experts or MlpSpec(77, activation, mlp_bias), norm, before, after)
 
 
 _GEMMA: dict[str, Any] = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
@@ -92,6 +93,7 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "olmo3": [layer_spec(3, 3, 80, window=9, rotation=1, **_OLMO), layer_spec(3, 3, 80, **_OLMO)],
     "qwen3_5": [layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)] * 2,
     "glm4": [layer_spec(4, 2, 32, after=True, qkv_bias=True, rotated=16, interleaved=True)] * 2,
+    "llama with biases": [layer_spec(4, 2, 32, qkv_bias=True, o_bias=True, mlp_bias=True)] * 2,
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
 EXPERTS = ExpertsSpec(num_experts=9, top_k=3, intermediate_size=48)

@@ -349,11 +349,13 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
         attended = ops.paged_attention(q, k_cache, v_cache, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
         if mixer.output_gate:
             attended = ops.gate_mul(gate.flatten(1), attended, "sigmoid")
-        mixed = ops.project_back(attended, weights.o, pieces=layer.mixer_pieces)
+        mixed = ops.project_back(attended, weights.o, None, weights.o_bias, layer.mixer_pieces)
         x = x + (mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm))
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
-        active = ops.gate_mul(ops.linear(hidden, mlp.gate), ops.linear(hidden, mlp.up), spec.mlp.activation)
-        down = ops.project_back(active, mlp.down, pieces=layer.mlp_pieces)
+        gate_bias, up_bias, down_bias = mlp.biases or (None,) * 3
+        gate, up = ops.linear(hidden, mlp.gate, gate_bias), ops.linear(hidden, mlp.up, up_bias)
+        active = ops.gate_mul(gate, up, spec.mlp.activation)
+        down = ops.project_back(active, mlp.down, None, down_bias, layer.mlp_pieces)
         x = x + (down if after.after is None else ops.rmsnorm(down, after.after, spec.norm))
     return x
 

@@ -343,12 +343,14 @@ LayerArgs<T> layer_args(
         args.mixture.experts.groups = args.mixture.shared_pieces.count;
         return args;
     }
-    const Matrix<T> gate = {as<T>(from.mlp.gate), n, k}, up = {as<T>(from.mlp.up), n, k};
-    const Matrix<T> down = {as<T>(from.mlp.down), k, n};
+    const MlpPointers& mlp = from.mlp.matrices;
+    const T* biases[3];
+    for (long i = 0; i < 3; ++i) biases[i] = as<const T>(from.mlp.biases[i]);
+    const Matrix<T> gate = {as<T>(mlp.gate), n, k}, up = {as<T>(mlp.up), n, k}, down = {as<T>(mlp.down), k, n};
     const Activation activation = static_cast<Activation>(static_cast<int>(numbers.activation));
-    args.gate_up = {before_mlp, gate, up, activation, as<T>(run.active)};
+    args.gate_up = {before_mlp, gate, up, activation, as<T>(run.active), {biases[0], biases[1]}};
     const Input<T> active = input<T>(run.active, run.count, n);
-    args.down = {active, down, nullptr, as<const T>(run.middle), as<T>(run.out), pieces(numbers.down_length)};
+    args.down = {active, down, biases[2], as<const T>(run.middle), as<T>(run.out), pieces(numbers.down_length)};
     return args;
 }
 

@@ -31,6 +31,11 @@ struct MlpPointers {
     const void *gate, *up, *down;
 };
 
+struct BiasedMlpPointers {
+    MlpPointers matrices;
+    const void* biases[3];  // or null
+};
+
 // The weights of experts, in the order of `_experts_tensors`. Biases and the shared weights may be null.
 struct ExpertsPointers {
     const void *router, *router_bias, *gate_up, *gate_up_bias, *down, *down_bias;
@@ -48,7 +53,7 @@ struct LayerPointers {
     };
     const void *o, *o_bias, *sinks, *mlp_norms[2];  // biases, sinks: or null
     union {
-        MlpPointers mlp;
+        BiasedMlpPointers mlp;
         ExpertsPointers experts;
     };
 };

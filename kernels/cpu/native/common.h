@@ -89,6 +89,7 @@ struct GateUpArgs {
     Matrix<T> gate, up;
     Activation activation;
     T* out;
+    const T* biases[2] = {};  // of gate and up, or null
 };
 
 enum class Score { SOFTMAX_OF_CHOSEN, SOFTMAX, SIGMOID };

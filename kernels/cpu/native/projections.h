@@ -233,8 +233,11 @@ void gate_up(const GateUpArgs<T>& args) {
         for (long row = 0; row < rows; ++row)
             for (long i = 0; i < n * LANES; i += LANES) {
                 const float* both = c + row * ldc + i;
-                const F gate = rounded<T>(load(both)), up = rounded<T>(load(both + n * LANES));
+                F gate = load(both), up = load(both + n * LANES);
                 const long column = first * LANES + i;
+                if (args.biases[0] != nullptr) gate = add(gate, load(args.biases[0] + column, N - column));
+                if (args.biases[1] != nullptr) up = add(up, load(args.biases[1] + column, N - column));
+                gate = rounded<T>(gate), up = rounded<T>(up);
                 store(args.out + (start + row) * N + column, activate<T>(args.activation, gate, up), N - column);
             }
     });

@@ -176,7 +176,7 @@ def test_half_precision_is_as_close_to_float32_as_transformers(tmp_path: Path, d
     ("change", "message"),
     [
         (dict(hidden_act="gelu"), "hidden_act .* must be 'silu' .got 'gelu'"),
-        (dict(attention_bias=True), "attention_bias"),
+        (dict(attention_bias="yes"), "attention_bias .* must be True .got .yes"),
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "rope_type .* .got .*dynamic"),
         (
             dict(rope_parameters=dict(rope_type="linear", factor=2.0, partial_rotary_factor=0.5)),
