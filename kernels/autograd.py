@@ -40,11 +40,13 @@ from .contract import (
 )
 from .packed import Packed, attend
 from .specs import (
+    PLAIN_HEAD,
     WHOLE,
     Activation,
     AttentionSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    HeadSpec,
     LayerNormSpec,
     NormSpec,
     Pieces,
@@ -177,13 +179,13 @@ class _Rope(Function):
     def forward(ctx: Any, ops: Backend, x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
         ctx.ops, ctx.interleaved = ops, interleaved
         ctx.save_for_backward(cosines, sines)
-        return ops.rope(x, (cosines, sines), interleaved)
+        return ops.rope(x, Rotation(cosines, sines), interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cosines, sines = ctx.saved_tensors
-        return None, ctx.ops.rope(grad, (cosines, -sines), ctx.interleaved), None, None, None
+        return None, ctx.ops.rope(grad, Rotation(cosines, -sines), ctx.interleaved), None, None, None
 
 
 class _GateMul(Function):
@@ -567,6 +569,13 @@ def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
     return Wanted(rows, token_ids, divisor.repeat(len(token_ids)), unused.bool(), unused, unused)
 
 
+def _slopes(logits: Tensor, head: HeadSpec) -> Tensor | float:
+    """Return the derivatives of logits [M, V] by the products of the head."""
+    if head.soft_cap is None:
+        return head.scale
+    return (1.0 - (logits / head.soft_cap).square_()).mul_(head.scale)
+
+
 class _LogProbs(Function):
     @staticmethod
     @_without_autocast
@@ -577,14 +586,15 @@ class _LogProbs(Function):
         weight: Tensor,
         token_ids: Tensor,
         temperature: float,
+        head: HeadSpec,
         found: Tensor | None = None,
     ) -> Tensor:
         """Return the log-probs. `found`: the log-probs, if the caller has already computed them."""
-        ctx.ops, ctx.temperature = ops, temperature
+        ctx.ops, ctx.temperature, ctx.head = ops, temperature, head
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
             return found.clone()
-        return ops.next_tokens(hidden, as_weight(ops, weight), _wanted(token_ids, temperature))[1]
+        return ops.next_tokens(hidden, as_weight(ops, weight), _wanted(token_ids, temperature), head)[1]
 
     @staticmethod
     @once_differentiable
@@ -593,7 +603,8 @@ class _LogProbs(Function):
         """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
 
         The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
-        would turn a rounding difference in the logits into a large error.
+        would turn a rounding difference in the logits into a large error. The gradients of logits are multiplied by the
+        slopes of the head's scale and cap.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = as_weight(ctx.ops, weight)
@@ -604,13 +615,17 @@ class _LogProbs(Function):
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
             scale = grad[rows, None] / ctx.temperature
-            probs = ctx.ops.lm_head(hidden[rows], stored).div_(ctx.temperature).softmax(-1)
-            grad_logits = probs.mul_(-scale).scatter_add_(1, token_ids[rows, None], scale).to(hidden.dtype)
-            grad_hidden[rows] = grad_logits @ weight
+            logits = ctx.ops.lm_head(hidden[rows], stored, ctx.head)
+            slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
+            probs = logits.div_(ctx.temperature).softmax(-1)
+            grad_logits = probs.mul_(-scale).scatter_add_(1, token_ids[rows, None], scale)
+            grad_products = (grad_logits if slopes is None else grad_logits.mul_(slopes)).to(hidden.dtype)
+            grad_hidden[rows] = grad_products @ weight
             if ctx.needs_input_grad[2]:
-                product = grad_logits.T @ hidden[rows]
+                product = grad_products.T @ hidden[rows]
                 grad_weight = product if grad_weight is None else product.float().add_(grad_weight)
-        return None, grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return None, grad_hidden, grad_weight, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -663,7 +678,7 @@ class GradientOps:
 
     def rope(self, x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor:
         """`Backend.rope`. The cosines and sines in `rotation` are constants."""
-        return _Rope.apply(self.backend, x, *rotation, interleaved)  # type: ignore[return-value]
+        return _Rope.apply(self.backend, x, *rotation[:2], interleaved)  # type: ignore[return-value]
 
     def gate_up(self, x: Tensor, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         """Return activation(linear(x, gate)) * linear(x, up) as [M, I]. The weights `gate` and `up` are [I, H]."""
@@ -727,28 +742,39 @@ class GradientOps:
         return _Attention.apply(self.backend, q, k, v, sinks, packed, spec)  # type: ignore[return-value]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits for `hidden` [M, H] and `weight` [V, H]. The logits are float32 [M, V]."""
+        """Return the products of `hidden` [M, H] and the head's `weight` [V, H]: float32 [M, V]. Without scale and cap,
+        these are the logits.
+        """
         return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
 
-    def log_probs(self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float) -> Tensor:
+    def log_probs(
+        self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, head: HeadSpec = PLAIN_HEAD
+    ) -> Tensor:
         """Return the log-probs of `token_ids` (int64 [M]), which has one token for each row of `hidden` [M, H]. The
         log-probs are float32 [M]; `weight` is [V, H].
 
         The log-probs are at `temperature`. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as
-        many bytes of probabilities.
+        many bytes of probabilities, and of slopes if the head has a cap.
         """
-        return _LogProbs.apply(self.backend, hidden, weight, token_ids, temperature)  # type: ignore[return-value]
+        return _LogProbs.apply(self.backend, hidden, weight, token_ids, temperature, head)  # type: ignore[return-value]
 
     def statistics(
-        self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, k: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        head: HeadSpec = PLAIN_HEAD,
+        *,
+        k: int,
     ) -> TokenStatistics:
         """Return `log_probs` with gradients. The entropy and the k most probable tokens of each row are returned
         without gradients.
         """
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted, stored = _wanted(token_ids, temperature), as_weight(self.backend, weight)
-            found = self.backend.next_token_statistics(hidden, stored, wanted, k)[1]
-        given = self.backend, hidden, weight, token_ids, temperature, found.logprobs
+            found = self.backend.next_token_statistics(hidden, stored, wanted, k, head)[1]
+        given = self.backend, hidden, weight, token_ids, temperature, head, found.logprobs
         return found._replace(logprobs=_LogProbs.apply(*given))
 
 

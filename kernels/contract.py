@@ -40,11 +40,13 @@ from torch import Tensor
 
 from .journal import Journal
 from .specs import (
+    PLAIN_HEAD,
     WHOLE,
     Activation,
     AttentionSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    HeadSpec,
     LayerNormSpec,
     LayerSpec,
     NormSpec,
@@ -61,8 +63,16 @@ CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 (1 + up), with up clamped to [-CLAMP, CLAMP].
 """
 
-Rotation: TypeAlias = tuple[Tensor, Tensor]
-"""Cosines and sines of M tokens, each float32 [M, P], for the P rotated pairs of a head."""
+
+class Rotation(NamedTuple):
+    """Cosines and sines of M tokens, each float32 [M, P], for the P rotated pairs of a head. `q_scale` (float32 [M]):
+    multiplies the queries after the rotation; None for no factor. The product is in float32 and rounded once.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    q_scale: Tensor | None = None
+
 
 Memory: TypeAlias = tuple[Tensor, Tensor]
 """The memory of one layer for all sequences. The contents of the memory depend on the kind of mixer.
@@ -545,7 +555,7 @@ class Backend(Protocol):
         """
         ...
 
-    def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
+    def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Return (cosines, sines) of the angles. Both are float32 [M, P], and both are multiplied by `scale`.
 
         Each angle is the float32 product of a position in `positions` (int64 [M]) and a frequency in `inv_freq`
@@ -660,7 +670,9 @@ class Backend(Protocol):
         """
         ...
 
-    def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    def next_tokens(
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return (token ids, log-probs, validity), each [M]. Their dtypes are int64, float32 and bool.
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
@@ -671,13 +683,19 @@ class Backend(Protocol):
         ...
 
     def next_token_statistics(
-        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int, head: HeadSpec = PLAIN_HEAD
     ) -> tuple[Tensor, TokenStatistics, Tensor]:
         """Like `next_tokens`, but return `token_statistics` of the same logits instead of log-probs."""
         ...
 
     def head_sections(
-        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None, first: int
+        self,
+        hidden: Tensor,
+        weight: Weight,
+        wanted: Wanted,
+        k: int | None,
+        first: int,
+        head: HeadSpec = PLAIN_HEAD,
     ) -> tuple[Tensor, ...]:
         """Return partial results of `next_tokens`, or of `next_token_statistics` if `k` is not None, for the token ids
         from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of these ids; it may have none.
@@ -693,9 +711,9 @@ class Backend(Protocol):
         """
         ...
 
-    def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
+    def lm_head(self, hidden: Tensor, weight: Weight, head: HeadSpec = PLAIN_HEAD) -> Tensor:
         """Return the logits of hidden [M, H] for the head's weight [V, H]. They are float32 [M, V], accumulated in
-        float32.
+        float32, then scaled and capped as `head` requires.
         """
         ...
 

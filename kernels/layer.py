@@ -7,6 +7,7 @@ A worker runs a layer on a backend, with the layer's memory (`run_layers`). A tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, TypeAlias, cast
 
 import torch
@@ -25,6 +26,8 @@ from .contract import (
     Rotation,
     StateBatch,
     Weight,
+    full_rows_of,
+    mark_rows,
 )
 from .specs import (
     PLAIN,
@@ -146,7 +149,7 @@ def _mixer_weights(
 
 def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> MlpWeights | ExpertsWeights:
     if isinstance(spec, MlpSpec):
-        return _gated_weights("mlp", spec.intermediate_size, hidden, of, spec.bias)
+        return _gated_weights("mlp", spec.intermediate_size, hidden, of, spec.bias, spec.joined)
     count, inner = spec.own[1], spec.intermediate_size
     gate_up, down = (StackLayout(spec.transposed, in_turn, spec.or_transposed) for in_turn in (spec.transposed, False))
     return ExpertsWeights(
@@ -162,8 +165,13 @@ def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> Mlp
     )
 
 
-def _gated_weights(role: str, inner: int, hidden: int, of: GetWeight, bias: bool = False) -> MlpWeights:
-    gate, up = of(f"{role}.gate", inner, hidden), of(f"{role}.up", inner, hidden)
+def _gated_weights(
+    role: str, inner: int, hidden: int, of: GetWeight, bias: bool = False, joined: bool = False
+) -> MlpWeights:
+    if joined:
+        gate, up = _parts_of_rows(of(f"{role}.gate_up", 2 * inner, hidden), [inner] * 2, [1] * 2)
+    else:
+        gate, up = of(f"{role}.gate", inner, hidden), of(f"{role}.up", inner, hidden)
     down, rows = of(f"{role}.down", hidden, inner), {"gate": inner, "up": inner, "down": hidden}
     biases = tuple(of(f"{role}.{part}_bias", count) for part, count in rows.items()) if bias else None
     return MlpWeights(gate, up, down, biases)  # type: ignore[arg-type]
@@ -188,7 +196,11 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
     heads = spec.num_heads * (2 if spec.output_gate and not spec.gate_apart else 1)
     rows = {"q": heads * size, "k": spec.num_kv_heads * size, "v": spec.num_kv_heads * size}
     normed = {part: rows[part] if over_heads else size for part in "qk"}
-    q, k, v = (of(f"mixer.{part}", count, hidden) for part, count in rows.items())
+    if spec.joined:
+        shares = [heads * spec.kv_sharers] + [spec.num_kv_heads] * 2
+        q, k, v = _parts_of_rows(of("mixer.qkv", sum(rows.values()), hidden), [*rows.values()], shares)
+    else:
+        q, k, v = (of(f"mixer.{part}", count, hidden) for part, count in rows.items())
     biases = tuple(of(f"mixer.{part}_bias", count) for part, count in rows.items()) if spec.qkv_bias else None
     norms = tuple(of(f"mixer.{part}_norm", n) for part, n in normed.items()) if spec.qk_norm is not None else None
     o = of("mixer.o", hidden, spec.num_heads * size)
@@ -196,6 +208,15 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
     sinks = of("mixer.sinks", spec.num_heads) if spec.sinks else None
     gate = of("mixer.gate", spec.num_heads * size, hidden) if spec.gate_apart else None
     return AttentionWeights(q, k, v, biases, norms, o, o_bias, sinks, gate)  # type: ignore[arg-type]
+
+
+def _parts_of_rows(joined: Any, counts: list[int], shares: list[int]) -> list[Any]:
+    """Cut a matrix into parts with these numbers of rows, which share its memory. `shares`: the proportions of the
+    parts in the whole weight, of which the matrix may hold some rows.
+    """
+    ends, full = [*accumulate(counts)], full_rows_of(joined)
+    parts = [joined.narrow(0, end - count, count) for end, count in zip(ends, counts, strict=True)]
+    return [mark_rows(part, full * share // sum(shares)) for part, share in zip(parts, shares, strict=True)]
 
 
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
@@ -210,12 +231,19 @@ def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) 
     If the positions are equal on all axes, the result has the same bits as for positions of shape [M].
     """
     if positions.ndim == 1:
-        return ops.rotation(positions, inv_freq, spec.scale)
+        return Rotation(*ops.rotation(positions, inv_freq, spec.scale), _q_scale(spec, positions))
     pairs = range(len(inv_freq))
     axes = spec.axes or [0] * len(pairs)
     by_axis = [ops.rotation(axis, inv_freq, spec.scale) for axis in positions]
     cosines, sines = (torch.stack(parts)[axes, :, pairs].T.contiguous() for parts in zip(*by_axis, strict=True))
-    return cosines, sines
+    return Rotation(cosines, sines, _q_scale(spec, positions[0]))
+
+
+def _q_scale(spec: RotationSpec, positions: Tensor) -> Tensor | None:
+    if spec.q_growth is None:
+        return None
+    beta, length = spec.q_growth
+    return 1.0 + beta * torch.log(1.0 + (positions // length).float())
 
 
 def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur, choose: Choose) -> Tensor:
@@ -228,14 +256,14 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
         mixed = _delta_net(ops, hidden, spec.mixer, cast(DeltaNetWeights, layer.mixer), recur)
     bias = layer.mixer.o_bias if isinstance(layer.mixer, AttentionWeights) else None
     o = layer.mixer.o, layer.mixer_pieces, layer.mixer_norms.after
-    x = _added(ops, x, mixed, *o, spec.norm, bias)
+    x = _added(ops, spec, x, mixed, *o, bias)
     hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
     if isinstance(spec.mlp, ExpertsSpec):
         mixture, after = _mixture(ops, layer, hidden, spec.mlp, choose), layer.mlp_norms.after
-        return x + (mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
+        return _with_residual(spec, x, mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
     mlp = cast(MlpWeights, mlp)
     active, bias = _active(ops, hidden, mlp, spec.mlp.activation), None if mlp.biases is None else mlp.biases[2]
-    return _added(ops, x, active, mlp.down, layer.mlp_pieces, layer.mlp_norms.after, spec.norm, bias)
+    return _added(ops, spec, x, active, mlp.down, layer.mlp_pieces, layer.mlp_norms.after, bias)
 
 
 def _active(ops: LayerOps, x: Tensor, mlp: MlpWeights, activation: Activation) -> Tensor:
@@ -268,20 +296,27 @@ def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> 
 
 def _added(
     ops: LayerOps,
+    spec: LayerSpec,
     x: Tensor,
     inner: Tensor,
     weight: Weight,
     pieces: Pieces,
     after: Tensor | None,
-    norm: NormSpec,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor:
     """Return x plus the matrix product of `inner` and `weight`. If the norm `after` is given, the product is normalized
     before the sum.
     """
-    if after is None:
+    if after is None and spec.residual_scale == 1.0:
         return ops.project_back(inner, weight, x, bias, pieces)
-    return x + ops.rmsnorm(ops.project_back(inner, weight, None, bias, pieces), after, norm)
+    product = ops.project_back(inner, weight, None, bias, pieces)
+    return _with_residual(spec, x, product if after is None else ops.rmsnorm(product, after, spec.norm))
+
+
+def _with_residual(spec: LayerSpec, x: Tensor, product: Tensor) -> Tensor:
+    """Return x plus the output of a mixer or an MLP, multiplied by the layer's `residual_scale`."""
+    scale = spec.residual_scale
+    return x + (product if scale == 1.0 else (product.float() * scale).to(product.dtype))
 
 
 def project(
@@ -314,6 +349,8 @@ def project(
             q, k = norm_heads(q, k)
     q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
     q, k = (ops.rope(part, rotation, spec.interleaved) for part in (q, k))
+    if rotation.q_scale is not None:
+        q = (q.float() * rotation.q_scale[:, None, None]).to(q.dtype)
     return torch.cat((q, gate), 2) if spec.output_gate else q, k, v
 
 

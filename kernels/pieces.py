@@ -16,6 +16,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from trueroll.errors import ConfigError
 
 from .layer import EMBEDDING, HEAD, LAST_NORM, make_layer
@@ -75,8 +78,9 @@ def num_parameters(spec: DecoderSpec) -> int:
     if not spec.tie_word_embeddings:
         found[HEAD] = vocabulary
 
-    def count(name: str, *shape: int, **_: Any) -> None:
+    def count(name: str, *shape: int, **_: Any) -> Tensor:
         found[name] = math.prod(shape)
+        return torch.empty(shape, device="meta")
 
     for index in range(len(spec.layers)):
         make_layer(spec, index, count)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -45,11 +46,13 @@ from .layer import project, run_layers
 from .specs import (
     HEAD_ROLE,
     PIECE_UNIT,
+    PLAIN_HEAD,
     WHOLE,
     AttentionSpec,
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    HeadSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
@@ -187,6 +190,13 @@ def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
     return Slice(dim, total * unit, ((rank.index * own, own),))
 
 
+def _below(*parts: Slice) -> Slice:
+    """Return the rows `parts` of tensors that lie one below the other in one tensor."""
+    starts = accumulate((part.total for part in parts), initial=0)
+    ranges = [(first + start, n) for first, part in zip(starts, parts, strict=False) for start, n in part.ranges]
+    return Slice(0, sum(part.total for part in parts), tuple(ranges))
+
+
 def _part_of_attention(spec: AttentionSpec, rank: Rank) -> tuple[AttentionSpec, dict[str, Slice]]:
     size, heads, kv_heads = spec.head_dim, spec.num_heads // rank.size, max(1, spec.num_kv_heads // rank.size)
     first = rank.index * spec.num_kv_heads // rank.size  # ranks may share a key-value head
@@ -194,6 +204,8 @@ def _part_of_attention(spec: AttentionSpec, rank: Rank) -> tuple[AttentionSpec, 
     kv = Slice(0, spec.num_kv_heads * size, ((first * size, kv_heads * size),))
     parts = {"q": q, "k": kv, "v": kv}
     found = {f"mixer.{name}": part for name, part in parts.items()}
+    if spec.joined:
+        found = {"mixer.qkv": _below(q, kv, kv)}
     if spec.gate_apart:
         found["mixer.gate"] = _share(rank, spec.num_heads, size)
     if spec.qkv_bias:
@@ -234,6 +246,8 @@ def _part_of_mlp(spec: MlpSpec, pieces: int, rank: Rank) -> tuple[MlpSpec, dict[
     own, unit, found = _part_of_gated("mlp", spec.intermediate_size, pieces, rank)
     if spec.bias:
         found |= {f"mlp.{part}_bias": found[f"mlp.{part}"] for part in ("gate", "up")}
+    if spec.joined:
+        found["mlp.gate_up"] = _below(found.pop("mlp.gate"), found.pop("mlp.up"))
     return replace(spec, intermediate_size=own, unit=unit), found
 
 
@@ -268,29 +282,31 @@ class RankedHead:
         self.backend, self.exchange, self._first_id = backend, exchange, first_id
         self._widths = dict[tuple[object, ...], list[int]]()
 
-    def next_tokens(self, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    def next_tokens(
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Backend.next_tokens`. `weight` has the rank's part of the head."""
-        found = [self._of_head(hidden, weight, tile, None)[:3] for tile in _tiles(wanted)]
+        found = [self._of_head(hidden, weight, tile, None, head)[:3] for tile in _tiles(wanted)]
         if len(found) == 1:
             return found[0]
         token_ids, logprobs, finite = (torch.cat(column) for column in zip(*found, strict=True))
         return token_ids, logprobs, finite
 
     def next_token_statistics(
-        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int
+        self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int, head: HeadSpec = PLAIN_HEAD
     ) -> tuple[Tensor, TokenStatistics, Tensor]:
         """See `Backend.next_token_statistics`. `weight` has the rank's part of the head."""
-        found = [self._of_head(hidden, weight, tile, k) for tile in _tiles(wanted)]
+        found = [self._of_head(hidden, weight, tile, k, head) for tile in _tiles(wanted)]
         token_ids, finite = torch.cat([each.token_ids for each in found]), torch.cat([each.finite for each in found])
         columns = zip(*(cast(TokenStatistics, each.statistics) for each in found), strict=True)
         return token_ids, TokenStatistics._make(map(torch.cat, columns)), finite
 
-    def lm_head(self, hidden: Tensor, weight: Weight) -> Tensor:
+    def lm_head(self, hidden: Tensor, weight: Weight, head: HeadSpec = PLAIN_HEAD) -> Tensor:
         """See `Backend.lm_head`. `weight` has the rank's part of the head; the result has all logits."""
-        return self._joined(self.backend.lm_head(hidden, weight), ("logits",))
+        return self._joined(self.backend.lm_head(hidden, weight, head), ("logits",))
 
-    def _of_head(self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None) -> FoldedHead:
-        own = self.backend.head_sections(hidden, weight, wanted, k, self._first_id)
+    def _of_head(self, hidden: Tensor, weight: Weight, wanted: Wanted, k: int | None, head: HeadSpec) -> FoldedHead:
+        own = self.backend.head_sections(hidden, weight, wanted, k, self._first_id, head)
         found = [self._joined(each, ("sections", i, k)) for i, each in enumerate(own)]
         return self.backend.fold_sections(found, wanted, k)
 

@@ -46,11 +46,13 @@ from .contract import (
 )
 from .layer import project, run_layers
 from .specs import (
+    PLAIN_HEAD,
     WHOLE,
     Activation,
     AttentionSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    HeadSpec,
     LayerNormSpec,
     NormSpec,
     Pieces,
@@ -107,13 +109,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out[: x.shape[0]]
 
 
-def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:
+def lm_head(hidden: Tensor, weight: Tensor, head: HeadSpec = PLAIN_HEAD) -> Tensor:
     tiles = _row_tiles(hidden.float())
     out = hidden.new_empty(len(tiles) * ROW_TILE, weight.shape[0], dtype=torch.float32)
     for start in range(0, weight.shape[0], COLUMN_TILE):
         columns = slice(start, start + COLUMN_TILE)
         _multiply_tiles(tiles, weight[columns].float(), None, out[:, columns])
-    return out[: hidden.shape[0]]
+    out = out[: hidden.shape[0]]
+    return _capped(out if head.scale == 1.0 else out * head.scale, head.soft_cap)
 
 
 wide_linear = lm_head
@@ -317,13 +320,13 @@ def expert_sums(
     return _tree(sums)
 
 
-def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     angles = positions.float()[:, None] * inv_freq
     return angles.cos() * scale, angles.sin() * scale
 
 
 def rope(x: Tensor, rotation: Rotation, interleaved: bool = False) -> Tensor:
-    cos, sin = (part[:, None, :] for part in rotation)
+    cos, sin = (part[:, None, :] for part in rotation[:2])
     turned, rest = x.float().tensor_split([2 * cos.shape[2]], 2)
     low, high = turned.unflatten(2, (-1, 2)).unbind(3) if interleaved else turned.chunk(2, 2)
     pair = low * cos - high * sin, high * cos + low * sin
@@ -635,26 +638,30 @@ def _sum(terms: Tensor) -> Tensor:
 layers = partial(run_layers, _SELF)
 
 
-def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    results = [_of_tile(hidden, weight, tile, None)[:3] for tile in _tiles(wanted)]
+def next_tokens(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
+) -> tuple[Tensor, Tensor, Tensor]:
+    results = [_of_tile(hidden, weight, tile, None, head)[:3] for tile in _tiles(wanted)]
     token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, logprobs, finite
 
 
 def next_token_statistics(
-    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int, head: HeadSpec = PLAIN_HEAD
 ) -> tuple[Tensor, TokenStatistics, Tensor]:
     results = []
     for tile in _tiles(wanted):
-        token_ids, _, finite, found = _of_tile(hidden, weight, tile, k)
+        token_ids, _, finite, found = _of_tile(hidden, weight, tile, k, head)
         results.append((token_ids, finite, *cast(TokenStatistics, found)))
     token_ids, finite, *found = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, TokenStatistics._make(found), finite
 
 
-def head_sections(hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None, first: int) -> tuple[Tensor, ...]:
+def head_sections(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None, first: int, head: HeadSpec = PLAIN_HEAD
+) -> tuple[Tensor, ...]:
     """Return the logits."""
-    return (lm_head(hidden[wanted.rows], weight),)
+    return (lm_head(hidden[wanted.rows], weight, head),)
 
 
 def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
@@ -664,8 +671,8 @@ def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> Fol
     return FoldedHead(token_ids, logprobs, finite & ~logprobs.isnan(), statistics)
 
 
-def _of_tile(hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None) -> FoldedHead:
-    return fold_sections(head_sections(hidden, weight, wanted, k, 0), wanted, k)
+def _of_tile(hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None, head: HeadSpec) -> FoldedHead:
+    return fold_sections(head_sections(hidden, weight, wanted, k, 0, head), wanted, k)
 
 
 def _tiles(wanted: Wanted) -> list[Wanted]:

@@ -75,12 +75,14 @@ class RotationSpec:
 
     `inv_freq`: the float32 frequencies of the rotated pairs of elements in a head. `scale`: multiplies cosines and
     sines. `axes`: the axis of each pair; () if all pairs use the first axis. Positions may have several axes, such as
-    time, row and column (Wang et al. 2024, Qwen2-VL).
+    time, row and column (Wang et al. 2024, Qwen2-VL). `q_growth`: a pair (beta, length): after the rotation, a query at
+    position p is multiplied by 1 + beta * ln(1 + floor(p / length)), as in Llama 4; None for no factor.
     """
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0
     axes: tuple[int, ...] = ()
+    q_growth: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class AttentionSpec:
     `rotated`: the number of leading elements of a head that are rotated; None for all elements. `interleaved`: the
     elements 2i and 2i + 1 form a pair, instead of an element of the first half of the rotated elements and its
     counterpart in the second half. `sinks`: the softmax of each head includes an extra score, which is a learned
-    weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection has a bias. `kv_sharers`:
-    the number of ranks that hold the same key-value heads.
+    weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection has a bias. `joined`: one
+    matrix computes q, k and v. `kv_sharers`: the number of ranks that hold the same key-value heads.
     """
 
     num_heads: int
@@ -116,6 +118,7 @@ class AttentionSpec:
     interleaved: bool = False
     sinks: bool = False
     o_bias: bool = False
+    joined: bool = False
     kv_sharers: int = 1
 
 
@@ -175,13 +178,14 @@ class MlpSpec:
     """A gated MLP: down(activation(gate(x)) * up(x)). `gelu` is the GELU with the error function; `gelu_tanh`
     approximates it by a tanh.
 
-    `bias`: gate, up and down have biases. `unit`: the columns of `down` are cut into pieces at multiples of this
-    number.
+    `bias`: gate, up and down have biases. `joined`: one matrix computes gate and up. `unit`: the columns of `down` are
+    cut into pieces at multiples of this number.
     """
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
+    joined: bool = False
     unit: int = PIECE_UNIT
 
 
@@ -258,12 +262,27 @@ class ExpertsSpec:
 
 
 @dataclass(frozen=True)
+class HeadSpec:
+    """How the float32 products of the head become logits. Every op of the head applies it in float32.
+
+    `scale`: multiplies a product. `soft_cap`: a scaled product s becomes soft_cap * tanh(s / soft_cap).
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+
+PLAIN_HEAD = HeadSpec()
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """A layer: a token mixer (attention or a delta net) followed by an MLP or experts. The mixer and the MLP each add
     their output to their input.
 
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
-    after the mixer and after the MLP.
+    after the mixer and after the MLP. `residual_scale`: multiplies the outputs of the mixer and of the MLP before they
+    are added. The scale is rounded to float32, and each product is rounded to the dtype of the hidden states.
     """
 
     mixer: AttentionSpec | DeltaNetSpec
@@ -271,6 +290,7 @@ class LayerSpec:
     norm: NormSpec
     norm_before: bool = True
     norm_after: bool = False
+    residual_scale: float = 1.0
 
 
 # The weights of a layer by role, with the names that most checkpoints give them. A checkpoint may have separate
@@ -280,6 +300,7 @@ LAYER_NAMES = {
     "mixer.q": "self_attn.q_proj.weight",
     "mixer.k": "self_attn.k_proj.weight",
     "mixer.v": "self_attn.v_proj.weight",
+    "mixer.qkv": "self_attn.qkv_proj.weight",
     "mixer.q_bias": "self_attn.q_proj.bias",
     "mixer.k_bias": "self_attn.k_proj.bias",
     "mixer.v_bias": "self_attn.v_proj.bias",
@@ -303,6 +324,7 @@ LAYER_NAMES = {
     "mlp_norm.before": "post_attention_layernorm.weight",
     "mlp.gate": "mlp.gate_proj.weight",
     "mlp.up": "mlp.up_proj.weight",
+    "mlp.gate_up": "mlp.gate_up_proj.weight",
     "mlp.down": "mlp.down_proj.weight",
     "mlp.gate_bias": "mlp.gate_proj.bias",
     "mlp.up_bias": "mlp.up_proj.bias",
@@ -485,9 +507,10 @@ class DecoderSpec:
     """A decoder, including the names of the decoder's weights in a checkpoint.
 
     `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
-    first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `names`: a layer's weight names
-    by role, without `model.layers.N.`. `renamed`, `respelled`: how names in a checkpoint become these names (see
-    `spellings.Names`). `others`: a tensor does not belong to the decoder if its name begins with one of these
+    first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `head`: how logits are computed
+    from the products of the head. `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`,
+    `respelled`: how names in a checkpoint become these names (see `spellings.Names`). `others`: a tensor does not
+    belong to the decoder if its name begins with one of these
     prefixes. `pieces`: the number of pieces in which each product that leads back to the hidden states is summed, and
     the number of groups in which the outputs of a row's experts are added (see `kernels.pieces`). `ranks`: the number
     of ranks of which this spec describes one (see `kernels.ranks`). `held`: maps the role of a weight to the
@@ -509,6 +532,7 @@ class DecoderSpec:
     rotations: tuple[RotationSpec, ...]
     norm: NormSpec
     embed_scale: float = 1.0
+    head: HeadSpec = PLAIN_HEAD
     tie_word_embeddings: bool = False
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     renamed: Mapping[str, str] = field(default_factory=dict)

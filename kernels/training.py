@@ -57,7 +57,7 @@ from .pieces import with_pieces
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed
 from .selection import select_backend
-from .specs import PLAIN, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, WeightSpec
+from .specs import PLAIN, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, HeadSpec, WeightSpec
 from .stacks import StackLayout
 from .training_images import Media, PackedImages, check_positions, has_axes, read_media, read_pixels, split_positions
 from .training_towers import check_tower, encode_images, part_forward, tower_modules
@@ -385,7 +385,7 @@ def _ask_of_tokens(
     routed_experts: Tensor | None,
     position_ids: Tensor | None,
     media: Media | None,
-    what: Callable[[GradientOps, Tensor, Tensor, Tensor, float], Any],
+    what: Callable[[GradientOps, Tensor, Tensor, Tensor, float, HeadSpec], Any],
 ) -> tuple[Tensor, Any]:
     """Return the indices, in the flattened `input_ids`, of the tokens to score, and the result of `what` for these
     tokens, passed through `_sealed`.
@@ -406,7 +406,7 @@ def _ask_of_tokens(
     ids = input_ids.flatten()[places].long()
 
     def answer(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Any:
-        return _sealed(what(ops, hidden[wanted - 1], weight, ids, divisor))
+        return _sealed(what(ops, hidden[wanted - 1], weight, ids, divisor, spec.head))
 
     return places, _ask(model, input_ids, indices, packed, answer, images, routes=routes)
 
@@ -598,6 +598,7 @@ def _head_forward(self: Any, hidden: Tensor, question: _Question | None = None) 
     weight = as_computed(HEAD, self, "weight", hidden, ops)
     if question is not None:
         return question(ops, rows, weight)
+    # The model's own forward pass scales and caps the result.
     return ops.logits(rows, weight).unflatten(0, hidden.shape[:-1])
 
 

@@ -216,7 +216,7 @@ class LocalExecutor:
             mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
         sizes = num_blocks, config.block_size, info.num_slots + spare
         self._runner = ModelRunner(loaded.model, *sizes, journal, mtp, loaded.links)
-        self._sampler = Sampler(loaded.backend.ops, loaded.model.head)
+        self._sampler = Sampler(loaded.backend.ops, loaded.model.head, loaded.model.spec.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
             parts = self._runner, self._sampler, info.blocks_by_window, info.num_slots

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
+from ...kernels.specs import HeadSpec
 from ...kernels.transfer import HostCopies, all_to_device, to_device
 from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
 from ..request import Distribution
@@ -76,15 +77,16 @@ class Drawing:
 
 
 class Sampler:
-    """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size].
+    """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size]. `spec`: how the
+    head's products become logits.
 
     Rows that have neither filters nor banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they
     have `top_logprobs`. Neither op stores the logits. Rows with filters or banned tokens are drawn by several separate
     ops.
     """
 
-    def __init__(self, backend: Backend, head: Weight) -> None:
-        self.ops, self.head = backend, head
+    def __init__(self, backend: Backend, head: Weight, spec: HeadSpec) -> None:
+        self.ops, self.head, self.spec = backend, head, spec
 
     def draw(self, hidden: Tensor, draws: Draws) -> Drawing:
         """Draw the tokens of `draws`, which must not be empty. `hidden`: [M, hidden_size]."""
@@ -108,7 +110,7 @@ class Sampler:
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """Call the backend's `next_tokens` with the model's head."""
-        return self.ops.next_tokens(hidden, self.head, wanted)
+        return self.ops.next_tokens(hidden, self.head, wanted, self.spec)
 
     def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
         """Return the log-probs of `token_ids` (int64 [M]) under `distribution`: float32 [M].
@@ -125,7 +127,8 @@ class Sampler:
     ) -> TokenStatistics:
         """Return the same log-probs as `score`, and also the entropy and the k most probable tokens of each row."""
         if not distribution.has_filters:
-            return self.ops.next_token_statistics(hidden, self.head, _make_wanted_of(token_ids, distribution), k)[1]
+            wanted = _make_wanted_of(token_ids, distribution)
+            return self.ops.next_token_statistics(hidden, self.head, wanted, k, self.spec)[1]
         parts = self._processed_parts(hidden, token_ids, distribution)
         found = [self.ops.token_statistics(logits, tokens, k) for logits, tokens in parts]
         return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
@@ -138,18 +141,18 @@ class Sampler:
         divisor = _divisors(distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
             rows = slice(start, start + _LOGITS_ROWS)
-            scaled = self.ops.lm_head(hidden[rows], self.head) / divisor
+            scaled = self.ops.lm_head(hidden[rows], self.head, self.spec) / divisor
             yield self._filter(scaled, np.array([record] * len(scaled), DRAW)), token_ids[rows]
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
         wanted = make_wanted(draws, hidden.device)
-        token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k)
+        token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k, self.spec)
         return (token_ids, found.logprobs, finite), found
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
         """Draw tokens as `next_tokens` does, but with bans and filters. Also compute statistics if k >= 0."""
         wanted = make_wanted(draws, hidden.device)
-        raw = self.ops.lm_head(hidden[wanted.rows], self.head)
+        raw = self.ops.lm_head(hidden[wanted.rows], self.head, self.spec)
         scaled = raw / wanted.temperatures[:, None]
         processed = self._filter(_ban(scaled, draws.banned), draws.records)
         token_ids = processed.argmax(-1)

@@ -59,7 +59,8 @@ class _Computation:
 
     def __init__(self, model: Decoder, config: EngineConfig, max_model_len: int) -> None:
         blocks = [1] * len(model.spec.windows)
-        self.runner, self.sampler = ModelRunner(model, blocks, config.block_size, 1), Sampler(model.ops, model.head)
+        self.runner = ModelRunner(model, blocks, config.block_size, 1)
+        self.sampler = Sampler(model.ops, model.head, model.spec.head)
         self._max_num_seqs, self._max_model_len = config.max_num_seqs, max_model_len
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..specs import CORRECTION_ROLE, ROUTER_ROLE, DecoderSpec
+from ..specs import CORRECTION_ROLE, ROUTER_ROLE, DecoderSpec, MlpSpec
 
 MOST_HEAD_DIM = 512
 
@@ -38,9 +38,13 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
     """Return a requirement of the kernels that this decoder, with this dtype, does not meet; empty if it meets all
     requirements.
     """
+    mlps = [layer.mlp for layer in spec.layers]
     for head_dim in [mixer.head_dim for mixer in spec.attentions]:
         if head_dim % 16 or head_dim > MOST_HEAD_DIM:
             return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {head_dim})"
+    for size in [mlp.intermediate_size for mlp in mlps if isinstance(mlp, MlpSpec) and mlp.joined]:
+        if size % 16:
+            return f"an intermediate size that is a multiple of 16 (got {size}); use the backend 'reference'"
     for size in [size for experts in spec.experts for size in (experts.intermediate_size, spec.hidden_size)]:
         if size % 16:
             expected = "experts of intermediate and hidden sizes that are multiples of 16"

@@ -43,11 +43,13 @@ from ..reference import layer_norm as layer_norm
 from ..reference import prepare as prepare
 from ..reference import rope as rope
 from ..specs import (
+    PLAIN_HEAD,
     WHOLE,
     Activation,
     AttentionSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    HeadSpec,
     MlpSpec,
     NormSpec,
     Pieces,
@@ -176,6 +178,8 @@ def is_packed(layer: Layer) -> bool:
     mixer = layer.spec.mixer
     if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.router.dtype != layer.mlp.down.dtype:
         return False
+    if isinstance(layer.mlp, ExpertsWeights) and layer.spec.residual_scale != 1.0:
+        return False
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
     return not (mixer.gate_apart or (mixer.output_gate and mixer.qk_norm_over_heads))
@@ -275,7 +279,7 @@ def _layer_numbers(layer: Layer) -> tuple[float, ...]:
     spec, mixer = layer.spec, layer.spec.mixer
     mlp = (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
     pieces = layer.mlp_pieces.count, layer.mixer_pieces.length, layer.mlp_pieces.length
-    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp), *pieces
+    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp), *pieces, spec.residual_scale
     if isinstance(mixer, AttentionSpec):
         return False, *attention_numbers(mixer), *others
     return True, *_delta_net_numbers(mixer), *others
@@ -369,7 +373,7 @@ def rmsnorm(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
     return out
 
 
-def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> Rotation:
+def rotation(positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     positions, inv_freq = positions.contiguous(), inv_freq.contiguous()
     rows, half = positions.shape[0], inv_freq.shape[0]
     cosines, sines = (torch.empty(rows, half, dtype=torch.float32) for _ in range(2))
@@ -477,13 +481,13 @@ def qkv(
         write_kv(k, v, k_cache, v_cache, slots)
         return q
     x, slots = x.contiguous(), slots.contiguous()
-    cosines, sines = rotation[0].contiguous(), rotation[1].contiguous()
+    turns = [*map(_contiguous, rotation)]
     q = torch.empty(x.shape[0], spec.num_heads, spec.head_dim * (2 if spec.output_gate else 1), dtype=x.dtype)
     tensors = [*map(_contiguous, qkv_tensors(weights))]
     pointers, numbers = array("Q", [_pointer(tensor) or 0 for tensor in tensors]), array("d", attention_numbers(spec))
     _library.qkv(
         *(*_rows(x), _address(numbers), _address(pointers), k_cache.data_ptr(), v_cache.data_ptr()),
-        *(cosines.data_ptr(), sines.data_ptr(), slots.data_ptr(), k_cache.shape[1], q.data_ptr()),
+        *(*map(_pointer, turns), slots.data_ptr(), k_cache.shape[1], q.data_ptr()),
     )
     return q
 
@@ -594,7 +598,7 @@ def packed_layers(
         return x
     x, groups = x.contiguous(), {id(page): page for page in pages}
     numbers = {key: _PageNumbers(page) for key, page in groups.items()}
-    turns = [part.contiguous() for rotation in rotations for part in rotation]
+    turns = [_contiguous(part) for rotation in rotations for part in rotation]
     starts, lens = array("q", pages[0].batch.query_starts), array("q", pages[0].batch.context_lens)
     ends = _contiguous(pages[0].batch.ends)
     weights, places, turned = layers.addresses(), _addresses(chain(*memories)), _addresses(turns)
@@ -635,19 +639,21 @@ def _block_size(layers: PackedLayers, memories: Sequence[Memory]) -> int:
     return next((keys.shape[1] for layer, (keys, _) in pairs if isinstance(layer.spec.mixer, AttentionSpec)), 0)
 
 
-def next_tokens(hidden: Tensor, weight: PackedWeight, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    return fold_sections(head_sections(hidden, weight, wanted, None, 0), wanted, None)[:3]
+def next_tokens(
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
+) -> tuple[Tensor, Tensor, Tensor]:
+    return fold_sections(head_sections(hidden, weight, wanted, None, 0, head), wanted, None)[:3]
 
 
 def next_token_statistics(
-    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int, head: HeadSpec = PLAIN_HEAD
 ) -> tuple[Tensor, TokenStatistics, Tensor]:
-    token_ids, _, finite, found = fold_sections(head_sections(hidden, weight, wanted, k, 0), wanted, k)
+    token_ids, _, finite, found = fold_sections(head_sections(hidden, weight, wanted, k, 0, head), wanted, k)
     return token_ids, cast(TokenStatistics, found), finite
 
 
 def head_sections(
-    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int | None, first: int
+    hidden: Tensor, weight: PackedWeight, wanted: Wanted, k: int | None, first: int, head: HeadSpec = PLAIN_HEAD
 ) -> tuple[Tensor, ...]:
     """Return the `SectionResult`s (native/api.h) as uint8 [M, sections, 32], and the top logits and their ids."""
     hidden, count, (rows, columns) = hidden.contiguous(), len(wanted.rows), weight.shape
@@ -656,7 +662,8 @@ def head_sections(
     sections = torch.empty(count, -(-rows // HEAD_SECTION), _SECTION_BYTES, dtype=torch.uint8)
     tops = _empty_tops(count, k)
     _library.head_sections(
-        *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), columns, weight.pointer, rows, first, count),
+        *(get_num_threads(), _is_bfloat16(hidden), hidden.data_ptr(), columns, weight.pointer, rows),
+        *(head.scale, head.soft_cap or 0.0, first, count),
         *(column.data_ptr() for column in inputs),
         *(sections.data_ptr(), k is not None, k or 0, *map(_pointer, tops)),
     )
@@ -688,9 +695,10 @@ def _empty_tops(rows: int, k: int | None) -> tuple[Tensor, Tensor] | tuple[None,
     return torch.empty(rows, k, dtype=torch.float32), torch.empty(rows, k, dtype=torch.int64)
 
 
-def lm_head(hidden: Tensor, weight: PackedWeight) -> Tensor:
+def lm_head(hidden: Tensor, weight: PackedWeight, head: HeadSpec = PLAIN_HEAD) -> Tensor:
     hidden, out = hidden.contiguous(), torch.empty(len(hidden), weight.shape[0], dtype=torch.float32)
-    _library.logits(*_rows(hidden), weight.pointer, weight.shape[0], out.data_ptr())
+    shape = head.scale, head.soft_cap or 0.0
+    _library.logits(*_rows(hidden), weight.pointer, weight.shape[0], *shape, out.data_ptr())
     return out
 
 
@@ -747,9 +755,9 @@ def _pointer(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _addresses(tensors: Iterable[Tensor]) -> array[int]:
-    """Return the addresses of tensors as an array of pointers."""
-    return array("Q", [tensor.data_ptr() for tensor in tensors])
+def _addresses(tensors: Iterable[Tensor | None]) -> array[int]:
+    """Return the addresses of tensors as an array of pointers; null for None."""
+    return array("Q", [_pointer(tensor) or 0 for tensor in tensors])
 
 
 def _address(numbers: array[Any]) -> int:

@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts with sigmoid scores and a correction bias in all layers, a norm over all heads of q and a norm over
+"""MiniMax-M2: experts with sigmoid scores and a correction bias in all layers, a norm over all heads of q, a norm over
 all heads of k, and a rotation of a part of each head.
 """
 

@@ -37,6 +37,7 @@ from .head import SECTION
 from .head import filter_logits as filter_logits
 from .head import fold_sections as fold_sections
 from .head import head_sections as head_sections
+from .head import lm_head as lm_head
 from .head import log_probs as log_probs
 from .head import next_token_statistics as next_token_statistics
 from .head import next_tokens as next_tokens
@@ -46,7 +47,6 @@ from .launch import Launch, compile_all, describe_fault, describe_settings, reco
 from .products import back_sums as back_sums
 from .products import gate_up as gate_up
 from .products import linear as linear
-from .products import lm_head as lm_head
 from .products import project_back as project_back
 from .products import qkv_parts
 from .recurrence import convolve as convolve
@@ -108,12 +108,13 @@ def qkv(
     v_cache: Tensor,
     slots: Tensor,
 ) -> Tensor:
-    if spec.qk_norm_over_heads or spec.output_gate or spec.rotated is not None or spec.interleaved:
+    is_partly_rotated, is_plain = spec.rotated is not None, rotation.q_scale is None and not spec.interleaved
+    if spec.qk_norm_over_heads or spec.output_gate or is_partly_rotated or not is_plain:
         q, k, v = project(_SELF, x, spec, weights, rotation)
         write_kv(k, v, k_cache, v_cache, slots)
         return q
     parts = qkv_parts(x, cast(tuple[Tensor, Tensor, Tensor], (weights.q, weights.k, weights.v)))
-    return qkv_epilogue(parts, weights.biases, weights.qk_norms, spec.qk_norm, rotation, k_cache, v_cache, slots)
+    return qkv_epilogue(parts, weights.biases, weights.qk_norms, spec.qk_norm, rotation[:2], k_cache, v_cache, slots)
 
 
 layers = partial(run_layers, _SELF)

@@ -1,7 +1,7 @@
 """Choose tokens from hidden states, compute log-probs, and filter distributions.
 
 Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
-Does not own the product that computes the logits (products.py).
+Does not own the product that the logits are made of (products.py).
 
 All ops here that return log-probs run the same two kernels, compiled identically for any number of rows. Log-probs from
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
@@ -22,30 +22,44 @@ import triton.language as tl
 from torch import Tensor
 
 from ..contract import LOGITS_ROWS, SAMPLE, FoldedHead, TokenStatistics, Wanted
+from ..specs import PLAIN_HEAD, HeadSpec
+from . import products
 from .launch import aligned, device_function, exact_jit, launch
-from .products import lm_head
 
 SECTION = 2048
 _LISTED = 32  # tokens with log-probs that are stored at a time
 _SAMPLE = tl.constexpr(SAMPLE)
 
 
-def next_tokens(hidden: Tensor, weight: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+def lm_head(hidden: Tensor, weight: Tensor, head: HeadSpec = PLAIN_HEAD) -> Tensor:
+    """Return the logits of hidden [M, H] for weight [V, H]: float32 [M, V]."""
+    logits = products.lm_head(hidden, weight)
+    if head != PLAIN_HEAD:
+        rows, columns = logits.shape
+        grid, options = (rows, -(-columns // SECTION)), dict(V=columns, SECTION=SECTION, SOFT_CAP=head.soft_cap)
+        launch(_shape_logits_kernel, grid, logits, float(head.scale), warps=4, **options)
+    return logits
+
+
+def next_tokens(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
+) -> tuple[Tensor, Tensor, Tensor]:
     columns = (getattr(wanted, field.name).split(LOGITS_ROWS) for field in fields(Wanted))
     results = [
-        _choose(lm_head(hidden.index_select(0, rows), weight), *asked) for rows, *asked in zip(*columns, strict=True)
+        _choose(lm_head(hidden.index_select(0, rows), weight, head), *asked)
+        for rows, *asked in zip(*columns, strict=True)
     ]
     token_ids, logprobs, finite = (torch.cat(column) for column in zip(*results, strict=True))
     return token_ids, logprobs, finite
 
 
 def next_token_statistics(
-    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int, head: HeadSpec = PLAIN_HEAD
 ) -> tuple[Tensor, TokenStatistics, Tensor]:
     columns = (getattr(wanted, field.name).split(LOGITS_ROWS) for field in fields(Wanted))
     results = []
     for rows, *asked in zip(*columns, strict=True):
-        logits, (_, temperatures, raw, *_) = lm_head(hidden.index_select(0, rows), weight), asked
+        logits, (_, temperatures, raw, *_) = lm_head(hidden.index_select(0, rows), weight, head), asked
         token_ids, _, finite = _choose(logits, *asked)
         basis = torch.where(raw[:, None], logits, logits / temperatures[:, None])
         results.append((token_ids, finite, *token_statistics(basis, token_ids, k)))
@@ -53,9 +67,11 @@ def next_token_statistics(
     return token_ids, TokenStatistics._make(found), finite
 
 
-def head_sections(hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None, first: int) -> tuple[Tensor, ...]:
+def head_sections(
+    hidden: Tensor, weight: Tensor, wanted: Wanted, k: int | None, first: int, head: HeadSpec = PLAIN_HEAD
+) -> tuple[Tensor, ...]:
     """Return the logits."""
-    return (lm_head(hidden.index_select(0, wanted.rows), weight),)
+    return (lm_head(hidden.index_select(0, wanted.rows), weight, head),)
 
 
 def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> FoldedHead:
@@ -131,6 +147,19 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     dropped = torch.empty_like(logits, dtype=torch.bool).scatter_(1, ids, ranks >= kept[:, None])
     # torch's sort orders a NaN by its sign, so rows with NaN stay unchanged.
     return logits.masked_fill(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
+
+
+@exact_jit
+def _shape_logits_kernel(logits_ptr, scale, V: tl.constexpr, SECTION: tl.constexpr, SOFT_CAP: tl.constexpr):
+    """One program per section of a row: convert products of the head to logits, in place."""
+    ids = tl.program_id(1) * SECTION + tl.arange(0, SECTION)
+    place, inside = tl.program_id(0).to(tl.int64) * V + ids, ids < V
+    logits = tl.load(logits_ptr + place, mask=inside, other=0.0) * scale
+    if SOFT_CAP is not None:
+        decay = tl.exp(tl.abs(logits) * (-2.0 / SOFT_CAP))
+        capped = (1.0 - decay) / (1.0 + decay) * SOFT_CAP
+        logits = tl.where(logits < 0, -capped, capped)
+    tl.store(logits_ptr + place, logits, mask=inside)
 
 
 @exact_jit

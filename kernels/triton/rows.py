@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..contract import Rotation
 from ..specs import Activation, LayerNormSpec, NormSpec
 from .launch import aligned, device_function, exact_jit, launch
 from .products import fold_parts, gate_mul_tile
@@ -65,9 +66,9 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return out
 
 
-def rope(x: Tensor, rotation: tuple[Tensor, Tensor], interleaved: bool = False) -> Tensor:
-    """Rotate x [M, heads, D] by (cosines, sines), which are float32 [M, P]. Return [M, heads, D]. Elements of a head at
-    index 2 P and above stay unchanged. `interleaved`: elements 2 i and 2 i + 1 form a pair, instead of i and i + P.
+def rope(x: Tensor, rotation: tuple[Tensor, Tensor] | Rotation, interleaved: bool = False) -> Tensor:
+    """Rotate x [M, heads, D] by cosines and sines, which are float32 [M, P]. Return [M, heads, D]. Elements of a head
+    at index 2 P and above stay unchanged. `interleaved`: elements 2 i and 2 i + 1 form a pair, instead of i and i + P.
     """
     turned = 2 * rotation[0].shape[1]
     if turned < x.shape[2]:

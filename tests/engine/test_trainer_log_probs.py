@@ -25,6 +25,7 @@ from trueroll.engine.request import SampleOutput
 from trueroll.errors import AlignmentError
 from trueroll.kernels import training
 from trueroll.kernels.autograd import GradientOps
+from trueroll.kernels.contract import Rotation
 from trueroll.kernels.cpu.library import Library
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import NormSpec
@@ -325,8 +326,9 @@ def norm_in_double(ops: Any, x: Tensor, weight: Tensor, norm: NormSpec) -> Tenso
     return F.rms_norm(x.double(), weight.shape, weight.double(), norm.eps).to(x.dtype)
 
 
-def rope_by_complex_numbers(ops: Any, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    turned = torch.complex(*x.double().chunk(2, -1)) * torch.complex(*(part[:, None].double() for part in rotation))
+def rope_by_complex_numbers(ops: Any, x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
+    turns = torch.complex(*(part[:, None].double() for part in rotation[:2]))
+    turned = torch.complex(*x.double().chunk(2, -1)) * turns
     return torch.cat((turned.real, turned.imag), -1).to(x.dtype)
 
 
@@ -339,7 +341,7 @@ def attention_of_later_rounding(ops: Any, q: Tensor, *rest: Any) -> Tensor:
     return ops.paged_attention(q * (scale * 1.7), *others, 1 / 1.7, window, soft_cap, sinks)
 
 
-def log_probs_by_torch(ops: Any, hidden: Tensor, weight: Any, wanted: Any) -> tuple[Tensor, Tensor, Tensor]:
+def log_probs_by_torch(ops: Any, hidden: Tensor, weight: Any, wanted: Any, head: Any) -> tuple[Tensor, Tensor, Tensor]:
     scaled = ops.lm_head(hidden, weight).double() / wanted.temperatures[:, None]
     found = scaled.log_softmax(-1).gather(1, wanted.targets[:, None])[:, 0].float()
     return wanted.targets, found, found.isfinite()

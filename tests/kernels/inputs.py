@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trueroll.kernels.contract import AttentionBatch, Backend, ExpertsWeights, Layer, Rotation, Weight
-from trueroll.kernels.layer import make_layer
+from trueroll.kernels.layer import make_layer, turn
 from trueroll.kernels.pieces import with_pieces
 from trueroll.kernels.specs import (
     CORRECTION_ROLE,
@@ -176,7 +176,7 @@ def make_experts(served: Served, spec: ExpertsSpec, hidden: int = 144) -> Expert
 
 
 def make_rotations(ops: Backend, decoder: DecoderSpec, positions: Tensor) -> list[Rotation]:
-    return [ops.rotation(positions, torch.tensor(spec.inv_freq), spec.scale) for spec in decoder.rotations]
+    return [turn(ops, spec, torch.tensor(spec.inv_freq), positions) for spec in decoder.rotations]
 
 
 def empty_caches(blocks: int, block_size: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,16 @@ from matrix import thinned
 from mixers import attention_of
 from torch import Tensor
 
-from trueroll.kernels.contract import GREEDY, KV_SPLIT, SAMPLE, AttentionBatch, AttentionWeights, Pages, Wanted
+from trueroll.kernels.contract import (
+    GREEDY,
+    KV_SPLIT,
+    SAMPLE,
+    AttentionBatch,
+    AttentionWeights,
+    Pages,
+    Rotation,
+    Wanted,
+)
 from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, LayerSpec, NormSpec, RouterSpec, Score
 
 from .backends import SERVED, Implementation, Served, for_served, param, served_id
@@ -122,7 +131,7 @@ def gate_mul(n: int, activation: Activation, served: Served) -> RowOp:
 
 def rope(size: int, turned: int, served: Served, interleaved: bool = False) -> RowOp:
     rows = (randn(ROWS, 3, size, dtype=served.dtype), *served.ops.rotation(torch.arange(ROWS), randn(turned // 2), 1.2))
-    return RowOp(lambda x, cosines, sines: served.ops.rope(x, (cosines, sines), interleaved), rows)
+    return RowOp(lambda x, cosines, sines: served.ops.rope(x, Rotation(cosines, sines), interleaved), rows)
 
 
 def qkv(spec: LayerSpec, served: Served) -> RowOp:
@@ -132,11 +141,11 @@ def qkv(spec: LayerSpec, served: Served) -> RowOp:
 
     def compute(x: Tensor, cosines: Tensor, sines: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         k_cache, v_cache = empty_caches(ROWS, 2, mixer.num_kv_heads, mixer.head_dim, served.dtype)
-        q = served.ops.qkv(x, mixer, weights, (cosines, sines), k_cache, v_cache, slots)
+        q = served.ops.qkv(x, mixer, weights, Rotation(cosines, sines), k_cache, v_cache, slots)
         return q, k_cache[slots // 2], v_cache[slots // 2]
 
     angles = make_rotations(served.ops, decoder_spec(spec), torch.arange(ROWS))[0]
-    return RowOp(compute, (randn(ROWS, 130, dtype=served.dtype), *angles, own_blocks()))
+    return RowOp(compute, (randn(ROWS, 130, dtype=served.dtype), *angles[:2], own_blocks()))
 
 
 def layers(spec: LayerSpec, served: Served) -> RowOp:
@@ -150,11 +159,11 @@ def layers(spec: LayerSpec, served: Served) -> RowOp:
         (*angles, slots), caches = rest, [(keys.clone(), values.clone()) for keys, values in before]
         batch = AttentionBatch(range(len(x) + 1), [2] * len(x), (slots // 2)[:, None])
         pages = [Pages(slots, batch)] * 2
-        out = served.ops.layers(x, run, [(angles[0], angles[1]), (angles[2], angles[3])], caches, pages)
+        out = served.ops.layers(x, run, [Rotation(*angles[:2]), Rotation(*angles[2:])], caches, pages)
         return out, *(cache[slots // 2] for pair in caches for cache in pair)
 
     angles = make_rotations(served.ops, decoder_spec(spec), torch.arange(ROWS))
-    return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles[0], *angles[1], own_blocks()))
+    return RowOp(compute, (randn(ROWS, hidden, dtype=served.dtype), *angles[0][:2], *angles[1][:2], own_blocks()))
 
 
 def own_blocks() -> Tensor:

@@ -85,12 +85,22 @@ WITH: dict[str, dict[str, Any]] = {
 
 @for_served("heads,kv_heads,size,with_", [(*heads, with_) for with_ in WITH for heads in HEADS], interpreted=1)
 def test_qkv(served: Served, heads: int, kv_heads: int, size: int, with_: str) -> None:
-    spec = layer_spec(heads, kv_heads, size, **WITH[with_])
+    check_qkv(served, layer_spec(heads, kv_heads, size, **WITH[with_]))
+
+
+@for_served("with_", [("a gate",), ("",), ("a part that turns in neighbouring pairs",)], interpreted=1)
+def test_qkv_with_scaled_queries(served: Served, with_: str) -> None:
+    check_qkv(served, layer_spec(4, 2, 16, **WITH[with_]), 1.0 + torch.rand(ROWS))
+
+
+def check_qkv(served: Served, spec: LayerSpec, q_scale: Tensor | None = None) -> None:
     ops, dtype, mixer = served.ops, served.dtype, attention_of(spec)
+    kv_heads, size = mixer.num_kv_heads, mixer.head_dim
     (layer,) = make_layers(served, spec)
     weights = layer.mixer
     assert isinstance(weights, AttentionWeights)
     x, rotation = randn(ROWS, 130, dtype=dtype), make_rotations(ops, decoder_spec(spec), torch.arange(ROWS) * 11)[0]
+    rotation = rotation._replace(q_scale=q_scale)
     slots = torch.randperm(5 * 10, generator=torch.Generator().manual_seed(0))[:ROWS]
     caches, expected_caches = (empty_caches(5, 10, kv_heads, size, dtype) for _ in range(2))
 
@@ -484,7 +494,7 @@ def test_layers_from_anywhere_in_memory(quick: Served) -> None:
     step = make_step(quick, layer_spec(**BOTH))
     [(slots, batch)] = step.pages
     batch = dataclasses.replace(batch, block_tables=strided(batch.block_tables))
-    rotations = [(strided(cosines), strided(sines)) for cosines, sines in step.rotations]
+    rotations = [Rotation(strided(cosines), strided(sines)) for cosines, sines, _ in step.rotations]
     apart = Step(step.layers, strided(step.x), rotations, step.caches, [Pages(strided(slots), batch)])
     (expected, expected_caches), (found, caches) = step.run(quick.ops.layers), apart.run(quick.ops.layers)
     assert same_bits(found, expected) and all(map(same_bits, caches, expected_caches))
@@ -526,7 +536,7 @@ def test_no_layers_and_no_rows(quick: Served) -> None:
     found, _ = step.run(quick.ops.layers)
     assert same_bits(found, step.x)
     step = make_step(quick, layer_spec(), layer_spec())
-    rotations = [(cosines[:0], sines[:0]) for cosines, sines in step.rotations]
+    rotations = [Rotation(cosines[:0], sines[:0]) for cosines, sines, _ in step.rotations]
     slots, batch = step.pages[0]
     pages = [Pages(slots[:0], AttentionBatch([0], [], batch.block_tables[:0]))] * 2
     nothing = dataclasses.replace(step, x=step.x[:0], rotations=rotations, pages=pages)

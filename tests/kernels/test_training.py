@@ -32,7 +32,16 @@ from trueroll.kernels.autograd import GradientOps, GradientTowerOps
 from trueroll.kernels.contract import ExpertsWeights
 from trueroll.kernels.packed import Packed
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import Activation, AttentionSpec, ExpertsSpec, LayerNormSpec, NormSpec, RouterSpec, Score
+from trueroll.kernels.specs import (
+    Activation,
+    AttentionSpec,
+    ExpertsSpec,
+    HeadSpec,
+    LayerNormSpec,
+    NormSpec,
+    RouterSpec,
+    Score,
+)
 from trueroll.kernels.training import Arithmetic, align, aligned_with, replayed, token_experts, token_log_probs, unalign
 
 from .delta_nets import SPECS, exact_convolution, exact_recurrence, make_weights
@@ -479,6 +488,19 @@ def test_experts(activation: Activation) -> None:
         return F.linear(clamped_silu(gate, up) if clamped else F.silu(gate) * up, given["down"][expert], biases[1])
 
     check_gradients(op, definition, *inputs)
+
+
+@pytest.mark.parametrize("head", [HeadSpec(0.4), HeadSpec(0.8, soft_cap=2.0)])
+def test_log_probs_of_scaled_and_capped_logits(head: HeadSpec) -> None:
+    ids = torch.arange(9) * 7
+
+    def definition(x: Tensor, w: Tensor) -> Tensor:
+        logits = head.scale * (x @ w.T)
+        logits = logits if head.soft_cap is None else head.soft_cap * (logits / head.soft_cap).tanh()
+        return (logits / 0.7).log_softmax(-1).gather(1, ids[:, None]).squeeze(1)
+
+    op = lambda x, w: native().log_probs(x, w, ids, 0.7, head)  # noqa: E731
+    check_gradients(op, definition, randn(9, 32), randn(70, 32, seed=1))
 
 
 def test_logits() -> None:

@@ -193,7 +193,7 @@ QkvArgs<T> qkv_args(
         args.norms[part] = norm_of<T>(from.norms[part], numbers.norm_eps, numbers.norm_zero_centered);
     args.over_heads = numbers.norm_over_heads != 0.0;
     args.pairs = static_cast<long>(numbers.pairs), args.interleaved = numbers.is_interleaved != 0.0;
-    args.cosines = rotation.cosines, args.sines = rotation.sines, args.slots = slots;
+    args.cosines = rotation.cosines, args.sines = rotation.sines, args.q_scale = rotation.q_scale, args.slots = slots;
     args.stride = sizes.head_dim;
     args.caches = sizes.caches<T>(caches);
     return args;
@@ -335,6 +335,7 @@ LayerArgs<T> layer_args(
     };
     const Input<T> mixed = input<T>(run.mixed, run.count, width);
     args.o = {mixed, o, o_bias, as<const T>(x), as<T>(run.middle), pieces(numbers.o_length)};
+    args.o.residual_scale = static_cast<float>(numbers.residual_scale);
     args.after_mixer = norm(from.mixer_norms[1]), args.after_mlp = norm(from.mlp_norms[1]);
     args.has_experts = numbers.experts != 0.0;
     if (args.has_experts) {
@@ -351,6 +352,7 @@ LayerArgs<T> layer_args(
     args.gate_up = {before_mlp, gate, up, activation, as<T>(run.active), {biases[0], biases[1]}};
     const Input<T> active = input<T>(run.active, run.count, n);
     args.down = {active, down, biases[2], as<const T>(run.middle), as<T>(run.out), pieces(numbers.down_length)};
+    args.down.residual_scale = args.o.residual_scale;
     return args;
 }
 
@@ -561,12 +563,13 @@ void trueroll_back_sums(
 }
 
 void trueroll_logits(
-    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float scale, float soft_cap,
+    float* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).logits(input<T>(x, count, k), {as<T>(w), n, k}, out);
+        chosen->ops(type).logits(input<T>(x, count, k), {as<T>(w), n, k}, {scale, soft_cap}, out);
     });
 }
 
@@ -586,14 +589,15 @@ void trueroll_gate_up(
 void trueroll_qkv(
     long threads, int bfloat16, const void* x, long count, long k, const AttentionNumbers* numbers,
     const QkvPointers* weights, void* keys, void* values, const float* cosines, const float* sines,
-    const int64_t* slots, long block_size, void* q
+    const float* q_scale, const int64_t* slots, long block_size, void* q
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         const CachePointers caches = {keys, values};
         const Input<T> rows = input<T>(x, count, k);
-        QkvArgs<T> args = qkv_args(rows, *numbers, *weights, caches, {cosines, sines}, slots, block_size);
+        const RotationPointers rotation = {cosines, sines, q_scale};
+        QkvArgs<T> args = qkv_args(rows, *numbers, *weights, caches, rotation, slots, block_size);
         args.q = as<T>(q);
         if (numbers->is_gated != 0.0) args.gates = args.q + args.stride, args.stride *= 2;
         chosen->ops(type).qkv(args);
@@ -656,7 +660,8 @@ void trueroll_layers(
 }
 
 void trueroll_head_sections(
-    long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, long first, long count,
+    long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, float scale, float soft_cap,
+    long first, long count,
     const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
     const int64_t* positions, const int64_t* targets, SectionResult* sections, int has_statistics, long k,
     float* top_values, int64_t* top_ids
@@ -665,7 +670,7 @@ void trueroll_head_sections(
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
         const HeadArgs<T> args = {
-            as<const T>(hidden), {as<T>(w), n, columns}, first, count, rows, temperatures, raw, seeds, positions,
+            as<const T>(hidden), {as<T>(w), n, columns}, {scale, soft_cap}, first, count, rows, temperatures, raw, seeds, positions,
             targets, has_statistics != 0, k
         };
         chosen->ops(type).head_sections(args, {sections, top_values, top_ids});

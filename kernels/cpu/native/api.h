@@ -87,8 +87,9 @@ struct LayerNumbers {
     double first_held, held;  // the experts of this rank
     RouterNumbers router;
     double pieces, o_length, down_length;  // of products back to hidden states, as in `Pieces`
+    double residual_scale;                 // not read for experts
 };
-static_assert(sizeof(LayerNumbers) == 37 * sizeof(double), "Python fills it as an array of numbers");
+static_assert(sizeof(LayerNumbers) == 38 * sizeof(double), "Python fills it as an array of numbers");
 
 struct CachePointers {
     const void *keys, *values;
@@ -103,7 +104,7 @@ union MemoryPointers {
 };
 
 struct RotationPointers {
-    const float *cosines, *sines;
+    const float *cosines, *sines, *q_scale;  // `q_scale`: or null
 };
 
 // Where a layer stores the keys and values of a step's tokens. All layers of a group have the same pages.
@@ -177,7 +178,8 @@ void trueroll_back_sums(
 );
 
 void trueroll_logits(
-    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, float scale, float soft_cap,
+    float* out
 );
 
 void trueroll_gate_up(
@@ -188,7 +190,7 @@ void trueroll_gate_up(
 void trueroll_qkv(
     long threads, int bfloat16, const void* x, long count, long k, const AttentionNumbers* numbers,
     const QkvPointers* weights, void* keys, void* values, const float* cosines, const float* sines,
-    const int64_t* slots, long block_size, void* q
+    const float* q_scale, const int64_t* slots, long block_size, void* q
 );
 
 void trueroll_write_kv(
@@ -222,7 +224,8 @@ void trueroll_layers(
 // Computes the results of the sections of the n ids from `first` on. With statistics, also `top_values` and `top_ids`,
 // [count, k]. `HeadArgs` and `HeadSections` have the shapes.
 void trueroll_head_sections(
-    long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, long first, long count,
+    long threads, int bfloat16, const void* hidden, long columns, const void* w, long n, float scale, float soft_cap,
+    long first, long count,
     const int64_t* rows, const float* temperatures, const uint8_t* raw, const int64_t* seeds,
     const int64_t* positions, const int64_t* targets, SectionResult* sections, int has_statistics, long k,
     float* top_values, int64_t* top_ids

@@ -347,17 +347,12 @@ class Attention {
         }
     }
 
-    // Scales and caps the scores: s becomes soft_cap * tanh(s / soft_cap), computed with exponentials.
+    // Scales and caps the scores.
     void cap(float* scores, long n, long panels) const {
-        const F scale = set1(args_.scale), most = set1(args_.soft_cap), slope = set1(-2.0f / args_.soft_cap);
+        const F scale = set1(args_.scale);
         for (long row = 0; row < n; ++row)
-            for (long i = row * KV_SPLIT; i < row * KV_SPLIT + panels * LANES; i += LANES) {
-                const F score = mul(load(scores + i), scale);
-                const U sign = bit_and(bits(score), set1(0x80000000u));
-                const F decay = exp(mul(floats(bit_xor(bits(score), sign)), slope));
-                const F bounded = mul(div(sub(set1(1.0f), decay), add(set1(1.0f), decay)), most);
-                store(scores + i, floats(bit_xor(bits(bounded), sign)));
-            }
+            for (long i = row * KV_SPLIT; i < row * KV_SPLIT + panels * LANES; i += LANES)
+                store(scores + i, capped(mul(load(scores + i), scale), args_.soft_cap));
     }
 
     Keys seen(const Sight& sight, long row) const { return {sight.from(row / group_), sight.to(row / group_)}; }

@@ -79,6 +79,7 @@ struct LinearArgs {
     T* out;
     Pieces pieces = {};
     float* sums = nullptr;  // receives the sums instead of `out`, without bias and residual
+    float residual_scale = 1.0f;  // multiplies the rounded product before the residual is added
 };
 
 enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU };
@@ -177,6 +178,7 @@ struct QkvArgs {
     long pairs;                    // rotated pairs of a head; the rest of the head stays unchanged
     bool interleaved;              // pairs are neighbours
     const float *cosines, *sines;  // [count, pairs]
+    const float* q_scale;          // [count], multiplies rotated queries, or null
     const int64_t* slots;
     T *q, *gates;  // `gates`: null, or memory for the gate values after each head's query
     long stride;   // from one head to the next, of q and of gates
@@ -278,6 +280,11 @@ struct LayerArgs {
 // As in kernels/contract.py.
 constexpr int64_t SAMPLE = -1, GREEDY = -2;
 
+// As `HeadSpec` in kernels/specs.py. `soft_cap`: 0 for none.
+struct LogitNumbers {
+    float scale, soft_cap;
+};
+
 // `count` requests. `rows`: the row of `hidden` that each request reads. `targets`: SAMPLE, GREEDY, or the id of the
 // token to score. `raw`: compute the log-prob from the logits without the temperature. `weight` has the rows of the ids
 // from `first` on, which begins a section.
@@ -285,6 +292,7 @@ template <class T>
 struct HeadArgs {
     const T* hidden;
     Matrix<T> weight;
+    LogitNumbers shape;
     long first, count;
     const int64_t* rows;
     const float* temperatures;
@@ -336,7 +344,7 @@ struct MergeArgs {
 template <class T>
 struct Ops {
     void (*linear)(const LinearArgs<T>&);
-    void (*logits)(const Input<T>&, const Matrix<T>&, float*);
+    void (*logits)(const Input<T>&, const Matrix<T>&, const LogitNumbers&, float*);
     void (*gate_up)(const GateUpArgs<T>&);
     void (*qkv)(const QkvArgs<T>&);
     void (*write_kv)(const Caches<T>&, const T* keys, const T* values, const int64_t* slots, long count);

@@ -399,5 +399,5 @@ void mixture(const MixtureArgs<T>& args, const Norm<T>& after, RankExchange* ran
     }
     if (after.weight != nullptr) experts_args.residual = nullptr;
     experts_of_ranks(experts_args, ranks);
-    if (after.weight != nullptr) norm_and_add(after, args.experts.residual, x.count, x.columns, args.experts.out);
+    if (after.weight != nullptr) norm_and_add(after, args.experts.residual, 1.0f, x.count, x.columns, args.experts.out);
 }

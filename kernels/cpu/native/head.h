@@ -3,9 +3,19 @@
 constexpr long CHUNK = 512;
 static_assert(CHUNK / LANES <= MAX_PANELS, "a chunk is one product");
 
+// Converts products to logits.
+inline void shape_logits(const LogitNumbers& shape, float* x, long n) {
+    for (long i = 0; i < n; i += LANES) {
+        const F scaled = mul(load(x + i), set1(shape.scale));
+        store(x + i, shape.soft_cap > 0.0f ? capped(scaled, shape.soft_cap) : scaled);
+    }
+}
+
 // Logits of `rows` rows from `start` on, for the vocabulary ids [first, first + n): c [rows, CHUNK].
 template <class T>
-void multiply_chunk(const Left<T>& left, const Matrix<T>& weight, long start, long rows, long first, float* c) {
+void multiply_chunk(
+    const Left<T>& left, const Matrix<T>& weight, const LogitNumbers& shape, long start, long rows, long first, float* c
+) {
     const long n = smaller(CHUNK / LANES, weight.panels() - first / LANES);
     const T* b[MAX_PANELS];
     for (long i = 0; i < n; ++i) b[i] = weight.panel(first / LANES + i);
@@ -15,16 +25,18 @@ void multiply_chunk(const Left<T>& left, const Matrix<T>& weight, long start, lo
         float* out = c + i * LANES;
         multiply_all(a, left.stride, rows, b + i, smaller(2, n - i), weight.steps(), two_panels, out, CHUNK);
     }
+    if (shape.scale == 1.0f && shape.soft_cap == 0.0f) return;
+    for (long row = 0; row < rows; ++row) shape_logits(shape, c + row * CHUNK, n * LANES);
 }
 
 template <class T>
-void logits(const Input<T>& x, const Matrix<T>& weight, float* out) {
+void logits(const Input<T>& x, const Matrix<T>& weight, const LogitNumbers& shape, float* out) {
     const Left<T> left(x);
     const long V = weight.rows;
     for_tiles(x.count, round_up(V, CHUNK) / CHUNK, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);
         float* c = scratch<float>(PRODUCT, rows * CHUNK);
-        multiply_chunk(left, weight, start, rows, first, c);
+        multiply_chunk(left, weight, shape, start, rows, first, c);
         for (long row = 0; row < rows; ++row)
             memcpy(out + (start + row) * V + first, c + row * CHUNK, static_cast<size_t>(n) * sizeof(float));
     });
@@ -332,7 +344,7 @@ void head_sections(const HeadArgs<T>& args, const HeadSections& out) {
     for_tiles(args.count, chunks, [&](long start, long rows, long group) {
         const long first = group * CHUNK, n = smaller(CHUNK, V - first);
         float* c = scratch<float>(PRODUCT, rows * CHUNK);
-        multiply_chunk(left, args.weight, start, rows, first, c);
+        multiply_chunk(left, args.weight, args.shape, start, rows, first, c);
         for (long row = 0; row < rows; ++row)
             out.results[(start + row) * chunks + group] =
                 read_chunk(

@@ -86,6 +86,14 @@ inline F exp(F any) {
     return times_power_of_2(add(set1(1.0f), p), n);
 }
 
+// soft_cap * tanh(x / soft_cap), computed with exponentials.
+inline F capped(F x, float soft_cap) {
+    const U sign = bit_and(bits(x), set1(0x80000000u));
+    const F decay = exp(mul(floats(bit_xor(bits(x), sign)), set1(-2.0f / soft_cap)));
+    const F bounded = mul(div(sub(set1(1.0f), decay), add(set1(1.0f), decay)), set1(soft_cap));
+    return floats(bit_xor(bits(bounded), sign));
+}
+
 // e^(scale x), for a result that is rounded to T. For bfloat16, the result is accurate to 3e-6. With y = scale x / ln
 // 2, the result is 2^floor(y) times a polynomial of the fraction, which is 1 at 0.
 template <class T>

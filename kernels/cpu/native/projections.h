@@ -104,6 +104,13 @@ const float* multiply_pieces(
     return sums;
 }
 
+// The residual plus the rounded x, multiplied by a scale.
+template <class T>
+inline F add_residual(F x, F residual, float scale) {
+    x = rounded<T>(x);
+    return add(scale == 1.0f ? x : rounded<T>(mul(x, set1(scale))), residual);
+}
+
 // Some rows of a product, and `width` panels of its columns (fewer at the end).
 template <class T>
 void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, long rows, long first, long width) {
@@ -122,7 +129,7 @@ void linear_tile(const LinearArgs<T>& args, const Left<T>& left, long start, lon
             }
             if (args.bias != nullptr) x = add(x, load(args.bias + column, rest));
             const long at = (start + row) * N + column;
-            if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at, rest));
+            if (args.residual != nullptr) x = add_residual<T>(x, load(args.residual + at, rest), args.residual_scale);
             store(args.out + at, x, rest);
         }
 }
@@ -145,15 +152,15 @@ void linears(const LinearArgs<T>* products, long count) {
 template <class T>
 void linear(const LinearArgs<T>& args) { linears(&args, 1); }
 
-// Norms rows [count, N] in place, then adds the residual.
+// Norms rows [count, N] in place, multiplies them by `scale`, then adds the residual.
 template <class T>
-void norm_and_add(const Norm<T>& norm, const T* residual, long count, long N, T* rows) {
+void norm_and_add(const Norm<T>& norm, const T* residual, float scale, long count, long N, T* rows) {
     parallel(round_up(count, NORM_ROWS) / NORM_ROWS, [&](long task) {
         for (long row = task * NORM_ROWS; row < smaller(count, (task + 1) * NORM_ROWS); ++row) {
             T* out = rows + row * N;
             normalize(out, N, norm, out);
             for (long i = 0; i < N; i += LANES)
-                store(out + i, add(load(out + i, N - i), load(residual + row * N + i, N - i)), N - i);
+                store(out + i, add_residual<T>(load(out + i, N - i), load(residual + row * N + i, N - i), scale), N - i);
         }
     });
 }
@@ -171,7 +178,7 @@ void linear_of_ranks(const LinearArgs<T>& args, RankExchange* ranks) {
     exchange_sums(*ranks, args.x.count, N, add_own, [&](long row, long column, F x) {
         const long at = row * N + column, rest = N - column;
         if (args.bias != nullptr) x = add(x, load(args.bias + column, rest));
-        if (args.residual != nullptr) x = add(rounded<T>(x), load(args.residual + at, rest));
+        if (args.residual != nullptr) x = add_residual<T>(x, load(args.residual + at, rest), args.residual_scale);
         store(args.out + at, x, rest);
     });
 }
@@ -183,7 +190,7 @@ void project_back(const LinearArgs<T>& args, const Norm<T>& norm, RankExchange* 
     LinearArgs<T> product = args;
     product.residual = nullptr;
     linear_of_ranks(product, ranks);
-    norm_and_add(norm, args.residual, args.x.count, args.weight.rows, args.out);
+    norm_and_add(norm, args.residual, args.residual_scale, args.x.count, args.weight.rows, args.out);
 }
 
 // As in kernels/reference.py.
@@ -304,6 +311,8 @@ void place_head(const QkvArgs<T>& args, long part, long head, long row, const T*
                      : rotate(values, pairs, cosines, sines, out);
     if (rest > 0 && out != values)
         memcpy(out + 2 * pairs, values + 2 * pairs, static_cast<size_t>(rest) * sizeof(T));
+    if (part == 0 && args.q_scale != nullptr)
+        for (long i = 0; i < args.caches.head_dim; i += LANES) store(out + i, mul(load(out + i), set1(args.q_scale[row])));
     if (part == 1) write_key(args.caches, args.slots[row], head, out);
 }
 

@@ -19,6 +19,7 @@ from trueroll.engine.request import Distribution, SamplingParams
 from trueroll.engine.running.sampler import Sampler
 from trueroll.engine.running.step import NO_LANE, Draws
 from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import PLAIN_HEAD
 
 LOGITS = torch.randn(5, 50, generator=torch.Generator().manual_seed(0)) * 2
 
@@ -29,7 +30,7 @@ def sampler(backend: str) -> Sampler:
     ops = select_backend(backend, cpu, torch.float32).ops
     head = ops.new_weight(50, 50, torch.empty)
     head.copy_(torch.eye(50))
-    return Sampler(ops, head)
+    return Sampler(ops, head, PLAIN_HEAD)
 
 
 def log_prob(sampler: Sampler, logits: torch.Tensor, token_id: int) -> float:

@@ -156,9 +156,9 @@ def next_bit(x: Tensor) -> Tensor:
     return x.nextafter(torch.zeros(()))
 
 
-def plain_draws(ops: Any, hidden: Tensor, weight: Weight, wanted: Wanted) -> tuple[Tensor, ...]:
+def plain_draws(ops: Any, hidden: Tensor, weight: Weight, wanted: Wanted, *head: Any) -> tuple[Tensor, ...]:
     """Change the log-probs of unfiltered rows in a batch with other rows. Greedy and filtered rows are unchanged."""
-    token_ids, logprobs, finite = ops.next_tokens(hidden, weight, wanted)
+    token_ids, logprobs, finite = ops.next_tokens(hidden, weight, wanted, *head)
     is_broken = (wanted.targets == SAMPLE) & (len(hidden) > 4)
     return token_ids, torch.where(is_broken, next_bit(logprobs), logprobs), finite
 
