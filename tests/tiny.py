@@ -114,6 +114,60 @@ _FREE: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] 
 }
 _FAMILIES |= _FREE
 FREE = tuple(_FREE)
+# Multipliers and caps far from 1, so that a step that is left out changes the results.
+_SWITCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "gemma2": (
+        transformers.Gemma2Config,
+        transformers.Gemma2ForCausalLM,
+        _WINDOW | _GEMMA3 | dict(attn_logit_softcapping=1.5, final_logit_softcapping=4.0),
+    ),
+    "glm4": (transformers.Glm4Config, transformers.Glm4ForCausalLM, dict(head_dim=32)),
+    "granite": (
+        transformers.GraniteConfig,
+        transformers.GraniteForCausalLM,
+        dict(
+            embedding_multiplier=3.0,
+            attention_multiplier=0.15,
+            residual_multiplier=0.22,
+            logits_scaling=0.4,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+    ),
+    "llama_biases": (*_FAMILIES["llama"][:2], _FAMILIES["llama"][2] | dict(attention_bias=True, mlp_bias=True)),
+    "ministral3": (
+        transformers.Ministral3Config,
+        transformers.Ministral3ForCausalLM,
+        dict(
+            head_dim=16,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1e6,
+                factor=32.0,
+                original_max_position_embeddings=32,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+                llama_4_scaling_beta=0.3,
+            ),
+        ),
+    ),
+    "phi3": (
+        transformers.Phi3Config,
+        transformers.Phi3ForCausalLM,
+        dict(
+            original_max_position_embeddings=512,
+            rope_parameters=dict(
+                rope_type="longrope",
+                rope_theta=1e4,
+                partial_rotary_factor=0.75,
+                short_factor=[1.0, 1.0, 1.1, 1.2, 1.4, 1.7],
+                long_factor=[1.0, 1.5, 3.0, 8.0, 16.0, 32.0],
+            ),
+        ),
+    ),
+}
+_FAMILIES |= _SWITCHES
+SWITCHES = tuple(_SWITCHES)
 MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
 # Families with different computations in their layers. Families that are not listed differ only in their settings.

@@ -129,6 +129,10 @@ class Settings(PreTrainedConfig):
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: int = _size("no_rope_layer_interval", default=4)
     use_bidirectional_attention: Any = False
+    embedding_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    attention_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    residual_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    logits_scaling: float | int = validated_field(_check_scalar, default=1.0)
     query_pre_attn_scalar: float | int | None = validated_field(_check_scalar, default=None)
     attn_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
     final_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
@@ -159,7 +163,9 @@ class Settings(PreTrainedConfig):
     mlp_only_layers: list[int] | None = None
     swiglu_alpha: float | int | None = None
     swiglu_limit: float | int | None = None
-    ignore_keys_at_rope_validation = {"mrope_section", "mrope_interleaved"}
+    ignore_keys_at_rope_validation = {
+        *("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings")
+    }
 
     def __post_init__(self, **others: Any) -> None:
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
@@ -240,14 +246,15 @@ class Settings(PreTrainedConfig):
             **others,
         )
 
-    def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
-        """Return the rotation of all layers, or of the layers of one type if each type has its own rotation.
+    def rotation(self: Any, layer_type: str | None = None, also: str = "") -> RotationSpec:
+        """Return the rotation of all layers, or of the layers of one type if each type has its own rotation. `also`: a
+        type of rotation that the family supports in addition to SUPPORTED_ROPE.
 
         Raise ModelError for a rotation that is not supported or not valid.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         kind = parameters.get("rope_type")
-        if kind not in SUPPORTED_ROPE or any(isinstance(value, dict) for value in parameters.values()):
+        if kind not in (*SUPPORTED_ROPE, also) or any(isinstance(value, dict) for value in parameters.values()):
             raise ModelError(
                 f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)} for each type of layer (got "
                 f"{brief([*parameters.items()])}); serve another model"
@@ -287,6 +294,17 @@ class Settings(PreTrainedConfig):
         size = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
+
+
+def original_length(parameters: Mapping[str, Any]) -> int:
+    """Return `original_max_position_embeddings` of a rotation. Raise ModelError if it is missing or out of range."""
+    length, most = parameters.get("original_max_position_embeddings"), _MOST["max_position_embeddings"]
+    if type(length) is not int or not 1 <= length <= most:
+        raise ModelError(
+            f"original_max_position_embeddings in config.json must be an integer from 1 to {most} (got "
+            f"{brief(length)}); correct the file"
+        )
+    return length
 
 
 def _axes(parameters: Mapping[str, Any], num_pairs: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": dict(target_modules="all-linear", modules_to_save=["lm_head", "input_layernorm", "norm"]),
     "qwen2": dict(target_modules=["q_proj", "down_proj"], use_rslora=True, modules_to_save=["embed_tokens"]),
     "qwen3": dict(target_modules=ATTENTION, rank_pattern={"k_proj": 2}, alpha_pattern={"v_proj": 3}),
+    "phi3": dict(target_modules=["qkv_proj", "gate_up_proj", "down_proj"]),
     "qwen3_5": dict(target_modules=HYBRID),
     "qwen3_moe": dict(target_modules=ATTENTION),
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from vision_models import make_vision_model
 
-from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED
+from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED, make_tiny_model
 from trueroll.kernels.training import align, token_log_probs
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher, WorkerProcess, launch_worker
 
@@ -30,7 +30,7 @@ from .trainer_rank import PROMPTS, REFUSED, STEPS, WITH_TOWER, WRAPPERS, Found
 SECONDS = 900
 pytestmark = pytest.mark.timeout(SECONDS + 100)  # two idle cores need 70 s
 BATCHES = {"micro-batches of 6", "micro-batches of 1", "micro-batches of 2", "positioned", "padded"}
-OTHERS = [name for name in (*FAMILIES, *WINDOWED, *HYBRID, *MIXTURES) if name != "llama"]
+OTHERS = [name for name in (*FAMILIES, *WINDOWED, *HYBRID, *MIXTURES, "phi3") if name != "llama"]
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,7 @@ def told(
     for kind in ("windowed", "hybrid", "mixture"):
         folders |= request.getfixturevalue(f"{kind}_models")
     out = tmp_path_factory.mktemp("ranks")
+    folders["phi3"] = make_tiny_model("phi3", out / "phi3")
     named = {family: str(folder) for family, folder in folders.items()}
     towers = {family: str(make_vision_model(family, out / family)) for family in ("qwen3_vl", "gemma3")}
     settings = json.dumps(dict(folders=named, towers=towers, address=worker.address, out=str(out)))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from mixers import attention_of
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
 from tiny import TINY, WINDOWED, make_tiny_model, save_tiny_model
 from trueroll.engine.engine import Engine
@@ -23,7 +23,7 @@ from trueroll.engine.models.decoder import ModelInput
 from trueroll.errors import ModelError
 from trueroll.kernels import families
 from trueroll.kernels.contract import AttentionBatch, Pages
-from trueroll.kernels.families import describe, gemma3, settings
+from trueroll.kernels.families import describe, settings
 from trueroll.kernels.specs import DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from trueroll.kernels.training import align, token_log_probs
 
@@ -117,40 +117,23 @@ def logits(engine: Engine, ids: np.ndarray) -> Tensor:
     pages = [Pages(positions, batch)] * len(caches)
     with torch.inference_mode():
         out = model.forward(ModelInput(torch.from_numpy(ids).long(), positions, caches, pages))
-        return model.ops.lm_head(out.hidden, model.head)
+        return model.ops.lm_head(out.hidden, model.head, model.spec.head)
 
 
-def gemma2(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    """Describe Gemma 2 without the soft cap of its head: Gemma 3 with one rotation, soft caps, and no head norms."""
-
-    def fill(raw: dict[str, Any]) -> dict[str, Any]:
-        return settings.fill_layer_types(raw, lambda i: i % 2 == 0)
-
-    found = settings.read_settings(fill, raw)
-    settings.expect(found, attn_logit_softcapping=1.5, hidden_activation="gelu_pytorch_tanh")
-    norm = NormSpec(found.rms_norm_eps, zero_centered=True)
-    scale, mlp = found.query_pre_attn_scalar**-0.5, MlpSpec(found.intermediate_size, "gelu_tanh")
-    mixers = [
-        found.attention(scale=scale, window=window, soft_cap=found.attn_logit_softcapping)
-        for window in found.windows(found.sliding_window)
-    ]
-    layers = [LayerSpec(mixer, mlp, norm, norm_after=True) for mixer in mixers]
-    names, embed_scale = gemma3.NAMES, found.hidden_size**0.5
-    return found.decoder(architecture, layers, [found.rotation()], embed_scale=embed_scale, names=names)
+def gemma(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    """Describe Gemma: Gemma 3 with one rotation, and with norms before mixer and MLP only."""
+    found = settings.read_settings(lambda raw: raw, raw)
+    settings.expect(found, hidden_act="gelu_pytorch_tanh")
+    mlp, norm = MlpSpec(found.intermediate_size, "gelu_tanh"), NormSpec(found.rms_norm_eps, zero_centered=True)
+    layers = [LayerSpec(found.attention(), mlp, norm)] * found.num_hidden_layers
+    return found.decoder(architecture, layers, [found.rotation()], embed_scale=found.hidden_size**0.5)
 
 
 def test_a_new_family_needs_only_a_description(tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new family is served, and a trainer's aligned model has the same bits."""
-    monkeypatch.setitem(families.families(), "Gemma2ForCausalLM", gemma2)
-    config = Gemma2Config(
-        **TINY,
-        head_dim=16,
-        sliding_window=32,
-        query_pre_attn_scalar=24,
-        attn_logit_softcapping=1.5,
-        final_logit_softcapping=None,
-    )
-    folder = save_tiny_model(Gemma2ForCausalLM(config), tmp_path)
+    monkeypatch.setitem(families.families(), "GemmaForCausalLM", gemma)
+    config = GemmaConfig(**TINY, head_dim=16, tie_word_embeddings=False)
+    folder = save_tiny_model(GemmaForCausalLM(config), tmp_path)
     check_against_transformers(folder, backend)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     align(model, backend)

@@ -54,6 +54,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _MIXTURE,
     "qwen3_5_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=512),
     "qwen3_next_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=128),
+    "granite": WIDE | dict(hidden_size=128),
+    "phi3": WIDE | dict(hidden_size=128),
     "gpt_oss": WIDE | dict(intermediate_size=64, layer_types=["sliding_attention", "full_attention"] * 2),
 }
 
