@@ -28,7 +28,7 @@ from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED, make_tiny_model  # noqa: 
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
 
-pytest_plugins = ["matrix", "whole_run"]
+pytest_plugins = ["matrix", "proofs", "whole_run"]
 triton_interpreter.install()
 hypothesis.settings.register_profile("trueroll", deadline=None)
 hypothesis.settings.load_profile("trueroll")

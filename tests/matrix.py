@@ -24,8 +24,16 @@ def thinned(keep: Callable[..., bool]) -> pytest.MarkDecorator:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cells that only `make test-all` runs."""
     for item in items:
-        if (marker := item.get_closest_marker("thinned")) is not None:
-            (keep,) = marker.args
-            callspec = getattr(item, "callspec", None)
-            if not keep(**({} if callspec is None else callspec.params)):
-                item.add_marker("exhaustive")
+        if not is_in_every_run(item):
+            item.add_marker("exhaustive")
+
+
+def is_in_every_run(item: pytest.Item) -> bool:
+    """Return whether every run includes a test, not `make test-all` alone."""
+    if item.get_closest_marker("exhaustive") is not None:
+        return False
+    if (marker := item.get_closest_marker("thinned")) is None:
+        return True
+    (keep,) = marker.args
+    callspec = getattr(item, "callspec", None)
+    return bool(keep(**({} if callspec is None else callspec.params)))

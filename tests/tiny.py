@@ -172,6 +172,8 @@ MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
 # Families with different computations in their layers. Families that are not listed differ only in their settings.
 WINDOWED = ("gemma3", "mistral", "olmo3", "qwen2_window")
+ARCHITECTURES = {family: make_model.__name__ for family, (_, make_model, _) in _FAMILIES.items()}
+"""The architecture of each family's tiny model, as in config.json."""
 _ZERO_CENTERED = ("Gemma", "Qwen3_5", "Qwen3Next")
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 

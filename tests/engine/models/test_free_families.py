@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.test_training import check_errors, pad, sequences, three_gradients, with_joined_few
+from ...kernels.test_training import check_errors, pad, sequences, three_gradients, with_joined_few
 from matrix import thinned
 from mixers import attention_of
 from safetensors.torch import load_file, save_file

@@ -1,0 +1,142 @@
+"""What the tests prove of each family of models: at which place, on which backend, and in which dtype.
+
+A test says so with the mark `proves`. This module is a pytest plugin, loaded by `conftest`, which reads the marks of the
+tests that every run of `make test` includes. `.ci/support.py` writes them as a table into docs/support.md.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import pytest
+import torch
+from matrix import is_in_every_run
+from vision_models import MODELS
+
+from tiny import ARCHITECTURES
+from trueroll.kernels.families import families
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "support.md"
+BEGIN, END = "<!-- families: written by .ci/support.py -->", "<!-- families: end -->"
+PLACES = {
+    "transformers": "log-probs of transformers",
+    "company": "bits in company",
+    "ranks": "bits on ranks",
+    "trainer": "bits in a trainer",
+    "gradients": "gradients",
+    "pushes": "pushes",
+}
+"""The places at which a family can be proven, with the headings of their columns."""
+_SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_Names: TypeAlias = str | Iterable[str] | Callable[..., Any] | None
+
+
+class Proof(NamedTuple):
+    """A test proves an architecture at a place."""
+
+    architecture: str
+    place: str
+    backend: str
+    dtype: str
+
+
+class Proofs(NamedTuple):
+    """The proofs of the tests that pytest collected, and the files of these tests."""
+
+    proofs: frozenset[Proof]
+    files: frozenset[Path]
+
+
+COLLECTED = pytest.StashKey[Proofs]()
+
+
+def proves(
+    *places: str, family: _Names = None, backend: _Names = None, dtype: _Names = None, vision: bool = False
+) -> pytest.MarkDecorator:
+    """Mark a test that proves a family at these `PLACES`.
+
+    `family`: names of tiny models; with `vision`, of models in `vision_models`. `backend`, `dtype`: names, too. Each may
+    be one name, several, or a function that gets the parameters of a cell of the test by name. By default, they are the
+    parameters `backend` and `dtype`, and the parameter that names a tiny model.
+    """
+    assert PLACES.keys() >= {*places}
+    return pytest.mark.proves(places, family, backend, dtype, vision)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Note what the collected tests prove."""
+    found = frozenset(proof for item in items if _runs(item) for proof in _proofs_of(item))
+    config.stash[COLLECTED] = Proofs(found, frozenset(item.path for item in items))
+
+
+def marked_files() -> frozenset[Path]:
+    """Return the files with tests that prove something."""
+    return frozenset(path for path in ROOT.glob("tests/**/test_*.py") if "\n@proves(" in path.read_text())
+
+
+def _runs(item: pytest.Item) -> bool:
+    return is_in_every_run(item) and item.get_closest_marker("skip") is None
+
+
+def _proofs_of(item: pytest.Item) -> Iterator[Proof]:
+    callspec = getattr(item, "callspec", None)
+    params: dict[str, Any] = {} if callspec is None else callspec.params
+    for mark in item.iter_markers("proves"):
+        places, family, backend, dtype, vision = mark.args
+        known = _vision_architectures() if vision else ARCHITECTURES
+        named = next((value for value in params.values() if isinstance(value, str) and value in known), None)
+        families = _read(family, params, named)
+        backends, dtypes = _read(backend, params, params.get("backend")), _read(dtype, params, params.get("dtype"))
+        assert families and backends and dtypes, f"{item.nodeid}: the mark proves needs a family, a backend and a dtype"
+        for one, place, *others in product(families, places, backends, dtypes):
+            yield Proof(known[one], place, *others)
+
+
+def _read(given: _Names, params: dict[str, Any], default: Any) -> list[str]:
+    found: Any = given(**params) if callable(given) else default if given is None else given
+    names = [found] if isinstance(found, str | torch.dtype) else found or []
+    return [str(name).removeprefix("torch.") for name in names]
+
+
+@cache
+def _vision_architectures() -> dict[str, str]:
+    with torch.device("meta"):
+        return {name: type(make()).__name__ for name, make in MODELS.items()}
+
+
+def table(proofs: Iterable[Proof]) -> str:
+    """Return the table of all families, in Markdown."""
+    cells: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for architecture, place, backend, dtype in proofs:
+        cells[architecture, place][backend].add(dtype)
+    rows = [["architecture", *PLACES.values()], ["---"] * (1 + len(PLACES))]
+    for name in sorted(families()):
+        rows.append([f"`{name}`", *(_cell(cells[name, place]) for place in PLACES)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _cell(found: dict[str, set[str]]) -> str:
+    """Return the backends, with those of the same dtypes together."""
+    together = defaultdict(list[str])
+    for backend in sorted(found):
+        dtypes = [short for dtype, short in _SHORT.items() if dtype in found[backend]]
+        together[" ".join(dtypes)].append(f"`{backend}`")
+    return "; ".join(f"{', '.join(backends)} {dtypes}" for dtypes, backends in together.items()) or "–"
+
+
+def read_table() -> str:
+    """Return the table in docs/support.md."""
+    return PAGE.read_text().split(BEGIN)[1].split(END)[0].strip()
+
+
+def write_table(text: str) -> None:
+    """Replace the table in docs/support.md."""
+    before, rest = PAGE.read_text().split(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")

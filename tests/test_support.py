@@ -1,0 +1,48 @@
+"""The table of families in docs/support.md is what the tests prove, and every family is proven."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from proofs import COLLECTED, PLACES, ROOT, Proof, marked_files, proves, read_table, table
+
+from trueroll.kernels.families import families
+
+SCRIPT = ROOT / ".ci" / "support.py"
+
+
+@pytest.fixture(scope="module")
+def proven(pytestconfig: pytest.Config) -> str:
+    """The table. A run of a part of the tests collects the others in a process of its own."""
+    proofs, files = pytestconfig.stash[COLLECTED]
+    is_whole = files >= marked_files() and not any("::" in argument for argument in pytestconfig.args)
+    if is_whole:
+        return table(proofs)
+    command = [sys.executable, "-P", str(SCRIPT), "--print"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+
+def test_the_table_of_families_is_up_to_date(proven: str) -> None:
+    assert read_table() == proven, "run .venv/bin/python -P .ci/support.py"
+
+
+@pytest.mark.parametrize("place", ["transformers", "trainer", "pushes"])
+def test_every_family_is_proven(proven: str, place: str) -> None:
+    column = 2 + [*PLACES].index(place)
+    rows = [[cell.strip() for cell in line.split("|")] for line in proven.splitlines()[2:]]
+    assert [row[1] for row in rows] == [f"`{name}`" for name in sorted(families())]
+    assert [row[1] for row in rows if row[column] == "–"] == []
+
+
+def test_a_cell_lists_the_dtypes_of_each_backend() -> None:
+    proofs = [Proof("LlamaForCausalLM", "ranks", *cell) for cell in [("cpu", "float32"), ("triton", "bfloat16")]]
+    proofs += [Proof("LlamaForCausalLM", "ranks", "reference", dtype) for dtype in ("bfloat16", "float32")]
+    proofs.append(Proof("LlamaForCausalLM", "ranks", "cpu", "bfloat16"))
+    [row] = [line for line in table(proofs).splitlines() if "`LlamaForCausalLM`" in line]
+    assert row == "| `LlamaForCausalLM` | – | – | `cpu`, `reference` f32 bf16; `triton` bf16 | – | – | – |"
+
+
+def test_only_tests_that_every_run_includes_prove_something(pytester: pytest.Pytester) -> None:
+    ...
