@@ -1,7 +1,7 @@
 """What the tests prove of each family of models: at which place, on which backend, and in which dtype.
 
-A test says so with the mark `proves`. This module is a pytest plugin, loaded by `conftest`, which reads the marks of the
-tests that every run of `make test` includes. `.ci/support.py` writes them as a table into docs/support.md.
+A test says so with the mark `proves`. This module is a pytest plugin, loaded by `conftest`. It reads the marks of the
+tests that every run of `make test` includes. `.ci/support.py` writes them into the table in docs/support.md.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def proves(
 ) -> pytest.MarkDecorator:
     """Mark a test that proves a family at these `PLACES`.
 
-    `family`: names of tiny models; with `vision`, of models in `vision_models`. `backend`, `dtype`: names, too. Each may
-    be one name, several, or a function that gets the parameters of a cell of the test by name. By default, they are the
-    parameters `backend` and `dtype`, and the parameter that names a tiny model.
+    `family`: tiny models by name; with `vision`, models of `vision_models`. `backend`, `dtype`: as for a worker. Each
+    is one name, several, or a function that returns these and gets the parameters of a cell of the test by name. By
+    default, they are the parameter that names a model, and the parameters `backend` and `dtype`.
     """
     assert PLACES.keys() >= {*places}
     return pytest.mark.proves(places, family, backend, dtype, vision)

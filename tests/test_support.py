@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from proofs import COLLECTED, PLACES, ROOT, Proof, marked_files, proves, read_table, table
+from matrix import thinned
+from proofs import (
+    COLLECTED,
+    PLACES,
+    ROOT,
+    Proof,
+    marked_files,
+    proves,
+    pytest_collection_modifyitems,
+    read_table,
+    table,
+)
 
 from trueroll.kernels.families import families
 
@@ -44,5 +57,31 @@ def test_a_cell_lists_the_dtypes_of_each_backend() -> None:
     assert row == "| `LlamaForCausalLM` | – | – | `cpu`, `reference` f32 bf16; `triton` bf16 | – | – | – |"
 
 
-def test_only_tests_that_every_run_includes_prove_something(pytester: pytest.Pytester) -> None:
-    ...
+@pytest.mark.parametrize(
+    ("marks", "expected"),
+    [
+        ([], 1),
+        ([pytest.mark.exhaustive], 0),
+        ([pytest.mark.skip], 0),
+        ([thinned(lambda family, dtype: dtype == "float32")], 0),
+        ([thinned(lambda family, dtype: dtype == "bfloat16")], 1),
+    ],
+)
+def test_only_tests_that_every_run_includes_prove_something(
+    request: pytest.FixtureRequest, marks: list[Any], expected: int
+) -> None:
+    item = pytest.Function.from_parent(request.node.parent, name="test_x", callobj=lambda: None)
+    item.callspec = SimpleNamespace(params=dict(family="olmo2", dtype="bfloat16"))  # type: ignore[assignment]
+    for mark in (*marks, proves("ranks", backend="cpu")):
+        item.add_marker(mark)
+    config = pytest.Config.fromdictargs({}, [])
+    pytest_collection_modifyitems(config, [item])
+    proofs = [Proof("Olmo2ForCausalLM", "ranks", "cpu", "bfloat16")] * expected
+    assert config.stash[COLLECTED] == (frozenset(proofs), frozenset([item.path]))
+
+
+def test_a_mark_without_a_backend_is_refused(request: pytest.FixtureRequest) -> None:
+    item = pytest.Function.from_parent(request.node.parent, name="test_x", callobj=lambda: None)
+    item.add_marker(proves("ranks", family="olmo2", dtype="float32"))
+    with pytest.raises(AssertionError, match="test_x: the mark proves needs a family, a backend and a dtype"):
+        pytest_collection_modifyitems(pytest.Config.fromdictargs({}, []), [item])

@@ -106,6 +106,11 @@ _FREE: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] 
         transformers.Qwen2MoeForCausalLM,
         _EXPERTS | dict(shared_expert_intermediate_size=48),
     ),
+    "mixtral": (
+        transformers.MixtralConfig,
+        transformers.MixtralForCausalLM,
+        _WINDOW | dict(num_local_experts=8, num_experts_per_tok=3),
+    ),
     "mistral3": (
         _mistral3_config,
         transformers.Mistral3ForConditionalGeneration,

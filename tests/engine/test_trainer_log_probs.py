@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from matrix import thinned
+from proofs import proves
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -109,6 +110,7 @@ def count_differences(found: list[Tensor], rollout: Rollout) -> int:
     return differences
 
 
+@proves("company", "trainer")
 @pytest.mark.parametrize("dtype", DTYPES)
 @thinned(lambda any_model, dtype, backend: (backend, dtype) != ("reference", "float32"))
 def test_a_trainer_computes_the_bits_of_the_rollout(any_model: Path, dtype: str, backend: str) -> None:
@@ -194,6 +196,7 @@ def test_statistics_that_are_not_requested_are_empty(tiny_llama: Path) -> None:
             token_statistics(model, ids, top_logprobs=k)
 
 
+@proves("company", "trainer", family="qwen3", backend="triton", dtype="bfloat16")
 def test_a_trainer_computes_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
     """The kernels run in the interpreter, so the tokens are few. torch computes the gradients."""
     folder = make_tiny_model("qwen3", tmp_path / "tiny", dtype="bfloat16", num_hidden_layers=1, vocab_size=64)

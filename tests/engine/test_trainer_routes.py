@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import thinned
+from proofs import proves
 from torch import Tensor
 
 from tiny import make_tiny_model
@@ -50,6 +51,7 @@ def recorded(rollout: Rollout) -> Tensor:
     return torch.cat([torch.cat((part, torch.zeros_like(part[:1]))) for part in parts])
 
 
+@proves("company", "trainer")
 @pytest.mark.parametrize("dtype", DTYPES)
 @thinned(lambda mixture_model, dtype, backend: backend == "cpu" or mixture_model == "qwen3_moe")
 def test_a_trainer_computes_the_bits_and_finds_the_routes_of_the_rollout(

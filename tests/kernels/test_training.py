@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from proofs import proves
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -95,6 +96,7 @@ def error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
+@proves("gradients")
 @pytest.mark.parametrize(
     "dtype,temperature", [(torch.float32, 0.7), (torch.float32, 0.001), (torch.bfloat16, 0.7)], ids=str
 )
@@ -108,6 +110,7 @@ def test_gradients_are_as_good_as_those_of_the_unaligned_model(
         assert statistics.median(ours / theirs for ours, theirs in errors) < 2, name
 
 
+@proves("gradients")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype, backend: str) -> None:
     """The gradients of the head norms are concatenated. A single head norm has only 16 elements in up to six layers,
@@ -116,6 +119,7 @@ def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype
     check_errors(*map(with_joined_head_norms, three_gradients(windowed_model, dtype, backend, temperature=0.7)))
 
 
+@proves("gradients")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_hybrid_families(
     hybrid_model: Path, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -129,6 +133,7 @@ def test_gradients_of_hybrid_families(
     check_errors(*(joined([*map(with_joined_few, each)]) for each in zip(*batches, strict=True)))
 
 
+@proves("gradients")
 @pytest.mark.parametrize("foreign", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", MIXTURES)

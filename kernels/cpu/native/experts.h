@@ -382,7 +382,7 @@ void mixture(const MixtureArgs<T>& args, const Norm<T>& after, RankExchange* ran
     const LinearArgs<T> of_scores = {x, args.shared_score, nullptr, nullptr, scores};
     if (args.routing.is_wide) {
         float* wide = scratch<float>(LOGITS, x.count * E);
-        logits<T>(x, args.router, wide);
+        logits<T>(x, args.router, LogitNumbers{1.0f, 0.0f}, wide);
         if (scores != nullptr) linears(&of_scores, 1);
         choose_from(wide);
     } else {

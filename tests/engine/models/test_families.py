@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from mixers import attention_of
+from proofs import proves
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
@@ -86,6 +87,7 @@ CASES = [(name, "reference") for name in VARIANTS]
 CASES += [(name, "cpu") for name in VARIANTS if name != "an odd head size"]
 
 
+@proves("transformers", family=lambda name, backend: VARIANTS[name][0], dtype="float32")
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, backend: str) -> None:
     """Greedy tokens and scores must also be equal."""

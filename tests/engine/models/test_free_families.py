@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from ...kernels.test_training import check_errors, pad, sequences, three_gradients, with_joined_few
 from matrix import thinned
 from mixers import attention_of
+from proofs import proves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mistral3Config
@@ -28,10 +28,10 @@ from trueroll.errors import AlignmentError, ModelError
 from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionWeights, Layer, Norms
 from trueroll.kernels.families import describe
-from trueroll.kernels.specs import DecoderSpec, ExpertsSpec
-from trueroll.kernels.spellings import own_name
+from trueroll.kernels.specs import DecoderSpec, ExpertsSpec, Score
 from trueroll.kernels.training import align, token_experts, token_log_probs, unalign
 
+from ...kernels.test_training import check_errors, pad, sequences, three_gradients, with_joined_few
 from ..test_trainer_log_probs import DTYPES, count_differences, padded, roll_out
 from .test_hybrid_families import Hybrid, prompt
 
@@ -61,6 +61,7 @@ def theirs(folder: Path, ids: Tensor) -> Tensor:
     return load(folder)(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
+@proves("transformers", family=lambda name: VARIANTS[name][0], backend=("reference", "cpu"), dtype="float32")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     family, overrides = VARIANTS[name]
@@ -93,10 +94,10 @@ def without_biases(layer: Layer, *names: str) -> Layer:
 
 
 def with_other_gates(layer: Layer) -> Layer:
-    assert isinstance(layer.spec.mlp, ExpertsSpec)
-    score = "softmax" if layer.spec.mlp.router.score == "softmax_of_chosen" else "softmax_of_chosen"
-    router = replace(layer.spec.mlp.router, score=score)
-    return replace(layer, spec=replace(layer.spec, mlp=replace(layer.spec.mlp, router=router)))
+    experts = layer.spec.mlp
+    assert isinstance(experts, ExpertsSpec)
+    score: Score = "softmax" if experts.router.score == "softmax_of_chosen" else "softmax_of_chosen"
+    return replace(layer, spec=replace(layer.spec, mlp=replace(experts, router=replace(experts.router, score=score))))
 
 
 def without_the_shared_expert(layer: Layer) -> Layer:
@@ -115,6 +116,8 @@ SABOTAGE: dict[str, tuple[str, dict[str, Any], Callable[[Layer], Layer]]] = {
     "Qwen2-MoE has no shared expert": ("qwen2_moe", {}, without_the_shared_expert),
     "Qwen2-MoE has no biases": ("qwen2_moe", {}, lambda layer: without_biases(layer, "biases")),
     "Seed-OSS has no bias of its output": ("seed_oss", {}, lambda layer: without_biases(layer, "o_bias")),
+    "Mixtral does not norm gates": ("mixtral", {}, with_other_gates),
+    "Mixtral has no window": ("mixtral", {}, partial(of_mixer, window=None)),
     "Mistral 3 has no window": ("mistral3", {}, partial(of_mixer, window=None)),
 }
 
@@ -128,15 +131,22 @@ def test_a_step_done_wrong_is_noticed(tmp_path: Path, name: str) -> None:
     assert (ours.log_probs(ids) - theirs(folder, ids)).abs().max() > 100 * LIMIT
 
 
-def test_both_spellings_of_a_wrapper_load_the_same_bits(tmp_path: Path) -> None:
-    older = make_tiny_model("mistral3", tmp_path / "older")
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    (newer / "config.json").write_bytes((older / "config.json").read_bytes())
-    save_file(load(older).state_dict(), newer / FILE)
-    names = [load_file(folder / FILE).keys() for folder in (older, newer)]
-    assert "language_model.model.norm.weight" in names[0] and "model.language_model.norm.weight" in names[1], "premise"
-    found, expected = (Hybrid(folder).model.checkpoint_tensors() for folder in (newer, older))
+@pytest.mark.parametrize(
+    ("family", "older", "newer"),
+    [
+        ("mistral3", "language_model.model.norm.weight", "model.language_model.norm.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.7.w3.weight", "model.layers.0.mlp.experts.gate_up_proj"),
+    ],
+)
+def test_both_spellings_of_a_file_load_the_same_bits(tmp_path: Path, family: str, older: str, newer: str) -> None:
+    """transformers saves the older one, and its modules have the newer one."""
+    saved = make_tiny_model(family, tmp_path / "saved")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_bytes((saved / "config.json").read_bytes())
+    save_file(load(saved).state_dict(), other / FILE)
+    assert older in load_file(saved / FILE) and newer in load_file(other / FILE), "premise"
+    found, expected = (Hybrid(folder).model.checkpoint_tensors() for folder in (other, saved))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].to_dense(), expected[name].to_dense()) for name in found)
 
@@ -150,6 +160,7 @@ MINIMAL: dict[str, tuple[str, dict[str, Any]]] = {
     "OlmoeForCausalLM": ("olmoe", {}),
     "SeedOssForCausalLM": ("seed_oss", dict(num_attention_heads=8, attention_dropout=0.0)),
     "Qwen2MoeForCausalLM": ("qwen2_moe", dict(num_attention_heads=16)),
+    "MixtralForCausalLM": ("mixtral", dict(num_attention_heads=8)),
 }
 
 
@@ -175,8 +186,9 @@ def test_missing_settings_have_the_defaults_of_transformers(tmp_path: Path, arch
     windows = [config.sliding_window if "sliding" in kind else None for kind in getattr(config, "layer_types", [])]
     assert [attention_of(layer).window for layer in spec.layers] == (windows or [None] * 5)
     for experts in spec.experts:
+        is_normed = getattr(config, "norm_topk_prob", True)  # Mixtral has no such setting
         assert experts.top_k == config.num_experts_per_tok
-        assert (experts.router.score == "softmax_of_chosen") == config.norm_topk_prob
+        assert (experts.router.score == "softmax_of_chosen") == is_normed
 
 
 def test_a_missing_tie_of_a_wrapper_has_the_default_of_transformers(tmp_path: Path) -> None:
@@ -213,6 +225,7 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
         describe(raw | change)
 
 
+@proves("company", "trainer")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", FREE)
 @thinned(lambda family, dtype, backend: (dtype, backend) == ("bfloat16", "cpu") or family == "smollm3")
@@ -225,6 +238,7 @@ def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str,
     assert count_differences(padded(model, rollout), rollout) == 0
 
 
+@proves("gradients", backend="cpu", dtype="float32")
 @pytest.mark.parametrize("family", [family for family in FREE if family != "mistral3"])
 def test_gradients_are_as_good_as_those_of_the_unaligned_model(tmp_path: Path, family: str) -> None:
     """All models use the same routes. The gradients of biases and norms are joined, since each has too few elements."""
@@ -235,14 +249,6 @@ def test_gradients_are_as_good_as_those_of_the_unaligned_model(tmp_path: Path, f
         routes = token_experts(model, *pad(sequences()))
     batches = three_gradients(folder, torch.float32, "cpu", 0.7, routes)
     check_errors(*(with_joined_few(gradients, 128) for gradients in batches))
-
-
-@pytest.mark.parametrize("family", FREE)
-def test_trainers_push_the_names_of_the_worker(tmp_path: Path, family: str) -> None:
-    folder = make_tiny_model(family, tmp_path)
-    spec, ours = describe(read_config(folder)), Hybrid(folder).model
-    names = {own_name(name, spec) for name in load(folder).state_dict()} - {None}
-    assert names - ours.tied_tensors().keys() == ours.checkpoint_tensors().keys()
 
 
 def test_a_tower_that_is_not_supported_is_left_alone(tmp_path: Path) -> None:

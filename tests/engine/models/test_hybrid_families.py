@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from proofs import proves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -37,6 +38,7 @@ from trueroll.kernels.training import align, aligned_with, token_log_probs, unal
 
 CPU = torch.device("cpu")
 BLOCK, SLOTS = 16, 6
+BACKENDS = ("reference", "cpu")
 
 
 class Hybrid:
@@ -127,13 +129,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@proves("transformers", family=lambda name: VARIANTS[name][0], backend=BACKENDS, dtype="float32")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     family, overrides = VARIANTS[name]
     check_against_transformers(make_tiny_model(family, tmp_path, **overrides), 700 if name in HYBRID else 100)
-
-
-BACKENDS = ("reference", "cpu")
 
 
 def check_against_transformers(folder: Path, length: int, auto_model: Any = AutoModelForCausalLM) -> None:
@@ -163,6 +163,7 @@ def test_greedy_tokens_equal_those_of_transformers(hybrid_model: Path, backend: 
     assert torch.equal(torch.stack(found), expected) and len(expected.unique()) > 5
 
 
+@proves("company")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_batches_and_restored_states_change_no_bit(hybrid_model: Path, dtype: torch.dtype, backend: str) -> None:
     """One sequence resumes from the checkpoint of another sequence. The checkpoint stays for a third sequence."""
@@ -192,6 +193,7 @@ def copied_blocks(ours: Hybrid, memories: list[Memory]) -> list[tuple[int, Tenso
     ]
 
 
+@proves("trainer")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.dtype, backend: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(hybrid_model, dtype=dtype)
@@ -207,6 +209,7 @@ def test_an_aligned_trainer_has_the_same_bits(hybrid_model: Path, dtype: torch.d
         assert torch.equal(found[row, 1 : len(ids)], expected) and torch.equal(packed[row][1:], expected)
 
 
+@proves("trainer", family="qwen3_next", backend="triton", dtype="bfloat16")
 def test_an_aligned_trainer_has_the_bits_of_the_triton_kernels(tmp_path: Path) -> None:
     """The kernels run in the interpreter, so the model is thin and the tokens are few. torch computes the gradients."""
     sizes: dict[str, Any] = dict(linear_num_key_heads=1, linear_num_value_heads=2, linear_value_head_dim=8)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from proofs import proves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,6 +52,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@proves("transformers", family=lambda name: VARIANTS[name][0], backend=("reference", "cpu"), dtype="float32")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     family, overrides = VARIANTS[name]

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from mixers import attention_of
+from proofs import proves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vision_models import GRIDS, MODELS, PLACEHOLDER, make_vision_model, random_patches
@@ -192,6 +193,7 @@ def test_worker_and_trainer_compute_the_same_bits(
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
+@proves("gradients", backend="cpu", dtype="float32", vision=True)
 @for_families
 def test_gradients_of_a_tower_agree_with_transformers(pair: tuple[str, Any, Decoder]) -> None:
     family, theirs, ours = pair
@@ -288,6 +290,7 @@ def test_positions_and_logits_agree_with_transformers(pair: tuple[str, Any, Deco
     assert (expected.topk(2).values.diff().abs() > 100 * limit * expected.abs().max()).any(), "premise"
 
 
+@proves("transformers", backend="cpu", dtype="float32", vision=True)
 @for_families
 def test_text_alone_agrees_with_transformers(pair: tuple[str, Any, Decoder], tmp_path: Path) -> None:
     family, theirs, _ = pair
@@ -319,6 +322,7 @@ def test_checkpoints_as_the_hub_has_them(pair: tuple[str, Any, Decoder], tmp_pat
         assert torch.equal(one, other), name
 
 
+@proves("pushes", backend="cpu", dtype="float32", vision=True)
 @for_families
 def test_trainers_push_the_names_of_the_worker(pair: tuple[str, Any, Decoder]) -> None:
     _, theirs, ours = pair

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from proofs import proves
 from torch import Tensor
 
 from tiny import make_tiny_model
@@ -203,6 +204,7 @@ def config_of(family: str, folder: Path, **settings: Any) -> EngineConfig:
     return EngineConfig(model=model, **(sizes | settings))
 
 
+@proves("ranks", backend="cpu", dtype="float32")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_give_the_bits_of_one_device(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(family, tmp_path)
@@ -213,6 +215,8 @@ def test_ranks_give_the_bits_of_one_device(family: str, tmp_path: Path, monkeypa
         assert replay(config, steps, tensor, stages) == [0] * tensor
 
 
+@proves("ranks", family="qwen3_next_moe", backend="cpu", dtype="bfloat16")
+@proves("ranks", family="qwen3_next_moe", backend="reference", dtype="float32")
 def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +316,7 @@ class OneAtATime:
 INTERPRETER = threading.RLock()
 
 
+@proves("ranks", backend="triton", dtype="bfloat16")
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5_moe", marks=pytest.mark.exhaustive)])
 def test_ranks_give_the_bits_of_one_device_with_triton(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import ATTENTION, HYBRID, adapt, change
+from proofs import proves
 from pushing import HandPush
 from serving import RawClient
 from torch import Tensor
@@ -54,6 +55,7 @@ def assert_serves(engine: Engine, model: Any) -> None:
     assert_equal(dense(engine), {name: expected[name] for name in engine.weights.shapes})
 
 
+@proves("pushes", backend="cpu", dtype="bfloat16")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bits_are_equal_after_twenty_optimizer_steps(folders: dict[str, Path], tmp_path: Path, family: str) -> None:
     address, model = f"ipc://{tmp_path}/worker", adapt(folders[family], **FAMILIES[family])

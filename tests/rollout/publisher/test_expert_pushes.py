@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from proofs import proves
 from safetensors.torch import load_file
 from serving import WorkerOnThread
 from torch import Tensor
@@ -94,6 +95,7 @@ CASES = [("qwen3_moe", way) for way in ("shared", "collective", "disk")]
 CASES += [("qwen3_next_moe", "shared"), ("qwen3_5_moe", "shared"), ("gpt_oss", "shared"), ("gpt_oss", "disk")]
 
 
+@proves("pushes", backend="cpu", dtype="bfloat16")
 @pytest.mark.parametrize(("family", "transport"), CASES)
 def test_a_push_in_either_spelling_has_the_bits_of_a_fresh_load(
     mixture_models: dict[str, Path], trained: dict[str, dict[str, Weights]], tmp_path: Path, family: str, transport: str

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from engine.drafting.mtp_models import make_mtp_model
 from matrix import thinned
+from proofs import proves
 from rich.console import Console
 from torch import Tensor
 
@@ -64,6 +65,7 @@ def failing_cells(config: EngineConfig, sizes: verify.Sizes) -> list[str]:
     return [result.cell.name for result in results if not result.passed]
 
 
+@proves("company")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @thinned(lambda any_model, dtype, backend: any_model in IN_FLOAT32[backend] if dtype == "float32" else backend == "cpu")
 def test_no_bit_differs_in_any_cell(any_model: Path, dtype: str, backend: str) -> None:
@@ -205,6 +207,7 @@ def short_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model("qwen3_5", tmp_path_factory.mktemp("m") / "m", num_hidden_layers=2, layer_types=layers)
 
 
+@proves("company", family="qwen3_5")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @thinned(lambda dtype, backend: backend == "cpu")
 def test_no_bit_differs_in_any_cell_of_a_hybrid(
@@ -223,6 +226,7 @@ def short_mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: make_tiny_model(family, folder / family, **overrides) for family, overrides in of.items()}
 
 
+@proves("company", backend="cpu")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", MIXTURES)
 @thinned(lambda family, dtype: family == "gpt_oss" or dtype == "bfloat16" and family != "qwen3_next_moe")

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from matrix import thinned
+from proofs import proves
 from rich.console import Console
 from vision_models import MODELS, make_vision_model
 
@@ -67,6 +68,7 @@ def failures(result: CellResult) -> list[str]:
     return [premise.name for premise in result.failed_premises]
 
 
+@proves("company", backend="cpu", vision=True)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", MODELS)
 @thinned(lambda family, dtype: (family, dtype) in (("gemma3", "float32"), ("qwen3_vl", "bfloat16")))
