@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
+from proofs import proves
 from vision_models import GRIDS, make_vision_model
 
 from trueroll.engine.config import EngineConfig
@@ -160,6 +161,7 @@ def replay(
         return list(pool.map(compute, range(topology.size)))[: topology.tensor]
 
 
+@proves("ranks", backend="cpu", dtype="float32", vision=True)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_give_the_bits_of_one_device(
     family: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from adapters import change
 from peft import LoraConfig, get_peft_model
+from proofs import proves
 from torch import Tensor
 from vision_models import GRIDS, MODELS, PLACEHOLDER
 
@@ -92,6 +93,7 @@ def served(family: str, folders: Path, request: pytest.FixtureRequest) -> tuple[
     return family, loaded_model(family, request.param, folders / family)
 
 
+@proves("company", "trainer", backend="cpu", dtype=lambda family, served: served, vision=True)
 def test_log_probs_have_the_bits_of_samples(served: tuple[str, LoadedModel]) -> None:
     family, loaded = served
     sampled = Sampled(engine_of(loaded), asked(family, tower_of(loaded.folder)))

@@ -14,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from machines import lends_huge_pages
+from proofs import proves
 from safetensors.torch import load_file, save_file
 
 from tiny import make_tiny_model
@@ -63,6 +64,7 @@ def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
     return bits, versions, sum(sample.num_cached_tokens for sample in samples)
 
 
+@proves("pushes", family="qwen2", backend="cpu", dtype="bfloat16")
 @pytest.mark.parametrize(
     "settings",
     [dict(), dict(transport="collective"), dict(transport="disk"), dict(sparse=True), dict(in_place=True)],

@@ -227,7 +227,7 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
 
 @proves("company", "trainer")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("family", FREE)
+@pytest.mark.parametrize("family", (*FREE, "ministral"))
 @thinned(lambda family, dtype, backend: (dtype, backend) == ("bfloat16", "cpu") or family == "smollm3")
 def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str, dtype: str, backend: str) -> None:
     """The samples were drawn in company, some after a preemption, and their prompts were partly cached."""

@@ -215,6 +215,18 @@ def test_ranks_give_the_bits_of_one_device(family: str, tmp_path: Path, monkeypa
         assert replay(config, steps, tensor, stages) == [0] * tensor
 
 
+@proves("ranks", backend="cpu", dtype="bfloat16")
+@pytest.mark.parametrize("family", ["smollm3", "olmoe", "mistral3"])
+def test_two_stages_of_two_ranks_give_the_bits_of_one_device(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, family, WIDE | dict(hidden_size=128, sliding_window=None))
+    config = config_of(family, tmp_path, dtype="bfloat16")
+    steps = record(config, monkeypatch)
+    assert len(steps) > 50, "premise"
+    assert replay(config, steps, 2, 2) == [0] * 2
+
+
 @proves("ranks", family="qwen3_next_moe", backend="cpu", dtype="bfloat16")
 @proves("ranks", family="qwen3_next_moe", backend="reference", dtype="float32")
 def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
