@@ -173,6 +173,51 @@ _SWITCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any
 }
 _FAMILIES |= _SWITCHES
 SWITCHES = tuple(_SWITCHES)
+# Families whose routers have a correction bias.
+_GROUPED: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    head_dim=16,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    n_shared_experts=1,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    norm_topk_prob=True,
+    tie_word_embeddings=False,
+)
+_DENSE_FIRST = _GROUPED | dict(first_k_dense_replace=1)
+_SLIDING = _WINDOW | dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"])
+_CORRECTED: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        transformers.Glm4MoeForCausalLM,
+        _DENSE_FIRST | dict(use_qk_norm=True, attention_bias=True),
+    ),
+    "solar_open": (transformers.SolarOpenConfig, transformers.SolarOpenForCausalLM, _GROUPED),
+    "dots1": (transformers.Dots1Config, transformers.Dots1ForCausalLM, _DENSE_FIRST | _SLIDING),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        transformers.MiniMaxM2ForCausalLM,
+        dict(head_dim=16, rotary_dim=8, num_local_experts=8, num_experts_per_tok=3, intermediate_size=32),
+    ),
+    "afmoe": (
+        transformers.AfmoeConfig,
+        transformers.AfmoeForCausalLM,
+        _EXPERTS | _SLIDING | dict(num_hidden_layers=3, head_dim=16, route_scale=2.5, mup_enabled=True),
+    ),
+    "ernie4_5_moe": (
+        transformers.Ernie4_5_MoeConfig,
+        transformers.Ernie4_5_MoeForCausalLM,
+        dict(num_hidden_layers=3, moe_num_experts=8, moe_k=3, moe_intermediate_size=32, tie_word_embeddings=False),
+    ),
+}
+_FAMILIES |= _CORRECTED
+CORRECTED = tuple(_CORRECTED)
+_CORRECTIONS = ("e_score_correction_bias", "mlp.expert_bias")
+# Tensors that a trainer holds in float32 in a model of another dtype.
+_WIDE = {"Ernie4_5_MoeForCausalLM": (*_CORRECTIONS, "mlp.gate.weight")}
 MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
 # Families with different computations in their layers. Families that are not listed differ only in their settings.
@@ -195,9 +240,17 @@ def make_tiny_model(family: str, folder: Path, dtype: str = "float32", **config_
 
 
 def save_tiny_model(model: Any, folder: Path, dtype: str = "float32") -> Path:
-    """Replace the weights of a transformers model, save it with a tokenizer into `folder`, and return `folder`."""
+    """Replace the weights of a transformers model, save it with a tokenizer into `folder`, and return `folder`. The
+    weights of routers that trainers hold in float32 are not rounded.
+    """
     _spread_weights(model)
-    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    names = _WIDE.get(type(model).__name__, _CORRECTIONS)
+    wide = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.endswith(names)}
+    model.to(getattr(torch, dtype))
+    for name, tensor in wide.items():
+        path, _, leaf = name.rpartition(".")
+        getattr(model.get_submodule(path), leaf).data = tensor
+    model.save_pretrained(folder)
     _make_tokenizer(model.config.get_text_config().vocab_size).save_pretrained(folder)
     return folder
 
@@ -205,7 +258,8 @@ def save_tiny_model(model: Any, folder: Path, dtype: str = "float32") -> Path:
 @torch.no_grad()
 def _spread_weights(model: torch.nn.Module) -> None:
     generator, transposed = torch.Generator().manual_seed(0), type(model).__name__.startswith("GptOss")
-    for name, weight in model.named_parameters():
+    corrections = (named for named in model.named_buffers() if named[0].endswith(_CORRECTIONS))
+    for name, weight in (*model.named_parameters(), *corrections):
         if name.endswith("norm.weight"):
             weight.uniform_(0.5, 1.5, generator=generator)
             if type(model).__name__.startswith(_ZERO_CENTERED) and not name.endswith("linear_attn.norm.weight"):
@@ -218,6 +272,8 @@ def _spread(name: str, weight: torch.Tensor, transposed: bool) -> float:
     if "visual." in name or "vision_tower." in name:
         # Wider weights would amplify the rounding errors of float32 far beyond 1e-5.
         return 0.2 if weight.dim() == 1 else weight[0].numel() ** -0.5
+    if name.endswith(_CORRECTIONS):
+        return 0.3
     if name.endswith("bias") or "lm_head" in name:
         return 0.5
     if "embed_tokens" in name:

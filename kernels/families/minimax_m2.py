@@ -1,5 +1,5 @@
-"""MiniMax-M2: experts with sigmoid scores and a correction bias in all layers, a norm over all heads of q, a norm over
-all heads of k, and a rotation of a part of each head.
+"""MiniMax-M2: experts with sigmoid scores and a correction bias in all layers, norms of q and k that cover all heads at
+once, and a rotation of a part of each head.
 """
 
 from __future__ import annotations

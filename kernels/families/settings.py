@@ -416,7 +416,8 @@ def grouped_router(settings: Any, score: Score, **others: Any) -> RouterSpec:
     """
     groups, kept, count = settings.n_group, settings.topk_group, settings.num_experts
     group, top_k = count // groups, settings.num_experts_per_tok
-    if count % groups or kept > groups or kept * group < top_k or (groups > 1 and group < 2):
+    is_unfit = count % groups or group < 2 or kept * group < top_k
+    if kept > groups or (groups > 1 and is_unfit):
         raise ModelError(
             f"n_group and topk_group in config.json must divide {count} experts into groups of at least two, of which "
             f"topk_group have at least {top_k} experts (got {groups} and {kept}); serve another model"

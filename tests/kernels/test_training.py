@@ -87,8 +87,9 @@ def loss(log_probs: Tensor) -> Tensor:
 
 
 def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of `loss`; the graph is kept."""
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    """Return the gradients of `loss`; the graph is kept. Parameters that only choose experts have no gradient."""
+    given = (named for named in model.named_parameters() if not named[0].endswith(("correction_bias", "expert_bias")))
+    names, parameters = zip(*given, strict=True)
     return dict(zip(names, torch.autograd.grad(loss(log_probs), parameters, retain_graph=True), strict=True))
 
 
