@@ -254,7 +254,7 @@ class Calls:
             o=self.weight(m.hidden, q_size),
         )
         x = self.empty(rows, m.hidden)
-        rotation = backend.rotation(slots, floats(m.head_dim // 2), 1.0)
+        rotation = Rotation(*backend.rotation(slots, floats(m.head_dim // 2), 1.0))
         backend.qkv(x, m.mixer, weights, rotation, self.cache, self.cache, slots)
         return rotation
 

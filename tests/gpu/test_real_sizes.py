@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from mixers import attention_of
 from torch import Tensor
 
-from trueroll.kernels.contract import GREEDY, SAMPLE, Backend, ExpertsWeights, Wanted
+from trueroll.kernels.contract import GREEDY, SAMPLE, Backend, ExpertsWeights, Rotation, Wanted
 from trueroll.kernels.layer import project
 from trueroll.kernels.specs import Activation, ExpertsSpec
 
@@ -133,12 +133,13 @@ def test_qkv(kernels: Backend, dtype: torch.dtype) -> None:
     mixer = attention_of(spec)
     weights = move(make_layers(Served(kernels, dtype), spec, hidden=HIDDEN)[0].mixer, DEVICE)
     x, slots = random(ROWS, HIDDEN, dtype=dtype), torch.arange(ROWS, device=DEVICE)
-    rotation = kernels.rotation(slots, 1e6 ** (-torch.arange(0, size, 2, device=DEVICE) / size), 1.0)
+    inv_freq = 1e6 ** (-torch.arange(0, size, 2, device=DEVICE) / size)
+    rotation = Rotation(*kernels.rotation(slots, inv_freq, 1.0))
 
     def compute(part: slice) -> tuple[Tensor, Tensor, Tensor]:
         shape = (ROWS // 16, 16, kv_heads, size)
         k_cache, v_cache = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2))
-        angles = rotation[0][part], rotation[1][part]
+        angles = Rotation(rotation.cosines[part], rotation.sines[part])
         q = kernels.qkv(x[part], mixer, weights, angles, k_cache, v_cache, slots[part])
         return q, k_cache.flatten(0, 1)[part], v_cache.flatten(0, 1)[part]
 

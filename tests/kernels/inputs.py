@@ -75,13 +75,14 @@ def layer_spec(
     after: bool = False,
     experts: ExpertsSpec | None = None,
     mlp_bias: bool = False,
+    residual_scale: float = 1.0,
     **attention: Any,
 ) -> LayerSpec:
     """Return a layer with experts, or with an MLP of few columns. `attention`: more fields of the spec of the layer's
     mixer.
     """
     mixer = AttentionSpec(heads, kv_heads, size, scale=0.1, **attention)
-    return LayerSpec(mixer, experts or MlpSpec(77, activation, mlp_bias), norm, before, after)
+    return LayerSpec(mixer, experts or MlpSpec(77, activation, mlp_bias), norm, before, after, residual_scale)
 
 
 _GEMMA: dict[str, Any] = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
@@ -94,6 +95,7 @@ FAMILY_LAYERS: dict[str, list[LayerSpec]] = {
     "qwen3_5": [layer_spec(4, 2, 32, norm=ZERO_CENTERED, qk_norm=ZERO_CENTERED, output_gate=True, rotated=8)] * 2,
     "glm4": [layer_spec(4, 2, 32, after=True, qkv_bias=True, rotated=16, interleaved=True)] * 2,
     "llama with biases": [layer_spec(4, 2, 32, qkv_bias=True, o_bias=True, mlp_bias=True)] * 2,
+    "granite": [layer_spec(4, 2, 32, after=after, residual_scale=0.22) for after in (False, True)],
     "gemma2": [layer_spec(4, 2, 16, soft_cap=2.0, **_GEMMA), layer_spec(4, 2, 16, soft_cap=2.0, window=9, **_GEMMA)],
 }
 EXPERTS = ExpertsSpec(num_experts=9, top_k=3, intermediate_size=48)

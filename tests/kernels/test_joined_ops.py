@@ -360,13 +360,15 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
         if mixer.output_gate:
             attended = ops.gate_mul(gate.flatten(1), attended, "sigmoid")
         mixed = ops.project_back(attended, weights.o, None, weights.o_bias, layer.mixer_pieces)
-        x = x + (mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm))
+        mixed = mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm)
+        x = x + (mixed.float() * spec.residual_scale).to(x.dtype)
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
         gate_bias, up_bias, down_bias = mlp.biases or (None,) * 3
         gate, up = ops.linear(hidden, mlp.gate, gate_bias), ops.linear(hidden, mlp.up, up_bias)
         active = ops.gate_mul(gate, up, spec.mlp.activation)
         down = ops.project_back(active, mlp.down, None, down_bias, layer.mlp_pieces)
-        x = x + (down if after.after is None else ops.rmsnorm(down, after.after, spec.norm))
+        down = down if after.after is None else ops.rmsnorm(down, after.after, spec.norm)
+        x = x + (down.float() * spec.residual_scale).to(x.dtype)
     return x
 
 

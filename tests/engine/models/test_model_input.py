@@ -71,4 +71,4 @@ def test_each_pair_rotates_by_its_axis(tiny_llama: Path, backend: str) -> None:
         found = turn(ops, RotationSpec(tuple(inv_freq.tolist()), 1.2, axes), inv_freq, positions)
         for pair, axis in enumerate(axes or [0] * len(AXES)):
             expected = ops.rotation(positions[axis], inv_freq, 1.2)
-            assert all(torch.equal(f[:, pair], e[:, pair]) for f, e in zip(found, expected, strict=True))
+            assert all(torch.equal(f[:, pair], e[:, pair]) for f, e in zip(found[:2], expected, strict=True))

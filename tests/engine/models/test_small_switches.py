@@ -225,7 +225,7 @@ def test_the_defaults_of_older_files() -> None:
 def test_the_triton_kernels_compute_neighbouring_pairs_scales_and_caps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernels run in the interpreter, so the tokens are few. GLM-4 gets the scale and the caps of other families."""
+    """The kernels run in the interpreter, so the tokens are few. GLM-4 gets the scales and caps of other families."""
     own = families.families()["Glm4ForCausalLM"]
 
     def switched(raw: dict[str, Any], architecture: str) -> DecoderSpec:
