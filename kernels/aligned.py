@@ -21,7 +21,7 @@ from .autograd import GradientOps
 from .plain_models import is_aligned
 from .selection import SelectedBackend, select_backend
 from .specs import PLAIN, DecoderSpec, WeightSpec
-from .stacks import StackLayout
+from .stacks import HeadLayout, StackLayout
 from .wrappers import check_gathered, plain_class
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ def parameter(
     prefix: str,
     name: str,
     *shape: int,
-    layout: StackLayout | None = None,
+    layout: StackLayout | HeadLayout | None = None,
     held: WeightSpec = PLAIN,
 ) -> Tensor:
     """Return the parameter `name` of a part of a model. Raise AlignmentError unless the parameter matches the model's

@@ -38,7 +38,8 @@ from .contract import (
     Weight,
     as_weight,
 )
-from .packed import Packed, attend
+from .layer import absorb
+from .packed import Packed, attend, attend_latent
 from .specs import (
     PLAIN_HEAD,
     WHOLE,
@@ -47,6 +48,7 @@ from .specs import (
     DeltaNetSpec,
     ExpertsSpec,
     HeadSpec,
+    LatentSpec,
     LayerNormSpec,
     NormSpec,
     Pieces,
@@ -373,24 +375,31 @@ class _Attention(Function):
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, lens = ctx.packed, list(ctx.packed.lens)
-        *saved, sinks = ctx.saved_tensors  # a checkpointed layer allows only one read
-        inputs = [x.split(lens) for x in saved]
-        outputs = [torch.empty_like(x) for x in saved]
-        places = [x.split(lens) for x in outputs]
-        grads, of_sinks = grad.split(lens), []
-        ends = None if packed.ends is None else packed.ends.split(lens)
-        for group in packed.groups():
-            padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*inputs, grads)]
-            # Padding sees the first row, since a row that sees nothing would have no softmax.
-            own = None if ends is None else pad_sequence([ends[i] for i in group], True, 1.0)
-            found = _attention_gradients(padded, own, sinks, ctx.spec)
-            for part, place in zip(found[:3], places, strict=True):
-                for i, rows in zip(group, part, strict=True):
-                    place[i].copy_(rows[: lens[i]])
-            of_sinks += found[3:]
-        grad_sinks = None if sinks is None else torch.stack(of_sinks).sum(0).to(sinks.dtype)
-        return None, *outputs, grad_sinks, None, None
+        *inputs, sinks = ctx.saved_tensors  # a checkpointed layer allows only one read
+        return None, *_packed_gradients(inputs, sinks, grad, ctx.packed, ctx.spec), None, None
+
+
+def _packed_gradients(
+    inputs: Sequence[Tensor], sinks: Tensor | None, grad: Tensor, packed: Packed, spec: AttentionSpec
+) -> list[Tensor | None]:
+    """Return the gradients of the `inputs` q, k and v of an attention within each sequence, and of its sinks."""
+    lens = list(packed.lens)
+    rows = [x.split(lens) for x in inputs]
+    outputs = [torch.empty_like(x) for x in inputs]
+    places = [x.split(lens) for x in outputs]
+    grads, of_sinks = grad.split(lens), []
+    ends = None if packed.ends is None else packed.ends.split(lens)
+    for group in packed.groups():
+        padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*rows, grads)]
+        # Padding sees the first row, since a row that sees nothing would have no softmax.
+        own = None if ends is None else pad_sequence([ends[i] for i in group], True, 1.0)
+        found = _attention_gradients(padded, own, sinks, spec)
+        for part, place in zip(found[:3], places, strict=True):
+            for i, of_sequence in zip(group, part, strict=True):
+                place[i].copy_(of_sequence[: lens[i]])
+        of_sinks += found[3:]
+    grad_sinks = None if sinks is None else torch.stack(of_sinks).sum(0).to(sinks.dtype)
+    return [*outputs, grad_sinks]
 
 
 def _attention_gradients(
@@ -432,6 +441,43 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, sinks: Tensor 
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
     return scores.softmax(-1)[..., :length].to(q.dtype) @ v
+
+
+class _LatentAttention(Function):
+    """Latent attention in the absorbed order, like a worker. The backward pass uses the expanded order, which computes
+    fewer products: it recomputes each head's keys and values, and differentiates plain attention.
+    """
+
+    @staticmethod
+    @_without_autocast
+    def forward(
+        ctx: Any, ops: Backend, q: Tensor, k: Tensor, k_up: Tensor, v_up: Tensor, packed: Packed, spec: LatentSpec
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, k_up, v_up)
+        ctx.packed, ctx.spec = packed, spec
+        sums = attend_latent(ops, absorb(ops, q, as_weight(ops, k_up), spec), k, packed, spec)
+        return ops.head_linear(sums, as_weight(ops, v_up)).flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (q, *saved), spec = ctx.saved_tensors, ctx.spec
+        saved = [x.detach().requires_grad_() for x in saved]
+        with torch.enable_grad():
+            expanded = _expanded(*saved, spec=spec)
+        inputs, heads = [q, *(x.detach() for x in expanded)], spec.num_heads
+        plain = AttentionSpec(heads, heads, spec.query_dim, spec.scale)
+        grad_q, *others, _ = _packed_gradients(inputs, None, grad.unflatten(1, (heads, -1)), ctx.packed, plain)
+        return None, grad_q, *torch.autograd.grad(expanded, saved, others), None, None
+
+
+def _expanded(k: Tensor, k_up: Tensor, v_up: Tensor, spec: LatentSpec) -> tuple[Tensor, Tensor]:
+    """Return each head's keys [M, heads, query_dim] and values [M, heads, value_dim], for k [M, 1, head_dim]."""
+    (latent, k_rope), heads = k.tensor_split([spec.latent_dim], 2), spec.num_heads
+    of_latent = torch.einsum("ma,han->mhn", latent[:, 0], k_up.unflatten(0, (heads, -1)))
+    values = torch.einsum("ma,hva->mhv", latent[:, 0], v_up.unflatten(0, (heads, -1)))
+    return torch.cat((of_latent, k_rope.expand(-1, heads, -1)), 2), values
 
 
 class _Convolution(Function):
@@ -740,6 +786,14 @@ class GradientOps:
         q is [M, heads, D], k and v are [M, kv_heads, D]. `sinks` is [heads] if the spec has sinks.
         """
         return _Attention.apply(self.backend, q, k, v, sinks, packed, spec)  # type: ignore[return-value]
+
+    def latent_attention(
+        self, q: Tensor, k: Tensor, k_up: Tensor, v_up: Tensor, packed: Packed, spec: LatentSpec
+    ) -> Tensor:
+        """Return the outputs [M, heads * value_dim] of latent attention within each sequence, for q [M, heads,
+        query_dim] and k [M, 1, head_dim]. `k_up` and `v_up`: as in `LatentWeights`.
+        """
+        return _LatentAttention.apply(self.backend, q, k, k_up, v_up, packed, spec)  # type: ignore[return-value]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return the products of `hidden` [M, H] and the head's `weight` [V, H]: float32 [M, V]. Without scale and cap,

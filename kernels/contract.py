@@ -44,9 +44,11 @@ from .specs import (
     WHOLE,
     Activation,
     AttentionSpec,
+    CachedSpec,
     DeltaNetSpec,
     ExpertsSpec,
     HeadSpec,
+    LatentSpec,
     LayerNormSpec,
     LayerSpec,
     NormSpec,
@@ -77,7 +79,9 @@ class Rotation(NamedTuple):
 Memory: TypeAlias = tuple[Tensor, Tensor]
 """The memory of one layer for all sequences. The contents of the memory depend on the kind of mixer.
 
-Attention: the caches of keys and of values, each [blocks, block_size, kv_heads, D]. A delta net: the states, float32
+Attention: the caches of keys and of values, each [blocks, block_size, kv_heads, D]. Latent attention: the same, with
+one key-value head; the values are the first elements of the keys, and the second cache is a view of the first one
+unless the backend `HOLDS_VALUES`. A delta net: the states, float32
 [slots, value_heads, key_head_dim, value_head_dim], and the tails [slots, kernel_size - 1, channels]. A tail holds the
 last inputs of the convolution, oldest first.
 """
@@ -183,6 +187,29 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class LatentWeights:
+    """The weights of a latent attention.
+
+    `q_a` [q_rank, H], `q_a_bias` [q_rank] and `q_norm` [q_rank]: the row from which queries are computed; None if `q`
+    reads hidden states. `q`: [heads * query_dim, q_rank or H]. `kv_a`: [head_dim, H], for the latent row and then the
+    shared key. `kv_a_bias`: [head_dim] or None. `kv_norm`: [latent_dim]. `up`: the matrices of the heads, for
+    `Backend.head_linear`: `k_up` [heads * latent_dim, nope_dim] and `v_up` [heads * value_dim, latent_dim]. `o`: [H,
+    heads * value_dim]. `o_bias`: [H] or None.
+    """
+
+    q_a: Weight | None
+    q_a_bias: Tensor | None
+    q_norm: Tensor | None
+    q: Weight
+    kv_a: Weight
+    kv_a_bias: Tensor | None
+    kv_norm: Tensor
+    up: tuple[Weight, Weight]
+    o: Weight
+    o_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class DeltaNetWeights:
     """The weights of a delta net.
 
@@ -251,7 +278,7 @@ class Layer:
 
     spec: LayerSpec
     mixer_norms: Norms
-    mixer: AttentionWeights | DeltaNetWeights
+    mixer: AttentionWeights | LatentWeights | DeltaNetWeights
     mlp_norms: Norms
     mlp: MlpWeights | ExpertsWeights
     mixer_pieces: Pieces = WHOLE
@@ -306,6 +333,16 @@ class FoldedHead(NamedTuple):
     logprobs: Tensor
     finite: Tensor
     statistics: TokenStatistics | None
+
+
+def new_caches(ops: Backend, mixer: CachedSpec, blocks: int, block_size: int, empty: Callable[..., Tensor]) -> Memory:
+    """Return uninitialized caches of keys and values, whose memory comes from `empty(*shape)`."""
+    key_size, value_size = mixer.cached_sizes
+    shape = blocks, block_size, mixer.num_kv_heads
+    keys = empty(*shape, key_size)
+    if isinstance(mixer, LatentSpec) and not ops.HOLDS_VALUES:
+        return keys, keys[..., :value_size]
+    return keys, empty(*shape, value_size)
 
 
 class Weight(Protocol):
@@ -376,9 +413,11 @@ class Backend(Protocol):
     slots and blocks must exist, and the block size must be even. Backends do not check these rules.
 
     HEAD_SECTION: parts of the head, for `head_sections`, begin at multiples of this number of ids. A multiple of 16.
+    HOLDS_VALUES: values have a cache of their own even if they are parts of the keys, as in latent attention.
     """
 
     HEAD_SECTION: int
+    HOLDS_VALUES: bool
 
     def instruction_set(self) -> str:
         """Return the instruction set or GPU architecture that the backend uses, for logs and health."""
@@ -454,6 +493,14 @@ class Backend(Protocol):
     def wide_linear(self, x: Tensor, weight: Weight) -> Tensor:
         """Return the product of x [M, K] and the transpose of weight [N, K] in float32, [M, N], accumulated in
         float32. The weight has x's dtype, or is float32.
+        """
+        ...
+
+    def head_linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """Multiply each head of x [M, heads, A] by the transpose of the head's matrix in weight [heads * B, A], as
+        `linear` does. The result is [M, heads, B].
+
+        The bits of a head's result do not depend on the number of heads.
         """
         ...
 
@@ -591,7 +638,8 @@ class Backend(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """Store k and v [M, kv_heads, D] at `slots` (int64 [M], block * block_size + offset) of the caches.
 
-        A cache has shape [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend.
+        A cache has shape [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend. In
+        latent attention, v is the beginning of k.
         """
         ...
 
@@ -607,6 +655,8 @@ class Backend(Protocol):
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Return the attention [M, heads, D] of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D].
+
+        In latent attention, values are shorter than keys, and the result has the size of the values.
 
         A query at position p with the end e (`AttentionBatch.ends`; p + 1 for causal attention) sees the tokens (p -
         window, e); without a window, the query sees all tokens before e. With a cap, a score s = scale * (q . k)

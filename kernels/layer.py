@@ -18,6 +18,7 @@ from .contract import (
     Backend,
     DeltaNetWeights,
     ExpertsWeights,
+    LatentWeights,
     Layer,
     Memory,
     MlpWeights,
@@ -34,9 +35,11 @@ from .specs import (
     WHOLE,
     Activation,
     AttentionSpec,
+    CachedSpec,
     DecoderSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
@@ -44,16 +47,19 @@ from .specs import (
     RotationSpec,
     pieces_of,
 )
-from .stacks import StackLayout
+from .stacks import HeadLayout, StackLayout
 
 GetWeight: TypeAlias = Callable[..., Any]
 """get(name, *shape, held=...): return the weight `name`: a `Weight` for two dimensions, else a tensor. `held`, a
 `WeightSpec`, gives the dtype and part of the weight. With `layout`, a `StackLayout`: return the matrices of a layer's
-experts, of shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`.
+experts, of shape [E, rows, columns], or their biases, [E, rows], in the order of `ExpertsWeights`. With a `HeadLayout`:
+return the two matrices of latent attention's heads.
 """
 
-Attend: TypeAlias = Callable[[Tensor, AttentionSpec, AttentionWeights], Tensor]
-"""attend(hidden, spec, weights): return the heads' outputs [M, heads * D] for hidden states [M, H]."""
+Attend: TypeAlias = Callable[[Tensor, Any, Any], Tensor]
+"""attend(hidden, spec, weights): return the heads' outputs [M, heads * D] for hidden states [M, H]. The spec and the
+weights are those of an attention or of a latent attention.
+"""
 
 Recur: TypeAlias = Callable[[Tensor, Tensor, Tensor, DeltaNetSpec, DeltaNetWeights], Tensor]
 """recur(qkv, b, a, spec, weights): return `delta_rule` of the convolution of qkv [M, channels]: [M, value_heads, V]."""
@@ -100,6 +106,12 @@ class LayerOps(Protocol):
     ) -> Tensor: ...
 
 
+class HeadOps(Protocol):
+    """The op of `Backend` that multiplies each head by a matrix of its own."""
+
+    def head_linear(self, x: Tensor, weight: Any) -> Tensor: ...
+
+
 # Names of the weights outside layers, and the prefix of the names inside layers.
 EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers"
 
@@ -115,7 +127,7 @@ def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight)
     """Return a layer of `decoder`. `prefix`: the names of the layer's weights begin with `prefix` and a dot."""
     hidden = decoder.hidden_size
 
-    def of(role: str, *shape: int, **layout: StackLayout) -> Any:
+    def of(role: str, *shape: int, **layout: StackLayout | HeadLayout) -> Any:
         return get(f"{prefix}.{decoder.names[role]}", *shape, held=decoder.held.get(role, PLAIN), **layout)
 
     def norms(role: str) -> Norms:
@@ -128,10 +140,10 @@ def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight)
     return Layer(spec, *mixer, *mlp, _mixer_pieces(spec.mixer, own), _mlp_pieces(spec.mlp, own))
 
 
-def _mixer_pieces(spec: AttentionSpec | DeltaNetSpec, count: int) -> Pieces:
+def _mixer_pieces(spec: CachedSpec | DeltaNetSpec, count: int) -> Pieces:
     """Return the pieces of `o`, which consist of whole heads."""
-    if isinstance(spec, AttentionSpec):
-        return pieces_of(count, spec.num_heads * spec.head_dim, spec.head_dim)
+    if isinstance(spec, CachedSpec):
+        return pieces_of(count, spec.num_heads * spec.value_dim, spec.value_dim)
     return pieces_of(count, spec.value_size, spec.value_size // spec.num_key_heads)
 
 
@@ -140,10 +152,12 @@ def _mlp_pieces(spec: MlpSpec | ExpertsSpec, count: int) -> Pieces:
 
 
 def _mixer_weights(
-    spec: AttentionSpec | DeltaNetSpec, hidden: int, of: GetWeight
-) -> AttentionWeights | DeltaNetWeights:
+    spec: CachedSpec | DeltaNetSpec, hidden: int, of: GetWeight
+) -> AttentionWeights | LatentWeights | DeltaNetWeights:
     if isinstance(spec, AttentionSpec):
         return _attention_weights(spec, hidden, of)
+    if isinstance(spec, LatentSpec):
+        return _latent_weights(spec, hidden, of)
     return _delta_net_weights(spec, hidden, of)
 
 
@@ -219,6 +233,22 @@ def _parts_of_rows(joined: Any, counts: list[int], shares: list[int]) -> list[An
     return [mark_rows(part, full * share // sum(shares)) for part, share in zip(parts, shares, strict=True)]
 
 
+def _latent_weights(spec: LatentSpec, hidden: int, of: GetWeight) -> LatentWeights:
+    heads, rank, bias = spec.num_heads, spec.q_rank, spec.bias
+    layout = HeadLayout(spec.nope_dim, spec.value_dim)
+    q_a = None if rank is None else of("latent.q_a", rank, hidden)
+    q_a_bias = of("latent.q_a_bias", rank) if rank is not None and bias else None
+    q_norm = None if rank is None else of("latent.q_norm", rank)
+    q = of("mixer.q" if rank is None else "latent.q_b", heads * spec.query_dim, rank or hidden)
+    kv_a = of("latent.kv_a", spec.head_dim, hidden)
+    kv_a_bias = of("latent.kv_a_bias", spec.head_dim) if bias else None
+    kv_norm = of("latent.kv_norm", spec.latent_dim)
+    up = of("latent.kv_b", heads * layout.head_rows, spec.latent_dim, layout=layout)
+    o = of("mixer.o", hidden, heads * spec.value_dim)
+    o_bias = of("mixer.o_bias", hidden) if bias else None
+    return LatentWeights(q_a, q_a_bias, q_norm, q, kv_a, kv_a_bias, kv_norm, up, o, o_bias)
+
+
 def scale_embedding(x: Tensor, scale: float) -> Tensor:
     """Return x [M, H] multiplied by `scale`. `scale` is first rounded to x's dtype."""
     return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
@@ -250,11 +280,11 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
     """Return the hidden states [M, H] that a layer computes from x [M, H]."""
     spec, mlp = layer.spec, layer.mlp
     hidden = _normed(ops, x, layer.mixer_norms.before, spec.norm)
-    if isinstance(spec.mixer, AttentionSpec):
-        mixed = attend(hidden, spec.mixer, cast(AttentionWeights, layer.mixer))
+    if isinstance(spec.mixer, CachedSpec):
+        mixed = attend(hidden, spec.mixer, layer.mixer)
     else:
         mixed = _delta_net(ops, hidden, spec.mixer, cast(DeltaNetWeights, layer.mixer), recur)
-    bias = layer.mixer.o_bias if isinstance(layer.mixer, AttentionWeights) else None
+    bias = None if isinstance(layer.mixer, DeltaNetWeights) else layer.mixer.o_bias
     o = layer.mixer.o, layer.mixer_pieces, layer.mixer_norms.after
     x = _added(ops, spec, x, mixed, *o, bias)
     hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
@@ -367,6 +397,34 @@ def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tenso
     return ops.gate_mul(gate.flatten(1), attend(q).flatten(1), "sigmoid")
 
 
+def project_latent(
+    ops: LayerOps, x: Tensor, spec: LatentSpec, weights: LatentWeights, rotation: Rotation
+) -> tuple[Tensor, Tensor]:
+    """Compute the queries [M, heads, query_dim] and the keys [M, 1, head_dim] of a latent attention from hidden states
+    x [M, H]. A query consists of the part for `k_up` and the rotated part; a key of the latent row and the rotated key.
+    """
+    rows = x
+    if weights.q_a is not None and weights.q_norm is not None:
+        rows = ops.rmsnorm(ops.linear(x, weights.q_a, weights.q_a_bias), weights.q_norm, spec.norm)
+    q = ops.linear(rows, weights.q).unflatten(1, (spec.num_heads, -1))
+    of_latent, q_rope = q.tensor_split([spec.nope_dim], 2)
+    latent, k_rope = ops.linear(x, weights.kv_a, weights.kv_a_bias).tensor_split([spec.latent_dim], 1)
+    latent = ops.rmsnorm(latent.contiguous(), weights.kv_norm, spec.norm)
+    parts = q_rope.contiguous(), k_rope[:, None].contiguous()
+    q_rope, k_rope = (ops.rope(part, rotation, spec.interleaved) for part in parts)
+    return torch.cat((of_latent, q_rope), 2), torch.cat((latent[:, None], k_rope), 2)
+
+
+def absorb(ops: HeadOps, q: Tensor, k_up: Any, spec: LatentSpec) -> Tensor:
+    """Return the queries [M, heads, head_dim] of cached keys, for queries from `project_latent`.
+
+    The query of the latent row is rounded to the dtype of q. So is a head's weighted sum of latent rows, which the
+    attention returns. Their products with the cached rows are in float32.
+    """
+    of_latent, q_rope = q.tensor_split([spec.nope_dim], 2)
+    return torch.cat((ops.head_linear(of_latent, k_up), q_rope), 2)
+
+
 def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, recur: Recur) -> Tensor:
     """Return the outputs [M, value_size] of a delta net's heads for hidden states x [M, H]."""
     qkv, z, b, a = _project_delta_net(ops, x, spec, weights)
@@ -418,9 +476,13 @@ def run_layers(
 
     for i, (layer, memory, page) in enumerate(zip(layers, memories, pages, strict=True)):
 
-        def attend(
-            x: Tensor, spec: AttentionSpec, weights: AttentionWeights, memory: Memory = memory, page: Pages = page
-        ) -> Tensor:
+        def attend(x: Tensor, spec: CachedSpec, weights: Any, memory: Memory = memory, page: Pages = page) -> Tensor:
+            if isinstance(spec, LatentSpec):
+                q, k = project_latent(ops, x, spec, weights, rotations[spec.rotation])
+                ops.write_kv(k, k[..., : spec.latent_dim], *memory, page.slots)
+                k_up, v_up = weights.up
+                sums = ops.paged_attention(absorb(ops, q, k_up, spec), *memory, page.batch, spec.scale)
+                return ops.head_linear(sums, v_up).flatten(1)
             q = ops.qkv(x, spec, weights, rotations[spec.rotation], *memory, page.slots)
             scoring = spec.scale, spec.window, spec.soft_cap
             return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, page.batch, *scoring, weights.sinks))

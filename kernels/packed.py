@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contract import NO_SLOT, AttentionBatch, Backend, StateBatch
-from .specs import AttentionSpec
+from .contract import NO_SLOT, AttentionBatch, Backend, StateBatch, new_caches
+from .specs import AttentionSpec, LatentSpec
 
 # Block size of the cache; any even size gives the same bits.
 _BLOCK_SIZE = 16
@@ -54,6 +54,11 @@ class Packed:
         )
 
     @cached_property
+    def num_blocks(self) -> int:
+        """The number of cache blocks."""
+        return int(self.batch.block_tables.max()) + 1
+
+    @cached_property
     def slots(self) -> Tensor:
         """The cache slot of each row's key and value: int64 [M]."""
         lens = torch.tensor(self.lens, device=self.positions.device)
@@ -91,8 +96,16 @@ def attend(
     """
     size = q.shape[2]
     q, k, v = (F.pad(x, (0, -size % _HEAD_UNIT)) for x in (q, k, v))
-    num_blocks = int(packed.batch.block_tables.max()) + 1
-    caches = k.new_zeros(2, num_blocks, _BLOCK_SIZE, *k.shape[1:])
+    caches = k.new_zeros(2, packed.num_blocks, _BLOCK_SIZE, *k.shape[1:])
     ops.write_kv(k, v, caches[0], caches[1], packed.slots)
     scoring = spec.scale, spec.window, spec.soft_cap, sinks
     return ops.paged_attention(q, caches[0], caches[1], packed.batch, *scoring)[..., :size]
+
+
+def attend_latent(ops: Backend, q: Tensor, k: Tensor, packed: Packed, spec: LatentSpec) -> Tensor:
+    """Return the attention over latent rows within each sequence, [M, heads, latent_dim], for q [M, heads, head_dim]
+    and k [M, 1, head_dim]. Keys go through a temporary cache.
+    """
+    caches = new_caches(ops, spec, packed.num_blocks, _BLOCK_SIZE, k.new_zeros)
+    ops.write_kv(k, k[..., : spec.latent_dim], *caches, packed.slots)
+    return ops.paged_attention(q, *caches, packed.batch, spec.scale)

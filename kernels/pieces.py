@@ -58,7 +58,7 @@ def requirement(spec: DecoderSpec, count: int) -> str:
             return f"a divisor of {mixer.num_heads} heads"
         if mixer.num_kv_heads % count and count % mixer.num_kv_heads:
             return f"a divisor or a multiple of {mixer.num_kv_heads} key-value heads"
-        if count > 1 and mixer.num_heads // count * mixer.head_dim % _MULTIPLE:
+        if count > 1 and mixer.num_heads // count * mixer.value_dim % _MULTIPLE:
             return f"1, or a number for which pieces of o have a multiple of {_MULTIPLE} columns"
     for mixer in spec.delta_nets:
         if mixer.num_key_heads % count:

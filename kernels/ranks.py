@@ -53,6 +53,7 @@ from .specs import (
     DeltaNetSpec,
     ExpertsSpec,
     HeadSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     NormSpec,
@@ -160,8 +161,7 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
     """Return the rank's part of a layer, and add the parts of its weights to `held`. `whole`: how the whole decoder
     holds its weights.
     """
-    of_mixer = _part_of_attention if isinstance(layer.mixer, AttentionSpec) else _part_of_delta_net
-    mixer, of_roles = of_mixer(cast(Any, layer.mixer), rank)
+    mixer, of_roles = _OF_MIXER[type(layer.mixer)](layer.mixer, rank)
     of_mlp = _part_of_mlp if isinstance(layer.mlp, MlpSpec) else _part_of_experts
     mlp, others = of_mlp(cast(Any, layer.mlp), pieces, rank)
     for role, part in (of_roles | others).items():
@@ -219,6 +219,17 @@ def _part_of_attention(spec: AttentionSpec, rank: Rank) -> tuple[AttentionSpec, 
     return replace(spec, num_heads=heads, num_kv_heads=kv_heads, kv_sharers=sharers), found
 
 
+def _part_of_latent(spec: LatentSpec, rank: Rank) -> tuple[LatentSpec, dict[str, Slice]]:
+    """Each rank has some heads, and the whole cache, since all heads share the cached rows."""
+    heads = spec.num_heads
+    found = {
+        "mixer.q" if spec.q_rank is None else "latent.q_b": _share(rank, heads, spec.query_dim),
+        "latent.kv_b": _share(rank, heads, spec.nope_dim + spec.value_dim),
+        "mixer.o": _share(rank, heads, spec.value_dim, dim=1),
+    }
+    return replace(spec, num_heads=heads // rank.size), found
+
+
 def _part_of_delta_net(spec: DeltaNetSpec, rank: Rank) -> tuple[DeltaNetSpec, dict[str, Slice]]:
     own = replace(
         spec, num_key_heads=spec.num_key_heads // rank.size, num_value_heads=spec.num_value_heads // rank.size
@@ -240,6 +251,13 @@ def _part_of_delta_net(spec: DeltaNetSpec, rank: Rank) -> tuple[DeltaNetSpec, di
         found |= {"delta.qkv": channels, "delta.z": of_values, "delta.b": of_heads, "delta.a": of_heads}
     found["delta.o"] = _share(rank, spec.value_size, 1, dim=1)
     return own, found
+
+
+_OF_MIXER: dict[type, Callable[..., Any]] = {
+    AttentionSpec: _part_of_attention,
+    LatentSpec: _part_of_latent,
+    DeltaNetSpec: _part_of_delta_net,
+}
 
 
 def _part_of_mlp(spec: MlpSpec, pieces: int, rank: Rank) -> tuple[MlpSpec, dict[str, Slice]]:

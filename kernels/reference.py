@@ -67,6 +67,7 @@ DEPTH_TILE = 512
 SAMPLE_TILE = 8
 LOGITS_TILE = 64
 HEAD_SECTION = COLUMN_TILE
+HOLDS_VALUES = False
 MERGE_TILE = 2**16
 # The tanh approximation of GELU is x / (1 + exp(-s)), s = 2 sqrt(2 / pi) (x + 0.044715 x^3) = x (GELU_SLOPE +
 # GELU_CUBIC x^2).
@@ -107,6 +108,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         tile_bias = None if bias is None else bias[columns]
         _multiply_tiles(tiles, weight[columns], tile_bias, out[:, columns])
     return out[: x.shape[0]]
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    of_heads = zip(x.transpose(0, 1).contiguous(), weight.unflatten(0, (x.shape[1], -1)), strict=True)
+    return torch.stack([linear(rows, matrix) for rows, matrix in of_heads], 1)
 
 
 def lm_head(hidden: Tensor, weight: Tensor, head: HeadSpec = PLAIN_HEAD) -> Tensor:
@@ -363,7 +369,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty_like(q)
+    out = q.new_empty(*q.shape[:2], v_cache.shape[3])
     starts, lens = batch.query_starts, batch.context_lens
     alike = defaultdict(list)
     for i, length in enumerate(lens):
@@ -385,7 +391,8 @@ class _EqualQueries:
     context length.
 
     Products have two shapes: a query tile [TILE, D] by keys [D, KV_SPLIT], and weights [TILE, KV_SPLIT] by values
-    [KV_SPLIT, D]. The rows of a tile are (query, head) pairs. All heads of a tile share one key-value head.
+    [KV_SPLIT, V], where V is D except in latent attention. The rows of a tile are (query, head) pairs. All heads of a
+    tile share one key-value head.
     """
 
     num_queries: int
@@ -404,8 +411,8 @@ class _EqualQueries:
         return torch.tensor(self.contexts, device=self.tables.device)
 
     def __call__(self, q: Tensor) -> Tensor:
-        """Compute attention for scaled queries `q`, which are float32 [U, num_queries, heads, D]. The result has the
-        same shape.
+        """Compute attention for scaled queries `q`, which are float32 [U, num_queries, heads, D]. The result is [U,
+        num_queries, heads, V].
         """
         units, queries, heads, size = q.shape
         kv_heads = self.k_cache.shape[2]
@@ -416,7 +423,7 @@ class _EqualQueries:
         positions, ends = (part.unflatten(1, (-1, tile)) for part in self._row_places(rows.shape[2] * tile, group))
         out = self._fold_splits(rows, positions, ends, group)
         out = out.flatten(2, 3)[:, :, : queries * group]
-        return out.unflatten(2, (queries, group)).transpose(1, 2).reshape(q.shape)
+        return out.unflatten(2, (queries, group)).transpose(1, 2).reshape(*q.shape[:3], -1)
 
     def _row_places(self, num_rows: int, group: int) -> tuple[Tensor, Tensor]:
         """Return the absolute positions [U, num_rows] of the rows' queries, and the ends of the tokens that they see.
@@ -430,7 +437,7 @@ class _EqualQueries:
         """Compute online softmax over the splits (Milakov and Gimelshein 2018). rows: [U, kv_heads, tiles, TILE, D];
         positions and ends: [U, tiles, TILE].
         """
-        out = torch.zeros_like(rows)
+        out = rows.new_zeros(*rows.shape[:4], self.v_cache.shape[3])
         total = torch.zeros_like(rows[..., :1])
         peak = torch.full_like(total, -torch.inf)
         for start in range(self._first_split(), self.contexts[0], KV_SPLIT):

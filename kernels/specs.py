@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -120,6 +120,67 @@ class AttentionSpec:
     o_bias: bool = False
     joined: bool = False
     kv_sharers: int = 1
+
+    @property
+    def value_dim(self) -> int:
+        """The size of a head's output, which `o` multiplies."""
+        return self.head_dim
+
+    @property
+    def cached_sizes(self) -> tuple[int, int]:
+        """The sizes of the key and of the value that the cache holds for a token and a key-value head."""
+        return self.head_dim, self.head_dim
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2), causal, with a KV cache of one key-value head.
+
+    A token's hidden states are projected to a latent row of `latent_dim` elements, which is normalized, and to a key of
+    `rope_dim` elements, which is rotated. All heads share both. The cache holds them side by side as the key; the
+    latent row is also the value. A head's query has `nope_dim` elements, which the head's matrix `k_up` converts to a
+    query of the latent row, and `rope_dim` rotated elements. The head's matrix `v_up` converts the weighted sum of the
+    latent rows to `value_dim` elements.
+
+    `scale`: multiplies the scores. `rotation`: index of the decoder's rotation. `interleaved`: rotated pairs are
+    neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `norm`: the norms of the latent row
+    and of the row from which queries are computed. `q_rank`: the size of the latter; None if queries are computed from
+    hidden states. `bias`: the products of hidden states (but not `q`), and the output projection, have biases.
+    """
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    scale: float
+    norm: NormSpec
+    q_rank: int | None = None
+    rotation: int = 0
+    interleaved: bool = True
+    bias: bool = False
+
+    num_kv_heads: ClassVar[int] = 1
+    window: ClassVar[None] = None
+
+    @property
+    def query_dim(self) -> int:
+        """The size of a head's query before `k_up`."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a cached key, and of a query of it."""
+        return self.latent_dim + self.rope_dim
+
+    @property
+    def cached_sizes(self) -> tuple[int, int]:
+        """The sizes of the key and of the value that the cache holds for a token. The value is a part of the key."""
+        return self.head_dim, self.latent_dim
+
+
+CachedSpec: TypeAlias = AttentionSpec | LatentSpec
+"""A mixer with a KV cache."""
 
 
 @dataclass(frozen=True)
@@ -277,15 +338,15 @@ PLAIN_HEAD = HeadSpec()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer: a token mixer (attention or a delta net) followed by an MLP or experts. The mixer and the MLP each add
-    their output to their input.
+    """A layer: a token mixer (attention, latent attention or a delta net) followed by an MLP or experts. The mixer and
+    the MLP each add their output to their input.
 
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
     after the mixer and after the MLP. `residual_scale`: multiplies the outputs of the mixer and of the MLP before they
     are added. The scale is rounded to float32, and each product is rounded to the dtype of the hidden states.
     """
 
-    mixer: AttentionSpec | DeltaNetSpec
+    mixer: CachedSpec | DeltaNetSpec
     mlp: MlpSpec | ExpertsSpec
     norm: NormSpec
     norm_before: bool = True
@@ -310,6 +371,14 @@ LAYER_NAMES = {
     "mixer.o": "self_attn.o_proj.weight",
     "mixer.o_bias": "self_attn.o_proj.bias",
     "mixer.sinks": "self_attn.sinks",
+    "latent.q_a": "self_attn.q_a_proj.weight",
+    "latent.q_a_bias": "self_attn.q_a_proj.bias",
+    "latent.q_norm": "self_attn.q_a_layernorm.weight",
+    "latent.q_b": "self_attn.q_b_proj.weight",
+    "latent.kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+    "latent.kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias",
+    "latent.kv_norm": "self_attn.kv_a_layernorm.weight",
+    "latent.kv_b": "self_attn.kv_b_proj.weight",
     "delta.qkv": "linear_attn.in_proj_qkv.weight",
     "delta.z": "linear_attn.in_proj_z.weight",
     "delta.b": "linear_attn.in_proj_b.weight",
@@ -559,9 +628,9 @@ class DecoderSpec:
         return self.stage.is_first or (self.stage.is_last and (self.tie_word_embeddings or self.serves_mtp))
 
     @property
-    def attentions(self) -> list[AttentionSpec]:
+    def attentions(self) -> list[CachedSpec]:
         """The mixers of the layers with a KV cache."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec)]
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, CachedSpec)]
 
     @property
     def mtp_attentions(self) -> list[AttentionSpec]:

@@ -1,4 +1,4 @@
-"""Holds the matrices of a layer's experts in one weight of the backend.
+"""Holds matrices that ops multiply one by one, such as those of a layer's experts, in one weight of the backend.
 
 A backend holds the E experts' matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor with the same
 elements, either in the shape [E, R, C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single
@@ -53,6 +53,104 @@ class StackLayout:
         if self.in_turn:
             row = row % 2 * (rows // 2) + row // 2
         return (matrix * rows + row) * columns + column
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """How a checkpoint stores the two matrices of each head of latent attention as one matrix [heads * (K + V), C].
+
+    Each head has K = `key_rows` rows and then V = `value_rows` rows. The ops read the K rows transposed, as [heads * C,
+    K], and the V rows as [heads * V, C].
+    """
+
+    key_rows: int
+    value_rows: int
+
+    @property
+    def head_rows(self) -> int:
+        """The number of rows of a head."""
+        return self.key_rows + self.value_rows
+
+    def shape(self, shape: tuple[int, ...]) -> torch.Size:
+        """Return the shape of the checkpoint's tensor, which is `shape`."""
+        return torch.Size(shape)
+
+    def rows_first(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert a checkpoint's tensor to the two matrices."""
+        keys, values = tensor.unflatten(0, (-1, self.head_rows)).tensor_split([self.key_rows], 1)
+        return keys.transpose(1, 2).flatten(0, 1), values.flatten(0, 1)
+
+
+class HeadMatrices:
+    """A `Weight` with the shape and element order of a checkpoint's matrix that `HeadLayout` describes, or of `rows`
+    rows of it from row `first` on. `matrix`: the two matrices that hold the elements of all rows.
+    """
+
+    def __init__(self, matrix: tuple[Weight, Weight], layout: HeadLayout, first: int, rows: int) -> None:
+        self.matrix, self.layout, self._first = matrix, layout, first
+        self.shape, self.dtype = torch.Size((rows, matrix[1].shape[1])), matrix[1].dtype
+
+    @classmethod
+    def new(
+        cls,
+        new_weight: Callable[..., Weight],
+        empty: Callable[..., Tensor],
+        shape: tuple[int, ...],
+        layout: HeadLayout,
+    ) -> HeadMatrices:
+        """Return uninitialized matrices for a checkpoint's matrix of this shape."""
+        rows, columns = shape
+        heads = rows // layout.head_rows
+        keys = new_weight(heads * columns, layout.key_rows, empty)
+        return cls((keys, new_weight(heads * layout.value_rows, columns, empty)), layout, 0, rows)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory size of the rows in bytes, padding included."""
+        heads = self.matrix[1].shape[0] // self.layout.value_rows
+        return sum(each.nbytes for each in self.matrix) * self.shape[0] // (heads * self.layout.head_rows)
+
+    def copy_(self, source: Tensor | HeadMatrices) -> None:
+        """Store a tensor of this shape, or the same rows of other matrices. Raise ValueError for another shape."""
+        if source.shape != self.shape:
+            raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
+        rows = source.to_dense() if isinstance(source, HeadMatrices) else source
+        unit, end = self.layout.head_rows, self._first + len(rows)
+        first_head, end_head = -(-self._first // unit), end // unit
+        if first_head >= end_head:
+            return self._put_rows(0, rows)
+        begin, stop = (head * unit - self._first for head in (first_head, end_head))
+        self._put_rows(0, rows[:begin])
+        parts = self.layout.rows_first(rows[begin:stop])
+        for own, part, size in zip(self.matrix, parts, (rows.shape[1], self.layout.value_rows), strict=True):
+            own.narrow(0, first_head * size, len(part)).copy_(part)
+        self._put_rows(stop, rows[stop:])
+
+    def _put_rows(self, start: int, rows: Tensor) -> None:
+        if len(rows):
+            index = torch.arange(rows.numel(), device=rows.device) + start * rows.shape[1]
+            self.put_(index, rows.flatten().to(self.dtype))
+
+    def put_(self, index: Tensor, source: Tensor) -> None:
+        """Overwrite the elements at these flat indices (int64) of the rows."""
+        keys, values = self.layout.key_rows, self.layout.value_rows
+        columns, unit = self.shape[1], self.layout.head_rows
+        row, column = index // columns + self._first, index % columns
+        head, row = row // unit, row % unit
+        places = (head * columns + column) * keys + row, (head * values + row - keys) * columns + column
+        for matrix, place, chosen in zip(self.matrix, places, (row < keys, row >= keys), strict=True):
+            matrix.put_(place[chosen], source[chosen])
+
+    def narrow(self, dim: int, start: int, length: int) -> HeadMatrices:
+        """Return rows [start, start + length), which share this weight's memory. `dim` is 0."""
+        return HeadMatrices(self.matrix, self.layout, self._first + start, length)
+
+    def to_dense(self) -> Tensor:
+        """Return a tensor of `shape` with the same values."""
+        keys, values = (matrix.to_dense() for matrix in self.matrix)
+        of_heads = keys.view(-1, self.shape[1], self.layout.key_rows).transpose(1, 2)
+        rows = torch.cat((of_heads, values.view(len(of_heads), -1, self.shape[1])), 1).flatten(0, 1)
+        return rows.narrow(0, self._first, self.shape[0])
 
 
 class Stack:

@@ -50,15 +50,27 @@ from .aligned import (
 from .arguments import check_call, check_signature
 from .autograd import GradientOps
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
-from .contract import LOWEST_TEMPERATURE, AttentionWeights, DeltaNetWeights, Rotation, TokenStatistics
-from .layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, gated, make_layer, project, run_layer, scale_embedding, turn
+from .contract import LOWEST_TEMPERATURE, DeltaNetWeights, Rotation, TokenStatistics
+from .layer import (
+    EMBEDDING,
+    HEAD,
+    LAST_NORM,
+    LAYERS,
+    gated,
+    make_layer,
+    project,
+    project_latent,
+    run_layer,
+    scale_embedding,
+    turn,
+)
 from .packed import Packed
 from .pieces import with_pieces
 from .plain_models import describe_plain, is_aligned, is_decoder
 from .replay import replayed
 from .selection import select_backend
-from .specs import PLAIN, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, HeadSpec, WeightSpec
-from .stacks import StackLayout
+from .specs import PLAIN, CachedSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, HeadSpec, LatentSpec, WeightSpec
+from .stacks import HeadLayout, StackLayout
 from .training_images import Media, PackedImages, check_positions, has_axes, read_media, read_pixels, split_positions
 from .training_towers import check_tower, encode_images, part_forward, tower_modules
 from .wrappers import adapted_inside, check_gathered, plain_class, text_decoder, unwrapped
@@ -563,13 +575,18 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 
     prefix = _prefix(index)
 
-    def get(name: str, *shape: int, layout: StackLayout | None = None, held: WeightSpec = PLAIN) -> Tensor:
+    def get(
+        name: str, *shape: int, layout: StackLayout | HeadLayout | None = None, held: WeightSpec = PLAIN
+    ) -> Tensor | tuple[Tensor, Tensor]:
         parameter(self, prefix, name, *shape, layout=layout, held=held)
         found = as_computed(name, *place(self, prefix, name), x, ops, held.dtype)
         found = found if held.shape is None else found.view(shape)
         return found if layout is None else layout.rows_first(found)
 
-    def attend(x: Tensor, spec: AttentionSpec, weights: AttentionWeights) -> Tensor:
+    def attend(x: Tensor, spec: CachedSpec, weights: Any) -> Tensor:
+        if isinstance(spec, LatentSpec):
+            q, k = project_latent(ops, x, spec, weights, rotations[spec.rotation])
+            return ops.latent_attention(q, k, *weights.up, packed, spec)
         q, k, v = project(ops, x, spec, weights, rotations[spec.rotation])
         return gated(ops, q, spec, lambda q: ops.attention(q, k, v, packed, spec, weights.sinks))
 

@@ -218,6 +218,31 @@ CORRECTED = tuple(_CORRECTED)
 _CORRECTIONS = ("e_score_correction_bias", "mlp.expert_bias")
 # Tensors that a trainer holds in float32 in a model of another dtype.
 _WIDE = {"Ernie4_5_MoeForCausalLM": (*_CORRECTIONS, "mlp.gate.weight")}
+# Latent attention, in layers without and with experts. The norms inside the attention have another epsilon.
+_LATENT: dict[str, Any] = dict(
+    num_key_value_heads=4,
+    q_lora_rank=48,
+    kv_lora_rank=32,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    rms_norm_eps=1e-3,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    n_shared_experts=2,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+)
+_DENSE_BEFORE = _LATENT | dict(first_k_dense_replace=1)
+_OF_LATENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "deepseek_v2": (transformers.DeepseekV2Config, transformers.DeepseekV2ForCausalLM, _DENSE_BEFORE),
+    "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, _DENSE_BEFORE),
+    "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, _LATENT),
+}
+_FAMILIES |= _OF_LATENT
+OF_LATENT = tuple(_OF_LATENT)
 MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")
 HYBRID = ("qwen3_5", "qwen3_next")
 # Families with different computations in their layers. Families that are not listed differ only in their settings.
@@ -266,6 +291,9 @@ def _spread_weights(model: torch.nn.Module) -> None:
                 weight.sub_(1.0)  # these norms multiply by 1 + w
         else:
             weight.normal_(std=_spread(name, weight, transposed), generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3, generator=generator)
 
 
 def _spread(name: str, weight: torch.Tensor, transposed: bool) -> float:

@@ -20,7 +20,7 @@ from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, We
 from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.shards import Shard
 from ...kernels.specs import HEAD_ROLE, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
-from ...kernels.stacks import Stack, StackLayout
+from ...kernels.stacks import HeadLayout, HeadMatrices, Stack, StackLayout
 from .mtp import MTP_LAYER, Mtp
 from .tower import EmbeddedRows, Tower
 
@@ -95,7 +95,7 @@ class Decoder:
         def new(
             name: str,
             *shape: int,
-            layout: StackLayout | None = None,
+            layout: StackLayout | HeadLayout | None = None,
             held: WeightSpec = PLAIN,
             whole: Owner = Owner.STAGE,
         ) -> Any:
@@ -103,7 +103,8 @@ class Decoder:
             memory = (of_owner or {}).get(owner, empty)
             memory = memory if held.dtype is None else partial(memory, dtype=held.dtype)
             if layout is not None:
-                weight: Any = Stack.new(backend.new_weight, memory, shape, layout)
+                holder: Any = Stack if isinstance(layout, StackLayout) else HeadMatrices
+                weight: Any = holder.new(backend.new_weight, memory, shape, layout)
             else:
                 weight = backend.new_weight(*shape, memory) if len(shape) == 2 else memory(*shape)
                 if held.part is not None and held.part.dim == 0:

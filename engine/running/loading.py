@@ -234,7 +234,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     """
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
     spec = model.spec.serving(loaded.drafts_with_mtp(config), model.spec.serves_tower)
-    sizes = Sizes.of(spec, Storage.of(model.dtype), config.block_size, config.num_drafts)
+    sizes = Sizes.of(spec, Storage.of(model.dtype, model.ops.HOLDS_VALUES), config.block_size, config.num_drafts)
     plan = plan_memory(config, sizes, max_model_len, available)
     routes = route_format(model.spec)
     return EngineInfo(

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.contract import AttentionBatch, Memory, Pages, StateBatch
+from ...kernels.contract import AttentionBatch, Backend, Memory, Pages, StateBatch, new_caches
 from ...kernels.journal import Journal
-from ...kernels.specs import AttentionSpec, DeltaNetSpec
+from ...kernels.specs import CachedSpec, DeltaNetSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput, new_output
@@ -72,7 +72,7 @@ class ModelRunner:
 
         def build(empty: Empty) -> tuple[list[Memory], list[Tensor | None]]:
             pairs = zip(mixers, blocks, strict=True)
-            memories = [_memory(empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
+            memories = [_memory(model.ops, empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
             return memories, [empty(*journal, m.row_size) if isinstance(m, DeltaNetSpec) else None for m in mixers]
 
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
@@ -88,7 +88,7 @@ class ModelRunner:
         """For each layer, the index of its window; None for layers without a KV cache."""
         spec = self.model.spec
         mixers, windows = [spec.layers[i].mixer for i in spec.own_layers], spec.windows
-        return [windows.index(mixer.window) if isinstance(mixer, AttentionSpec) else None for mixer in mixers]
+        return [windows.index(mixer.window) if isinstance(mixer, CachedSpec) else None for mixer in mixers]
 
     @property
     def device(self) -> torch.device:
@@ -190,7 +190,8 @@ class ModelRunner:
         for group, memory in zip(self.groups, self.memories, strict=True):
             if group is not None and (found := places[group]) is not None:
                 sources, destinations = found
-                for cache in memory:
+                keys, values = memory
+                for cache in (keys,) if values.data_ptr() == keys.data_ptr() else memory:
                     cache[destinations] = cache[sources]
         if self.mtp is not None:
             self.mtp.copy_blocks(block_copies[0])
@@ -212,9 +213,8 @@ def _up_to(num_experts: int, out: ModelOutput) -> list[Tensor]:
 
 
 def _memory(
-    empty: Empty, mixer: AttentionSpec | DeltaNetSpec, num_blocks: int, block_size: int, num_slots: int
+    ops: Backend, empty: Empty, mixer: CachedSpec | DeltaNetSpec, num_blocks: int, block_size: int, num_slots: int
 ) -> Memory:
-    if isinstance(mixer, AttentionSpec):
-        shape = num_blocks, block_size, mixer.num_kv_heads, mixer.head_dim
-        return empty(*shape), empty(*shape)
+    if isinstance(mixer, CachedSpec):
+        return new_caches(ops, mixer, num_blocks, block_size, empty)
     return empty(num_slots, *mixer.state_shape, dtype=torch.float32), empty(num_slots, *mixer.tail_shape)

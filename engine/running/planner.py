@@ -19,7 +19,7 @@ import torch
 from trueroll.errors import ConfigError
 
 from ...kernels.contract import LOGITS_ROWS
-from ...kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec, Stage
+from ...kernels.specs import CachedSpec, DecoderSpec, DeltaNetSpec, LatentSpec, Stage
 from ..config import EngineConfig, defaults_of
 
 
@@ -28,18 +28,26 @@ class Storage:
     """The element sizes of each kind of memory, in bytes.
 
     `kv`: bytes per element of the KV cache. `tail`: bytes per element of a convolution's tail, and of hidden states.
-    `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head.
+    `state`: bytes per element of a recurrent state. `kv_head`: extra bytes per key or value of a head. `holds_values`:
+    as `Backend.HOLDS_VALUES`.
     """
 
     kv: int
     tail: int
     state: int = 4
     kv_head: int = 0
+    holds_values: bool = True
 
     @classmethod
-    def of(cls, dtype: torch.dtype) -> Storage:
+    def of(cls, dtype: torch.dtype, holds_values: bool = True) -> Storage:
         """Return the element sizes for a worker that computes in `dtype`."""
-        return cls(dtype.itemsize, dtype.itemsize)
+        return cls(dtype.itemsize, dtype.itemsize, holds_values=holds_values)
+
+    def cached_bytes(self, mixer: CachedSpec) -> int:
+        """Return the size of a token's keys and values in a layer."""
+        key, value = mixer.cached_sizes
+        sizes = [key] if isinstance(mixer, LatentSpec) and not self.holds_values else [key, value]
+        return mixer.num_kv_heads * sum(size * self.kv + self.kv_head for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -135,10 +143,10 @@ def _sizes_of_stage(spec: DecoderSpec, storage: Storage, block_size: int, most: 
     mixers = [spec.layers[i].mixer for i in spec.own_layers]
     nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)]
     for m in (*mixers, *(spec.mtp_attentions if holds_mtp else ())):
-        if isinstance(m, AttentionSpec):
-            tokens[m.window] += m.num_kv_heads * (m.head_dim * storage.kv + storage.kv_head)
+        if isinstance(m, CachedSpec):
+            tokens[m.window] += storage.cached_bytes(m)
     state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in nets)
-    block, *others = (2 * block_size * token for token in tokens.values())
+    block, *others = (block_size * token for token in tokens.values())
     if holds_mtp:
         block += kept_states(most, block_size) * spec.hidden_size * storage.tail
     return [state, storage.tail * sum(m.row_size for m in nets), block, *others]
@@ -197,9 +205,12 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
 def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:
     """Return approximately the peak memory of the largest step, in bytes.
 
-    The estimate covers the hidden states, the intermediate values of an MLP, and the logits of the decoding sequences.
+    The estimate covers the hidden states, the intermediate values of an MLP or of a latent attention, and the logits of
+    the decoding sequences.
     """
     widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
+    latents = [mixer for mixer in spec.attentions if isinstance(mixer, LatentSpec)]
+    widest = max([widest, *(mixer.num_heads * sum(mixer.cached_sizes) for mixer in latents)])
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
     return rows + 2 * 4 * min(config.max_num_seqs * (1 + config.num_drafts), LOGITS_ROWS) * spec.vocab_size
 

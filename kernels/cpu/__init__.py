@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..specs import CORRECTION_ROLE, ROUTER_ROLE, DecoderSpec, MlpSpec
+from ..specs import CORRECTION_ROLE, ROUTER_ROLE, DecoderSpec, LatentSpec, MlpSpec
 
 MOST_HEAD_DIM = 512
 
@@ -39,9 +39,13 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
     requirements.
     """
     mlps = [layer.mlp for layer in spec.layers]
-    for head_dim in [mixer.head_dim for mixer in spec.attentions]:
-        if head_dim % 16 or head_dim > MOST_HEAD_DIM:
-            return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {head_dim})"
+    for mixer in spec.attentions:
+        key_dim, value_dim = mixer.cached_sizes
+        if isinstance(mixer, LatentSpec) and (key_dim % 16 or mixer.value_dim % 16):
+            expected = "latent attention with kv_lora_rank, qk_rope_head_dim and v_head_dim that are multiples of 16"
+            return f"{expected} (got {mixer.latent_dim}, {mixer.rope_dim} and {mixer.value_dim})"
+        if value_dim % 16 or value_dim > MOST_HEAD_DIM:
+            return f"a head size that is a multiple of 16 up to {MOST_HEAD_DIM} (got {value_dim})"
     for size in [mlp.intermediate_size for mlp in mlps if isinstance(mlp, MlpSpec) and mlp.joined]:
         if size % 16:
             return f"an intermediate size that is a multiple of 16 (got {size}); use the backend 'reference'"

@@ -50,6 +50,7 @@ from ..specs import (
     DeltaNetSpec,
     ExpertsSpec,
     HeadSpec,
+    LatentSpec,
     MlpSpec,
     NormSpec,
     Pieces,
@@ -60,6 +61,7 @@ from .library import load_library
 
 PANEL_ROWS = 16
 HEAD_SECTION = 512
+HOLDS_VALUES = True
 _SECTION_BYTES = 32
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
@@ -179,6 +181,8 @@ def is_packed(layer: Layer) -> bool:
     if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.router.dtype != layer.mlp.down.dtype:
         return False
     if isinstance(layer.mlp, ExpertsWeights) and layer.spec.residual_scale != 1.0:
+        return False
+    if isinstance(mixer, LatentSpec):
         return False
     if isinstance(mixer, DeltaNetSpec):
         return not mixer.joined
@@ -386,6 +390,14 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     return project_back(x, weight, None, bias)
 
 
+def head_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    x, (count, heads, _), rows = x.contiguous(), x.shape, weight.shape[0] // x.shape[1]
+    out = torch.empty(count, heads, rows, dtype=x.dtype)
+    inputs = x.data_ptr(), *x.shape, weight.pointer, rows
+    _library.head_linear(get_num_threads(), _is_bfloat16(x), *inputs, out.data_ptr())
+    return out
+
+
 def project_back(
     x: Tensor, weight: PackedWeight, residual: Tensor | None = None, bias: Tensor | None = None, pieces: Pieces = WHOLE
 ) -> Tensor:
@@ -494,7 +506,7 @@ def qkv(
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     k, v, slots = k.contiguous(), v.contiguous(), slots.contiguous()
-    caches = k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[1:]
+    caches = k_cache.data_ptr(), v_cache.data_ptr(), *k_cache.shape[1:], v_cache.shape[3]
     _library.write_kv(_is_bfloat16(k), k.data_ptr(), v.data_ptr(), slots.data_ptr(), len(slots), *caches)
 
 
@@ -509,13 +521,13 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     sinks = _contiguous(sinks)
-    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    q, out = q.contiguous(), torch.empty(*q.shape[:2], v_cache.shape[3], dtype=q.dtype)
     starts, lens = array("q", batch.query_starts), array("q", batch.context_lens)
     tables, ends = batch.block_tables.contiguous(), _contiguous(batch.ends)
     _, block_size, kv_heads, head_dim = k_cache.shape
     _library.attention(
         *(get_num_threads(), _is_bfloat16(q), q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()),
-        *(q.shape[1], kv_heads, head_dim, block_size),
+        *(q.shape[1], kv_heads, head_dim, v_cache.shape[3], block_size),
         *(len(lens), _address(starts), _address(lens), tables.data_ptr(), tables.shape[1], _pointer(ends)),
         *(scale, window or 0, soft_cap or 0.0, _pointer(sinks), out.data_ptr()),
     )

@@ -26,8 +26,10 @@ from ..specs import (
     AttentionSpec,
     DecoderSpec,
     ExpertsSpec,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
+    NormSpec,
     RotationSpec,
     RouterSpec,
     Score,
@@ -64,6 +66,11 @@ _MOST = {
     "n_group": 2**10,
     "topk_group": 2**10,
     "first_k_dense_replace": 2**10,
+    "q_lora_rank": 2**20,
+    "kv_lora_rank": 2**16,
+    "qk_nope_head_dim": 2**12,
+    "qk_rope_head_dim": 2**12,
+    "v_head_dim": 2**12,
 }
 MOST_EXPERTS = 2**16
 """Limit on experts, so that the number of an expert fits in a uint16."""
@@ -161,6 +168,13 @@ class Settings(PreTrainedConfig):
     use_qk_norm: bool = False
     decoder_sparse_step: int = _size("decoder_sparse_step", default=1)
     mlp_only_layers: list[int] | None = None
+    q_lora_rank: int | None = _size("q_lora_rank", default=None)
+    kv_lora_rank: int = _size("kv_lora_rank", default=512)
+    qk_nope_head_dim: int = _size("qk_nope_head_dim", default=128)
+    qk_rope_head_dim: int = _size("qk_rope_head_dim", default=64)
+    v_head_dim: int = _size("v_head_dim", default=128)
+    rope_interleave: bool = True
+    topk_method: Any = None
     swiglu_alpha: float | int | None = None
     swiglu_limit: float | int | None = None
     ignore_keys_at_rope_validation = {
@@ -201,6 +215,38 @@ class Settings(PreTrainedConfig):
         """
         others.setdefault("scale", self.head_dim**-0.5)
         return AttentionSpec(self.num_attention_heads, self.num_key_value_heads, self.head_dim, **others)
+
+    def latent_attention(self: Any, **others: Any) -> LatentSpec:
+        """Return a latent attention that takes its sizes from these settings. `others`: further fields of the spec.
+
+        Raise ModelError if `rope_parameters` do not give a valid scale of the scores.
+        """
+        query_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return LatentSpec(
+            self.num_attention_heads,
+            self.kv_lora_rank,
+            self.qk_rope_head_dim,
+            self.qk_nope_head_dim,
+            self.v_head_dim,
+            query_dim**-0.5 * self._stretched_scale() ** 2,
+            NormSpec(1e-6),  # the default of transformers' class of norms, whatever rms_norm_eps is
+            q_rank=self.q_lora_rank,
+            bias=bool(self.attention_bias),
+            **others,
+        )
+
+    def _stretched_scale(self: Any) -> float:
+        """Return the factor by which a stretched rotation multiplies the queries and keys of a latent attention."""
+        parameters = self.rope_parameters
+        if parameters.get("rope_type", "default") == "default" or not (each := parameters.get("mscale_all_dim")):
+            return 1.0
+        try:
+            factor = parameters["factor"]
+            found = 1.0 if factor <= 1 else 0.1 * each * math.log(factor) + 1.0
+            _check_scalar(found)
+        except Exception as error:
+            raise _broken(error) from error
+        return found
 
     def mlps(self: Any, **others: Any) -> list[MlpSpec | ExpertsSpec]:
         """Return one spec per layer: the spec of the layer's experts, or of its MLP if the layer has no experts.

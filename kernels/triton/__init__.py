@@ -18,9 +18,19 @@ import os
 
 import torch
 
-from ..specs import CORRECTION_ROLE, ROUTER_ROLE, AttentionSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, MlpSpec
+from ..specs import (
+    CORRECTION_ROLE,
+    ROUTER_ROLE,
+    CachedSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    ExpertsSpec,
+    LatentSpec,
+    MlpSpec,
+)
 
 MOST_HEAD_DIM = 256
+MOST_LATENT, MOST_ROPE = 512, 64  # for latent attention: a program holds whole keys and sums of latent rows
 MOST_KEY_HEAD_DIM = 256  # for a delta net: a program holds whole columns of its state
 MOST_KERNEL_SIZE = 17  # for a delta net's convolution: one program reads all of the old tail
 MOST_GROUP = 64  # heads that share a key-value head; these heads are the rows of one tile
@@ -65,8 +75,13 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
     return ""
 
 
-def _unserved_mixer(mixer: AttentionSpec | DeltaNetSpec) -> str:
+def _unserved_mixer(mixer: CachedSpec | DeltaNetSpec) -> str:
     """`_unserved` for a mixer."""
+    if isinstance(mixer, LatentSpec):
+        if mixer.latent_dim % 8 or mixer.rope_dim % 8 or mixer.latent_dim > MOST_LATENT or mixer.rope_dim > MOST_ROPE:
+            expected = f"kv_lora_rank up to {MOST_LATENT} and qk_rope_head_dim up to {MOST_ROPE}, both multiples of 8"
+            return f"{expected} (got {mixer.latent_dim} and {mixer.rope_dim})"
+        return ""
     if isinstance(mixer, DeltaNetSpec):
         if mixer.key_head_dim > MOST_KEY_HEAD_DIM:
             return f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements (got {mixer.key_head_dim})"

@@ -22,6 +22,11 @@ same bits from either variant:
 - Sequences with more queries: one program computes all partitions of a tile of rows and folds each one immediately.
   Keys and values are read once for each tile of rows.
 
+In latent attention, all heads share one key-value head, and the values are the first V elements of the keys [D]. A
+program multiplies both parts of a key in turn, V elements and then the rest, and uses the first part again as the
+value. The heads are cut into groups of up to ROWS heads, which take the place of the groups that share a key-value
+head. A token's part of the key before the rest is finite: a non-finite token has NaN in the rest only.
+
 A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
 the sink after the last partition, with the same function.
 
@@ -49,6 +54,7 @@ from .launch import aligned, device_function, exact_jit, launch
 ROWS = MOST_GROUP
 # (keys of a tile, warps, stages), for heads of size up to 128 and for wider heads, which take more registers.
 NARROW, WIDE = (64, 4, 3), (32, 8, 2)
+LATENT = (32, 8, 2)
 PARTITION = 512
 DECODE_PROGRAMS = 2048  # several per multiprocessor of a large GPU
 NO_WINDOW = 2**31 - 1  # no position is higher
@@ -58,8 +64,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 class _Inputs(NamedTuple):
     """The inputs of all kernels.
 
-    `tables`: the block tables. `scale`: the factor of the scores, which includes log2(e), since the kernels use scores
-    as exponents of 2. `sinks`: [heads], or None.
+    `groups`: the number of groups of heads; each group has its own programs. `value_size`: V. In latent attention, both
+    caches are that of the keys. `tables`: the block tables. `scale`: the factor of the scores, which includes log2(e),
+    since the kernels use scores as exponents of 2. `sinks`: [heads], or None.
     """
 
     q: Tensor
@@ -70,6 +77,8 @@ class _Inputs(NamedTuple):
     window: int
     soft_cap: float | None
     sinks: Tensor | None
+    groups: int
+    value_size: int
 
 
 class _Plan(NamedTuple):
@@ -99,27 +108,36 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]. The result has the
-    shape [M, heads, D].
+    shape [M, heads, D]; in latent attention, that is if `v_cache` has shorter rows than `k_cache`, [M, heads, V].
 
-    Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head. Scores, softmax and sums
+    Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head; in latent attention, V up
+    to 512 and any number of heads. Scores, softmax and sums
     are float32. Softmax weights are rounded to the dtype before they multiply values. With `batch.lens`, the
     computation depends only on tensors on the device. A block table entry may be any block if the entry's tokens lie
     before the window of every query of the sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
-    inputs = _Inputs(aligned(q), k_cache, v_cache, tables, scale, window, soft_cap, sinks)
-    out = torch.empty_like(inputs.q)
+    groups, value_size = k_cache.shape[2], v_cache.shape[3]
+    if value_size < k_cache.shape[3]:
+        groups, v_cache = groups_of(q.shape[1]), k_cache
+    inputs = _Inputs(aligned(q), k_cache, v_cache, tables, scale, window, soft_cap, sinks, groups, value_size)
+    out = q.new_empty(*q.shape[:2], value_size)
     if batch.lens is not None:
         lens = aligned(batch.lens)
         # With `listed=False`, the kernels read only the last of the three tensors.
         _decode(inputs, (lens, lens, lens), max(batch.context_lens), out, listed=False)
         return out
-    rows_per_query, stream = q.shape[1] // k_cache.shape[2], current_stream(q.device)
+    rows_per_query, stream = q.shape[1] // groups, current_stream(q.device)
     plan = _plan(tuple(batch.query_starts), tuple(batch.context_lens), rows_per_query, q.device, stream)
     _decode(inputs, (plan.decodes, plan.starts, plan.lens), plan.longest, out, listed=True)
     _prefill(inputs, plan, batch.ends, out)
     return out
+
+
+def groups_of(heads: int) -> int:
+    """Return the number of groups of equal size into which the heads of latent attention are cut."""
+    return next(count for count in range(-(-heads // ROWS), heads + 1) if heads % count == 0)
 
 
 @lru_cache(maxsize=1)
@@ -150,12 +168,13 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
     `places`: the tensors `decodes`, `starts` and `lens` of a plan. `longest`: an upper bound on the sequences' context
     lengths.
     """
-    q, kv_heads, count, window = inputs.q, inputs.k_cache.shape[2], len(places[0]), inputs.window
-    group, partitions = q.shape[1] // kv_heads, _most_partitions(longest, window)
-    peaks = q.new_empty((count, kv_heads, partitions, group), dtype=torch.float32)
-    parts = peaks, torch.empty_like(peaks), q.new_empty((*peaks.shape, q.shape[2]), dtype=torch.float32)
-    shapes = _shapes(q, kv_heads, _power_of_2(group))
-    grid = count, kv_heads, min(partitions, -(-DECODE_PROGRAMS // max(1, count * kv_heads)))
+    q, groups, count, window = inputs.q, inputs.groups, len(places[0]), inputs.window
+    group, partitions = q.shape[1] // groups, _most_partitions(longest, window)
+    peaks = q.new_empty((count, groups, partitions, group), dtype=torch.float32)
+    parts = peaks, torch.empty_like(peaks), q.new_empty((*peaks.shape, inputs.value_size), dtype=torch.float32)
+    shapes = _shapes(inputs, _power_of_2(group))
+    del shapes["D"], shapes["REST"]  # the results have no keys
+    grid = count, groups, min(partitions, -(-DECODE_PROGRAMS // max(1, count * groups)))
     args = *inputs[:4], *places, *parts, inputs.tables.shape[1], partitions, window, inputs.scale
     launch(_decode_kernel, grid, *args, LISTED=listed, **_scoring(inputs))
     sinks, which = _sinks(inputs)
@@ -170,12 +189,11 @@ def _most_partitions(longest: int, window: int) -> int:
 
 def _prefill(inputs: _Inputs, plan: _Plan, ends: Tensor | None, out: Tensor) -> None:
     """Compute attention for the tiles of a plan. `ends`: as in `AttentionBatch`."""
-    kv_heads = inputs.k_cache.shape[2]
     numbers = inputs.tables.shape[1], inputs.window, inputs.scale
     sinks, which = _sinks(inputs)
     which["ENDS"], ends = ends is not None, plan.lens if ends is None else aligned(ends)
     args = *inputs[:4], plan.tiles, plan.starts, plan.lens, ends, sinks, out, *numbers
-    launch(_prefill_kernel, (len(plan.tiles), kv_heads), *args, **which, **_scoring(inputs))
+    launch(_prefill_kernel, (len(plan.tiles), inputs.groups), *args, **which, **_scoring(inputs))
 
 
 def _sinks(inputs: _Inputs) -> tuple[Tensor, dict[str, Any]]:
@@ -187,18 +205,22 @@ def _sinks(inputs: _Inputs) -> tuple[Tensor, dict[str, Any]]:
 
 def _scoring(inputs: _Inputs) -> dict[str, Any]:
     """Return the launch arguments of the kernels that read keys. The launch arguments that affect a row's bits depend
-    only on D.
+    only on D and V.
     """
-    shapes = _shapes(inputs.q, inputs.k_cache.shape[2], ROWS)
-    keys, warps, stages = WIDE if shapes["SIZE"] > 128 else NARROW
+    shapes = _shapes(inputs, ROWS)
+    keys, warps, stages = LATENT if shapes["REST"] else WIDE if shapes["SIZE"] > 128 else NARROW
     settings = dict(KEYS=keys, BLOCK=inputs.k_cache.shape[1], SOFT_CAP=inputs.soft_cap, warps=warps, stages=stages)
     return settings | shapes
 
 
-def _shapes(q: Tensor, kv_heads: int, rows: int) -> dict[str, Any]:
-    """Return the compile-time constants that all kernels share. `SIZE`: D padded to a size that a tile may have."""
-    size = max(64, _power_of_2(q.shape[2]))
-    return dict(GROUP=q.shape[1] // kv_heads, D=q.shape[2], SIZE=size, ROWS=rows, PARTITION=PARTITION)
+def _shapes(inputs: _Inputs, rows: int) -> dict[str, Any]:
+    """Return the compile-time constants that all kernels share. `SIZE` and `REST`: V and D - V padded to sizes that a
+    tile may have; 0 if there is no rest.
+    """
+    (_, heads, key_size), value_size = inputs.q.shape, inputs.value_size
+    rest = max(16, _power_of_2(key_size - value_size)) if key_size > value_size else 0
+    sizes = dict(D=key_size, V=value_size, SIZE=max(64, _power_of_2(value_size)), REST=rest)
+    return dict(GROUP=heads // inputs.groups, **sizes, ROWS=rows, PARTITION=PARTITION)
 
 
 def _power_of_2(n: int) -> int:
@@ -228,7 +250,9 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    V: tl.constexpr,
     SIZE: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
@@ -239,7 +263,7 @@ def _decode_kernel(
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
     head = (query * tl.num_programs(1) + kv_head) * GROUP + tl.minimum(row, GROUP - 1)
-    q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    q = _queries(q_ptr + head * D, D, V, SIZE, REST)
     position = tl.zeros([ROWS], tl.int32) + (length - 1)
     sight = position, position + 1, window
     table_ptr = tables_ptr + sequence * width
@@ -250,12 +274,12 @@ def _decode_kernel(
         start = index * PARTITION
         seen = oldest, start, tl.minimum(start + PARTITION, length), length - 1
         peak, total, out = _partition(
-            q, sight, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
+            q, sight, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, V, SIZE, REST, ROWS
         )
         part = ((i * tl.num_programs(1) + kv_head) * partitions + index - first) * GROUP + row
         tl.store(peaks_ptr + part, peak, mask=real)
         tl.store(totals_ptr + part, total, mask=real)
-        tl.store(outs_ptr + part[:, None] * D + d[None, :], out, mask=real[:, None] & (d < D)[None, :])
+        tl.store(outs_ptr + part[:, None] * V + d[None, :], out, mask=real[:, None] & (d < V)[None, :])
 
 
 @exact_jit
@@ -273,7 +297,7 @@ def _fold_kernel(
     LISTED: tl.constexpr,
     SINKS: tl.constexpr,
     GROUP: tl.constexpr,
-    D: tl.constexpr,
+    V: tl.constexpr,
     SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
@@ -284,19 +308,19 @@ def _fold_kernel(
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
     row, d = tl.arange(0, ROWS), tl.arange(0, SIZE)
-    real = (row < GROUP)[:, None] & (d < D)[None, :]
+    real = (row < GROUP)[:, None] & (d < V)[None, :]
     peak, total, out = _fresh(SIZE, ROWS)
     first, end = _oldest(length - 1, window) // PARTITION, tl.cdiv(length, PARTITION)
     for index in tl.range(first, end, loop_unroll_factor=4):  # type: ignore[reportGeneralTypeIssues]
         part = ((i * tl.num_programs(1) + kv_head) * partitions + index - first) * GROUP + row
         part_peak = tl.load(peaks_ptr + part, mask=row < GROUP, other=0.0)
         part_total = tl.load(totals_ptr + part, mask=row < GROUP, other=1.0)
-        part_out = tl.load(outs_ptr + part[:, None] * D + d[None, :], mask=real, other=0.0)
+        part_out = tl.load(outs_ptr + part[:, None] * V + d[None, :], mask=real, other=0.0)
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
     if SINKS:
         total, out = _add_sinks(peak, total, out, sinks_ptr + kv_head * GROUP + tl.minimum(row, GROUP - 1))
     head = (query * tl.num_programs(1) + kv_head) * GROUP + row
-    tl.store(out_ptr + head[:, None] * D + d[None, :], _mean(total, out), mask=real)
+    tl.store(out_ptr + head[:, None] * V + d[None, :], _mean(total, out), mask=real)
 
 
 @exact_jit
@@ -321,7 +345,9 @@ def _prefill_kernel(
     SOFT_CAP: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
+    V: tl.constexpr,
     SIZE: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
@@ -334,7 +360,7 @@ def _prefill_kernel(
     first, last = tl.load(tiles_ptr + tile * 2 + 1).to(tl.int32) * ROWS, queries * GROUP - 1
     row, d = tl.minimum(first + tl.arange(0, ROWS), last), tl.arange(0, SIZE)
     head = ((start + row // GROUP) * tl.num_programs(1) + kv_head) * GROUP + row % GROUP
-    q = tl.load(q_ptr + head[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    q = _queries(q_ptr + head * D, D, V, SIZE, REST)
     position = length - queries + row // GROUP
     oldest = _oldest(length - queries + first // GROUP, window)
     last_query = tl.minimum(first + ROWS - 1, last) // GROUP
@@ -349,13 +375,13 @@ def _prefill_kernel(
     for start in range(oldest // PARTITION * PARTITION, end, PARTITION):
         seen = oldest, start, tl.minimum(start + PARTITION, end), length - 1
         part_peak, part_total, part_out = _partition(
-            q, sight, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, SIZE, ROWS
+            q, sight, seen, table_ptr, k_ptr, v_ptr, scale, KEYS, BLOCK, SOFT_CAP, D, V, SIZE, REST, ROWS
         )
         peak, total, out = _fold(peak, total, out, part_peak, part_total, part_out)
     if SINKS:
         total, out = _add_sinks(peak, total, out, sinks_ptr + kv_head * GROUP + row % GROUP)
-    real = (first + tl.arange(0, ROWS) <= last)[:, None] & (d < D)[None, :]
-    tl.store(out_ptr + head[:, None] * D + d[None, :], _mean(total, out), mask=real)
+    real = (first + tl.arange(0, ROWS) <= last)[:, None] & (d < V)[None, :]
+    tl.store(out_ptr + head[:, None] * V + d[None, :], _mean(total, out), mask=real)
 
 
 @device_function
@@ -367,6 +393,18 @@ def _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED: tl.constexpr):
         sequence = tl.load(sequences_ptr + i)
         query = tl.load(starts_ptr + sequence)
     return sequence, query, tl.load(lens_ptr + sequence).to(tl.int32)
+
+
+@device_function
+def _queries(rows_ptr, D: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, REST: tl.constexpr):
+    """Load queries as [ROWS, SIZE], and the rest of the queries as [ROWS, REST]."""
+    d = tl.arange(0, SIZE)
+    q = tl.load(rows_ptr[:, None] + d[None, :], mask=(d < V)[None, :], other=0.0)
+    rest = q
+    if REST:
+        e = tl.arange(0, REST)
+        rest = tl.load(rows_ptr[:, None] + V + e[None, :], mask=(e < D - V)[None, :], other=0.0)
+    return q, rest
 
 
 @device_function
@@ -388,10 +426,12 @@ def _partition(
     BLOCK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     D: tl.constexpr,
+    V: tl.constexpr,
     SIZE: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Return the partial softmax of rows q [ROWS, SIZE] over those keys of a partition that the rows see.
+    """Return the partial softmax of the rows of `_queries` over those keys of a partition that the rows see.
 
     `sight`: the positions of the rows and the ends of the keys that they see, both [ROWS], and the window.
     `seen`: the first key that any row sees, the start and end of the partition, and the sequence's last token. Keys
@@ -407,11 +447,18 @@ def _partition(
         # Slots are 32-bit numbers, since 64 bits would take too many registers. A cache has fewer than 2**31 slots over
         # all heads.
         slot = tl.load(table_ptr + stored // BLOCK).to(tl.int32) * BLOCK + stored % BLOCK
-        place = (slot * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * D
-        k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < D)[:, None], other=0.0)
-        v = tl.load(v_ptr + place[:, None] + d[None, :], mask=(d < D)[None, :], other=0.0)
+        place = slot.to(tl.int64) * D if REST else (slot * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * D
+        k = tl.load(k_ptr + place[None, :] + d[:, None], mask=(d < V)[:, None], other=0.0)
+        products = tl.dot(q[0], k)
+        if REST:
+            e = tl.arange(0, REST)
+            rest = tl.load(k_ptr + place[None, :] + V + e[:, None], mask=(e < D - V)[:, None], other=0.0)
+            products = tl.dot(q[1], rest, products)
+            v = tl.trans(k)
+        else:
+            v = tl.load(v_ptr + place[:, None] + d[None, :], mask=(d < V)[None, :], other=0.0)
         visible = (token[None, :] < row_end[:, None]) & (position[:, None] - token[None, :] < window)
-        scores = _scores(q, k, visible, scale, SOFT_CAP)
+        scores = _scores(products, visible, scale, SOFT_CAP)
         peak, total, out = _add_tile(peak, total, out, scores, v)
     return peak, total, out
 
@@ -423,9 +470,9 @@ def _fresh(SIZE: tl.constexpr, ROWS: tl.constexpr):
 
 
 @device_function
-def _scores(q, k, visible, scale, SOFT_CAP: tl.constexpr):
-    """Return scores [ROWS, KEYS] for keys k [SIZE, KEYS], as exponents of 2."""
-    scores = tl.dot(q, k) * scale
+def _scores(products, visible, scale, SOFT_CAP: tl.constexpr):
+    """Return scores [ROWS, KEYS] for the products of queries and keys, as exponents of 2."""
+    scores = products * scale
     if SOFT_CAP is not None:
         scores = _capped(scores, SOFT_CAP)
     return tl.where(visible, scores, -float("inf"))

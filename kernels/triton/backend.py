@@ -46,6 +46,7 @@ from .head import token_statistics as token_statistics
 from .launch import Launch, compile_all, describe_fault, describe_settings, recording
 from .products import back_sums as back_sums
 from .products import gate_up as gate_up
+from .products import head_linear as head_linear
 from .products import linear as linear
 from .products import project_back as project_back
 from .products import qkv_parts
@@ -60,6 +61,7 @@ from .rows import write_kv as write_kv
 
 _SELF = cast(Backend, sys.modules[__name__])
 HEAD_SECTION = SECTION
+HOLDS_VALUES = False
 
 
 def instruction_set() -> str:

@@ -86,6 +86,7 @@ TILES = (
 CUT_TILES = (Tile(64, 64, 0, 64, 4, 4), Tile(64, 128, 0, 64, 4, 4), Tile(128, 128, 0, 64, 8, 4))
 NARROW_TILE = Tile(64, 32, 0, 32, 4, 2)  # if K is not a multiple of 8 and elements are loaded one by one
 APART_TOKENS = 1024  # the parts of more tokens would take hundreds of MB
+HEAD_FEATURES, HEAD_DEPTH = 64, 64  # of a program that multiplies one head
 FOLD_COLUMNS = 1024
 FEW_TOKENS = 192  # up to this number of tokens, one token tile is preferred to several tiles
 TWO_ACCUMULATORS = 1.2  # relative time of two accumulators for the same work; fitted
@@ -153,6 +154,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     All tensors share one dtype, bfloat16 or float16.
     """
     return _linear(x, factor_of(weight), bias, None, x.dtype)
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head of x [M, heads, K] by the transpose of the head's rows of weight [heads * N, K], and round
+    once. Return [M, heads, N].
+
+    A chain of matrix instructions sums all of K. All programs have the same features; the number of tokens of a program
+    does not affect a bit, as in the other products.
+    """
+    x = aligned(x)
+    tokens, heads, columns = x.shape
+    features, width = len(weight) // heads, 16 if len(x) <= 16 else 64
+    out = x.new_empty(tokens, heads, features)
+    grid = divide_up(features, HEAD_FEATURES), divide_up(tokens, width), heads
+    sizes = dict(HEADS=heads, COLUMNS=columns, ROWS=features, FEATURES=HEAD_FEATURES, TOKENS=width, DEPTH=HEAD_DEPTH)
+    launch(_head_linear_kernel, grid, x, weight, out, tokens, warps=4, stages=3, **sizes)
+    return out
 
 
 def project_back(
@@ -573,6 +591,36 @@ def _finish(
     if RESIDUAL:
         result = result.to(tl.float32) + tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@exact_jit
+def _head_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    tokens,
+    HEADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """Program (i, j, head) computes a tile of features and a tile of tokens of one head."""
+    head = tl.program_id(2).to(tl.int64)
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    place = token.to(tl.int64) * HEADS + head
+    sums = tl.zeros([FEATURES, TOKENS], tl.float32)
+    for start in range(0, COLUMNS, DEPTH):
+        column = start + tl.arange(0, DEPTH)
+        in_rows = (feature < ROWS)[:, None] & (column < COLUMNS)[None, :]
+        rows = tl.load(weight_ptr + (head * ROWS + feature)[:, None] * COLUMNS + column[None, :], in_rows, other=0.0)
+        in_x = (column < COLUMNS)[:, None] & (token < tokens)[None, :]
+        x = tl.load(x_ptr + place[None, :] * COLUMNS + column[:, None], in_x, other=0.0)
+        sums = tl.dot(rows, x, sums)
+    stored = (feature < ROWS)[:, None] & (token < tokens)[None, :]
+    tl.store(out_ptr + place[None, :] * ROWS + feature[:, None], sums.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @exact_jit

@@ -82,7 +82,15 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor] | Rotation, interleaved: boo
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    """Store k and v [M, kv_heads, D] at `slots` (int64 [M]) of contiguous caches [blocks, block_size, kv_heads, D]."""
+    """Store k and v [M, kv_heads, D] at `slots` (int64 [M]) of contiguous caches [blocks, block_size, kv_heads, D].
+
+    In latent attention, v [M, 1, V] is the beginning of k, and only the cache of keys is written.
+    """
+    if v.shape[2] < k.shape[2]:
+        k, slots = aligned(k), aligned(slots)
+        sizes = dict(SIZE=k.shape[2], VALUES=v.shape[2])
+        launch(_write_latent_kernel, (len(k),), k, slots, k_cache, warps=_HEAD_WARPS, **sizes)
+        return
     k, v, slots = aligned(k), aligned(v), aligned(slots)
     rows, heads, size = k.shape
     args = k, v, slots, k_cache, v_cache
@@ -181,6 +189,20 @@ def _write_kv_kernel(k_ptr, v_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, HEADS: t
     k, v = _load_halves(k_ptr + head * SIZE, SIZE), _load_halves(v_ptr + head * SIZE, SIZE)
     place = (tl.load(slots_ptr + head // HEADS) * HEADS + head % HEADS) * SIZE
     _store_token(k_cache_ptr + place, v_cache_ptr + place, k, v, SIZE)
+
+
+@exact_jit
+def _write_latent_kernel(k_ptr, slots_ptr, cache_ptr, SIZE: tl.constexpr, VALUES: tl.constexpr):
+    """Store a token of latent attention: VALUES elements of the latent row, with 0 for elements that are not finite,
+    and the rest of the key, all NaN if any element of the token is not finite.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, triton.next_power_of_2(SIZE))  # type: ignore[reportArgumentType]
+    k = tl.load(k_ptr + token * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    finite = _is_finite(k)
+    shown = tl.min(finite.to(tl.int32), axis=0) == 1
+    stored = tl.where(i < VALUES, tl.where(finite, k, 0.0), tl.where(shown, k, float("nan")))
+    tl.store(cache_ptr + tl.load(slots_ptr + token) * SIZE + i, stored.to(cache_ptr.dtype.element_ty), mask=i < SIZE)
 
 
 @exact_jit

@@ -63,7 +63,8 @@ class _Asked:
     def sizes(self) -> Sizes:
         """Sizes of blocks and states of a rank."""
         itemsize, kv_head = self.model.dtype.itemsize, 4 if self.kv_bytes == 1 else 0
-        storage = Storage(kv=self.kv_bytes or itemsize, tail=itemsize, kv_head=kv_head)
+        holds_values = self.model.ops.HOLDS_VALUES
+        storage = Storage(self.kv_bytes or itemsize, itemsize, kv_head=kv_head, holds_values=holds_values)
         return Sizes.of(self.model.spec, storage, self.config.block_size, self.config.num_drafts)
 
     @property

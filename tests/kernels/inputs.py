@@ -192,7 +192,8 @@ class Paged:
 
     `attention`: the window and the soft cap of `paged_attention`. `sinks`: whether heads have sinks. `spans`: pairs
     (start, end) of tokens that see all tokens of their pair, in each sequence that has them. `q`, `k`, `v`: for each
-    sequence [its length, heads, size]; keys and values have `kv_heads` heads.
+    sequence [its length, heads, size]; keys and values have `kv_heads` heads. `latent`: in latent attention, the values
+    are this number of elements of the keys.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class Paged:
         seed: int = 0,
         sinks: bool = False,
         spans: Sequence[tuple[int, int]] = (),
+        latent: int | None = None,
         **attention: Any,
     ) -> None:
         self.ends = torch.arange(max(lens)) + 1
@@ -218,11 +220,16 @@ class Paged:
         counts = [-(-n // block_size) for n in lens]
         num_blocks = sum(counts) + 3
         self.k_cache, self.v_cache = empty_caches(num_blocks, block_size, kv_heads, size, served.dtype)
+        if latent is not None:
+            holds_values = getattr(served.ops, "HOLDS_VALUES", False)
+            self.v_cache = (self.v_cache if holds_values else self.k_cache)[..., :latent]
+            self.v_cache = self.v_cache.contiguous() if holds_values else self.v_cache
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self.tables = torch.zeros(len(lens), max(counts), dtype=torch.int64)
         self.q = [randn(n, heads, size, dtype=served.dtype, seed=100 * i) for i, n in enumerate(lens)]
         self.k = [randn(n, kv_heads, size, dtype=served.dtype, seed=100 * i + 1) for i, n in enumerate(lens)]
         self.v = [randn(n, kv_heads, size, dtype=served.dtype, seed=100 * i + 2) for i, n in enumerate(lens)]
+        self.v = self.v if latent is None else [k[..., :latent] for k in self.k]
         for i, blocks in enumerate(order[: sum(counts)].split(counts)):
             self.tables[i, : len(blocks)] = blocks
             self.write(i)

@@ -86,6 +86,12 @@ def linear(n: int, k: int, bias: bool, served: Served) -> RowOp:
     return RowOp(lambda x: served.ops.linear(x, weight, b), (randn(ROWS, k, dtype=served.dtype),))
 
 
+def head_linear(heads: int, n: int, k: int, served: Served) -> RowOp:
+    weight = stored(served.ops, randn(heads * n, k, dtype=served.dtype, seed=1))
+    rows = randn(ROWS, heads, k, dtype=served.dtype)
+    return RowOp(lambda x: served.ops.head_linear(x, weight), (rows,))
+
+
 def project_back(n: int, k: int, served: Served) -> RowOp:
     weight = stored(served.ops, randn(n, k, dtype=served.dtype, seed=1))
     rows = (randn(ROWS, k, dtype=served.dtype), randn(ROWS, n, dtype=served.dtype, seed=2))
@@ -283,6 +289,7 @@ MIXTURE_OPS: dict[str, Callable[[Served], RowOp]] = {
 TYPED_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{f"linear {n}x{k}": partial(linear, n, k, False) for n, k in ((576, 576), (96, 1536), (1, 7), (513, 130))},
     **{f"linear {n}x{k} bias": partial(linear, n, k, True) for n, k in ((96, 64), (1, 7), (513, 130))},
+    **{f"head_linear {n}x{k}": partial(head_linear, 3, n, k) for n, k in ((64, 130), (160, 24))},
     **{f"project_back {n}x{k}": partial(project_back, n, k) for n, k in ((576, 576), (17, 33), (513, 130))},
     **{f"gate_mul silu {n}": partial(gate_mul, n, "silu") for n in (7, 130, 1001)},
     "gate_mul gelu_tanh 130": partial(gate_mul, 130, "gelu_tanh"),
@@ -331,6 +338,7 @@ INTERPRETED_ROWS = 20
 INTERPRETED = (
     *(
         "linear 513x130 bias",
+        "head_linear 64x130",
         "project_back 17x33",
         "gate_mul silu 130",
         "rope 80",
@@ -500,10 +508,12 @@ HEADS = [(6, 2, 64), (4, 4, 80), (9, 1, 16), (8, 1, 128), (3, 3, 96), (4, 2, 256
 # Windows around the length of a split, and soft caps.
 ATTENTION = [dict(window=window) for window in (1, 31, KV_SPLIT, KV_SPLIT + 1, 200)] + [dict(soft_cap=3.0)]
 ATTENTION += [dict(window=140, soft_cap=3.0), dict(sinks=True), dict(window=31, soft_cap=3.0, sinks=True)]
+LATENT: list[tuple[int, int, int, dict[str, Any]]] = [(5, 1, 80, dict(latent=64)), (4, 1, 576, dict(latent=512))]
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,size,attention", [(*heads, {}) for heads in HEADS] + [(6, 2, 64, each) for each in ATTENTION]
+    "heads,kv_heads,size,attention",
+    [(*heads, {}) for heads in HEADS] + [(6, 2, 64, each) for each in ATTENTION] + LATENT,
 )
 @thinned(lambda quick, size, attention, **_: size <= 80 or not quick[0].emulated)
 def test_attention_does_not_depend_on_chunks_or_company(
@@ -550,7 +560,8 @@ def test_attention_within_spans_does_not_depend_on_chunks_or_company(
 
 
 @pytest.mark.parametrize(
-    "heads,kv_heads,size,attention", [(6, 2, 64, {}), (4, 4, 80, {}), (6, 2, 64, {"window": 140, "sinks": True})]
+    "heads,kv_heads,size,attention",
+    [(6, 2, 64, {}), (4, 4, 80, {}), (6, 2, 64, {"window": 140, "sinks": True}), LATENT[0]],
 )
 @pytest.mark.parametrize("block_size", [2, 8, 24, 64, 512])
 def test_attention_does_not_depend_on_block_size(
@@ -617,10 +628,11 @@ def test_attention_does_not_depend_on_a_place_in_memory(served: Served, place: C
 
 def test_attention_never_reads_what_others_left_behind(quick: Served) -> None:
     for block_size in (2, 16, 24, 512):
-        paged = Paged(quick, [1, 300, 17], block_size=block_size)
-        assert paged.k_cache.isnan().any() and paged.v_cache.isnan().any(), "the unused places hold NaN"
-        for i in range(3):
-            assert paged.whole(i).isfinite().all()
+        for kv_heads, latent in ((2, None), (1, 48)):
+            paged = Paged(quick, [1, 300, 17], kv_heads=kv_heads, block_size=block_size, latent=latent)
+            assert paged.k_cache.isnan().any() and paged.v_cache.isnan().any(), "the unused places hold NaN"
+            for i in range(3):
+                assert paged.whole(i).isfinite().all()
 
 
 @pytest.mark.parametrize("window,block_size", [(1, 16), (31, 2), (32, 24), (KV_SPLIT, 16), (180, 16)])

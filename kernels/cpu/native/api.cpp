@@ -137,17 +137,18 @@ void with_type(int is_bfloat16, const Body& body) {
 }
 
 struct Sizes {
-    long heads, kv_heads, head_dim, block_size;
+    long heads, kv_heads, head_dim, value_dim, block_size;
 
     template <class T>
     Caches<T> caches(const CachePointers& at) const {
-        return {as<T>(at.keys), as<T>(at.values), block_size, kv_heads, head_dim};
+        return {as<T>(at.keys), as<T>(at.values), block_size, kv_heads, head_dim, value_dim};
     }
 };
 
 Sizes sizes_of(const AttentionNumbers& numbers, long block_size) {
     const auto whole = [](double number) { return static_cast<long>(number); };
-    return {whole(numbers.heads), whole(numbers.kv_heads), whole(numbers.head_dim), block_size};
+    const long head_dim = whole(numbers.head_dim);
+    return {whole(numbers.heads), whole(numbers.kv_heads), head_dim, head_dim, block_size};
 }
 
 // The window, cap and sinks of attention scores. `window` and `soft_cap`: 0 for none.
@@ -549,6 +550,16 @@ void trueroll_linear(
     });
 }
 
+void trueroll_head_linear(
+    long threads, int bfloat16, const void* x, long count, long heads, long k, const void* w, long n, void* out
+) {
+    const Call call(threads);
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).head_linear({as<const T>(x), count, heads, {as<T>(w), heads * n, k}, as<T>(out)});
+    });
+}
+
 void trueroll_back_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, long pieces, long length,
     float* out
@@ -606,23 +617,23 @@ void trueroll_qkv(
 
 void trueroll_write_kv(
     int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
-    long block_size, long kv_heads, long head_dim
+    long block_size, long kv_heads, long head_dim, long value_dim
 ) {
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Caches<T> caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim};
+        const Caches<T> caches = {as<T>(keys), as<T>(values), block_size, kv_heads, head_dim, value_dim};
         chosen->ops(type).write_kv(caches, as<const T>(k), as<const T>(v), slots, count);
     });
 }
 
 void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
-    long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window, float soft_cap,
-    const void* sinks, void* out
+    long head_dim, long value_dim, long block_size, long sequences, const int64_t* query_starts,
+    const int64_t* context_lens, const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window,
+    float soft_cap, const void* sinks, void* out
 ) {
     const Call call(threads);
-    const Sizes sizes = {heads, kv_heads, head_dim, block_size};
+    const Sizes sizes = {heads, kv_heads, head_dim, value_dim, block_size};
     const Batch batch = {sequences, query_starts, context_lens, tables, max_blocks, ends};
     const Scoring scoring = {scale, window, soft_cap, sinks};
     with_type(bfloat16, [&](auto type) {

@@ -172,6 +172,11 @@ void trueroll_linear(
     const void* residual, long pieces, long length, void* out
 );
 
+// As in `HeadLinearArgs`. A head's matrix is [n, k].
+void trueroll_head_linear(
+    long threads, int bfloat16, const void* x, long count, long heads, long k, const void* w, long n, void* out
+);
+
 void trueroll_back_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* w, long n, long pieces, long length,
     float* out
@@ -195,14 +200,14 @@ void trueroll_qkv(
 
 void trueroll_write_kv(
     int bfloat16, const void* k, const void* v, const int64_t* slots, long count, void* keys, void* values,
-    long block_size, long kv_heads, long head_dim
+    long block_size, long kv_heads, long head_dim, long value_dim
 );
 
 void trueroll_attention(
     long threads, int bfloat16, const void* q, const void* keys, const void* values, long heads, long kv_heads,
-    long head_dim, long block_size, long sequences, const int64_t* query_starts, const int64_t* context_lens,
-    const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window, float soft_cap,
-    const void* sinks, void* out
+    long head_dim, long value_dim, long block_size, long sequences, const int64_t* query_starts,
+    const int64_t* context_lens, const int64_t* tables, long max_blocks, const int64_t* ends, float scale, long window,
+    float soft_cap, const void* sinks, void* out
 );
 
 // Runs layers one after the other, each with its numbers, weights, memory and pages. `ends`: for each row, the end of the

@@ -1,30 +1,30 @@
 // Paged attention. A part of kernels.h.
 
 // The softmax over a part of the keys, for several query rows: the largest score (peak), the sum of e^(score - peak),
-// and the sum of the values with these weights [rows, head_dim]. A peak of -inf means that no key was seen.
+// and the sum of the values with these weights [rows, value_dim]. A peak of -inf means that no key was seen.
 struct Partial {
     float *peaks, *totals, *out;
 
-    static long size(long rows, long head_dim) { return rows * (head_dim + 2); }
+    static long size(long rows, long value_dim) { return rows * (value_dim + 2); }
     Partial(float* memory, long rows) : peaks(memory), totals(memory + rows), out(memory + 2 * rows) {}
 
     // The same partial softmax from row `row` on.
-    Partial from(long row, long head_dim) const {
+    Partial from(long row, long value_dim) const {
         Partial rest = *this;
-        rest.peaks += row, rest.totals += row, rest.out += row * head_dim;
+        rest.peaks += row, rest.totals += row, rest.out += row * value_dim;
         return rest;
     }
 };
 
-inline void copy(const Partial& from, const Partial& to, long rows, long head_dim) {
+inline void copy(const Partial& from, const Partial& to, long rows, long value_dim) {
     const size_t bytes = static_cast<size_t>(rows) * sizeof(float);
     memcpy(to.peaks, from.peaks, bytes), memcpy(to.totals, from.totals, bytes);
-    memcpy(to.out, from.out, bytes * static_cast<size_t>(head_dim));
+    memcpy(to.out, from.out, bytes * static_cast<size_t>(value_dim));
 }
 
 // Adds the next part to a softmax (Milakov and Gimelshein 2018). Rows that see no key of the part keep their bits. Rows
 // that saw no key before the part take the bits of the part.
-inline void fold(const Partial& state, const Partial& next, long rows, long head_dim) {
+inline void fold(const Partial& state, const Partial& next, long rows, long value_dim) {
     for (long first = 0; first < rows; first += LANES) {
         const long n = smaller(LANES, rows - first);
         float before_scale[LANES], after_scale[LANES];
@@ -36,22 +36,22 @@ inline void fold(const Partial& state, const Partial& next, long rows, long head
             const long row = first + i;
             if (next.peaks[row] == -INFINITY) continue;
             if (state.peaks[row] == -INFINITY) {
-                copy(next.from(row, head_dim), state.from(row, head_dim), 1, head_dim);
+                copy(next.from(row, value_dim), state.from(row, value_dim), 1, value_dim);
                 continue;
             }
             state.peaks[row] = state.peaks[row] > next.peaks[row] ? state.peaks[row] : next.peaks[row];
             state.totals[row] = state.totals[row] * before_scale[i] + next.totals[row] * after_scale[i];
             const F left_scale = set1(before_scale[i]), right_scale = set1(after_scale[i]);
-            float *left = state.out + row * head_dim, *right = next.out + row * head_dim;
-            for (long j = 0; j < head_dim; j += LANES)
+            float *left = state.out + row * value_dim, *right = next.out + row * value_dim;
+            for (long j = 0; j < value_dim; j += LANES)
                 store(left + j, add(mul(load(left + j), left_scale), mul(load(right + j), right_scale)));
         }
     }
 }
 
-inline void clear(const Partial& state, long rows, long head_dim) {
+inline void clear(const Partial& state, long rows, long value_dim) {
     for (long row = 0; row < rows; ++row) state.peaks[row] = -INFINITY, state.totals[row] = 0.0f;
-    for (long i = 0; i < rows * head_dim; ++i) state.out[i] = 0.0f;
+    for (long i = 0; i < rows * value_dim; ++i) state.out[i] = 0.0f;
 }
 
 // Queries [first, first + count) of each of the sequences [sequence, sequence + members), for the heads that share one
@@ -94,9 +94,10 @@ template <class T>
 class Attention {
   public:
     explicit Attention(const AttentionArgs<T>& args)
-        : args_(args), caches_(args.caches), dim_(args.caches.head_dim), group_(args.heads / args.caches.kv_heads) {}
+        : args_(args), caches_(args.caches), dim_(args.caches.head_dim), value_dim_(args.caches.value_dim),
+          group_(args.heads / args.caches.kv_heads) {}
 
-    long head_dim() const { return dim_; }
+    long value_dim() const { return value_dim_; }
     long rows(const QueryTile& tile) const { return tile.members * tile.count * group_; }
 
     // The keys [first_key, context) that any query of a tile's first member sees, and the splits [first_split, splits)
@@ -127,7 +128,7 @@ class Attention {
         const QueryTile& tile, long split, const QueryTile& next_tile, long next_split, const Partial& out,
         const Ahead<T>& ahead = {nullptr, 0}
     ) const {
-        const long n = rows(tile), D = dim_;
+        const long n = rows(tile), D = dim_, V = value_dim_;
         const Sight sight = sight_of(tile, split);
         const long skipped = sight.from(0) / TWO_PANELS * TWO_PANELS;
         const Sight rest = sight.after(skipped);
@@ -135,7 +136,7 @@ class Attention {
         const long panels = round_up(keys, LANES) / LANES;
         const Split at(*this, tile, start, keys, rest.from(0));
         const bool all_see_all = sight.to(0) == sight.keys && sight.from(tile.count - 1) == sight.from(0);
-        if (!all_see_all && !at.all_finite(panels, LANES * D)) return reduce_one_by_one(tile, split, out);
+        if (!all_see_all && !at.all_finite(panels, LANES * V)) return reduce_one_by_one(tile, split, out);
         float* scores = scratch<float>(SCORES, n * KV_SPLIT);
         T* weights = scratch<T>(WEIGHTS, n * KV_SPLIT);
         const long passes = (n + PASS_ROWS<T> - 1) / PASS_ROWS<T>, spare = (passes - 1) * panels;
@@ -146,7 +147,7 @@ class Attention {
         if (half > 0) fetch_ahead(scoring, {ahead.panels, half}, spare, 1);
         multiply(scoring, n, false, scores, KV_SPLIT);
         softmax(scores, n, rest, weights, out);
-        const long width = D / LANES;
+        const long width = V / LANES;
         const T *b[KV_SPLIT / LANES * MAX_PANELS], *next[KV_SPLIT / LANES * MAX_PANELS];
         for (long i = 0; i < panels; ++i) {
             const T* next_key = key_panel(next_tile, next_split * KV_SPLIT + i * LANES);
@@ -156,10 +157,10 @@ class Attention {
             }
         }
         Factors<T> weighing = {
-            weights, KV_SPLIT, b, width, D * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
+            weights, KV_SPLIT, b, width, V * PAIR<T>, panels, LANES / PAIR<T>, next, at.key_stride
         };
         if (half > 0) fetch_ahead(weighing, {ahead.panels + half, half}, spare, width);
-        multiply(weighing, n, false, out.out, D);
+        multiply(weighing, n, false, out.out, V);
     }
 
     // Reduces each query in its own tile. In a shared tile, a NaN or infinite value of a later token would reach the
@@ -167,25 +168,25 @@ class Attention {
     void reduce_one_by_one(const QueryTile& tile, long split, const Partial& out) const {
         for (long i = 0; i < tile.count; ++i) {
             const QueryTile query = {tile.sequence, 1, tile.kv_head, tile.first + i, 1};
-            const Partial part = out.from(i * group_, dim_);
+            const Partial part = out.from(i * group_, value_dim_);
             if (first_split(query) <= split && split < splits(query))
                 reduce(query, split, query, split, part);
             else
-                clear(part, group_, dim_);
+                clear(part, group_, value_dim_);
         }
     }
 
     void finish(const QueryTile& tile, const Partial& state) const {
         long row = 0;
-        visit_heads(tile, [&](long place) {
+        visit_heads(tile, [&](long head) {
             for (long i = 0; i < group_; ++i, ++row) {
-                T* out = args_.out + place + i * dim_;
+                T* out = args_.out + (head + i) * value_dim_;
                 F total = set1(state.totals[row]), kept = set1(1.0f);
                 if (args_.sinks != nullptr)
                     fold_sink(set1(state.peaks[row]), widened(args_.sinks[tile.kv_head * group_ + i]), total, kept);
                 // The sign of a zero may depend on the tile's other queries. Adding 0 makes a negative zero positive.
-                for (long j = 0; j < dim_; j += LANES)
-                    store(out + j, div(add(mul(load(state.out + row * dim_ + j), kept), set1(0.0f)), total));
+                for (long j = 0; j < value_dim_; j += LANES)
+                    store(out + j, div(add(mul(load(state.out + row * value_dim_ + j), kept), set1(0.0f)), total));
             }
         });
     }
@@ -207,11 +208,11 @@ class Attention {
         Split(const Attention& attention, const QueryTile& tile, long start, long count, long unseen) {
             const Caches<T>& caches = attention.caches_;
             const int64_t* table = attention.table(tile);
-            const long D = caches.head_dim;
+            const long D = caches.head_dim, V = caches.value_dim;
             const bool aligned = caches.block_size % LANES == 0;
             key_stride = (aligned ? caches.block_size : LANES) * PAIR<T>;
-            T* copies = scratch<T>(TAIL, 2 * KV_SPLIT * D);
-            for (long i = 0; i * LANES < count; ++i, copies += 2 * LANES * D) {
+            T* copies = scratch<T>(TAIL, KV_SPLIT * (D + V));
+            for (long i = 0; i * LANES < count; ++i, copies += LANES * (D + V)) {
                 const long token = start + i * LANES, tokens = smaller(LANES, start + count - token);
                 keys[i] = attention.key_panel(tile, token);
                 values[i] = attention.value_panel(tile, token);
@@ -247,17 +248,17 @@ class Attention {
         static T* copy_values(
             const Caches<T>& caches, const int64_t* table, long head, long token, long first, long n, T* out
         ) {
-            const long D = caches.head_dim, block_size = caches.block_size;
-            memset(static_cast<void*>(out), 0, static_cast<size_t>(LANES * D) * sizeof(T));
+            const long V = caches.value_dim, block_size = caches.block_size;
+            memset(static_cast<void*>(out), 0, static_cast<size_t>(LANES * V) * sizeof(T));
             for (long t = first / PAIR<T> * PAIR<T>; t < n; t += PAIR<T>) {
                 const long offset = (token + t) % block_size;
-                const T* block = caches.value_block(table[(token + t) / block_size], head) + offset * D;
+                const T* block = caches.value_block(table[(token + t) / block_size], head) + offset * V;
                 if (first <= t && t + PAIR<T> <= n) {
-                    memcpy(out + t * D, block, static_cast<size_t>(D * PAIR<T>) * sizeof(T));
+                    memcpy(out + t * V, block, static_cast<size_t>(V * PAIR<T>) * sizeof(T));
                     continue;
                 }
                 const long one = t < first ? 1 : 0;  // index within the pair
-                for (long d = 0; d < D; ++d) out[t * D + d * PAIR<T> + one] = block[d * PAIR<T> + one];
+                for (long d = 0; d < V; ++d) out[t * V + d * PAIR<T> + one] = block[d * PAIR<T> + one];
             }
             return out;
         }
@@ -273,7 +274,7 @@ class Attention {
     }
     const T* value_panel(const QueryTile& tile, long token) const {
         const long block = table(tile)[token / caches_.block_size];
-        return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * dim_;
+        return caches_.value_block(block, tile.kv_head) + token % caches_.block_size * value_dim_;
     }
 
     // Makes the later passes of a product prefetch the panels in `ahead`. The panels are spread evenly over the passes'
@@ -315,19 +316,19 @@ class Attention {
     const T* queries(const QueryTile& tile) const {
         T* q = scratch<T>(QUERIES, rows(tile) * dim_);
         T* next = q;
-        visit_heads(tile, [&](long place) {
-            memcpy(next, args_.q + place, static_cast<size_t>(group_ * dim_) * sizeof(T));
+        visit_heads(tile, [&](long head) {
+            memcpy(next, args_.q + head * dim_, static_cast<size_t>(group_ * dim_) * sizeof(T));
             next += group_ * dim_;
         });
         return q;
     }
 
-    // Calls `visit` for each query in order, with the offset of the tile's heads in the array of all queries.
+    // Calls `visit` for each query in order, with the index of the tile's first head among the heads of all queries.
     template <class Visit>
     void visit_heads(const QueryTile& tile, const Visit& visit) const {
         for (long member = 0; member < tile.members; ++member) {
             const long token = args_.query_starts[tile.sequence + member] + tile.first;
-            for (long i = 0; i < tile.count; ++i) visit(((token + i) * args_.heads + tile.kv_head * group_) * dim_);
+            for (long i = 0; i < tile.count; ++i) visit((token + i) * args_.heads + tile.kv_head * group_);
         }
     }
 
@@ -384,7 +385,7 @@ class Attention {
 
     const AttentionArgs<T>& args_;
     const Caches<T>& caches_;
-    const long dim_, group_;
+    const long dim_, value_dim_, group_;
 };
 
 constexpr long QUERY_ROWS = 48;
@@ -530,14 +531,14 @@ class AttentionRun {
     void run() const {
         parallel(units_, [&](long unit) {
             const AttentionTask &task = leader(unit), &next = leader(unit + num_threads());
-            const long n = op_.rows(task.tile), size = Partial::size(n, op_.head_dim());
+            const long n = op_.rows(task.tile), size = Partial::size(n, op_.value_dim());
             float* memory = scratch<float>(PARTIALS, 2 * size);
             const Partial state(task.memory == nullptr ? memory : task.memory, n), part(memory + size, n);
             for (long split = task.first; split < task.end; ++split) {
                 const bool last = split + 1 == task.end;
                 const AttentionTask& later = last ? next : task;
                 reduce(task, split, later, last ? next.first : split + 1, split == task.first ? state : part);
-                if (split > task.first) fold(state, part, n, op_.head_dim());
+                if (split > task.first) fold(state, part, n, op_.value_dim());
             }
             if (task.memory == nullptr) op_.finish(task.tile, state);
         });
@@ -600,7 +601,7 @@ class PlannedAttention {
         const Caches<T>&here = args_.caches, &there = other.caches;
         return args_.tables == other.tables && args_.window == other.window && args_.heads == other.heads &&
                here.kv_heads == there.kv_heads && here.head_dim == there.head_dim &&
-               here.block_size == there.block_size;
+               here.value_dim == there.value_dim && here.block_size == there.block_size;
     }
 
     void run() const {
@@ -617,7 +618,7 @@ class PlannedAttention {
             const bool is_large = plan_.is_large(tile);
             large_ += is_large, small_ += !is_large, large_splits_ += is_large ? end - first : 0;
             if (!plan_.fits_tile(tile.sequence)) return;
-            memory_ += Partial::size(op.rows(tile), op.head_dim());
+            memory_ += Partial::size(op.rows(tile), op.value_dim());
             for (long i = tile.sequence; i < tile.sequence + tile.members; ++i)
                 splits_ = larger(splits_, end - plan_.first_split(i));
         });
@@ -637,8 +638,8 @@ class PlannedAttention {
             const long rows = op.rows(tile);
             for (long i = 0; i < tile.members; ++i)
                 *part(tile.sequence + i, tile.kv_head, first) =
-                    Partial(partials, rows).from(i * rows / tile.members, op.head_dim());
-            partials += Partial::size(rows, op.head_dim());
+                    Partial(partials, rows).from(i * rows / tile.members, op.value_dim());
+            partials += Partial::size(rows, op.value_dim());
         });
     }
 
@@ -650,12 +651,12 @@ class PlannedAttention {
     void fold_parts(long sequence) const {
         const Attention<T>& op = plan_.op();
         QueryTile tile = {sequence, 1, 0, 0, plan_.queries(sequence)};
-        const long rows = op.rows(tile), D = op.head_dim();
+        const long rows = op.rows(tile), V = op.value_dim();
         for (; tile.kv_head < args_.caches.kv_heads; ++tile.kv_head) {
-            const Partial state(scratch<float>(PARTIALS, Partial::size(rows, D)), rows);
-            copy(*part(sequence, tile.kv_head, plan_.first_split(sequence)), state, rows, D);
+            const Partial state(scratch<float>(PARTIALS, Partial::size(rows, V)), rows);
+            copy(*part(sequence, tile.kv_head, plan_.first_split(sequence)), state, rows, V);
             for (long split = plan_.second_part(sequence); plan_.has_split(sequence, split); ++split)
-                fold(state, *part(sequence, tile.kv_head, split), rows, D);
+                fold(state, *part(sequence, tile.kv_head, split), rows, V);
             op.finish(tile, state);
         }
     }

@@ -82,6 +82,16 @@ struct LinearArgs {
     float residual_scale = 1.0f;  // multiplies the rounded product before the residual is added
 };
 
+// `x`: [count, heads, columns of weight]. `weight`: the matrices of all heads, one below the other. Each head's matrix
+// begins at a panel. `out`: [count, heads, rows of a head].
+template <class T>
+struct HeadLinearArgs {
+    const T* x;
+    long count, heads;
+    Matrix<T> weight;
+    T* out;
+};
+
 enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU };
 
 template <class T>
@@ -157,15 +167,15 @@ struct MixtureArgs {
     T* active;
 };
 
-// The caches of keys and values: `block_size` tokens of `head_dim` values per block and key-value head. Keys are stored
-// as [head_dim / PAIR][token][PAIR], values as [token / PAIR][head_dim][PAIR].
+// The caches of keys and values: `block_size` tokens per block and key-value head. Keys are stored as [head_dim /
+// PAIR][token][PAIR], values as [token / PAIR][value_dim][PAIR].
 template <class T>
 struct Caches {
     T *keys, *values;
-    long block_size, kv_heads, head_dim;
+    long block_size, kv_heads, head_dim, value_dim;
 
     T* key_block(long block, long head) const { return keys + (block * kv_heads + head) * block_size * head_dim; }
-    T* value_block(long block, long head) const { return values + (block * kv_heads + head) * block_size * head_dim; }
+    T* value_block(long block, long head) const { return values + (block * kv_heads + head) * block_size * value_dim; }
 };
 
 template <class T>
@@ -344,6 +354,7 @@ struct MergeArgs {
 template <class T>
 struct Ops {
     void (*linear)(const LinearArgs<T>&);
+    void (*head_linear)(const HeadLinearArgs<T>&);
     void (*logits)(const Input<T>&, const Matrix<T>&, const LogitNumbers&, float*);
     void (*gate_up)(const GateUpArgs<T>&);
     void (*qkv)(const QkvArgs<T>&);

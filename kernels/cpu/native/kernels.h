@@ -21,6 +21,7 @@
 
 template <class T>
 constexpr Ops<T> ALL_OPS = {
-    linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head_sections<T>, rmsnorm<T>, gate_mul<T>,
+    linear<T>, head_linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head_sections<T>,
+    rmsnorm<T>, gate_mul<T>,
     convolve<T>, delta_rule<T>, route<T>, experts<T>, merge<T>,
 };

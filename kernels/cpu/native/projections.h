@@ -152,6 +152,26 @@ void linears(const LinearArgs<T>* products, long count) {
 template <class T>
 void linear(const LinearArgs<T>& args) { linears(&args, 1); }
 
+template <class T>
+void head_linear(const HeadLinearArgs<T>& args) {
+    const Matrix<T>& weight = args.weight;
+    const Left<T> left(Input<T>{args.x, args.count * args.heads, weight.columns, {}});
+    const long N = weight.rows / args.heads, panels = N / LANES, width = panels_in_group(args.count);
+    const long groups = round_up(panels, width) / width, lda = args.heads * left.stride;
+    for_tiles(args.count, args.heads * groups, [&](long start, long rows, long group) {
+        const long head = group / groups, first = group % groups * width, n = smaller(width, panels - first);
+        const T* b[MAX_PANELS];
+        for (long i = 0; i < n; ++i) b[i] = weight.panel(head * panels + first + i);
+        float* c = scratch<float>(PRODUCT, rows * n * LANES);
+        const T* a = left.data + start * lda + head * left.stride;
+        multiply_all(a, lda, rows, b, n, weight.steps(), hop(weight, width), c, n * LANES);
+        for (long row = 0; row < rows; ++row) {
+            T* out = args.out + ((start + row) * args.heads + head) * N + first * LANES;
+            for (long i = 0; i < n * LANES; i += LANES) store(out + i, load(c + row * n * LANES + i));
+        }
+    });
+}
+
 // Norms rows [count, N] in place, multiplies them by `scale`, then adds the residual.
 template <class T>
 void norm_and_add(const Norm<T>& norm, const T* residual, float scale, long count, long N, T* rows) {
@@ -288,8 +308,8 @@ template <class T>
 void write_value(const Caches<T>& caches, long slot, long head, const T* value) {
     const long offset = slot % caches.block_size;
     T* block = caches.value_block(slot / caches.block_size, head);
-    block += offset / PAIR<T> * PAIR<T> * caches.head_dim + offset % PAIR<T>;
-    for (long i = 0; i < caches.head_dim; ++i) block[i * PAIR<T>] = value[i];
+    block += offset / PAIR<T> * PAIR<T> * caches.value_dim + offset % PAIR<T>;
+    for (long i = 0; i < caches.value_dim; ++i) block[i * PAIR<T>] = value[i];
 }
 
 template <class T>
@@ -297,7 +317,7 @@ void write_kv(const Caches<T>& caches, const T* keys, const T* values, const int
     for (long i = 0; i < count * caches.kv_heads; ++i) {
         const long slot = slots[i / caches.kv_heads], head = i % caches.kv_heads;
         write_key(caches, slot, head, keys + i * caches.head_dim);
-        write_value(caches, slot, head, values + i * caches.head_dim);
+        write_value(caches, slot, head, values + i * caches.value_dim);
     }
 }
 

@@ -30,10 +30,10 @@ from trueroll.engine.models.dummy import fill_randomly
 from trueroll.engine.models.eos import find_eos_tokens
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.errors import AlignmentError, ConfigError, ModelError
-from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, Pages, StateBatch
+from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, Pages, StateBatch, new_caches
 from trueroll.kernels.families import describe
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import AttentionSpec, DeltaNetSpec
+from trueroll.kernels.specs import AttentionSpec, CachedSpec, DeltaNetSpec
 from trueroll.kernels.training import align, aligned_with, token_log_probs, unalign
 
 CPU = torch.device("cpu")
@@ -60,9 +60,10 @@ class Hybrid:
         """Return memories for the sequences, filled with NaN."""
         dtype, found = self.model.dtype, []
         for mixer in (layer.mixer for layer in self.model.spec.layers):
-            if isinstance(mixer, AttentionSpec):
-                shape = (sequences * self.blocks, BLOCK, mixer.num_kv_heads, mixer.head_dim)
-                found.append(tuple(torch.full(shape, torch.nan, dtype=dtype) for _ in "kv"))
+            if isinstance(mixer, CachedSpec):
+                empty = partial(torch.full, fill_value=torch.nan, dtype=dtype)
+                blocks = sequences * self.blocks, BLOCK
+                found.append(new_caches(self.model.ops, mixer, *blocks, lambda *shape, empty=empty: empty(shape)))
             else:
                 states = torch.full((SLOTS, *mixer.state_shape), torch.nan)
                 found.append((states, torch.full((SLOTS, *mixer.tail_shape), torch.nan, dtype=dtype)))

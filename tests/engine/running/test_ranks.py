@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": WIDE | dict(hidden_size=128),
     "phi3": WIDE | dict(hidden_size=128),
     "gpt_oss": WIDE | dict(intermediate_size=64, layer_types=["sliding_attention", "full_attention"] * 2),
+    "deepseek_v3": _MIXTURE | dict(num_key_value_heads=8),
 }
 
 

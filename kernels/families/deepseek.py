@@ -1,0 +1,130 @@
+"""DeepSeek V2 and V3 and their relatives (Moonlight, Kimi K2, GLM-4.7-Flash, the text of Kimi K2.5): latent attention,
+and experts beside a shared expert for all tokens.
+
+Files may end with layers for multi-token prediction, which are not served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from trueroll.errors import ModelError, brief
+
+from ..specs import SHARED_EXPERTS_NAMES, DecoderSpec, LayerSpec, NormSpec, RouterSpec
+from . import Describe
+from .settings import expect, grouped_router, read_settings
+from .towers import RENAMED_OLDER, wrapped_text
+
+_V2: dict[str, Any] = dict(
+    max_position_embeddings=2048,
+    hidden_size=4096,
+    intermediate_size=11008,
+    num_attention_heads=32,
+    q_lora_rank=1536,
+    n_routed_experts=64,
+    n_shared_experts=2,
+    moe_intermediate_size=1407,
+    topk_method="greedy",
+    rope_interleave=True,
+)
+_V3: dict[str, Any] = dict(
+    max_position_embeddings=4096,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    n_routed_experts=256,
+    moe_intermediate_size=2048,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    routed_scaling_factor=2.5,
+    norm_topk_prob=True,
+    first_k_dense_replace=3,
+)
+_GLM: dict[str, Any] = dict(
+    max_position_embeddings=202752,
+    num_attention_heads=20,
+    rms_norm_eps=1e-5,
+    q_lora_rank=768,
+    qk_nope_head_dim=192,
+    v_head_dim=256,
+    n_routed_experts=64,
+    moe_intermediate_size=1536,
+    num_experts_per_tok=4,
+    routed_scaling_factor=1.8,
+    norm_topk_prob=True,
+)
+
+
+def _family(router: Callable[[Any], RouterSpec], **defaults: Any) -> Describe:
+    """Return the `Describe` function of a family. `defaults`: the values that transformers uses for settings that a
+    file omits.
+    """
+
+    def fill(raw: dict[str, Any]) -> dict[str, Any]:
+        # V2 without groups may state them as null. A null q_lora_rank is a value.
+        raw = defaults | {key: value for key, value in raw.items() if value is not None or key == "q_lora_rank"}
+        raw["head_dim"] = raw.get("qk_rope_head_dim", 64)  # the part of a head that is rotated
+        return raw
+
+    def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+        settings = read_settings(fill, raw)
+        heads = settings.num_attention_heads
+        expect(settings, hidden_act="silu", attention_bias=settings.attention_bias, num_key_value_heads=heads)
+        norm, mixer = NormSpec(settings.rms_norm_eps), settings.latent_attention(interleaved=settings.rope_interleave)
+        mlps = settings.mlps(
+            router=router(settings),
+            shared_size=settings.n_shared_experts * settings.moe_intermediate_size,
+            shared_gated=False,
+        )
+        layers = [LayerSpec(mixer, mlp, norm) for mlp in mlps]
+        others = (f"model.layers.{len(layers)}.",)
+        return settings.decoder(architecture, layers, [settings.rotation()], names=SHARED_EXPERTS_NAMES, others=others)
+
+    return describe
+
+
+def _sigmoid_router(settings: Any) -> RouterSpec:
+    return grouped_router(settings, "sigmoid", wide=True, correction=True)
+
+
+def _softmax_router(settings: Any) -> RouterSpec:
+    """Return the router of V2, in which a group is as good as its best expert. It ignores `norm_topk_prob`."""
+    router = replace(grouped_router(settings, "softmax", wide=True, group_best=1), normed=False, eps=0.0)
+    if settings.topk_method == "greedy":
+        return replace(router, groups=1, kept_groups=1)
+    if settings.topk_method == "group_limited_greedy":
+        return router
+    raise ModelError(
+        f"topk_method in config.json must be greedy or group_limited_greedy (got {brief(settings.topk_method)}); "
+        "serve another model"
+    )
+
+
+def _glm4_moe_lite(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    """GLM-4.7-Flash names the layers without experts."""
+    types = raw.get("mlp_layer_types")
+    count = raw.get("num_hidden_layers")
+    if types is None:
+        dense = [0]
+    elif isinstance(types, list) and len(types) == count and {*map(str, types)} <= {"dense", "sparse"}:
+        dense = [i for i, kind in enumerate(types) if kind == "dense"]
+    else:
+        raise ModelError(
+            f"mlp_layer_types in config.json must name {brief(count)} layers, each dense or sparse (got "
+            f"{brief(types)}); correct the file"
+        )
+    return _FLASH(raw | dict(mlp_only_layers=dense, first_k_dense_replace=0), architecture)
+
+
+_FLASH = _family(_sigmoid_router, **_GLM)
+_TEXT = {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
+_BESIDE = ("model.vision_tower.", "model.mm_projector.")
+
+FAMILIES = {
+    "DeepseekV2ForCausalLM": _family(_softmax_router, **_V2),
+    "DeepseekV3ForCausalLM": _family(_sigmoid_router, **_V3),
+    "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
+    "Kimi_K25ForConditionalGeneration": wrapped_text(_TEXT, _BESIDE, RENAMED_OLDER, is_tied=True),
+}
