@@ -288,7 +288,7 @@ class _Layout:
         if spec is not None and self._rotation is None:
             inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float32, device=self._device)
             places = torch.cat([patch_places(self._spec, grid) for grid in self._grids], 1)
-            cosines, sines = turn(backend, spec, inv_freq, places.to(self._device))
+            cosines, sines, _ = turn(backend, spec, inv_freq, places.to(self._device))
             self._rotation = Rotation(self.ordered(cosines), self.ordered(sines))
         return self._rotation
 

@@ -30,7 +30,7 @@ from tiny import MIXTURES, make_tiny_model
 from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels import aligned, autograd, reference
 from trueroll.kernels.autograd import GradientOps, GradientTowerOps
-from trueroll.kernels.contract import ExpertsWeights
+from trueroll.kernels.contract import ExpertsWeights, Rotation
 from trueroll.kernels.packed import Packed
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import (
@@ -328,11 +328,11 @@ def test_gate_up(activation: Activation) -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rope(interleaved: bool) -> None:
-    rotation = native().backend.rotation(torch.arange(20) * 31, randn(8).abs(), 1.2)
+    rotation = Rotation(*native().backend.rotation(torch.arange(20) * 31, randn(8).abs(), 1.2))
 
     def definition(x: Tensor) -> Tensor:
         pairs = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-        turned = torch.complex(*pairs) * torch.complex(*(part[:, None].double() for part in rotation))
+        turned = torch.complex(*pairs) * torch.complex(*(part[:, None].double() for part in rotation[:2]))
         if interleaved:
             return torch.view_as_real(turned).flatten(-2)
         return torch.cat((turned.real, turned.imag), -1)
