@@ -379,9 +379,15 @@ def project(
             q, k = norm_heads(q, k)
     q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
     q, k = (ops.rope(part, rotation, spec.interleaved) for part in (q, k))
-    if rotation.q_scale is not None:
-        q = (q.float() * rotation.q_scale[:, None, None]).to(q.dtype)
+    q = _scaled(q, rotation)
     return torch.cat((q, gate), 2) if spec.output_gate else q, k, v
+
+
+def _scaled(q: Tensor, rotation: Rotation) -> Tensor:
+    """Return rotated queries [M, heads, D] multiplied by `q_scale`."""
+    if rotation.q_scale is None:
+        return q
+    return (q.float() * rotation.q_scale[:, None, None]).to(q.dtype)
 
 
 def gated(ops: LayerOps, q: Tensor, spec: AttentionSpec, attend: Callable[[Tensor], Tensor]) -> Tensor:
@@ -412,7 +418,8 @@ def project_latent(
     latent = ops.rmsnorm(latent.contiguous(), weights.kv_norm, spec.norm)
     parts = q_rope.contiguous(), k_rope[:, None].contiguous()
     q_rope, k_rope = (ops.rope(part, rotation, spec.interleaved) for part in parts)
-    return torch.cat((of_latent, q_rope), 2), torch.cat((latent[:, None], k_rope), 2)
+    q = _scaled(torch.cat((of_latent, q_rope), 2), rotation)
+    return q, torch.cat((latent[:, None], k_rope), 2)
 
 
 def absorb(ops: HeadOps, q: Tensor, k_up: Any, spec: LatentSpec) -> Tensor:

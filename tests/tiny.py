@@ -218,6 +218,30 @@ CORRECTED = tuple(_CORRECTED)
 _CORRECTIONS = ("e_score_correction_bias", "mlp.expert_bias")
 # Tensors that a trainer holds in float32 in a model of another dtype.
 _WIDE = {"Ernie4_5_MoeForCausalLM": (*_CORRECTIONS, "mlp.gate.weight")}
+
+
+def _kimi_config(tie_word_embeddings: bool = False, **text: Any) -> Any:
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_hidden_layers=1,
+        pos_emb_height=4,
+        pos_emb_width=4,
+        patch_size=4,
+    )
+    text_config = text | dict(model_type="deepseek_v3", tie_word_embeddings=tie_word_embeddings)
+    return transformers.Kimi_K25Config(
+        text_config=text_config,
+        vision_config=vision,
+        projection_hidden_size=32,
+        tie_word_embeddings=tie_word_embeddings,
+        image_token_id=500,
+        video_token_id=501,
+        vision_start_token_id=502,
+    )
+
+
 # Latent attention, in layers without and with experts. The norms inside the attention have another epsilon.
 _LATENT: dict[str, Any] = dict(
     num_key_value_heads=4,
@@ -241,6 +265,24 @@ _OF_LATENT: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, An
     "deepseek_v3": (transformers.DeepseekV3Config, transformers.DeepseekV3ForCausalLM, _DENSE_BEFORE),
     "glm4_moe_lite": (transformers.Glm4MoeLiteConfig, transformers.Glm4MoeLiteForCausalLM, _LATENT),
 }
+_OF_LATENT["mistral4"] = (
+    transformers.Mistral4Config,
+    transformers.Mistral4ForCausalLM,
+    _LATENT
+    | dict(
+        first_k_dense_replace=1,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=16.0,
+            original_max_position_embeddings=32,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.3,
+        ),
+    ),
+)
+_OF_LATENT["kimi_k25"] = (_kimi_config, transformers.Kimi_K25ForConditionalGeneration, _DENSE_BEFORE)
 _FAMILIES |= _OF_LATENT
 OF_LATENT = tuple(_OF_LATENT)
 MIXTURES = ("qwen3_moe", "qwen3_next_moe", "qwen3_5_moe", "gpt_oss")

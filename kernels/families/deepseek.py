@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 and their relatives (Moonlight, Kimi K2, GLM-4.7-Flash, the text of Kimi K2.5): latent attention,
-and experts beside a shared expert for all tokens.
+"""DeepSeek V2 and V3 and their relatives (Moonlight, Kimi K2, GLM-4.7-Flash, Mistral 4, the text of Kimi K2.5): latent
+attention, and experts beside a shared expert for all tokens.
 
 Files may end with layers for multi-token prediction, which are not served.
 """
@@ -14,6 +14,7 @@ from trueroll.errors import ModelError, brief
 
 from ..specs import SHARED_EXPERTS_NAMES, DecoderSpec, LayerSpec, NormSpec, RouterSpec
 from . import Describe
+from .ministral3 import q_growth
 from .settings import expect, grouped_router, read_settings
 from .towers import RENAMED_OLDER, wrapped_text
 
@@ -57,9 +58,33 @@ _GLM: dict[str, Any] = dict(
 )
 
 
-def _family(router: Callable[[Any], RouterSpec], **defaults: Any) -> Describe:
-    """Return the `Describe` function of a family. `defaults`: the values that transformers uses for settings that a
-    file omits.
+_MISTRAL: dict[str, Any] = dict(
+    max_position_embeddings=1048576,
+    num_attention_heads=32,
+    kv_lora_rank=256,
+    q_lora_rank=1024,
+    qk_nope_head_dim=64,
+    n_routed_experts=128,
+    moe_intermediate_size=2048,
+    num_experts_per_tok=4,
+    norm_topk_prob=True,
+)
+_MISTRAL_ROPE: dict[str, Any] = dict(
+    rope_type="yarn",
+    rope_theta=1e4,
+    factor=128.0,
+    original_max_position_embeddings=8192,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    mscale_all_dim=1.0,
+    mscale=1.0,
+    llama_4_scaling_beta=0.1,
+)
+
+
+def _family(router: Callable[[Any], RouterSpec], grows: bool = False, **defaults: Any) -> Describe:
+    """Return the `Describe` function of a family. `grows`: queries grow with their position. `defaults`: the values
+    that transformers uses for settings that a file omits.
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
@@ -79,8 +104,10 @@ def _family(router: Callable[[Any], RouterSpec], **defaults: Any) -> Describe:
             shared_gated=False,
         )
         layers = [LayerSpec(mixer, mlp, norm) for mlp in mlps]
+        growth = q_growth(settings.rope_parameters) if grows else None
+        rotations = [replace(settings.rotation(), q_growth=growth)]
         others = (f"model.layers.{len(layers)}.",)
-        return settings.decoder(architecture, layers, [settings.rotation()], names=SHARED_EXPERTS_NAMES, others=others)
+        return settings.decoder(architecture, layers, rotations, names=SHARED_EXPERTS_NAMES, others=others)
 
     return describe
 
@@ -118,13 +145,31 @@ def _glm4_moe_lite(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     return _FLASH(raw | dict(mlp_only_layers=dense, first_k_dense_replace=0), architecture)
 
 
+def _mistral4(raw: dict[str, Any], architecture: str) -> DecoderSpec:
+    """Mistral 4 states the rotated part of a head, which the sizes of the head already say."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or _MISTRAL_ROPE
+    if not isinstance(rope, dict):
+        raise ModelError(f"rope_parameters in config.json must be a map (got {brief(rope)}); correct the file")
+    rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
+    raw = {key: value for key, value in raw.items() if key != "rope_scaling"}
+    return _SOFTMAX(raw | dict(rope_parameters=rope), architecture)
+
+
 _FLASH = _family(_sigmoid_router, **_GLM)
+_SOFTMAX = _family(lambda settings: grouped_router(settings, "softmax"), grows=True, **_MISTRAL)
 _TEXT = {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 _BESIDE = ("model.vision_tower.", "model.mm_projector.")
+# transformers 5.23 saves the layers as blocks.
+_RENAMED = {
+    "language_model.model.blocks.": "model.layers.",
+    **RENAMED_OLDER,
+    "mm_projector.": "model.mm_projector.",
+}
 
 FAMILIES = {
     "DeepseekV2ForCausalLM": _family(_softmax_router, **_V2),
     "DeepseekV3ForCausalLM": _family(_sigmoid_router, **_V3),
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
-    "Kimi_K25ForConditionalGeneration": wrapped_text(_TEXT, _BESIDE, RENAMED_OLDER, is_tied=True),
+    "Mistral4ForCausalLM": _mistral4,
+    "Kimi_K25ForConditionalGeneration": wrapped_text(_TEXT, _BESIDE, _RENAMED, is_tied=True),
 }
