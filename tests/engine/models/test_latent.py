@@ -15,6 +15,7 @@ import torch
 import transformers
 from matrix import thinned
 from proofs import proves
+from torch import Tensor
 
 from tiny import OF_LATENT, make_tiny_model
 from trueroll.engine.models.loader import read_config
