@@ -38,6 +38,7 @@ from .contract import (
     Weight,
     as_weight,
 )
+from .gates import plain_gates
 from .layer import absorb
 from .packed import Packed, attend, attend_latent
 from .specs import (
@@ -52,7 +53,6 @@ from .specs import (
     LayerNormSpec,
     NormSpec,
     Pieces,
-    RouterSpec,
 )
 
 # Tokens per chunk; any size gives the same gradients within rounding.
@@ -251,19 +251,6 @@ class _Route(Function):
             return plain_gates(logits, experts, ctx.router)
 
         return None, *_float32_gradients(gates, [logits], grad), None, None, None
-
-
-def plain_gates(logits: Tensor, experts: Tensor, router: RouterSpec) -> Tensor:
-    """Return the gates of `Backend.route` for these experts (integers [M, top_k]), computed by torch in the dtype of
-    the logits [M, E].
-    """
-    experts = experts.long()
-    scores = logits.sigmoid() if router.score == "sigmoid" else logits
-    scores = (scores.softmax(-1) if router.score == "softmax" else scores).gather(1, experts)
-    gates = scores.softmax(-1) if router.score == "softmax_of_chosen" else scores
-    if router.normed:
-        gates = gates / (gates.sum(-1, keepdim=True) + router.eps).clamp(min=router.floor)
-    return gates * router.scale
 
 
 class _Experts(Function):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from trueroll.errors import AlignmentError
 from trueroll.versions import untested
 
-from .autograd import plain_gates
 from .batches import OWN_CHOICE, locate, read_routes
+from .gates import plain_gates
 from .plain_models import describe_plain
 from .specs import DecoderSpec, ExpertsSpec, RouterSpec
 from .wrappers import text_decoder
