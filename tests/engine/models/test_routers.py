@@ -25,6 +25,7 @@ from kernels.test_training import (
 )
 from matrix import thinned
 from mixers import attention_of
+from proofs import proves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,6 +85,7 @@ def theirs(folder: Path, ids: Tensor) -> Tensor:
     return load(folder)(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
+@proves("transformers", family=lambda name: VARIANTS[name][0], backend=("reference", "cpu"), dtype="float32")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     family, overrides = VARIANTS[name]
@@ -279,6 +281,7 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
         describe(raw | change)
 
 
+@proves("company", "trainer")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", CORRECTED)
 @thinned(lambda family, dtype, backend: (dtype, backend) == ("bfloat16", "cpu") or family == "glm4_moe")
@@ -315,6 +318,7 @@ def test_a_plain_model_replays_routes(tmp_path: Path, family: str) -> None:
     assert not torch.allclose(own[:, 4:], expected[:, 4:], atol=0.1)
 
 
+@proves("gradients", backend="cpu", dtype="float32")
 @pytest.mark.parametrize("family", CORRECTED)
 def test_gradients_are_as_good_as_those_of_the_unaligned_model(tmp_path: Path, family: str) -> None:
     """All models use the same routes. The gradients of biases and norms are joined, since each has too few elements."""

@@ -55,6 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _MIXTURE,
     "qwen3_5_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=512),
     "qwen3_next_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=128),
+    "glm4_moe": _MIXTURE | dict(n_shared_experts=12),
+    "afmoe": _MIXTURE | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     "granite": WIDE | dict(hidden_size=128),
     "phi3": WIDE | dict(hidden_size=128),
     "gpt_oss": WIDE | dict(intermediate_size=64, layer_types=["sliding_attention", "full_attention"] * 2),
@@ -293,7 +295,7 @@ def test_these_tests_find(owner: Any, name: str, other: Any, tmp_path: Path, mon
     assert min(replay(config, steps, 4)) > 0
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "qwen3_5_moe", "glm4_moe", "gpt_oss"])
 def test_the_sums_that_the_library_exchanges_give_the_bits_of_one_device(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from proofs import proves
 
-from tiny import ARCHITECTURES, FREE, OF_LATENT, make_tiny_model
+from tiny import ARCHITECTURES, CORRECTED, FREE, OF_LATENT, make_tiny_model
 
 from .test_expert_pushes import assert_equal, dense, publishing, serving
 
@@ -17,7 +17,7 @@ DENSE = ("qwen3", "gemma3", "mistral", "ministral", "olmo3")
 
 
 @proves("pushes", backend="cpu", dtype="bfloat16")
-@pytest.mark.parametrize("family", (*FREE, *DENSE, *OF_LATENT))
+@pytest.mark.parametrize("family", (*FREE, *CORRECTED, *DENSE, *OF_LATENT))
 def test_a_push_of_a_model_brings_its_weights(tmp_path: Path, family: str) -> None:
     """Only the decoder's tensors are served."""
     folder, address = make_tiny_model(family, tmp_path), f"ipc://{tmp_path}/worker"

@@ -180,8 +180,8 @@ struct Run {
         std::vector<int64_t> ids(top_logprobs.size());
         const auto run_head = [&](float* asked) {
             trueroll_head_sections(
-                threads, bfloat16, x.data(), k, weight.data(), vocab, 0, rows, order.data(), temperatures.data(),
-                raw.data(), seeds.data(), positions.data(), targets.data(), results.data(), asked != nullptr, best,
+                threads, bfloat16, x.data(), k, weight.data(), vocab, 0.5f, 30.0f, 0, rows, order.data(),
+                temperatures.data(), raw.data(), seeds.data(), positions.data(), targets.data(), results.data(), asked != nullptr, best,
                 values.data(), ids.data()
             );
             trueroll_fold_sections(
@@ -192,7 +192,7 @@ struct Run {
         };
         run_head(nullptr), run_head(entropies.data());
         digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
-        trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, logits.data());
+        trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, 0.5f, 30.0f, logits.data());
         digest->add(logits);
         trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), logprobs.data());
         trueroll_sample(threads, logits.data(), rows, vocab, seeds.data(), positions.data(), tokens.data());
@@ -315,7 +315,7 @@ struct Run {
             specs.insert(specs.end(), more.begin(), more.end());
             specs.insert(specs.end(), {static_cast<double>(n), other ? 1.0 : 0.0, 1e-5, other ? 1.0 : 0.0});
             specs.insert(specs.end(), 16, 0.0);
-            specs.insert(specs.end(), {2.0, 16.0, 16.0});
+            specs.insert(specs.end(), {2.0, 16.0, 16.0, 1.0});
             layers.insert(layers.end(), {norm.data(), other ? post_norm.data() : nullptr});
             layers.insert(layers.end(), for_qkv.begin(), for_qkv.end());
             layers.insert(layers.end(), {o.data(), extra(o_bias), extra(sinks)});
@@ -440,7 +440,7 @@ struct Run {
                 specs.insert(specs.end(), {2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1e-20, 0.0, 2.5});
             else
                 specs.insert(specs.end(), {0.0, 0.0, 0.0, 1.0, 1.0, 2.0, 0.0, 0.0, 0.0, 1.0});
-            specs.insert(specs.end(), {2.0, 16.0, 16.0});
+            specs.insert(specs.end(), {2.0, 16.0, 16.0, 1.0});
             layers.insert(layers.end(), {norm.data(), nullptr});
             if (is_delta_net)
                 layers.insert(layers.end(), {qkv.data(), z.data(), b.data(), a.data()}),
