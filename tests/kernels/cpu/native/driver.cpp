@@ -241,7 +241,7 @@ struct Run {
         Values old_keys = random(written * width), old_values = random(written * width);
         trueroll_write_kv(
             bfloat16, old_keys.data(), old_values.data(), old.data(), written, keys.data(), values.data(), block_size,
-            kv_heads, size
+            kv_heads, size, size
         );
         Values x = random(rows * k), norm = random(k, false);
         Values q = random(rows * heads * size), out = random(rows * heads * size);
@@ -269,10 +269,10 @@ struct Run {
         Values sinks = random(heads, false), o_bias = random(k, false);
         trueroll_qkv(
             threads, bfloat16, x.data(), rows, k, filled(numbers), filled(for_qkv), keys.data(), values.data(),
-            cosines.data(), sines.data(), fresh.data(), block_size, q.data()
+            cosines.data(), sines.data(), nullptr, fresh.data(), block_size, q.data()
         );
         trueroll_attention(
-            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
+            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, size, block_size, sequences,
             starts.data(), lens.data(), tables.data(), max_blocks, nullptr, 0.125f, window, window > 0 ? 3.0f : 0.0f,
             extra(sinks), out.data()
         );
@@ -283,13 +283,14 @@ struct Run {
             for (long query = 0; query < counts[i]; ++query)
                 ends.push_back(query < 2 && counts[i] > 2 ? lens[i] - counts[i] + query + 1 : lens[i]);
         trueroll_attention(
-            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, block_size, sequences,
+            threads, bfloat16, q.data(), keys.data(), values.data(), heads, kv_heads, size, size, block_size, sequences,
             starts.data(), lens.data(), tables.data(), max_blocks, filled(ends), 0.125f, window,
             window > 0 ? 3.0f : 0.0f, extra(sinks), out.data()
         );
         digest->add(out);
         if (!over_heads) {
             std::vector<double> gated = numbers;
+            const std::vector<float> scales(static_cast<size_t>(rows), 1.25f);
             gated[10] = 5, gated[12] = 1;
             Values both = packed(2 * heads * size, k), wide = random(rows * 2 * heads * size);
             const Values two_biases = random(2 * heads * size, false);
@@ -297,7 +298,7 @@ struct Run {
             for_both[0] = both.data(), for_both[3] = extras ? two_biases.bytes().data() : nullptr;
             trueroll_qkv(
                 threads, bfloat16, x.data(), rows, k, filled(gated), filled(for_both), keys.data(), values.data(),
-                cosines.data(), sines.data(), fresh.data(), block_size, wide.data()
+                cosines.data(), sines.data(), scales.data(), fresh.data(), block_size, wide.data()
             );
             digest->add(wide), digest->add(keys);
         }
@@ -306,7 +307,7 @@ struct Run {
         Values o = packed(k, heads * size), gate = packed(n, k), up = packed(n, k), down = packed(k, n);
         Values post_norm = random(k, false), middle = random(rows * k), active = random(rows * n), y = random(rows * k);
         std::vector<const void*> layers, caches;
-        const std::vector<const void*> turns = {cosines.data(), sines.data()};
+        const std::vector<const void*> turns = {cosines.data(), sines.data(), nullptr};
         std::vector<double> specs;
         for (const long seen : {window, 0l}) {
             const bool other = seen > 0;
@@ -462,7 +463,7 @@ struct Run {
         const std::vector<const void*> memories = {
             states.data(), tails.data(), keys.data(), values.data(), more_states.data(), more_tails.data()
         };
-        const std::vector<const void*> turns = {cosines.data(), sines.data()};
+        const std::vector<const void*> turns = {cosines.data(), sines.data(), nullptr};
         Values projected = random(rows * std::max(channels, width)), convolved = random(rows * channels);
         Values gates = random(rows * width), rates = random(2 * rows * value_heads), mixed = random(rows * width);
         Values middle = random(rows * k), active = random(rows * n), y = random(rows * k);
