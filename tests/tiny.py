@@ -79,7 +79,7 @@ _PIXTRAL = dict(model_type="pixtral", hidden_size=32, intermediate_size=64, num_
 
 def _mistral3_config(tie_word_embeddings: bool, **text: Any) -> Any:
     vision = _PIXTRAL | dict(head_dim=16, image_size=32, patch_size=4)
-    text_config = text | dict(model_type="mistral")
+    text_config = dict(model_type="mistral") | text
     return transformers.Mistral3Config(
         text_config=text_config, vision_config=vision, tie_word_embeddings=tie_word_embeddings
     )

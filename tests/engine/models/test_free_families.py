@@ -37,6 +37,8 @@ from .test_hybrid_families import Hybrid, prompt
 
 LIMIT = 1e-4  # nats
 FILE = "model.safetensors"
+GROWING: dict[str, Any] = dict(rope_type="yarn", rope_theta=1e6, factor=32.0, original_max_position_embeddings=32)
+GROWING |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
 WITHOUT_WINDOWS: dict[str, Any] = dict(sliding_window=None, layer_types=["full_attention"] * 4)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FREE},
@@ -46,6 +48,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "normed gates": ("olmoe", dict(norm_topk_prob=True)),
     "no biases": ("seed_oss", dict(attention_bias=False, attention_out_bias=False)),
     "dense layers": ("qwen2_moe", dict(mlp_only_layers=[0], qkv_bias=False)),
+    "text of Ministral 3": ("mistral3", dict(model_type="ministral3", sliding_window=None, rope_parameters=GROWING)),
     "tied": ("mistral3", dict(tie_word_embeddings=True, sliding_window=None)),
 }
 
@@ -214,7 +217,11 @@ def head_dim(spec: DecoderSpec) -> int:
         ("olmoe", dict(num_experts=2), "num_experts in config.json must be from num_experts_per_tok = 3 to"),
         ("seed_oss", dict(mlp_bias=True), "mlp_bias in config.json must be False"),
         ("qwen2_moe", dict(use_sliding_window=True), "use_sliding_window in config.json must be False"),
-        ("mistral3", dict(text_config=dict(model_type="gpt2")), "model_type in text_config .* must be one of mistral"),
+        (
+            "mistral3",
+            dict(text_config=dict(model_type="gpt2")),
+            "model_type in text_config .* one of mistral, mini",
+        ),
         ("mistral3", dict(text_config=5), "text_config in config.json must be a map"),
     ],
 )

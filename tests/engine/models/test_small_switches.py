@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from proofs import proves
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -56,6 +57,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 CASES = [(name, "cpu") for name in VARIANTS] + [(name, "reference") for name in SWITCHES]
 
 
+@proves("transformers", family=lambda name, backend: VARIANTS[name][0], dtype="float32")
 @pytest.mark.parametrize(("name", "backend"), CASES)
 def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, backend: str) -> None:
     family, overrides = VARIANTS[name]
@@ -105,6 +107,7 @@ def test_a_wrong_step_is_found(folders: dict[str, Path], name: str, monkeypatch:
     assert np.abs(found - expected).max() > 0.01
 
 
+@proves("company", "trainer")
 @pytest.mark.parametrize(
     ("family", "dtype", "backend"),
     [
@@ -133,6 +136,7 @@ def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@proves("gradients", backend="cpu", dtype="float32")
 @pytest.mark.parametrize("family", SWITCHES)
 def test_gradients_and_logits_are_those_of_the_unaligned_model(folders: dict[str, Path], family: str) -> None:
     model, ids = AutoModelForCausalLM.from_pretrained(folders[family], attn_implementation="eager"), tokens(60)
