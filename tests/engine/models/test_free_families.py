@@ -282,4 +282,5 @@ def test_a_model_with_dropout_is_aligned_after_the_dropout_is_set_to_0(tmp_path:
     (folder / "config.json").write_text(json.dumps(config | {noise: 0.1}))
     with pytest.raises(AlignmentError, match=f"{noise} must be 0.0 .got 0.1., .* pass {noise}=0.0 to from_pretrained"):
         align(load(folder))
-    align(load(folder, **{noise: 0.0}))
+    settings: dict[str, Any] = {noise: 0.0}
+    align(load(folder, **settings))
