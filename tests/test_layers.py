@@ -71,7 +71,7 @@ KERNELS = {
     "packed": SPEC,
     "media": {"specs", "transfer"},
     "towers": SPEC | {"layer", "packed"},
-    "autograd": SPEC | {"gates", "packed"},
+    "autograd": SPEC | {"gates", "layer", "packed"},
     "gates": {"specs"},
     "batches": SPEC | {"packed"},
     "wrappers": set(),
