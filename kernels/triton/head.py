@@ -36,8 +36,8 @@ def lm_head(hidden: Tensor, weight: Tensor, head: HeadSpec = PLAIN_HEAD) -> Tens
     logits = products.lm_head(hidden, weight)
     if head != PLAIN_HEAD:
         rows, columns = logits.shape
-        grid, options = (rows, -(-columns // SECTION)), dict(V=columns, SECTION=SECTION, SOFT_CAP=head.soft_cap)
-        launch(_shape_logits_kernel, grid, logits, float(head.scale), warps=4, **options)
+        grid, sizes = (rows, -(-columns // SECTION)), dict(V=columns, SECTION=SECTION)
+        launch(_shape_logits_kernel, grid, logits, float(head.scale), warps=4, SOFT_CAP=head.soft_cap, **sizes)
     return logits
 
 

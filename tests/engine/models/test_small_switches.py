@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mixers import attention_of
 from proofs import proves
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -216,10 +217,10 @@ def test_the_defaults_of_older_files() -> None:
         return describe(dict(architectures=[architecture], **sizes) | settings)
 
     (rotation,) = spec("Ministral3ForCausalLM").rotations
-    assert rotation.q_growth == (0.1, 16384) and spec("Ministral3ForCausalLM").layers[0].mixer.head_dim == 128
+    assert rotation.q_growth == (0.1, 16384) and attention_of(spec("Ministral3ForCausalLM").layers[0]).head_dim == 128
     gemma2 = spec("Gemma2ForCausalLM")
     assert gemma2.head == HeadSpec(soft_cap=30.0) and gemma2.windows == (None, 4096) and gemma2.tie_word_embeddings
-    glm4 = spec("Glm4ForCausalLM").layers[0].mixer
+    glm4 = attention_of(spec("Glm4ForCausalLM").layers[0])
     assert (glm4.rotated, glm4.interleaved, glm4.qkv_bias, glm4.o_bias) == (64, True, True, False)
     assert spec("GraniteForCausalLM").head == PLAIN_HEAD
     old = spec("Phi3ForCausalLM", rope_scaling=SU, max_position_embeddings=131072)
