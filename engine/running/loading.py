@@ -85,6 +85,7 @@ class EngineInfo:
 
     `tensor_parallel_size`: the number of ranks in each stage. `pipeline_parallel_size`: the number of stages. With
     several ranks, `weight_bytes` are those of rank 0, and `kv_bytes` and `state_bytes` those of one rank, at most.
+    `token_bytes`: what a token takes of a rank's KV cache, in all layers of the first window together.
 
     `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`.
 
@@ -112,6 +113,7 @@ class EngineInfo:
     enable_prefix_caching: bool
     weight_bytes: int
     kv_bytes: int
+    token_bytes: int = 0
     live_states: int = 0
     checkpoints: int = 0
     state_interval: int = 0
@@ -263,6 +265,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         enable_prefix_caching=config.enable_prefix_caching,
         weight_bytes=model.num_bytes,
         kv_bytes=plan.kv_bytes,
+        token_bytes=sizes.block // sizes.block_size,
         state_bytes=plan.state_bytes,
         expert_layers=routes.layers if routes else 0,
         num_experts=routes.num_experts if routes else 0,

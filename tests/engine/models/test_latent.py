@@ -138,7 +138,8 @@ def test_the_cache_holds_a_latent_row_and_a_key_for_each_token(tmp_path: Path) -
     folder = make_tiny_model("deepseek_v3", tmp_path)
     for backend, sizes in (("reference", 32 + 16), ("cpu", 32 + 16 + 32)):
         engine = make_engine(folder, backend=backend, dtype="bfloat16")
-        assert engine.info.kv_bytes == engine.info.num_blocks * engine.info.block_size * 2 * sizes * 2
+        assert engine.info.token_bytes == 2 * sizes * 2
+        assert engine.info.kv_bytes == engine.info.num_blocks * engine.info.block_size * engine.info.token_bytes
 
 
 @pytest.mark.parametrize(

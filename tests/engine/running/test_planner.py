@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,16 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory
 from trueroll.errors import ConfigError
 from trueroll.kernels.ranks import Rank, part_of
-from trueroll.kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec, LayerSpec, MlpSpec, NormSpec
+from trueroll.kernels.specs import (
+    AttentionSpec,
+    CachedSpec,
+    DecoderSpec,
+    DeltaNetSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+)
 
 MIB = 2**20
 NORM = NormSpec(1e-6)
@@ -22,7 +32,7 @@ DENSE, HYBRID = Sizes(16, 1000, 0), Sizes(16, 1000, 5000)
 WINDOWED = Sizes(16, 1000, 0, ((64, 5000),))
 
 
-def decoder(mixers: list[AttentionSpec | DeltaNetSpec]) -> DecoderSpec:
+def decoder(mixers: Sequence[CachedSpec | DeltaNetSpec]) -> DecoderSpec:
     layers = tuple(LayerSpec(mixer, MlpSpec(17408), NORM) for mixer in mixers)
     return DecoderSpec("made up", torch.bfloat16, 248320, 5120, 262144, layers, (), NORM)
 
@@ -47,6 +57,15 @@ def test_sizes_equal_the_bytes_that_a_worker_stores() -> None:
     sizes = Sizes.of(decoder([DELTA, ATTENTION]), Storage.of(torch.bfloat16), 16)
     assert sizes.block == 16 * 2 * 4 * 256 * 2
     assert sizes.state == 48 * 128 * 128 * 4 + 3 * (2 * 16 * 128 + 48 * 128) * 2
+
+
+@pytest.mark.parametrize(("holds_values", "numbers"), [(False, 576), (True, 1088)])
+def test_a_backend_may_hold_the_latent_rows_twice(holds_values: bool, numbers: int) -> None:
+    """All heads share the cache, so each rank has the whole cache. The sizes are those of DeepSeek V3."""
+    latent = LatentSpec(128, 512, 64, 128, 128, 1.0, NORM, q_rank=1536)
+    spec, storage = replace(decoder([latent] * 3), pieces=8), Storage.of(torch.bfloat16, holds_values)
+    for one in (spec, part_of(spec, Rank(5, 8), 16)):
+        assert Sizes.of(one, storage, 16) == Sizes(16, 3 * 16 * numbers * 2, 0)
 
 
 def test_encoded_images_take_memory_before_blocks() -> None:
