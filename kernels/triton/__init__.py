@@ -36,6 +36,7 @@ MOST_KERNEL_SIZE = 17  # for a delta net's convolution: one program reads all of
 MOST_GROUP = 64  # heads that share a key-value head; these heads are the rows of one tile
 MOST_EXPERTS = 1024  # one program reads all scores of a row
 LEAST_CAPABILITY = (8, 0)
+LATENT_CAPABILITIES = (9, 10)  # major versions with enough shared memory (200 KiB) for keys of latent attention
 
 
 def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> str:
@@ -58,6 +59,10 @@ def obstacle(device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None)
     if capability < LEAST_CAPABILITY:
         least, found = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, capability))
         return f"Triton kernels need compute capability {least} or later (got {found}); use the backend 'reference'"
+    is_latent = spec is not None and any(isinstance(mixer, LatentSpec) for mixer in spec.attentions)
+    if is_latent and capability[0] not in LATENT_CAPABILITIES:
+        wanted, found = " or ".join(f"{major}.x" for major in LATENT_CAPABILITIES), ".".join(map(str, capability))
+        return f"Triton kernels need compute capability {wanted} for latent attention (got {found}); use 'reference'"
     return ""
 
 

@@ -179,7 +179,8 @@ def _decode(inputs: _Inputs, places: tuple[Tensor, Tensor, Tensor], longest: int
     launch(_decode_kernel, grid, *args, LISTED=listed, **_scoring(inputs))
     sinks, which = _sinks(inputs)
     args = *parts, *places, sinks, out, partitions, window
-    launch(_fold_kernel, grid[:2], *args, warps=4, LISTED=listed, **which, **shapes)
+    warps = 16 if shapes["SIZE"] > 256 else 4
+    launch(_fold_kernel, grid[:2], *args, warps=warps, LISTED=listed, **which, **shapes)
 
 
 def _most_partitions(longest: int, window: int) -> int:
