@@ -18,7 +18,7 @@ from trueroll.errors import AlignmentError, brief
 from trueroll.versions import untested
 
 from .contract import Backend
-from .wrappers import plain_class, reshard, text_decoder, within
+from .wrappers import plain_class, reshard, within
 
 _LINEAR, _WRAPPER = ("peft.tuners.lora.layer", "Linear"), ("peft.utils.other", "ModulesToSaveWrapper")
 _OF_PEFT = (_LINEAR, _WRAPPER)
@@ -129,7 +129,7 @@ def check_modules(base: nn.Module) -> None:
 
 def check_tie(base: Any, is_tied: bool) -> None:
     """Raise AlignmentError if the config ties head and embedding (`is_tied`), but the model trains them separately."""
-    head, embedding = current(base.lm_head), text_decoder(base).embed_tokens
+    head, embedding = current(base.lm_head), base.get_input_embeddings()
     is_apart = trained(head).weight is not trained(embedding).weight or adapter_of(head) is not None
     if is_tied and is_apart:
         raise AlignmentError(

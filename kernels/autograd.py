@@ -32,6 +32,7 @@ from .contract import (
     Backend,
     DeltaNetWeights,
     ExpertsWeights,
+    Mamba2Weights,
     Rotation,
     TokenStatistics,
     Wanted,
@@ -51,6 +52,7 @@ from .specs import (
     HeadSpec,
     LatentSpec,
     LayerNormSpec,
+    Mamba2Spec,
     NormSpec,
     Pieces,
 )
@@ -215,6 +217,8 @@ def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, activation: Activati
         return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
     if activation == "clamped_silu":
         return _clamped_gradients(gate, up, grad)
+    if activation == "relu":
+        return (grad * up).where(gate > 0.0, 0.0), grad * gate.relu()
     kind = "tanh" if activation == "gelu_tanh" else "none"
     return torch.ops.aten.gelu_backward(grad * up, gate, approximate=kind), grad * F.gelu(gate, approximate=kind)
 
@@ -276,7 +280,7 @@ class _Experts(Function):
         down_bias: Tensor | None,
     ) -> Tensor:
         ctx.save_for_backward(experts, x, gates, gate_up, gate_up_bias, down, down_bias)
-        ctx.ops, ctx.activation = ops, spec.activation
+        ctx.ops, ctx.spec = ops, spec
         matrices = {name: as_weight(ops, x.flatten(0, 1)) for name, x in (("gate_up", gate_up), ("down", down))}
         return ops.experts(x, spec, replace(weights, **matrices), experts, gates, shared, groups)
 
@@ -294,7 +298,7 @@ class _Experts(Function):
         for expert, rows, places in _rows_by_expert(experts, len(parameters[0])):
             own: list[Any] = [None if p is None else p[expert] for p in parameters]
             inputs = x[rows], gates[rows, places, None], grad[rows]
-            rows_x, rows_gates, *each = _expert_gradients(ctx.ops, ctx.activation, *inputs, *own)
+            rows_x, rows_gates, *each = _expert_gradients(ctx.ops, ctx.spec, *inputs, *own)
             grad_x[rows] += rows_x.float()
             grad_gates[rows, places] = rows_gates
             for whole, part in zip(found, each, strict=True):
@@ -306,7 +310,7 @@ class _Experts(Function):
 
 def _expert_gradients(
     ops: Backend,
-    activation: Activation,
+    spec: ExpertsSpec,
     x: Tensor,
     gates: Tensor,
     grad: Tensor,
@@ -320,14 +324,17 @@ def _expert_gradients(
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
-    gate, up = F.linear(x, gate_up, gate_up_bias).chunk(2, 1)
-    inner, ungated = ops.gate_mul(gate, up, activation), grad @ down
+    product = F.linear(x, gate_up, gate_up_bias)
+    gate, up = product.chunk(2, 1) if spec.gated else (product, product)
+    inner, ungated = ops.gate_mul(gate, up, spec.activation), grad @ down
     grad_gates = (ungated.float() * inner.float()).sum(-1)
     if down_bias is not None:
         grad_gates += grad.float() @ down_bias.float()
     grad_inner, grad_out = ((part * gates).to(x.dtype) for part in (ungated, grad))
-    pair = torch.cat(_gate_gradients(gate, up, grad_inner, activation), 1)
-    return pair @ gate_up, grad_gates, pair.T @ x, pair.sum(0), grad_out.T @ inner, grad_out.sum(0)
+    of_gate, of_up = _gate_gradients(gate, up, grad_inner, spec.activation)
+    of_product = torch.cat((of_gate, of_up), 1) if spec.gated else of_gate + of_up
+    of_parameters = of_product.T @ x, of_product.sum(0)
+    return of_product @ gate_up, grad_gates, *of_parameters, grad_out.T @ inner, grad_out.sum(0)
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -470,20 +477,20 @@ def _expanded(k: Tensor, k_up: Tensor, v_up: Tensor, spec: LatentSpec) -> tuple[
 class _Convolution(Function):
     @staticmethod
     @_without_autocast
-    def forward(ctx: Any, ops: Backend, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, ops: Backend, packed: Packed, x: Tensor, weight: Tensor, *bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, *bias)
         ctx.packed = packed
         tails = x.new_empty(len(packed.lens), weight.shape[2] - 1, x.shape[1])
-        return ops.convolve(x, weight, tails, packed.states)
+        return ops.convolve(x, weight, tails, packed.states, *bias)
 
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        def convolve(x: Tensor, weight: Tensor) -> Tensor:
-            return _convolve(x, weight, ctx.packed.positions)
+        def convolve(*inputs: Tensor) -> Tensor:
+            return _convolve(ctx.packed.positions, *inputs)
 
-        return None, *_float32_gradients(convolve, ctx.saved_tensors, grad), None
+        return None, None, *_float32_gradients(convolve, ctx.saved_tensors, grad)
 
 
 def _float32_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
@@ -495,9 +502,9 @@ def _float32_gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor]
     return tuple(gradient.to(x.dtype) for gradient, x in zip(found, inputs, strict=True))
 
 
-def _convolve(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+def _convolve(positions: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `Backend.convolve` with torch, for x [M, C] and weight [C, 1, K]. Each sequence starts without a tail."""
-    out, size = torch.zeros_like(x), weight.shape[2]
+    out, size = torch.zeros_like(x) if bias is None else bias.expand_as(x), weight.shape[2]
     for back in range(size):
         earlier = F.pad(x, (0, 0, back, 0))[: len(x)].where((positions >= back)[:, None], 0.0)
         out = out + weight[:, 0, size - 1 - back] * earlier
@@ -544,30 +551,67 @@ def _recur(
     q, k = (x.repeat_interleave(spec.num_value_heads // spec.num_key_heads, 1) for x in (q, k))
     v = v.unflatten(1, (spec.num_value_heads, -1))
     logs = -decay.exp() * F.softplus(a + bias)
-    rows = [x.split(list(packed.lens)) for x in (q * spec.key_head_dim**-0.5, k, v, logs, b.sigmoid())]
-    found: dict[int, Tensor] = {}
+    return _recur_in_chunks(_delta_chunk, packed, q * spec.key_head_dim**-0.5, k, v, logs, b.sigmoid())
+
+
+class _StateSpace(Function):
+    @staticmethod
+    @_without_autocast
+    def forward(
+        ctx: Any, ops: Backend, spec: Mamba2Spec, weights: Mamba2Weights, packed: Packed, *inputs: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.spec, ctx.packed = spec, packed
+        xbc, steps = inputs[:2]
+        states = xbc.new_empty(len(packed.lens), *spec.state_shape, dtype=torch.float32)
+        return ops.state_space(xbc, steps, spec, weights, states, packed.states)
+
+    @staticmethod
+    @once_differentiable
+    @_without_autocast
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        def scan(*inputs: Tensor) -> Tensor:
+            return _scan(*inputs, spec=ctx.spec, packed=ctx.packed)
+
+        return None, None, None, None, *_float32_gradients(scan, ctx.saved_tensors, grad)
+
+
+def _scan(
+    xbc: Tensor, steps: Tensor, decay: Tensor, bias: Tensor, skip: Tensor, spec: Mamba2Spec, packed: Packed
+) -> Tensor:
+    """Compute `Backend.state_space` with torch, as [M, heads, V], for sequences that start from zero states."""
+    x, b, c = xbc.split([spec.inner_size, spec.vector_size, spec.vector_size], 1)
+    share = spec.num_heads // spec.num_groups
+    b, c = (part.unflatten(1, (spec.num_groups, -1)).repeat_interleave(share, 1) for part in (b, c))
+    x = x.unflatten(1, (spec.num_heads, -1))
+    sizes = F.softplus(steps + bias).clamp(*spec.time_step_limit)
+    changes, logs = sizes[..., None] * x, -decay.exp() * sizes
+    return _recur_in_chunks(_state_space_chunk, packed, c, b, changes, logs) + skip[:, None] * x
+
+
+def _recur_in_chunks(recur_chunk: Callable[..., tuple[Tensor, Tensor]], packed: Packed, *inputs: Tensor) -> Tensor:
+    """Return the outputs [M, heads, V] of a recurrence that starts from zero states in each sequence.
+
+    `recur_chunk(state, *inputs)`: return the outputs [B, heads, T, V] of a chunk of T tokens, and the states [B, heads,
+    K, V] after the chunk. The first inputs are queries and keys, [B, heads, T, K], and values, [B, heads, T, V];
+    further inputs are [B, heads, T]. `inputs`: the same for packed tokens, [M, heads, ...]. Sequences of a batch are
+    padded with zeros on the right.
+    """
+    rows, found = [x.split(list(packed.lens)) for x in inputs], dict[int, Tensor]()
     for group in packed.groups():
         padded = [pad_sequence([x[i] for i in group], batch_first=True).transpose(1, 2) for x in rows]
-        out = _recur_in_chunks(*padded).transpose(1, 2)
-        found |= {i: sequence[: packed.lens[i]] for i, sequence in zip(group, out, strict=True)}
+        keys, values, outs = padded[1], padded[2], list[Tensor]()
+        state = values.new_zeros(*values.shape[:2], keys.shape[3], values.shape[3])
+        for chunk in zip(*(x.split(_CHUNK, 2) for x in padded), strict=True):
+            out, state = recur_chunk(state, *chunk)
+            outs.append(out)
+        sequences = torch.cat(outs, 2).transpose(1, 2)
+        found |= {i: sequence[: packed.lens[i]] for i, sequence in zip(group, sequences, strict=True)}
     return torch.cat([found[i] for i in range(len(found))])
 
 
-def _recur_in_chunks(q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> Tensor:
-    """Return the outputs [B, heads, T, V] of a delta rule that starts from zero states.
-
-    q and k are [B, heads, T, K], v is [B, heads, T, V]. The logarithms of the decays (`logs`) and the update rates
-    (`rates`) are [B, heads, T]. Sequences are padded with zeros on the right.
-    """
-    state, outs = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]), []
-    for chunk in zip(*(x.split(_CHUNK, 2) for x in (q, k, v, logs, rates)), strict=True):
-        out, state = _recur_chunk(state, *chunk)
-        outs.append(out)
-    return torch.cat(outs, 2)
-
-
-def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a chunk and the state after the chunk (Yang et al. 2024).
+def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """`recur_chunk` of a delta rule with the logarithms of the decays and the update rates (Yang et al. 2024).
 
     Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i and the state that
     token i finds. This is the state before the chunk plus the changes by tokens j < i, after all decays up to token i.
@@ -579,6 +623,22 @@ def _recur_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, r
     before = rates * (decays * (k @ k.mT)).tril(-1)
     wanted = rates * (v - since_start * (k @ state))
     changes = torch.linalg.solve_triangular(before, wanted, upper=False, unitriangular=True)
+    return _changed(state, q, k, changes, decays, since_start)
+
+
+def _state_space_chunk(state: Tensor, c: Tensor, b: Tensor, changes: Tensor, logs: Tensor) -> tuple[Tensor, Tensor]:
+    """`recur_chunk` of a state space (Dao and Gu 2024). Token i changes the state by b_i u_i^T, where u_i is row i of
+    `changes`. `logs`: the logarithms of the decays.
+    """
+    return _changed(state, c, b, changes, _decays_between(logs), logs.cumsum(-1).exp()[..., None])
+
+
+def _changed(
+    state: Tensor, q: Tensor, k: Tensor, changes: Tensor, decays: Tensor, since_start: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a chunk, and the state after it. Token i changes the state by k_i u_i^T, where u_i is row i
+    of `changes`. `decays`: from `_decays_between`. `since_start`: the decay since the chunk began, [..., T, 1].
+    """
     out = since_start * (q @ state) + (decays * (q @ k.mT)) @ changes
     until_end = decays[..., -1, :, None]
     return out, since_start[..., -1:, :] * state + (until_end * k).mT @ changes
@@ -748,12 +808,13 @@ class GradientOps:
         parameters = weights.gate_up, weights.gate_up_bias, weights.down, weights.down_bias
         return _Experts.apply(self.backend, spec, weights, experts, groups, x, gates, shared, *parameters)  # type: ignore[return-value]
 
-    def convolve(self, x: Tensor, weight: Tensor, packed: Packed) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
         """Convolve each channel of x [M, C] causally within each sequence, and return the SiLU of the result.
 
-        `weight` is [C, 1, K].
+        `weight` is [C, 1, K]; `bias` is [C].
         """
-        return _Convolution.apply(self.backend, x, weight, packed)  # type: ignore[return-value]
+        inputs = x, weight, *([] if bias is None else [bias])
+        return _Convolution.apply(self.backend, packed, *inputs)  # type: ignore[return-value]
 
     def delta_rule(
         self, qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, packed: Packed
@@ -764,6 +825,16 @@ class GradientOps:
         """
         gates = weights.decay, weights.bias
         return _DeltaRule.apply(self.backend, qkv, b, a, *gates, spec, weights, packed)  # type: ignore[return-value]
+
+    def state_space(
+        self, xbc: Tensor, steps: Tensor, spec: Mamba2Spec, weights: Mamba2Weights, packed: Packed
+    ) -> Tensor:
+        """Run the recurrence of a state space from the start of each sequence, and return [M, heads, V].
+
+        `xbc` is [M, channels]; `steps` is [M, heads].
+        """
+        inputs = xbc, steps, weights.decay, weights.bias, weights.skip
+        return _StateSpace.apply(self.backend, spec, weights, packed, *inputs)  # type: ignore[return-value]
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, spec: AttentionSpec, sinks: Tensor | None = None

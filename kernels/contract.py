@@ -51,6 +51,7 @@ from .specs import (
     LatentSpec,
     LayerNormSpec,
     LayerSpec,
+    Mamba2Spec,
     NormSpec,
     Pieces,
 )
@@ -81,9 +82,8 @@ Memory: TypeAlias = tuple[Tensor, Tensor]
 
 Attention: the caches of keys and of values, each [blocks, block_size, kv_heads, D]. Latent attention: the same, with
 one key-value head; the values are the first elements of the keys, and the second cache is a view of the first one
-unless the backend `HOLDS_VALUES`. A delta net: the states, float32
-[slots, value_heads, key_head_dim, value_head_dim], and the tails [slots, kernel_size - 1, channels]. A tail holds the
-last inputs of the convolution, oldest first.
+unless the backend `HOLDS_VALUES`. A mixer with a recurrent state: the states, float32 [slots, *state_shape], and the
+tails [slots, kernel_size - 1, channels]. A tail holds the last inputs of the convolution, oldest first.
 """
 
 
@@ -229,12 +229,32 @@ class DeltaNetWeights:
 
 
 @dataclass(frozen=True)
-class MlpWeights:
-    """The weights of an MLP: `gate` and `up` [I, H]; `down` [H, I]. `biases`: the biases of gate and up [I], and of
-    down [H], or None.
+class Mamba2Weights:
+    """The weights of a state space.
+
+    `inputs`: [inner_size + channels + heads, H]; first the rows of the output gate z, then those of (x, B, C), then
+    those of the time steps. `convolution` [channels, 1, kernel_size] begins with the weight of the oldest token.
+    `convolution_bias`: [channels] or None. `decay` (the logarithm of the decay rate), `bias` (of the time steps) and
+    `skip` (the factor of a head's input in the head's output): [heads]. `norm`: [inner_size]. `o`: [H, inner_size].
     """
 
-    gate: Weight
+    inputs: Weight
+    convolution: Tensor
+    convolution_bias: Tensor | None
+    decay: Tensor
+    bias: Tensor
+    skip: Tensor
+    norm: Tensor
+    o: Weight
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """The weights of an MLP: `gate` and `up` [I, H]; `down` [H, I]. `gate` is None if the MLP is not gated. `biases`:
+    the biases of gate and up [I], and of down [H], or None.
+    """
+
+    gate: Weight | None
     up: Weight
     down: Weight
     biases: tuple[Tensor, Tensor, Tensor] | None = None
@@ -245,8 +265,10 @@ class ExpertsWeights:
     """The weights of E experts of intermediate size I.
 
     `router`: [E, H]. `router_bias`: [E]. `gate_up` [E * 2 * I, H] holds, for each expert, the rows of gate followed by
-    the rows of up. `down` [E * H, I] holds H rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are
-    in the same order as the rows of `gate_up` and `down`. If `ExpertsSpec.bias` is False, all biases are None.
+    the rows of up; if the experts are not gated, it is [E * I, H] and holds the rows of up. `down` [E * H, I] holds H
+    rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are in the same order as the rows of
+    `gate_up` and `down`. If `ExpertsSpec.bias` is False, all biases are None. `latent`: the matrices [L, H] before and
+    [H, L] after the experts, or None; in `gate_up` and `down`, L then replaces H.
     `shared`: the weights of the shared expert, or None. `shared_score`: [1, H] or None. `correction`: float32 [E] or
     None (`RouterSpec.correction`). With `RouterSpec.wide`, `router` may be float32 in a model of another dtype.
     """
@@ -260,6 +282,7 @@ class ExpertsWeights:
     shared: MlpWeights | None = None
     shared_score: Weight | None = None
     correction: Tensor | None = None
+    latent: tuple[Weight, Weight] | None = None
 
 
 @dataclass(frozen=True)
@@ -278,9 +301,9 @@ class Layer:
 
     spec: LayerSpec
     mixer_norms: Norms
-    mixer: AttentionWeights | LatentWeights | DeltaNetWeights
+    mixer: AttentionWeights | LatentWeights | DeltaNetWeights | Mamba2Weights | None
     mlp_norms: Norms
-    mlp: MlpWeights | ExpertsWeights
+    mlp: MlpWeights | ExpertsWeights | None
     mixer_pieces: Pieces = WHOLE
     mlp_pieces: Pieces = WHOLE
 
@@ -542,6 +565,7 @@ class Backend(Protocol):
 
         `sigmoid` is the gate of attention's output. `silu` is the gate of MLPs and of a delta net's output.
         `clamped_silu` is the gate of some experts: it clamps both inputs and adds 1 to `up`, as documented at `CLAMP`.
+        `relu` of a tensor as `gate` and as `up` is its squared ReLU.
         `gelu`, with an `up` of ones, is the activation of vision towers; the fused ops do not support it.
         """
         ...
@@ -582,7 +606,8 @@ class Backend(Protocol):
     ) -> Tensor:
         """For each row of x [M, H], apply the experts that `route` returned for the row. The result is [M, H].
 
-        An expert's inner row is `gate_mul` of the expert's two `linear` products, which include the biases. The product
+        An expert's inner row is `gate_mul` of the expert's two `linear` products, which include the biases; without a
+        gate, it is `gate_mul` of one product with itself. The product
         of the inner row with `down` stays in float32. The addition of the bias and the multiplication by the gate are
         also in float32. The outputs of a row's experts are added by groups, then `shared` [M, H] is added, and the
         result is rounded once. The op reads neither the router's weights nor the shared expert's weights.
@@ -665,14 +690,17 @@ class Backend(Protocol):
         """
         ...
 
-    def convolve(self, x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+    def convolve(
+        self, x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch, bias: Tensor | None = None
+    ) -> Tensor:
         """Apply a causal convolution to each channel, then SiLU. The result is [M, C] for x [M, C] and weight [C, 1,
         K].
 
-        Before SiLU, row t of a sequence's result is the sum over j of weight[:, 0, j] * x[t - (K - 1) + j], where x[t]
-        is row t of the sequence's input. The sum is in float32, starts with the oldest row, and is rounded once, after
-        SiLU. The K - 1 rows before a sequence's first row are the sequence's tail. `tails`: [slots, K - 1, C]. To get
-        the new tail, append the sequence's rows, except drafted rows, to the old tail, and keep the last K - 1 rows.
+        Before SiLU, row t of a sequence's result is `bias` [C] (or 0) plus the sum over j of weight[:, 0, j] *
+        x[t - (K - 1) + j], where x[t] is row t of the sequence's input. The sum is in float32, starts with the bias and
+        the oldest row, and is rounded once, after SiLU. The K - 1 rows before a sequence's first row are the sequence's
+        tail. `tails`: [slots, K - 1, C]. To get the new tail, append the sequence's rows, except drafted rows, to the
+        old tail, and keep the last K - 1 rows.
         """
         ...
 
@@ -700,6 +728,28 @@ class Backend(Protocol):
         """
         ...
 
+    def state_space(
+        self,
+        xbc: Tensor,
+        steps: Tensor,
+        spec: Mamba2Spec,
+        weights: Mamba2Weights,
+        states: Tensor,
+        batch: StateBatch,
+    ) -> Tensor:
+        """Run the recurrence of a state space over each sequence's tokens, one by one: [M, heads, V].
+
+        `xbc` [M, channels]: each row holds x [heads, V], B [groups, N] and C [groups, N] side by side. `steps`: [M,
+        heads], the inputs of the time steps. `states`: float32 [slots, heads, N, V]. Head h reads group h * groups //
+        heads. For each token and head, the following is computed in float32:
+
+            step = clamp(softplus(steps + bias), *time_step_limit)
+            S = S * e^(-e^decay * step)
+            S = S + B (step * x)^T
+            out = C S + skip * x, the only value that is rounded to the dtype of xbc
+        """
+        ...
+
     def layers(
         self,
         x: Tensor,
@@ -714,7 +764,7 @@ class Backend(Protocol):
 
         `layers`: from `new_layers`. `layer.run_layers` defines the computation. Each layer has its own memory and
         pages. If `layers` is empty, the result is x itself. `states` and the batches of all pages describe the same
-        sequences. `states` is None if no layer is a delta net. `routes` (int32 [layers with experts, M, top_k])
+        sequences. `states` is None if no layer has a recurrent state. `routes` (int32 [layers with experts, M, top_k])
         receives the experts of each row; pass None if they are not needed. Raise ValueError unless `memories` and
         `pages` have one entry for each layer.
         """

@@ -20,6 +20,7 @@ from .contract import (
     ExpertsWeights,
     LatentWeights,
     Layer,
+    Mamba2Weights,
     Memory,
     MlpWeights,
     Norms,
@@ -41,9 +42,11 @@ from .specs import (
     ExpertsSpec,
     LatentSpec,
     LayerSpec,
+    Mamba2Spec,
     MlpSpec,
     NormSpec,
     Pieces,
+    RecurrentSpec,
     RotationSpec,
     pieces_of,
 )
@@ -61,8 +64,10 @@ Attend: TypeAlias = Callable[[Tensor, Any, Any], Tensor]
 weights are those of an attention or of a latent attention.
 """
 
-Recur: TypeAlias = Callable[[Tensor, Tensor, Tensor, DeltaNetSpec, DeltaNetWeights], Tensor]
-"""recur(qkv, b, a, spec, weights): return `delta_rule` of the convolution of qkv [M, channels]: [M, value_heads, V]."""
+Recur: TypeAlias = Callable[..., Tensor]
+"""recur(spec, weights, x, *gates): return the recurrence of a mixer with a recurrent state, over the convolution of x
+[M, channels]: `delta_rule` with the gates b and a, or `state_space` with the time steps. The result is [M, heads, V].
+"""
 
 Choose: TypeAlias = Callable[[Tensor, ExpertsSpec, Tensor | None], tuple[Tensor, Tensor]]
 """choose(logits, spec, correction): return the experts of each row and their gates, in the form of `Backend.route`."""
@@ -112,8 +117,8 @@ class HeadOps(Protocol):
     def head_linear(self, x: Tensor, weight: Any) -> Tensor: ...
 
 
-# Names of the weights outside layers, and the prefix of the names inside layers.
-EMBEDDING, LAST_NORM, HEAD, LAYERS = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight", "model.layers"
+# The name of the head's weight, and the prefix of the names inside layers.
+HEAD, LAYERS = "lm_head.weight", "model.layers"
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
@@ -134,58 +139,71 @@ def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight)
         before = of(f"{role}.before", hidden) if spec.norm_before else None
         return Norms(before, of(f"{role}.after", hidden) if spec.norm_after else None)
 
-    mixer = norms("mixer_norm"), _mixer_weights(spec.mixer, hidden, of)
-    mlp = norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of)
-    own = decoder.pieces // decoder.ranks
+    nothing, own = (Norms(None, None), None), decoder.pieces // decoder.ranks
+    mixer = nothing if spec.mixer is None else (norms("mixer_norm"), _mixer_weights(spec.mixer, hidden, of))
+    mlp = nothing if spec.mlp is None else (norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of))
     return Layer(spec, *mixer, *mlp, _mixer_pieces(spec.mixer, own), _mlp_pieces(spec.mlp, own))
 
 
-def _mixer_pieces(spec: CachedSpec | DeltaNetSpec, count: int) -> Pieces:
-    """Return the pieces of `o`, which consist of whole heads."""
+def _mixer_pieces(spec: CachedSpec | RecurrentSpec | None, count: int) -> Pieces:
+    """Return the pieces of `o`, which consist of whole heads, or of whole groups of heads that share keys."""
+    if spec is None:
+        return WHOLE
     if isinstance(spec, CachedSpec):
         return pieces_of(count, spec.num_heads * spec.value_dim, spec.value_dim)
+    if isinstance(spec, Mamba2Spec):
+        return pieces_of(count, spec.inner_size, spec.inner_size // spec.num_groups)
     return pieces_of(count, spec.value_size, spec.value_size // spec.num_key_heads)
 
 
-def _mlp_pieces(spec: MlpSpec | ExpertsSpec, count: int) -> Pieces:
+def _mlp_pieces(spec: MlpSpec | ExpertsSpec | None, count: int) -> Pieces:
+    if spec is None:
+        return WHOLE
     return pieces_of(count, spec.intermediate_size if isinstance(spec, MlpSpec) else spec.shared_size, spec.unit)
 
 
 def _mixer_weights(
-    spec: CachedSpec | DeltaNetSpec, hidden: int, of: GetWeight
-) -> AttentionWeights | LatentWeights | DeltaNetWeights:
+    spec: CachedSpec | RecurrentSpec, hidden: int, of: GetWeight
+) -> AttentionWeights | LatentWeights | DeltaNetWeights | Mamba2Weights:
     if isinstance(spec, AttentionSpec):
         return _attention_weights(spec, hidden, of)
     if isinstance(spec, LatentSpec):
         return _latent_weights(spec, hidden, of)
+    if isinstance(spec, Mamba2Spec):
+        return _mamba2_weights(spec, hidden, of)
     return _delta_net_weights(spec, hidden, of)
 
 
 def _mlp_weights(spec: MlpSpec | ExpertsSpec, hidden: int, of: GetWeight) -> MlpWeights | ExpertsWeights:
     if isinstance(spec, MlpSpec):
-        return _gated_weights("mlp", spec.intermediate_size, hidden, of, spec.bias, spec.joined)
-    count, inner = spec.own[1], spec.intermediate_size
+        return _one_mlp_weights("mlp", spec.intermediate_size, hidden, of, spec.gated, spec.bias, spec.joined)
+    (_, count), inner, size = spec.own, spec.intermediate_size, spec.latent_size or hidden
+    sides, is_latent = 2 if spec.gated else 1, spec.latent_size > 0
     gate_up, down = (StackLayout(spec.transposed, in_turn, spec.or_transposed) for in_turn in (spec.transposed, False))
     return ExpertsWeights(
         of("router", spec.num_experts, hidden),
         of("router_bias", spec.num_experts) if spec.bias else None,
-        of("experts.gate_up", count, 2 * inner, hidden, layout=gate_up),
-        of("experts.gate_up_bias", count, 2 * inner, layout=gate_up) if spec.bias else None,
-        of("experts.down", count, hidden, inner, layout=down),
-        of("experts.down_bias", count, hidden, layout=down) if spec.bias else None,
-        _gated_weights("shared", spec.shared_size, hidden, of) if spec.has_shared else None,
+        of("experts.gate_up", count, sides * inner, size, layout=gate_up),
+        of("experts.gate_up_bias", count, sides * inner, layout=gate_up) if spec.bias else None,
+        of("experts.down", count, size, inner, layout=down),
+        of("experts.down_bias", count, size, layout=down) if spec.bias else None,
+        _one_mlp_weights("shared", spec.shared_size, hidden, of, spec.gated, joined=spec.shared_joined)
+        if spec.has_shared
+        else None,
         of("shared.score", 1, hidden) if spec.has_shared and spec.shared_gated else None,
         of("router_correction", spec.num_experts) if spec.router.correction else None,
+        (of("latent.before", size, hidden), of("latent.after", hidden, size)) if is_latent else None,
     )
 
 
-def _gated_weights(
-    role: str, inner: int, hidden: int, of: GetWeight, bias: bool = False, joined: bool = False
+def _one_mlp_weights(
+    role: str, inner: int, hidden: int, of: GetWeight, gated: bool = True, bias: bool = False, joined: bool = False
 ) -> MlpWeights:
     if joined:
         gate, up = _parts_of_rows(of(f"{role}.gate_up", 2 * inner, hidden), [inner] * 2, [1] * 2)
     else:
-        gate, up = of(f"{role}.gate", inner, hidden), of(f"{role}.up", inner, hidden)
+        gate = of(f"{role}.gate", inner, hidden) if gated else None
+        up = of(f"{role}.up", inner, hidden)
     down, rows = of(f"{role}.down", hidden, inner), {"gate": inner, "up": inner, "down": hidden}
     biases = tuple(of(f"{role}.{part}_bias", count) for part, count in rows.items()) if bias else None
     return MlpWeights(gate, up, down, biases)  # type: ignore[arg-type]
@@ -202,6 +220,20 @@ def _delta_net_weights(spec: DeltaNetSpec, hidden: int, of: GetWeight) -> DeltaN
         of("delta.bias", heads),
         of("delta.norm", spec.value_head_dim),
         of("delta.o", hidden, value_size),
+    )
+
+
+def _mamba2_weights(spec: Mamba2Spec, hidden: int, of: GetWeight) -> Mamba2Weights:
+    heads, inner = spec.num_heads, spec.inner_size
+    return Mamba2Weights(
+        of("mamba.inputs", inner + spec.channels + heads, hidden),
+        of("mamba.convolution", spec.channels, 1, spec.kernel_size),
+        of("mamba.convolution_bias", spec.channels) if spec.convolution_bias else None,
+        of("mamba.decay", heads),
+        of("mamba.bias", heads),
+        of("mamba.skip", heads),
+        of("mamba.norm", inner),
+        of("mamba.o", hidden, inner),
     )
 
 
@@ -278,30 +310,45 @@ def _q_scale(spec: RotationSpec, positions: Tensor) -> Tensor | None:
 
 def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur, choose: Choose) -> Tensor:
     """Return the hidden states [M, H] that a layer computes from x [M, H]."""
-    spec, mlp = layer.spec, layer.mlp
+    x = x if layer.mixer is None else _mix(ops, layer, x, attend, recur)
+    return x if layer.mlp is None else _transform(ops, layer, x, choose)
+
+
+def _mix(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur) -> Tensor:
+    """Return x [M, H] plus the output of the layer's mixer."""
+    spec, weights = layer.spec, cast(Any, layer.mixer)
     hidden = _normed(ops, x, layer.mixer_norms.before, spec.norm)
     if isinstance(spec.mixer, CachedSpec):
-        mixed = attend(hidden, spec.mixer, layer.mixer)
+        mixed = attend(hidden, spec.mixer, weights)
+    elif isinstance(spec.mixer, Mamba2Spec):
+        mixed = _mamba2(ops, hidden, spec.mixer, weights, recur)
     else:
-        mixed = _delta_net(ops, hidden, spec.mixer, cast(DeltaNetWeights, layer.mixer), recur)
-    bias = None if isinstance(layer.mixer, DeltaNetWeights) else layer.mixer.o_bias
-    o = layer.mixer.o, layer.mixer_pieces, layer.mixer_norms.after
-    x = _added(ops, spec, x, mixed, *o, bias)
+        mixed = _delta_net(ops, hidden, cast(DeltaNetSpec, spec.mixer), weights, recur)
+    bias = None if isinstance(spec.mixer, RecurrentSpec) else weights.o_bias
+    return _added(ops, spec, x, mixed, weights.o, layer.mixer_pieces, layer.mixer_norms.after, bias)
+
+
+def _transform(ops: LayerOps, layer: Layer, x: Tensor, choose: Choose) -> Tensor:
+    """Return x [M, H] plus the output of the layer's MLP or experts."""
+    spec = layer.spec
     hidden = _normed(ops, x, layer.mlp_norms.before, spec.norm)
     if isinstance(spec.mlp, ExpertsSpec):
         mixture, after = _mixture(ops, layer, hidden, spec.mlp, choose), layer.mlp_norms.after
         return _with_residual(spec, x, mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
-    mlp = cast(MlpWeights, mlp)
-    active, bias = _active(ops, hidden, mlp, spec.mlp.activation), None if mlp.biases is None else mlp.biases[2]
+    mlp, activation = cast(MlpWeights, layer.mlp), cast(MlpSpec, spec.mlp).activation
+    active, bias = _active(ops, hidden, mlp, activation), None if mlp.biases is None else mlp.biases[2]
     return _added(ops, spec, x, active, mlp.down, layer.mlp_pieces, layer.mlp_norms.after, bias)
 
 
-def _active(ops: LayerOps, x: Tensor, mlp: MlpWeights, activation: Activation) -> Tensor:
+def _active(ops: LayerOps, x: Tensor, weights: MlpWeights, activation: Activation) -> Tensor:
     """Return the inner features [M, I] of an MLP for x [M, H]."""
-    if mlp.biases is None:
-        return ops.gate_up(x, mlp.gate, mlp.up, activation)
-    gate, up, _ = mlp.biases
-    return ops.gate_mul(ops.linear(x, mlp.gate, gate), ops.linear(x, mlp.up, up), activation)
+    if weights.gate is None:
+        up = ops.linear(x, weights.up)
+        return ops.gate_mul(up, up, activation)
+    if weights.biases is None:
+        return ops.gate_up(x, weights.gate, weights.up, activation)
+    gate, up, _ = weights.biases
+    return ops.gate_mul(ops.linear(x, weights.gate, gate), ops.linear(x, weights.up, up), activation)
 
 
 def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:
@@ -312,12 +359,17 @@ def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: 
     experts, gates = choose(logits, spec, weights.correction)
     shared = None
     if (mlp := weights.shared) is not None:
-        active = ops.gate_up(x, mlp.gate, mlp.up, spec.activation)
+        active = _active(ops, x, mlp, spec.activation)
         shared = ops.project_back(active, mlp.down, pieces=layer.mlp_pieces)
         if weights.shared_score is not None:
             score = ops.linear(x, weights.shared_score)
             shared = ops.gate_mul(score.expand_as(shared), shared, "sigmoid")
-    return ops.experts(x, spec, weights, experts, gates, shared, layer.mlp_pieces.count)
+    groups = layer.mlp_pieces.count
+    if weights.latent is None:
+        return ops.experts(x, spec, weights, experts, gates, shared, groups)
+    before, after = weights.latent
+    out = ops.linear(ops.experts(ops.linear(x, before), spec, weights, experts, gates, None, groups), after)
+    return out if shared is None else out + shared
 
 
 def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> Tensor:
@@ -435,7 +487,7 @@ def absorb(ops: HeadOps, q: Tensor, k_up: Any, spec: LatentSpec) -> Tensor:
 def _delta_net(ops: LayerOps, x: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights, recur: Recur) -> Tensor:
     """Return the outputs [M, value_size] of a delta net's heads for hidden states x [M, H]."""
     qkv, z, b, a = _project_delta_net(ops, x, spec, weights)
-    out = recur(qkv, b, a, spec, weights)
+    out = recur(spec, weights, qkv, b, a)
     normed = ops.rmsnorm(out.reshape(-1, spec.value_head_dim), weights.norm, spec.norm)
     return ops.gate_mul(z, normed.view_as(z), "silu")
 
@@ -455,6 +507,19 @@ def _project_delta_net(
     q, k, v, z = (part.flatten(1) for part in qkvz.split([spec.key_head_dim] * 2 + [share] * 2, 2))
     b, a = (part.flatten(1) for part in ba.chunk(2, 2))
     return torch.cat((q, k, v), 1), z, b, a
+
+
+def _mamba2(ops: LayerOps, x: Tensor, spec: Mamba2Spec, weights: Mamba2Weights, recur: Recur) -> Tensor:
+    """Return the outputs [M, inner_size] of the heads of a state space for hidden states x [M, H].
+
+    The output gate comes before the norm, and each group of heads has a norm of its own.
+    """
+    sizes = [spec.inner_size, spec.channels, spec.num_heads]
+    z, inner, steps = ops.linear(x, weights.inputs).split(sizes, 1)
+    out = recur(spec, weights, inner, steps).flatten(1)
+    gated = ops.gate_mul(z, out, "silu")
+    groups = zip(gated.chunk(spec.num_groups, 1), weights.norm.chunk(spec.num_groups), strict=True)
+    return torch.cat([ops.rmsnorm(group, weight, spec.norm) for group, weight in groups], 1)
 
 
 def _norm_heads(ops: LayerOps, x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
@@ -495,20 +560,18 @@ def run_layers(
             return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, page.batch, *scoring, weights.sinks))
 
         def recur(
-            qkv: Tensor,
-            b: Tensor,
-            a: Tensor,
-            spec: DeltaNetSpec,
-            weights: DeltaNetWeights,
-            memory: Memory = memory,
-            i: int = i,
+            spec: RecurrentSpec, weights: Any, x: Tensor, *gates: Tensor, memory: Memory = memory, i: int = i
         ) -> Tensor:
-            assert states is not None, "a delta net needs states"
+            assert states is not None, "a recurrence needs states"
             (state, tails), journal = memory, states.journal
             if journal is not None:
-                qkv, b, a = journal.splice(i, qkv, b, a)
-            qkv = ops.convolve(qkv, weights.convolution, tails, states)
-            out = ops.delta_rule(qkv, b, a, spec, weights, state, states)
+                x, *gates = journal.splice(i, x, *gates)
+            if isinstance(spec, Mamba2Spec):
+                x = ops.convolve(x, weights.convolution, tails, states, weights.convolution_bias)
+                out = ops.state_space(x, *gates, spec, weights, state, states)
+            else:
+                x = ops.convolve(x, weights.convolution, tails, states)
+                out = ops.delta_rule(x, *gates, spec, weights, state, states)
             return out if journal is None else out[journal.own]
 
         x = run_layer(ops, layer, x, attend, recur, choose)

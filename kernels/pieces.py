@@ -21,8 +21,8 @@ from torch import Tensor
 
 from trueroll.errors import ConfigError
 
-from .layer import EMBEDDING, HEAD, LAST_NORM, make_layer
-from .specs import DecoderSpec
+from .layer import HEAD, make_layer
+from .specs import DecoderSpec, Mamba2Spec, RecurrentSpec
 
 MOST_PIECES = 8
 _MULTIPLE = 16
@@ -60,21 +60,30 @@ def requirement(spec: DecoderSpec, count: int) -> str:
             return f"a divisor or a multiple of {mixer.num_kv_heads} key-value heads"
         if count > 1 and mixer.num_heads // count * mixer.value_dim % _MULTIPLE:
             return f"1, or a number for which pieces of o have a multiple of {_MULTIPLE} columns"
-    for mixer in spec.delta_nets:
-        if mixer.num_key_heads % count:
-            return f"a divisor of {mixer.num_key_heads} key heads"
-        if count > 1 and mixer.value_size // count % _MULTIPLE:
-            return f"1, or a number for which pieces of o have a multiple of {_MULTIPLE} columns"
+    for mixer in spec.recurrent:
+        if found := _requirement_of_recurrence(mixer, count):
+            return found
     for experts in spec.experts:
         if experts.num_experts % count:
             return f"a divisor of {experts.num_experts} experts"
     return ""
 
 
+def _requirement_of_recurrence(spec: RecurrentSpec, count: int) -> str:
+    """`requirement` for a mixer with a recurrent state. Heads that share keys, or a norm, stay together."""
+    is_mamba2 = isinstance(spec, Mamba2Spec)
+    together, size = (spec.num_groups, spec.inner_size) if is_mamba2 else (spec.num_key_heads, spec.value_size)
+    if together % count:
+        return f"a divisor of {together} {'groups of heads' if is_mamba2 else 'key heads'}"
+    if count > 1 and size // count % _MULTIPLE:
+        return f"1, or a number for which pieces of o have a multiple of {_MULTIPLE} columns"
+    return ""
+
+
 def num_parameters(spec: DecoderSpec) -> int:
     """Return the number of a decoder's parameters, without an MTP module."""
     vocabulary = spec.vocab_size * spec.hidden_size
-    found = {EMBEDDING: vocabulary, LAST_NORM: spec.hidden_size}
+    found = {spec.embedding: vocabulary, spec.last_norm: spec.hidden_size}
     if not spec.tie_word_embeddings:
         found[HEAD] = vocabulary
 

@@ -55,6 +55,7 @@ from .specs import (
     HeadSpec,
     LatentSpec,
     LayerSpec,
+    Mamba2Spec,
     MlpSpec,
     NormSpec,
     Pieces,
@@ -161,9 +162,12 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
     """Return the rank's part of a layer, and add the parts of its weights to `held`. `whole`: how the whole decoder
     holds its weights.
     """
-    mixer, of_roles = _OF_MIXER[type(layer.mixer)](layer.mixer, rank)
-    of_mlp = _part_of_mlp if isinstance(layer.mlp, MlpSpec) else _part_of_experts
-    mlp, others = of_mlp(cast(Any, layer.mlp), pieces, rank)
+    mixer, mlp, of_roles, others = None, None, dict[str, Slice](), dict[str, Slice]()
+    if layer.mixer is not None:
+        mixer, of_roles = _OF_MIXER[type(layer.mixer)](layer.mixer, rank)
+    if layer.mlp is not None:
+        of_mlp = _part_of_mlp if isinstance(layer.mlp, MlpSpec) else _part_of_experts
+        mlp, others = of_mlp(cast(Any, layer.mlp), pieces, rank)
     for role, part in (of_roles | others).items():
         found = WeightSpec(whole[role].dtype if role in whole else None, part)
         if held.setdefault(role, found) != found and held[role].part is not None:
@@ -253,15 +257,37 @@ def _part_of_delta_net(spec: DeltaNetSpec, rank: Rank) -> tuple[DeltaNetSpec, di
     return own, found
 
 
+def _part_of_mamba2(spec: Mamba2Spec, rank: Rank) -> tuple[Mamba2Spec, dict[str, Slice]]:
+    own = replace(spec, num_heads=spec.num_heads // rank.size, num_groups=spec.num_groups // rank.size)
+    inner, vectors, i = own.inner_size, own.vector_size, rank.index
+
+    def parts(*sizes: int) -> tuple[tuple[int, int], ...]:
+        """Return the rank's range of each part of some rows. `sizes`: the numbers of the rank's rows in each part."""
+        return tuple((rank.size * sum(sizes[:n]) + i * size, size) for n, size in enumerate(sizes))
+
+    channels = inner, vectors, vectors
+    of_channels = Slice(0, spec.channels, parts(*channels))
+    rows = parts(inner, *channels, own.num_heads)
+    of_inner, of_heads = _share(rank, spec.inner_size, 1), _share(rank, spec.num_heads, 1)
+    found = {"mamba.inputs": Slice(0, spec.inner_size + spec.channels + spec.num_heads, rows)}
+    found |= {"mamba.convolution": of_channels, "mamba.norm": of_inner}
+    found |= dict.fromkeys(("mamba.decay", "mamba.bias", "mamba.skip"), of_heads)
+    if spec.convolution_bias:
+        found["mamba.convolution_bias"] = of_channels
+    found["mamba.o"] = _share(rank, spec.inner_size, 1, dim=1)
+    return own, found
+
+
 _OF_MIXER: dict[type, Callable[..., Any]] = {
     AttentionSpec: _part_of_attention,
     LatentSpec: _part_of_latent,
     DeltaNetSpec: _part_of_delta_net,
+    Mamba2Spec: _part_of_mamba2,
 }
 
 
 def _part_of_mlp(spec: MlpSpec, pieces: int, rank: Rank) -> tuple[MlpSpec, dict[str, Slice]]:
-    own, unit, found = _part_of_gated("mlp", spec.intermediate_size, pieces, rank)
+    own, unit, found = _part_of_one_mlp("mlp", spec.intermediate_size, pieces, rank, spec.gated)
     if spec.bias:
         found |= {f"mlp.{part}_bias": found[f"mlp.{part}"] for part in ("gate", "up")}
     if spec.joined:
@@ -276,19 +302,24 @@ def _part_of_experts(spec: ExpertsSpec, pieces: int, rank: Rank) -> tuple[Expert
         roles += ["experts.gate_up_bias", "experts.down_bias"]
     found, own, unit = dict.fromkeys(roles, experts), 0, PIECE_UNIT
     if spec.shared_size:
-        own, unit, of_shared = _part_of_gated("shared", spec.shared_size, pieces, rank)
+        own, unit, of_shared = _part_of_one_mlp("shared", spec.shared_size, pieces, rank, spec.gated)
+        if spec.shared_joined:
+            of_shared["shared.gate_up"] = _below(of_shared.pop("shared.gate"), of_shared.pop("shared.up"))
         found |= of_shared
     elsewhere = spec.shared_size > 0 and own == 0
     return replace(spec, held=experts.ranges[0], shared_size=own, shared_elsewhere=elsewhere, unit=unit), found
 
 
-def _part_of_gated(role: str, inner: int, pieces: int, rank: Rank) -> tuple[int, int, dict[str, Slice]]:
+def _part_of_one_mlp(
+    role: str, inner: int, pieces: int, rank: Rank, gated: bool = True
+) -> tuple[int, int, dict[str, Slice]]:
     """Return the rank's number of inner features, the length of a piece, and the parts of the weights."""
     cut, own = pieces_of(pieces, inner, PIECE_UNIT), pieces // rank.size
     bounds = cut.bounds(inner)[rank.index * own : (rank.index + 1) * own]
     start, end = bounds[0][0], bounds[-1][1]
     rows, columns = (Slice(dim, inner, ((start, end - start),)) for dim in (0, 1))
-    return end - start, cut.length, {f"{role}.gate": rows, f"{role}.up": rows, f"{role}.down": columns}
+    found = {f"{role}.gate": rows} if gated else {}
+    return end - start, cut.length, found | {f"{role}.up": rows, f"{role}.down": columns}
 
 
 class RankedHead:

@@ -38,6 +38,7 @@ from .contract import (
     ExpertsWeights,
     FoldedHead,
     Layer,
+    Mamba2Weights,
     Rotation,
     StateBatch,
     TokenStatistics,
@@ -54,6 +55,7 @@ from .specs import (
     ExpertsSpec,
     HeadSpec,
     LayerNormSpec,
+    Mamba2Spec,
     NormSpec,
     Pieces,
     RouterSpec,
@@ -239,6 +241,8 @@ def gate_mul(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return (wide / (1.0 + torch.exp(wide * -CLAMPED_SLOPE)) * raised).to(gate.dtype)
     if activation == "gelu":
         return (wide * 0.5 * (1.0 + torch.erf(wide * ROOT_HALF)) * up.float()).to(gate.dtype)
+    if activation == "relu":
+        return (wide.clamp(min=0.0) * up.float()).to(gate.dtype)
     slope = wide * (GELU_SLOPE + GELU_CUBIC * (wide * wide)) if activation == "gelu_tanh" else wide
     numerator = torch.ones_like(wide) if activation == "sigmoid" else wide
     return (numerator / (1.0 + torch.exp(-slope)) * up.float()).to(gate.dtype)
@@ -318,7 +322,8 @@ def expert_sums(
         if not len(rows):
             continue
         bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
-        gate, up = linear(x[rows], gate_ups[expert], bias).chunk(2, 1)
+        product = linear(x[rows], gate_ups[expert], bias)
+        gate, up = product.chunk(2, 1) if spec.gated else (product, product)
         made = lm_head(gate_mul(gate, up, spec.activation), downs[expert])
         if weights.down_bias is not None:
             made = made + weights.down_bias[expert].float()
@@ -553,7 +558,7 @@ def _multiply_alike(rows: Tensor, matrices: Tensor) -> Tensor:
     return out.unflatten(0, (units, heads))
 
 
-def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch, bias: Tensor | None = None) -> Tensor:
     kept, starts = tails.shape[1], batch.starts.to(x.device)
     sequence = torch.arange(len(batch.reads), device=x.device)
     # Each sequence's rows come after the sequence's tail.
@@ -563,6 +568,7 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
     rows[first_tails], rows[places + kept] = _read_slots(tails, batch.reads), x
     tails[batch.writes] = rows[first_tails + batch.num_kept.to(x.device)[:, None]]
     taps, wide, out = weight[:, 0].float(), rows.float(), torch.zeros_like(x, dtype=torch.float32)
+    out = out if bias is None else out + bias.float()
     for j in range(kept + 1):
         out = out + taps[:, j] * wide[places + j]
     return (out / (1.0 + torch.exp(-out))).to(x.dtype)
@@ -587,22 +593,55 @@ def delta_rule(
 ) -> Tensor:
     q, k, v = _heads(qkv, spec)
     decays, rates = _gates(b, a, weights)
+
+    def advance(state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        key, decayed = k[rows], state * decays[rows]
+        change = rates[rows] * (v[rows] - _sum(decayed * key))
+        state = decayed + key * change[:, :, None]
+        return state, _sum(state * q[rows])
+
+    return _recur(advance, torch.empty_like(v), states, batch).to(qkv.dtype)
+
+
+def state_space(
+    xbc: Tensor, steps: Tensor, spec: Mamba2Spec, weights: Mamba2Weights, states: Tensor, batch: StateBatch
+) -> Tensor:
+    x, b, c = xbc.float().split([spec.inner_size, spec.vector_size, spec.vector_size], 1)
+    share = spec.num_heads // spec.num_groups
+    b, c = (part.unflatten(1, (spec.num_groups, -1, 1)).repeat_interleave(share, 1) for part in (b, c))
+    x = x.unflatten(1, (spec.num_heads, -1))
+    sizes = _softplus(steps.float() + weights.bias.float()).clamp(*spec.time_step_limit)
+    decays = torch.exp(-torch.exp(weights.decay.float()) * sizes)[..., None, None]
+    changes, skipped = sizes[..., None] * x, weights.skip.float()[:, None] * x
+
+    def advance(state: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        state = state * decays[rows] + b[rows] * changes[rows][:, :, None]
+        return state, _sum(state * c[rows]) + skipped[rows]
+
+    return _recur(advance, torch.empty_like(x), states, batch).to(xbc.dtype)
+
+
+def _recur(
+    advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], out: Tensor, states: Tensor, batch: StateBatch
+) -> Tensor:
+    """Run a recurrence over each sequence's tokens, write the new states, and return the outputs.
+
+    `advance(state, rows)`: return the states [N, ...] after the tokens of N rows, and the outputs of these tokens.
+    `out`: memory for the outputs of all rows.
+    """
     order, lens = _longest_first(batch)
-    order = torch.tensor(order, dtype=torch.int64, device=qkv.device)
-    num_kept = batch.num_kept.to(qkv.device)[order]
-    state, out = _read_slots(states, batch.reads[order]), torch.empty_like(v)
-    kept, firsts = state.clone(), batch.starts.to(qkv.device)[order]
+    order = torch.tensor(order, dtype=torch.int64, device=out.device)
+    num_kept = batch.num_kept.to(out.device)[order]
+    state = _read_slots(states, batch.reads[order])
+    kept, firsts = state.clone(), batch.starts.to(out.device)[order]
     for t in range(max(lens, default=0)):
         live = sum(length > t for length in lens)
         rows = firsts[:live] + t
-        key, query, decayed = k[rows], q[rows], state[:live] * decays[rows]
-        change = rates[rows] * (v[rows] - _sum(decayed * key))
-        state[:live] = decayed + key * change[:, :, None]
-        out[rows] = _sum(state[:live] * query)
+        state[:live], out[rows] = advance(state[:live], rows)
         done = num_kept == t + 1
         kept[done] = state[done]
     states[batch.writes[order]] = kept
-    return out.to(qkv.dtype)
+    return out
 
 
 def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -620,10 +659,12 @@ def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tens
     """Return two tensors. The first is the decay of the states at each token: [M, value_heads, 1, 1]. The second is the
     update rate of each token: [M, value_heads, 1].
     """
-    wide = a.float() + weights.bias.float()
-    softplus = wide.clamp(min=0.0) + torch.log1p(torch.exp(-wide.abs()))
-    decays = torch.exp(-torch.exp(weights.decay.float()) * softplus)
+    decays = torch.exp(-torch.exp(weights.decay.float()) * _softplus(a.float() + weights.bias.float()))
     return decays[..., None, None], (1.0 / (1.0 + torch.exp(-b.float())))[..., None]
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return x.clamp(min=0.0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def _longest_first(batch: StateBatch) -> tuple[list[int], list[int]]:

@@ -15,7 +15,7 @@ import torch
 
 from .spellings import own_name
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "clamped_silu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "sigmoid", "clamped_silu", "relu"]
 Score = Literal["softmax", "softmax_of_chosen", "sigmoid"]
 
 
@@ -235,16 +235,73 @@ class DeltaNetSpec:
 
 
 @dataclass(frozen=True)
+class Mamba2Spec:
+    """A selective state space (Mamba 2, Dao and Gu 2024, arXiv 2405.21060) after a short causal convolution: a token
+    mixer with a recurrent state instead of a KV cache.
+
+    Each head has a state [state_size, head_dim]. The same number of consecutive heads forms a group. A group shares the
+    vectors B and C, and `norm` covers the channels of a group, after the output gate. `kernel_size`: the number of
+    tokens that the convolution of x, B and C sees, including the current one. `convolution_bias`: the convolution has a
+    bias. `time_step_limit`: the least and the largest time step.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    kernel_size: int
+    norm: NormSpec
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    convolution_bias: bool = True
+
+    @property
+    def inner_size(self) -> int:
+        """The total size of all heads, which is also the size of the output gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def vector_size(self) -> int:
+        """The total size of the vectors B of all groups, which is also the total size of the vectors C."""
+        return self.num_groups * self.state_size
+
+    @property
+    def channels(self) -> int:
+        """The number of channels of the convolution: x, B and C side by side."""
+        return self.inner_size + 2 * self.vector_size
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of a sequence's recurrent state. The state is stored in float32."""
+        return self.num_heads, self.state_size, self.head_dim
+
+    @property
+    def tail_shape(self) -> tuple[int, int]:
+        """The shape of a sequence's tail. The tail holds the last inputs of the convolution, in the model's dtype."""
+        return self.kernel_size - 1, self.channels
+
+    @property
+    def row_size(self) -> int:
+        """The number of values that convolution and recurrence read for one token: x, B, C and a time step per head."""
+        return self.channels + self.num_heads
+
+
+RecurrentSpec = DeltaNetSpec | Mamba2Spec
+"""A mixer with a recurrent state."""
+
+
+@dataclass(frozen=True)
 class MlpSpec:
     """A gated MLP: down(activation(gate(x)) * up(x)). `gelu` is the GELU with the error function; `gelu_tanh`
     approximates it by a tanh.
 
-    `bias`: gate, up and down have biases. `joined`: one matrix computes gate and up. `unit`: the columns of `down` are
-    cut into pieces at multiples of this number.
+    `gated`: if False, there is no gate, and the MLP is down(activation(up(x)) * up(x)). With `relu`, this is the
+    squared ReLU (So et al. 2021). `bias`: gate, up and down have biases. `joined`: one matrix computes gate and up.
+    `unit`: the columns of `down` are cut into pieces at multiples of this number.
     """
 
     intermediate_size: int
     activation: Activation = "silu"
+    gated: bool = True
     bias: bool = False
     joined: bool = False
     unit: int = PIECE_UNIT
@@ -286,11 +343,14 @@ class ExpertsSpec:
     """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts` experts. The experts'
     outputs are multiplied by gates and added.
 
-    `router`: how experts are chosen. `shared_size`: the intermediate size of the shared expert; 0 if there is none.
-    Every token goes to the shared expert. `shared_gated`: the shared expert's output is multiplied by the sigmoid of a
-    learned score. `bias`: the router and the experts have biases. `transposed`: checkpoints hold the experts' matrices
-    as [columns, rows], and rows of gate and rows of up alternate. `or_transposed`: checkpoints may hold the matrices as
-    [columns, rows], with rows that do not alternate.
+    `router`: how experts are chosen. `gated`: as in `MlpSpec`, for all experts. `latent_size`: a product before the
+    experts makes rows of this size, and a product after them makes hidden states again; 0 without these products. The
+    shared expert takes and makes hidden states. `shared_size`: the intermediate size of the shared expert; 0 if there
+    is none. Every token goes to the shared expert. `shared_gated`: the shared expert's output is multiplied by the
+    sigmoid of a learned score. `shared_joined`: one matrix computes gate and up of the shared expert. `bias`: the
+    router and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], and
+    rows of gate and rows of up alternate. `or_transposed`: checkpoints may hold the matrices as [columns, rows], with
+    rows that do not alternate.
 
     `held`: the experts that this rank holds, as a pair of the first id and the number; None for all experts.
     `shared_elsewhere`: there is a shared expert, but this rank holds none of its inner features. `unit`: as in
@@ -302,8 +362,11 @@ class ExpertsSpec:
     intermediate_size: int
     activation: Activation = "silu"
     router: RouterSpec = RouterSpec()
+    gated: bool = True
+    latent_size: int = 0
     shared_size: int = 0
     shared_gated: bool = True
+    shared_joined: bool = False
     bias: bool = False
     transposed: bool = False
     or_transposed: bool = False
@@ -338,16 +401,16 @@ PLAIN_HEAD = HeadSpec()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A layer: a token mixer (attention, latent attention or a delta net) followed by an MLP or experts. The mixer and
-    the MLP each add their output to their input.
+    """A layer: a token mixer (attention, latent attention, a delta net or a state space) followed by an MLP or experts.
+    The mixer and the MLP each add their output to their input. One of them may be missing (None).
 
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
     after the mixer and after the MLP. `residual_scale`: multiplies the outputs of the mixer and of the MLP before they
     are added. The scale is rounded to float32, and each product is rounded to the dtype of the hidden states.
     """
 
-    mixer: CachedSpec | DeltaNetSpec
-    mlp: MlpSpec | ExpertsSpec
+    mixer: CachedSpec | RecurrentSpec | None
+    mlp: MlpSpec | ExpertsSpec | None
     norm: NormSpec
     norm_before: bool = True
     norm_after: bool = False
@@ -390,6 +453,14 @@ LAYER_NAMES = {
     "delta.bias": "linear_attn.dt_bias",
     "delta.norm": "linear_attn.norm.weight",
     "delta.o": "linear_attn.out_proj.weight",
+    "mamba.inputs": "mamba.in_proj.weight",
+    "mamba.convolution": "mamba.conv1d.weight",
+    "mamba.convolution_bias": "mamba.conv1d.bias",
+    "mamba.decay": "mamba.A_log",
+    "mamba.bias": "mamba.dt_bias",
+    "mamba.skip": "mamba.D",
+    "mamba.norm": "mamba.norm.weight",
+    "mamba.o": "mamba.out_proj.weight",
     "mlp_norm.before": "post_attention_layernorm.weight",
     "mlp.gate": "mlp.gate_proj.weight",
     "mlp.up": "mlp.up_proj.weight",
@@ -401,6 +472,8 @@ LAYER_NAMES = {
     "router": "mlp.gate.weight",
     "router_bias": "mlp.gate.bias",
     "router_correction": "mlp.gate.e_score_correction_bias",
+    "latent.before": "mlp.fc1_latent_proj.weight",
+    "latent.after": "mlp.fc2_latent_proj.weight",
     "experts.gate_up": "mlp.experts.gate_up_proj",
     "experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
     "experts.down": "mlp.experts.down_proj",
@@ -411,6 +484,7 @@ LAYER_NAMES = {
     "shared.gate": "mlp.shared_expert.gate_proj.weight",
     "shared.up": "mlp.shared_expert.up_proj.weight",
     "shared.down": "mlp.shared_expert.down_proj.weight",
+    "shared.gate_up": "mlp.shared_expert.gate_up_proj.weight",
     "shared.score": "mlp.shared_expert_gate.weight",
 }
 # As LAYER_NAMES, for families that call the shared expert `shared_experts`.
@@ -502,6 +576,8 @@ class TowerSpec:
         return rows * columns // self.merge**2
 
 
+EMBEDDING, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
+"""The names that most checkpoints give to the embeddings and to the norm after the last layer."""
 MTP_PREFIX = "mtp."
 """The prefix of the names of the MTP module's weights in a checkpoint."""
 
@@ -577,7 +653,8 @@ class DecoderSpec:
 
     `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
     first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `head`: how logits are computed
-    from the products of the head. `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`,
+    from the products of the head. `embedding`, `last_norm`: the names of the embeddings and of the last norm's weight.
+    `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`,
     `respelled`: how names in a checkpoint become these names (see `spellings.Names`). `others`: a tensor does not
     belong to the decoder if its name begins with one of these prefixes. `pieces`: the number of pieces in which each
     product that leads back to the hidden states is summed, and the number of groups in which the outputs of a row's
@@ -603,6 +680,8 @@ class DecoderSpec:
     embed_scale: float = 1.0
     head: HeadSpec = PLAIN_HEAD
     tie_word_embeddings: bool = False
+    embedding: str = EMBEDDING
+    last_norm: str = LAST_NORM
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
     renamed: Mapping[str, str] = field(default_factory=dict)
     respelled: Mapping[str, str] = field(default_factory=dict)
@@ -639,9 +718,9 @@ class DecoderSpec:
         return [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
 
     @property
-    def delta_nets(self) -> list[DeltaNetSpec]:
+    def recurrent(self) -> list[RecurrentSpec]:
         """The mixers of the layers with a recurrent state."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaNetSpec)]
+        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentSpec)]
 
     @cached_property
     def experts(self) -> list[ExpertsSpec]:

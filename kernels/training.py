@@ -50,11 +50,9 @@ from .aligned import (
 from .arguments import check_call, check_signature
 from .autograd import GradientOps
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
-from .contract import LOWEST_TEMPERATURE, DeltaNetWeights, Rotation, TokenStatistics
+from .contract import LOWEST_TEMPERATURE, Rotation, TokenStatistics
 from .layer import (
-    EMBEDDING,
     HEAD,
-    LAST_NORM,
     LAYERS,
     gated,
     make_layer,
@@ -66,10 +64,20 @@ from .layer import (
 )
 from .packed import Packed
 from .pieces import with_pieces
-from .plain_models import describe_plain, is_aligned, is_decoder
+from .plain_models import describe_plain, is_aligned, is_decoder, module_of
 from .replay import replayed
 from .selection import select_backend
-from .specs import PLAIN, CachedSpec, DecoderSpec, DeltaNetSpec, ExpertsSpec, HeadSpec, LatentSpec, WeightSpec
+from .specs import (
+    PLAIN,
+    CachedSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    HeadSpec,
+    LatentSpec,
+    Mamba2Spec,
+    RecurrentSpec,
+    WeightSpec,
+)
 from .stacks import HeadLayout, StackLayout
 from .training_images import Media, PackedImages, check_positions, has_axes, read_media, read_pixels, split_positions
 from .training_towers import check_tower, encode_images, part_forward, tower_modules
@@ -536,8 +544,9 @@ def _decode(
     tensor of the same shape as `routes`, which receives the experts of the tokens.
     """
     indices, packed = unpad(input_ids, attention_mask, position_ids)
-    x = self.embed_tokens(input_ids.flatten()[indices])
-    spec, ops, others = self._aligned.spec, ops_of(self, x), list[Tensor]()
+    spec = self._aligned.spec
+    x = module_of(self, spec.embedding)(input_ids.flatten()[indices])
+    ops, others = ops_of(self, x), list[Tensor]()
     positions = packed.positions
     if embedded is not None:
         packed, positions = embedded.seen(packed), embedded.positions
@@ -552,7 +561,7 @@ def _decode(
         x = layer(x, _Rows(packed, rotations, *of_layer))
         if part is not None and embedded is not None:
             x = x.index_copy(0, embedded.places, x[embedded.places] + part)
-    x = self.norm(x)
+    x = module_of(self, spec.last_norm)(x)
     hidden = x.new_zeros(input_ids.numel(), x.shape[1]).index_copy(0, indices, x)
     return _DecoderOutput(last_hidden_state=hidden.view(*input_ids.shape, -1))  # type: ignore[arg-type]
 
@@ -564,7 +573,7 @@ def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
 
 
 def _embedding_forward(self: Any, token_ids: Tensor) -> Tensor:
-    check_gathered(EMBEDDING, self.weight)
+    check_gathered(self._aligned.spec.embedding, self.weight)
     x = nn.functional.embedding(token_ids, self.weight).to(forward_dtype(self.weight))
     return scale_embedding(x, self._aligned.spec.embed_scale)
 
@@ -590,9 +599,12 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
         q, k, v = project(ops, x, spec, weights, rotations[spec.rotation])
         return gated(ops, q, spec, lambda q: ops.attention(q, k, v, packed, spec, weights.sinks))
 
-    def recur(qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights) -> Tensor:
-        qkv = ops.convolve(qkv, weights.convolution, packed)
-        return ops.delta_rule(qkv, b, a, spec, weights, packed)
+    def recur(spec: RecurrentSpec, weights: Any, x: Tensor, *gates: Tensor) -> Tensor:
+        if isinstance(spec, Mamba2Spec):
+            x = ops.convolve(x, weights.convolution, packed, weights.convolution_bias)
+            return ops.state_space(x, *gates, spec, weights, packed)
+        x = ops.convolve(x, weights.convolution, packed)
+        return ops.delta_rule(x, *gates, spec, weights, packed)
 
     def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         experts, gates = ops.route(logits, spec, correction=correction)
@@ -606,8 +618,8 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 
 
 def _norm_forward(self: Any, x: Tensor) -> Tensor:
-    ops = ops_of(self, x)
-    return ops.rmsnorm(x, as_computed(LAST_NORM, self, "weight", x, ops), self._aligned.spec.norm)
+    ops, spec = ops_of(self, x), self._aligned.spec
+    return ops.rmsnorm(x, as_computed(spec.last_norm, self, "weight", x, ops), spec.norm)
 
 
 def _head_forward(self: Any, hidden: Tensor, question: _Question | None = None) -> Any:
@@ -634,11 +646,11 @@ def _parts(model: Any, spec: DecoderSpec) -> Iterator[tuple[Any, Callable[..., A
         for module in tower_modules(model.model, spec.tower):
             yield module, part_forward, -1
     yield decoder, _decoder_forward(type(decoder)), -1
-    for copy in copies_of(decoder.embed_tokens):
+    for copy in copies_of(module_of(decoder, spec.embedding)):
         yield copy, _embedding_forward, -1
     for index, layer in enumerate(decoder.layers):
         yield unwrapped(layer), _layer_forward, index
-    for copy in copies_of(decoder.norm):
+    for copy in copies_of(module_of(decoder, spec.last_norm)):
         yield copy, _norm_forward, -1
     for copy in copies_of(model.lm_head):
         yield copy, _head_forward, -1
@@ -672,7 +684,7 @@ def _check_model(model: Any) -> DecoderSpec:
             "model: the forward pass of a module was replaced; call align before accelerator.prepare, and before any "
             "other code that replaces forward passes"
         )
-    head, embedding = trained(model.lm_head), text_decoder(model).embed_tokens.weight
+    head, embedding = trained(model.lm_head), module_of(text_decoder(model), spec.embedding).weight
     check_plain("lm_head", head, model)
     if head.bias is not None or head.weight.shape != embedding.shape:
         raise AlignmentError(

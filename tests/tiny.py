@@ -117,8 +117,58 @@ _FREE: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] 
         _WINDOW | dict(head_dim=16, tie_word_embeddings=False),
     ),
 }
-_FAMILIES |= _FREE
-FREE = tuple(_FREE)
+_MAMBA: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    attn_layer_indices=[2],
+    mamba_n_heads=8,
+    mamba_n_groups=2,
+    mamba_d_state=16,
+    mamba_d_head=16,
+    mamba_chunk_size=16,
+    time_step_limit=(0.02, 1.0),
+)
+_NEMOTRON: dict[str, Any] = dict(
+    layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+    head_dim=16,
+    mamba_num_heads=8,
+    mamba_head_dim=16,
+    n_groups=2,
+    ssm_state_size=16,
+    chunk_size=16,
+    time_step_min=0.1,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=32,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    moe_shared_expert_intermediate_size=48,
+    moe_latent_size=32,
+)
+_GRANITE: dict[str, Any] = dict(
+    layer_types=["linear_attention", "linear_attention", "full_attention"],
+    num_hidden_layers=3,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    intermediate_size=32,
+    shared_intermediate_size=48,
+    embedding_multiplier=3.0,
+    residual_multiplier=0.6,
+    attention_multiplier=0.3,
+    logits_scaling=0.7,
+    tie_word_embeddings=False,
+)
+_STATE_SPACES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "granite4": (
+        transformers.GraniteMoeHybridConfig,
+        transformers.GraniteMoeHybridForCausalLM,
+        _MAMBA | _GRANITE,
+    ),
+    "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM, _MAMBA),
+    "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM, _NEMOTRON),
+}
+_FAMILIES |= _FREE | _STATE_SPACES
+FREE = (*_FREE, *_STATE_SPACES)
 # Multipliers and caps far from 1, so that a step that is left out changes the results.
 _SWITCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "gemma2": (
@@ -327,7 +377,7 @@ def _spread_weights(model: torch.nn.Module) -> None:
     generator, transposed = torch.Generator().manual_seed(0), type(model).__name__.startswith("GptOss")
     corrections = (named for named in model.named_buffers() if named[0].endswith(_CORRECTIONS))
     for name, weight in (*model.named_parameters(), *corrections):
-        if name.endswith("norm.weight"):
+        if name.endswith(("norm.weight", "norm_f.weight")):
             weight.uniform_(0.5, 1.5, generator=generator)
             if type(model).__name__.startswith(_ZERO_CENTERED) and not name.endswith("linear_attn.norm.weight"):
                 weight.sub_(1.0)  # these norms multiply by 1 + w
@@ -346,7 +396,7 @@ def _spread(name: str, weight: torch.Tensor, transposed: bool) -> float:
         return 0.3
     if name.endswith("bias") or "lm_head" in name:
         return 0.5
-    if "embed_tokens" in name:
+    if "embed_tokens" in name or "embeddings" in name:
         return 0.3
     if weight.dim() == 3 and "experts" in name:
         return 2 * weight.shape[1 if transposed else 2] ** -0.5

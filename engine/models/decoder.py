@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import Backend, Memory, Pages, Rotation, StateBatch, Weight, mark_rows
-from ...kernels.layer import EMBEDDING, HEAD, LAST_NORM, LAYERS, make_layer, scale_embedding, turn
+from ...kernels.layer import HEAD, LAYERS, make_layer, scale_embedding, turn
 from ...kernels.shards import Shard
 from ...kernels.specs import HEAD_ROLE, PLAIN, DecoderSpec, ExpertsSpec, WeightSpec, is_of_mtp
 from ...kernels.stacks import HeadLayout, HeadMatrices, Stack, StackLayout
@@ -26,8 +26,11 @@ from .tower import EmbeddedRows, Tower
 
 Empty: TypeAlias = Callable[..., Tensor]
 ROUTES = "routed_experts"
-# Maps the role of each stack to the roles of its parts, in the order of their rows.
-_PARTS = {"experts.gate_up": ("expert.gate", "expert.up"), "experts.down": ("expert.down",)}
+
+
+def _parts_of_stacks(spec: ExpertsSpec) -> dict[str, tuple[str, ...]]:
+    """Return the roles of the parts of each stack, in the order of their rows."""
+    return {"experts.gate_up": ("expert.gate", "expert.up")[not spec.gated :], "experts.down": ("expert.down",)}
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class Decoder:
             return weight if layout is None else weight.matrix
 
         if spec.holds_embeddings:
-            new(EMBEDDING, spec.vocab_size, spec.hidden_size, whole=Owner.ALL)
+            new(spec.embedding, spec.vocab_size, spec.hidden_size, whole=Owner.ALL)
         layers = [make_layer(spec, i, new) for i in spec.own_layers]
         self.layers = backend.new_layers(layers)
         self.tower: Tower | None = None
@@ -123,7 +126,7 @@ class Decoder:
             self.tower = Tower(spec.served_tower, backend, get, layers, spec.own_layers.start)
         self.mtp: Mtp | None = None
         if spec.stage.is_last:
-            new(LAST_NORM, spec.hidden_size)
+            new(spec.last_norm, spec.hidden_size)
             if not spec.tie_word_embeddings:
                 new(HEAD, spec.head_range[1], spec.hidden_size, held=spec.held.get(HEAD_ROLE, PLAIN))
             if spec.served_mtp is not None:
@@ -133,7 +136,7 @@ class Decoder:
     @property
     def embed(self) -> Any:
         """The embeddings, [vocab_size, hidden_size]. Some stages have none (`DecoderSpec.holds_embeddings`)."""
-        return self._tensors[EMBEDDING]
+        return self._tensors[self.spec.embedding]
 
     @property
     def head(self) -> Any:
@@ -172,13 +175,14 @@ class Decoder:
         return {
             f"{prefix}.{spec.names[stack]}": tuple(f"{prefix}.{spec.names[role]}" for role in roles)
             for prefix, layer in layers.items()
-            for stack, roles in _PARTS.items()
-            if isinstance(layer.mlp, ExpertsSpec) and all(role in spec.names for role in roles)
+            if isinstance(layer.mlp, ExpertsSpec)
+            for stack, roles in _parts_of_stacks(layer.mlp).items()
+            if all(role in spec.names for role in roles)
         }
 
     def tied_tensors(self) -> dict[str, str]:
         """Return the tensors that a checkpoint may repeat: maps the name of each copy to the name of the original."""
-        return {HEAD: EMBEDDING} if self.spec.tie_word_embeddings else {}
+        return {HEAD: self.spec.embedding} if self.spec.tie_word_embeddings else {}
 
     def ignored_tensors(self) -> frozenset[str]:
         """Return the names of tensors that a checkpoint may have, but that the decoder computes itself."""
@@ -219,7 +223,7 @@ class Decoder:
         else:
             x = ops.layers(x, self.layers, *context)
         if spec.stage.is_last:
-            x = ops.rmsnorm(x, cast(Tensor, self._tensors[LAST_NORM]), spec.norm)
+            x = ops.rmsnorm(x, cast(Tensor, self._tensors[spec.last_norm]), spec.norm)
         return ModelOutput(x, records)
 
 

@@ -26,7 +26,7 @@ def fill_randomly(weights: Mapping[str, Weight], spec: DecoderSpec, device: torc
     for name, weight in weights.items():
         # All norms have the same form as the last norm, except the norms of delta nets.
         zero_centered = spec.norm.zero_centered and not name.endswith(spec.names["delta.norm"])
-        is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
+        is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name or name == spec.last_norm
         for part in _parts(weight):
             values = torch.full(part.shape, float(not zero_centered), dtype=part.dtype, device=device)
             part.copy_(values if is_norm else values.normal_(std=_fan_in(part) ** -0.5, generator=generator))

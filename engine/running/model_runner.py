@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels.contract import AttentionBatch, Backend, Memory, Pages, StateBatch, new_caches
 from ...kernels.journal import Journal
-from ...kernels.specs import CachedSpec, DeltaNetSpec
+from ...kernels.specs import CachedSpec, RecurrentSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput, new_output
@@ -73,7 +73,7 @@ class ModelRunner:
         def build(empty: Empty) -> tuple[list[Memory], list[Tensor | None]]:
             pairs = zip(mixers, blocks, strict=True)
             memories = [_memory(model.ops, empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
-            return memories, [empty(*journal, m.row_size) if isinstance(m, DeltaNetSpec) else None for m in mixers]
+            return memories, [empty(*journal, m.row_size) if isinstance(m, RecurrentSpec) else None for m in mixers]
 
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return self.arena.empty(dtype, *shape)
@@ -81,7 +81,7 @@ class ModelRunner:
         # Use small pages, so that a block occupies memory only after it is first used.
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories, journals = build(empty)
-        self._journals = journals if model.spec.delta_nets else None  # None without recurrent layers
+        self._journals = journals if model.spec.recurrent else None  # None without recurrent layers
 
     @cached_property
     def groups(self) -> list[int | None]:
@@ -213,8 +213,15 @@ def _up_to(num_experts: int, out: ModelOutput) -> list[Tensor]:
 
 
 def _memory(
-    ops: Backend, empty: Empty, mixer: CachedSpec | DeltaNetSpec, num_blocks: int, block_size: int, num_slots: int
+    ops: Backend,
+    empty: Empty,
+    mixer: CachedSpec | RecurrentSpec | None,
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
 ) -> Memory:
+    if mixer is None:
+        return empty(0), empty(0)
     if isinstance(mixer, CachedSpec):
         return new_caches(ops, mixer, num_blocks, block_size, empty)
     return empty(num_slots, *mixer.state_shape, dtype=torch.float32), empty(num_slots, *mixer.tail_shape)

@@ -19,7 +19,7 @@ import torch
 from trueroll.errors import ConfigError
 
 from ...kernels.contract import LOGITS_ROWS
-from ...kernels.specs import CachedSpec, DecoderSpec, DeltaNetSpec, LatentSpec, Stage
+from ...kernels.specs import CachedSpec, DecoderSpec, LatentSpec, RecurrentSpec, Stage
 from ..config import EngineConfig, defaults_of
 
 
@@ -141,15 +141,15 @@ def _sizes_of_stage(spec: DecoderSpec, storage: Storage, block_size: int, most: 
     """Return the sizes of a state, of the inputs of a drafted token, and of the blocks of each group."""
     tokens, holds_mtp = dict.fromkeys(spec.windows, 0), spec.stage.is_last and spec.serves_mtp
     mixers = [spec.layers[i].mixer for i in spec.own_layers]
-    nets = [mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)]
+    recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentSpec)]
     for m in (*mixers, *(spec.mtp_attentions if holds_mtp else ())):
         if isinstance(m, CachedSpec):
             tokens[m.window] += storage.cached_bytes(m)
-    state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in nets)
+    state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in recurrent)
     block, *others = (block_size * token for token in tokens.values())
     if holds_mtp:
         block += kept_states(most, block_size) * spec.hidden_size * storage.tail
-    return [state, storage.tail * sum(m.row_size for m in nets), block, *others]
+    return [state, storage.tail * sum(m.row_size for m in recurrent), block, *others]
 
 
 def kept_states(most: int, block_size: int) -> int:
@@ -208,7 +208,7 @@ def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -
     The estimate covers the hidden states, the intermediate values of an MLP or of a latent attention, and the logits of
     the decoding sequences.
     """
-    widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers)
+    widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None)
     latents = [mixer for mixer in spec.attentions if isinstance(mixer, LatentSpec)]
     widest = max([widest, *(mixer.num_heads * sum(mixer.cached_sizes) for mixer in latents)])
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize

@@ -8,6 +8,8 @@ TRUEROLL_CPU_ISA names.
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 
 from ..specs import CORRECTION_ROLE, ROUTER_ROLE, DecoderSpec, LatentSpec, MlpSpec
@@ -49,7 +51,8 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
     for size in [mlp.intermediate_size for mlp in mlps if isinstance(mlp, MlpSpec) and mlp.joined]:
         if size % 16:
             return f"an intermediate size that is a multiple of 16 (got {size}); use the backend 'reference'"
-    for size in [size for experts in spec.experts for size in (experts.intermediate_size, spec.hidden_size)]:
+    sizes = ((experts.intermediate_size, experts.latent_size or spec.hidden_size) for experts in spec.experts)
+    for size in chain(*sizes):
         if size % 16:
             expected = "experts of intermediate and hidden sizes that are multiples of 16"
             return f"{expected} (got {size}); use the backend 'reference'"

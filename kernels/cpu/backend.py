@@ -29,6 +29,7 @@ from ..contract import (
     ExpertsWeights,
     FoldedHead,
     Layer,
+    Mamba2Weights,
     Memory,
     Norms,
     Pages,
@@ -51,9 +52,11 @@ from ..specs import (
     ExpertsSpec,
     HeadSpec,
     LatentSpec,
+    Mamba2Spec,
     MlpSpec,
     NormSpec,
     Pieces,
+    RecurrentSpec,
     RouterSpec,
     Score,
 )
@@ -66,7 +69,7 @@ _SECTION_BYTES = 32
 COLUMN_MULTIPLE = {torch.float32: 1, torch.bfloat16: 32}
 _PAIR = {torch.float32: 1, torch.bfloat16: 2}
 # The numbers of `Activation` in native/common.h.
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "clamped_silu": 3}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "clamped_silu": 3, "relu": 4}
 
 # The numbers of `Score`.
 SCORES: dict[Score, int] = {"softmax_of_chosen": 0, "softmax": 1, "sigmoid": 2}
@@ -156,7 +159,7 @@ class PackedLayers(tuple[Layer, ...]):
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.numbers = array("d", [number for layer in layers for number in _layer_numbers(layer)])
         self.widths = [max(widths) for widths in zip(*map(_widths, layers), strict=True)]
-        self.has_states = any(isinstance(layer.spec.mixer, DeltaNetSpec) for layer in layers)
+        self.has_states = any(isinstance(layer.spec.mixer, RecurrentSpec) for layer in layers)
         places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
         numbers: dict[torch.UntypedStorage | None, int] = {None: 0}
         owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
@@ -177,7 +180,9 @@ def is_packed(layer: Layer) -> bool:
     """Return whether `PackedLayers` supports a layer. If a list of layers contains a layer that `PackedLayers` does not
     support, all layers of the list are computed op by op.
     """
-    mixer = layer.spec.mixer
+    mixer, mlp = layer.spec.mixer, layer.spec.mlp
+    if mixer is None or mlp is None or isinstance(mixer, Mamba2Spec) or not mlp.gated:
+        return False
     if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.router.dtype != layer.mlp.down.dtype:
         return False
     if isinstance(layer.mlp, ExpertsWeights) and layer.spec.residual_scale != 1.0:
@@ -461,7 +466,7 @@ def experts(
     stacks = [*map(_contiguous, stacks)]
     _library.experts(
         *(*_rows(x), *map(_pointer, stacks), spec.num_experts, spec.intermediate_size, spec.top_k),
-        *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
+        *(spec.gated, ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
     )
     return out
 
@@ -474,7 +479,7 @@ def expert_sums(
     stacks = [*map(_contiguous, stack_tensors(weights, count))]
     _library.expert_sums(
         *(*_rows(x), *map(_pointer, stacks), first, count, spec.intermediate_size, spec.top_k),
-        *(ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
+        *(spec.gated, ACTIVATIONS[spec.activation], *map(_pointer, inputs), groups, out.data_ptr()),
     )
     return out
 
@@ -534,11 +539,11 @@ def paged_attention(
     return out
 
 
-def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch, bias: Tensor | None = None) -> Tensor:
     x, weight, out = x.contiguous(), weight.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    sequences = _sequences(batch)
+    sequences, bias = _sequences(batch), _contiguous(bias)
     _library.convolve(
-        *(*_rows(x), weight.data_ptr(), weight.shape[2], tails.data_ptr()),
+        *(*_rows(x), weight.data_ptr(), _pointer(bias), weight.shape[2], tails.data_ptr()),
         *(len(batch.reads), *map(_pointer, sequences), out.data_ptr()),
     )
     return out
@@ -559,6 +564,20 @@ def delta_rule(
     _library.delta_rule(
         *(get_num_threads(), _is_bfloat16(qkv), *(tensor.data_ptr() for tensor in inputs)),
         *(spec.num_key_heads, spec.num_value_heads, spec.key_head_dim, spec.value_head_dim, states.data_ptr()),
+        *(len(batch.reads), *map(_pointer, sequences), out.data_ptr()),
+    )
+    return out
+
+
+def state_space(
+    xbc: Tensor, steps: Tensor, spec: Mamba2Spec, weights: Mamba2Weights, states: Tensor, batch: StateBatch
+) -> Tensor:
+    inputs = [tensor.contiguous() for tensor in (xbc, steps, weights.decay, weights.bias, weights.skip)]
+    out = torch.empty(len(xbc), spec.num_heads, spec.head_dim, dtype=xbc.dtype)
+    sequences = _sequences(batch)
+    _library.state_space(
+        *(get_num_threads(), _is_bfloat16(xbc), *(tensor.data_ptr() for tensor in inputs), *spec.time_step_limit),
+        *(spec.num_groups, spec.num_heads, spec.state_size, spec.head_dim, states.data_ptr()),
         *(len(batch.reads), *map(_pointer, sequences), out.data_ptr()),
     )
     return out

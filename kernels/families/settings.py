@@ -58,6 +58,15 @@ _MOST = {
     "linear_key_head_dim": 2**12,
     "linear_value_head_dim": 2**12,
     "linear_conv_kernel_dim": 2**10,
+    "shared_intermediate_size": 2**22,
+    "moe_latent_size": 2**20,
+    "moe_shared_expert_intermediate_size": 2**22,
+    "mamba_n_heads": 2**12,
+    "mamba_d_head": 2**12,
+    "mamba_n_groups": 2**12,
+    "mamba_d_state": 2**12,
+    "mamba_d_conv": 2**10,
+    "mamba_expand": 2**10,
     "decoder_sparse_step": 2**10,
     "num_experts_per_tok": 2**10,
     "moe_intermediate_size": 2**22,
@@ -72,6 +81,8 @@ _MOST = {
     "qk_rope_head_dim": 2**12,
     "v_head_dim": 2**12,
 }
+MOST_LAYERS = _MOST["num_hidden_layers"]
+"""Limit on layers, for families whose files list the type of each layer."""
 MOST_EXPERTS = 2**16
 """Limit on experts, so that the number of an expert fits in a uint16."""
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
@@ -99,6 +110,12 @@ def _check_eps(eps: float) -> None:
 def _check_scalar(scalar: float | None) -> None:
     if scalar is not None and not 1.0 / _MOST_SCALAR <= scalar <= _MOST_SCALAR:
         raise ValueError(f"must be at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR} (got {brief(scalar)})")
+
+
+def _check_time_step_limit(limit: Any) -> None:
+    is_pair = isinstance(limit, list | tuple) and all(type(bound) in (int, float) for bound in limit)
+    if not is_pair or len(limit) != 2 or not 0.0 <= limit[0] <= limit[1]:
+        raise ValueError(f"must be a pair of numbers of at least 0 in ascending order (got {brief(limit)})")
 
 
 @strict
@@ -149,6 +166,18 @@ class Settings(PreTrainedConfig):
     linear_key_head_dim: int = _size("linear_key_head_dim", default=128)
     linear_value_head_dim: int = _size("linear_value_head_dim", default=128)
     linear_conv_kernel_dim: int = _size("linear_conv_kernel_dim", default=4)
+    mamba_n_heads: int = _size("mamba_n_heads", default=128)
+    mamba_d_head: int = _size("mamba_d_head", default=64)
+    mamba_n_groups: int = _size("mamba_n_groups", default=1)
+    mamba_d_state: int = _size("mamba_d_state", default=256)
+    mamba_d_conv: int = _size("mamba_d_conv", default=4)
+    mamba_expand: int = _size("mamba_expand", default=2)
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: Any = validated_field(_check_time_step_limit, default=(0.0, float("inf")))
+    shared_intermediate_size: int = _size("shared_intermediate_size", default=1024)
+    moe_latent_size: int | None = _size("moe_latent_size", default=None)
+    moe_shared_expert_intermediate_size: int = _size("moe_shared_expert_intermediate_size", default=7688)
     num_experts: int = 0
     # Other names for num_experts.
     num_local_experts: int | None = None

@@ -27,11 +27,12 @@ from ..specs import (
     ExpertsSpec,
     LatentSpec,
     MlpSpec,
+    RecurrentSpec,
 )
 
 MOST_HEAD_DIM = 256
 MOST_LATENT, MOST_ROPE = 512, 64  # for latent attention: a program holds whole keys and sums of latent rows
-MOST_KEY_HEAD_DIM = 256  # for a delta net: a program holds whole columns of its state
+MOST_KEY_HEAD_DIM = 256  # for a recurrence: a program holds whole columns of its state
 MOST_KERNEL_SIZE = 17  # for a delta net's convolution: one program reads all of the old tail
 MOST_GROUP = 64  # heads that share a key-value head; these heads are the rows of one tile
 MOST_EXPERTS = 1024  # one program reads all scores of a row
@@ -80,16 +81,21 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
     return ""
 
 
-def _unserved_mixer(mixer: CachedSpec | DeltaNetSpec) -> str:
+def _unserved_mixer(mixer: CachedSpec | RecurrentSpec | None) -> str:
     """`_unserved` for a mixer."""
+    if mixer is None:
+        return ""
     if isinstance(mixer, LatentSpec):
         if mixer.latent_dim % 8 or mixer.rope_dim % 8 or mixer.latent_dim > MOST_LATENT or mixer.rope_dim > MOST_ROPE:
             expected = f"kv_lora_rank up to {MOST_LATENT} and qk_rope_head_dim up to {MOST_ROPE}, both multiples of 8"
             return f"{expected} (got {mixer.latent_dim} and {mixer.rope_dim})"
         return ""
-    if isinstance(mixer, DeltaNetSpec):
-        if mixer.key_head_dim > MOST_KEY_HEAD_DIM:
-            return f"keys of a gated delta net with up to {MOST_KEY_HEAD_DIM} elements (got {mixer.key_head_dim})"
+    if isinstance(mixer, RecurrentSpec):
+        _, keys, _ = mixer.state_shape
+        if keys > MOST_KEY_HEAD_DIM:
+            is_delta_net = isinstance(mixer, DeltaNetSpec)
+            what = "keys of a gated delta net" if is_delta_net else "vectors B and C of a state space"
+            return f"{what} with up to {MOST_KEY_HEAD_DIM} elements (got {keys})"
         if mixer.kernel_size > MOST_KERNEL_SIZE:
             return f"a convolution of up to {MOST_KERNEL_SIZE} tokens (got {mixer.kernel_size})"
         return ""
@@ -100,10 +106,12 @@ def _unserved_mixer(mixer: CachedSpec | DeltaNetSpec) -> str:
     return ""
 
 
-def _unserved_mlp(mlp: MlpSpec | ExpertsSpec) -> str:
+def _unserved_mlp(mlp: MlpSpec | ExpertsSpec | None) -> str:
     """Like `_unserved`, but for an MLP or experts."""
     if isinstance(mlp, ExpertsSpec) and mlp.num_experts > MOST_EXPERTS:
         return f"at most {MOST_EXPERTS} experts (got {mlp.num_experts})"
+    if isinstance(mlp, ExpertsSpec) and not mlp.gated:
+        return "experts with gates (got experts without)"
     return ""
 
 

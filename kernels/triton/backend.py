@@ -52,6 +52,7 @@ from .products import project_back as project_back
 from .products import qkv_parts
 from .recurrence import convolve as convolve
 from .recurrence import delta_rule as delta_rule
+from .recurrence import state_space as state_space
 from .rows import gate_mul as gate_mul
 from .rows import layer_norm as layer_norm
 from .rows import qkv_epilogue

@@ -521,6 +521,8 @@ def gate_mul_tile(gate, up, ACTIVATION: tl.constexpr):
         up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
     if ACTIVATION == "gelu":
         return gate * 0.5 * (1.0 + tl.erf(gate * _ROOT_HALF)) * up
+    if ACTIVATION == "relu":
+        return tl.where(gate < 0.0, 0.0, gate) * up
     slope = gate
     if ACTIVATION == "clamped_silu":
         slope = gate * _CLAMPED_SLOPE

@@ -1,13 +1,14 @@
-"""Gated delta nets: the convolution, and the recurrence token by token.
+"""Mixers with a recurrent state: the convolution, and the recurrence of delta nets and state spaces token by token.
 
 Owns the assignment of work to programs, and the order of every sum. Convolution and recurrence do the same arithmetic
 in the same order for prompts and decodes, so results do not depend on how a prompt is cut into chunks.
 
-- The recurrence: a program takes one sequence, one value head and `COLUMNS` columns of the state; columns are
+- The recurrences: a program takes one sequence, one (value) head and `COLUMNS` columns of the state; columns are
   independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the
   next token while it computes the current token. Every program has a tile of the same shape, in one warp, so the layout
-  of the tile fixes the order of a sum over keys. More columns per program would leave most of a GPU idle for a single
-  prompt. Fewer than 8 columns would waste bandwidth, since each access to memory reads at least 8 float32 values.
+  of the tile fixes the order of a sum over keys (in a state space: over the elements of C). More columns per program
+  would leave most of a GPU idle for a single prompt. Fewer than 8 columns would waste bandwidth, since each access to
+  memory reads at least 8 float32 values.
 - The convolution: a program takes some rows of one sequence and some channels. The program sums each element
   separately, starting with the oldest token. The program of a sequence's first rows reads the old tail and writes the
   new tail. No other program reads the old tail.
@@ -27,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import L2_EPS, DeltaNetWeights, StateBatch
-from ..specs import DeltaNetSpec
+from ..contract import L2_EPS, DeltaNetWeights, Mamba2Weights, StateBatch
+from ..specs import DeltaNetSpec, Mamba2Spec
 from ..transfer import current_stream, to_device
 from . import MOST_KERNEL_SIZE
 from .head import log1p
@@ -56,8 +57,8 @@ class _Places(NamedTuple):
     drafted: Tensor
 
 
-def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Tensor:
-    """Convolve each channel of x [M, C] causally with weight [C, 1, K], and apply SiLU. Return [M, C].
+def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch, bias: Tensor | None = None) -> Tensor:
+    """Convolve each channel of x [M, C] causally with weight [C, 1, K], add bias [C], and apply SiLU. Return [M, C].
 
     `tails`: a contiguous tensor [slots, K - 1, C], which is read and written as in `Backend.convolve`.
     """
@@ -65,8 +66,9 @@ def convolve(x: Tensor, weight: Tensor, tails: Tensor, batch: StateBatch) -> Ten
     out, channels = torch.empty_like(x), x.shape[1]
     rows, tile, warps = SEVERAL if places.listed else SINGLE
     grid = len(places.pieces), -(-channels // tile)
-    args = x, aligned(weight), tails, *places[1:], aligned(batch.reads), aligned(batch.writes), out
-    sizes = dict(CHANNELS=channels, KERNEL=weight.shape[2], ROWS=rows, TILE=tile)
+    weights = aligned(weight), aligned(weight if bias is None else bias)
+    args = x, *weights, tails, *places[1:], aligned(batch.reads), aligned(batch.writes), out
+    sizes = dict(CHANNELS=channels, KERNEL=weight.shape[2], ROWS=rows, TILE=tile, HAS_BIAS=bias is not None)
     launch(_convolve_kernel, grid, *args, warps=warps, LISTED=places.listed, **sizes)
     return out
 
@@ -94,6 +96,26 @@ def delta_rule(
     sizes |= dict(COLUMNS=columns, TILES=tiles)
     grid = (tiles * heads * len(batch.reads),)
     launch(_delta_rule_kernel, grid, *args, warps=1, LISTED=places.listed, **sizes)
+    return out
+
+
+def state_space(
+    xbc: Tensor, steps: Tensor, spec: Mamba2Spec, weights: Mamba2Weights, states: Tensor, batch: StateBatch
+) -> Tensor:
+    """Run the recurrence of `Backend.state_space`, and return [M, heads, V].
+
+    `states`: a contiguous float32 tensor [slots, heads, N, V].
+    """
+    places, heads, size = _places(batch), spec.num_heads, spec.head_dim
+    out = xbc.new_empty(len(xbc), heads, size)
+    inputs = map(aligned, (xbc, steps, weights.decay, weights.bias, weights.skip))
+    args = *inputs, states, *places[2:], aligned(batch.reads), aligned(batch.writes), out, *spec.time_step_limit
+    columns = min(COLUMNS, triton.next_power_of_2(size))
+    tiles = -(-size // columns)
+    sizes = dict(GROUPS=spec.num_groups, HEADS=heads, STATE_SIZE=spec.state_size, SIZE=size)
+    sizes |= dict(COLUMNS=columns, TILES=tiles)
+    grid = (tiles * heads * len(batch.reads),)
+    launch(_state_space_kernel, grid, *args, warps=1, LISTED=places.listed, **sizes)
     return out
 
 
@@ -125,6 +147,7 @@ def _list_places(
 def _convolve_kernel(
     x_ptr,
     weight_ptr,
+    bias_ptr,
     tails_ptr,
     pieces_ptr,
     starts_ptr,
@@ -137,6 +160,7 @@ def _convolve_kernel(
     KERNEL: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):
     """Program (i, j): the rows of piece i and the channels of tile j."""
     sequence, first = tl.program_id(0).to(tl.int64), 0
@@ -148,6 +172,8 @@ def _convolve_kernel(
     x = x_ptr + start * CHANNELS, tails_ptr, tl.load(reads_ptr + sequence)
     inside = (row < count) & (channel < CHANNELS)
     total = tl.zeros([ROWS, TILE], tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)
     for j in tl.static_range(KERNEL):  # type: ignore[reportGeneralTypeIssues]
         tap = tl.load(weight_ptr + channel * KERNEL + j, mask=channel < CHANNELS, other=0.0).to(tl.float32)
         total += tap * _rows_or_tail(x, row - (KERNEL - 1) + j, channel, inside, CHANNELS, KERNEL).to(tl.float32)
@@ -289,3 +315,87 @@ def _unit(x):
 @device_function
 def _softplus(x):
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@exact_jit
+def _state_space_kernel(
+    xbc_ptr,
+    steps_ptr,
+    decay_ptr,
+    bias_ptr,
+    skip_ptr,
+    states_ptr,
+    starts_ptr,
+    drafted_ptr,
+    reads_ptr,
+    writes_ptr,
+    out_ptr,
+    least,
+    most,
+    LISTED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEADS: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """There is one program for each sequence, head and tile of columns. Neighbouring programs read neighbouring
+    memory.
+    """
+    CHANNELS: tl.constexpr = HEADS * SIZE + 2 * GROUPS * STATE_SIZE
+    head = tl.program_id(0) // TILES % HEADS
+    sequence = (tl.program_id(0) // (TILES * HEADS)).to(tl.int64)
+    start, count = _rows_of(sequence, starts_ptr, LISTED)
+    key = tl.arange(0, triton.next_power_of_2(STATE_SIZE))[None, :]  # type: ignore[reportArgumentType]
+    column = tl.program_id(0) % TILES * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    real = (key < STATE_SIZE) & (column < SIZE)
+    place = (head * STATE_SIZE + key) * SIZE + column
+    slot = tl.load(reads_ptr + sequence)
+    state = tl.load(states_ptr + slot * (HEADS * STATE_SIZE * SIZE) + place, mask=real & (slot >= 0), other=0.0)
+    speed, bias = tl.exp(tl.load(decay_ptr + head).to(tl.float32)), tl.load(bias_ptr + head).to(tl.float32)
+    skip = tl.load(skip_ptr + head).to(tl.float32)
+    x_ptr = xbc_ptr + start * CHANNELS + head * SIZE
+    b_ptr = xbc_ptr + start * CHANNELS + HEADS * SIZE + head // (HEADS // GROUPS) * STATE_SIZE
+    tokens = x_ptr, b_ptr, b_ptr + GROUPS * STATE_SIZE, steps_ptr + start * HEADS + head
+    kept = count - tl.load(drafted_ptr + sequence) if LISTED else count
+    target_ptr = states_ptr + tl.load(writes_ptr + sequence) * (HEADS * STATE_SIZE * SIZE) + place
+    if kept == 0:
+        tl.store(target_ptr, state, mask=real)
+    x, b, c, step = _load_step(tokens, 0, count, key, column, CHANNELS, HEADS, STATE_SIZE, SIZE)
+    for i in range(0, count):
+        later = _load_step(tokens, i + 1, count, key, column, CHANNELS, HEADS, STATE_SIZE, SIZE)
+        step = _softplus(step + bias)
+        step = tl.where(step < least, least, tl.where(step > most, most, step))  # comparisons keep NaN
+        state = state * tl.exp(-speed * step) + b * (step * x)
+        out = (tl.sum(state * c, axis=1, keep_dims=True) + skip * x).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + ((start + i) * HEADS + head) * SIZE + column, out, mask=column < SIZE)
+        if i + 1 == kept:
+            tl.store(target_ptr, state, mask=real)
+        x, b, c, step = later
+
+
+@device_function
+def _load_step(
+    tokens,
+    i,
+    count,
+    key,
+    column,
+    CHANNELS: tl.constexpr,
+    HEADS: tl.constexpr,
+    STATE_SIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Load token i of a sequence in float32: x [COLUMNS, 1], B and C [1, N], and the input of the time step. Return
+    zeros beyond the last token.
+
+    `tokens`: pointers to the first token's x, B, C and time step.
+    """
+    x_ptr, b_ptr, c_ptr, step_ptr = tokens
+    row, is_there = tl.cast(i, tl.int64), i < count
+    x = tl.load(x_ptr + row * CHANNELS + column, mask=is_there & (column < SIZE), other=0.0)
+    b = tl.load(b_ptr + row * CHANNELS + key, mask=is_there & (key < STATE_SIZE), other=0.0)
+    c = tl.load(c_ptr + row * CHANNELS + key, mask=is_there & (key < STATE_SIZE), other=0.0)
+    step = tl.load(step_ptr + row * HEADS, mask=is_there, other=0.0)
+    return x.to(tl.float32), b.to(tl.float32), c.to(tl.float32), step.to(tl.float32)

@@ -233,7 +233,7 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
         return tuple(replace(cell, ranks=topology.size, stages=topology.stages) for cell in (*cells, *RANK_CELLS))
     spec = loaded.model.spec
     more = (
-        STATE_CELLS if spec.delta_nets else (),
+        STATE_CELLS if spec.recurrent else (),
         ROUTE_CELLS if spec.experts else (),
         MTP_CELLS if spec.serves_mtp else (),
         () if spec.served_tower is None else tuple(image_cells(spec.served_tower)),
@@ -278,7 +278,7 @@ class _Lab:
 
     def premises(self, cell: Cell, runs: Sequence[Run], topology: Topology) -> list[Premise]:
         """Return the checked premises of a cell. `topology`: the ranks of its engine."""
-        return check_premises(cell, runs, torch.get_num_threads(), topology, bool(self.loaded.model.spec.delta_nets))
+        return check_premises(cell, runs, torch.get_num_threads(), topology, bool(self.loaded.model.spec.recurrent))
 
     def check_baseline(self, runs: Sequence[Run]) -> list[Premise]:
         """Return the premises of the baseline about its requests."""

@@ -103,7 +103,7 @@ def test_without_the_option_no_experts_are_returned_and_no_bit_changes(mixture: 
 
 def test_a_prefix_hit_at_every_block_boundary_returns_the_record(loaded: LoadedModel) -> None:
     """With recurrent layers there is a checkpoint at every block boundary."""
-    interval = BLOCK if loaded.model.spec.delta_nets else None
+    interval = BLOCK if loaded.model.spec.recurrent else None
     engine, truth, prompt = engine_of(loaded, state_interval=interval), Truth(loaded), tokens(29)
     for length in range(0, 29, BLOCK):
         engine.invalidate_prefix_cache()
@@ -381,6 +381,6 @@ def test_records_stay_right_in_random_orders_of_events(loaded: LoadedModel, dice
             truth.check(prompts[sample.request_id], sample)
             checked += 1
     assert checked > 8 and engine.stats().shortened_hits > 0, "premise"
-    assert loaded.model.spec.delta_nets or engine.stats().prefix_hits > 0, "premise"
+    assert loaded.model.spec.recurrent or engine.stats().prefix_hits > 0, "premise"
     engine.invalidate_prefix_cache()
     assert engine.memory()["routed_experts"] == 0

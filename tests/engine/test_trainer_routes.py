@@ -57,7 +57,7 @@ def recorded(rollout: Rollout) -> Tensor:
 def test_a_trainer_computes_the_bits_and_finds_the_routes_of_the_rollout(
     mixture_model: Path, dtype: str, backend: str
 ) -> None:
-    is_hybrid = bool(describe(read_config(mixture_model)).delta_nets)
+    is_hybrid = bool(describe(read_config(mixture_model)).recurrent)
     states = dict(state_interval=16) if is_hybrid else {}
     rollout = roll_out(mixture_model, LENGTHS, routes=True, dtype=dtype, backend=backend, **states)
     model = trainer_model(mixture_model, dtype)

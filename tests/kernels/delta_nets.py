@@ -33,13 +33,14 @@ def make_weights(spec: DeltaNetSpec, dtype: torch.dtype) -> DeltaNetWeights:
     return DeltaNetWeights((), convolution, decay, randn(heads, dtype=dtype, seed=51), nothing, nothing)
 
 
-def exact_convolution(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def exact_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the float64 convolution of a sequence without a tail, and the sum of the absolute values of its terms."""
+    bias = torch.zeros(len(weight)) if bias is None else bias
     size = weight.shape[2]
     rows = F.pad(x.double().T, (size - 1, 0))
     found = [
-        F.conv1d(rows_, weight_, groups=len(rows))
-        for rows_, weight_ in ((rows, weight.double()), (rows.abs(), weight.double().abs()))
+        F.conv1d(*each, groups=len(rows))
+        for each in ((rows, weight.double(), bias.double()), (x.double().abs() for x in (rows, weight, bias)))
     ]
     return F.silu(found[0].T), found[1].T
 

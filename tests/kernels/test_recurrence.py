@@ -1,23 +1,27 @@
-"""Gated delta nets: convolution and recurrence against float64, and bitwise continuation from any state and tail."""
+"""Mixers with a recurrent state: convolution and recurrence against float64, and bitwise continuation from any state
+and tail.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from trueroll.kernels.contract import NO_SLOT, DeltaNetWeights, StateBatch
+from trueroll.kernels.contract import NO_SLOT, DeltaNetWeights, Mamba2Weights, StateBatch
 from trueroll.kernels.journal import Journal
-from trueroll.kernels.specs import DeltaNetSpec
+from trueroll.kernels.specs import DeltaNetSpec, Mamba2Spec, RecurrentSpec
 
 from .accuracy import check
 from .backends import SERVED, Served, param, served_id
 from .delta_nets import SPECS, THIN, exact_convolution, exact_recurrence, make_weights
 from .inputs import randn, same_bits, strided
+from .state_spaces import RARE_SPACES, STATE_SPACES, THIN_SPACE, exact_state_space, make_space_weights
 
 SLOTS = 9
 Chunk = tuple[int, int, int]
@@ -25,17 +29,19 @@ Chunk = tuple[int, int, int]
 
 
 CASES = [
-    param(served, (served, spec), id=f"{served_id(served)}-{name}")
+    param(served, (served, spec), id=f"{served_id(served)}-{name}", rarely=name in RARE_SPACES)
     for served in SERVED
-    for name, spec in ({"thin": THIN} if served[0].interpreted else SPECS).items()
+    for name, spec in (
+        {"thin": THIN, "thin state space": THIN_SPACE} if served[0].interpreted else SPECS | STATE_SPACES
+    ).items()
 ]
 
 
 @dataclass(frozen=True)
 class Recurrent(Served):
-    """An implementation with a delta net. `most`: tokens of a long sequence."""
+    """An implementation with a mixer. `most`: tokens of a long sequence."""
 
-    spec: DeltaNetSpec
+    spec: RecurrentSpec
     most: int
 
     @property
@@ -48,7 +54,7 @@ class Recurrent(Served):
 def recurrent(request: pytest.FixtureRequest) -> Iterator[Recurrent]:
     """Every implementation with every dtype.
 
-    The delta nets have several sizes; an interpreter gets one thin delta net.
+    The mixers have several sizes; an interpreter gets one thin mixer of each kind.
     """
     (implementation, dtype), spec = request.param
     with implementation.chosen() as ops:
@@ -74,36 +80,49 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sequences:
-    """The inputs of a delta net for some sequences."""
+    """The inputs of a mixer for some sequences."""
 
     recurrent: Recurrent
-    weights: DeltaNetWeights
-    inputs: list[tuple[Tensor, Tensor, Tensor]]
+    weights: DeltaNetWeights | Mamba2Weights
+    inputs: list[tuple[Tensor, ...]]
 
     @classmethod
     def new(cls, recurrent: Recurrent, lens: Sequence[int]) -> Sequences:
         spec, dtype = recurrent.spec, recurrent.dtype
-        sizes = spec.channels, spec.num_value_heads, spec.num_value_heads
-        inputs: list[tuple[Tensor, Tensor, Tensor]] = []
-        for i, length in enumerate(lens):
-            qkv, b, a = (randn(length, size, dtype=dtype, seed=10 * i + j) for j, size in enumerate(sizes))
-            inputs.append((qkv, b, a))
-        return cls(recurrent, make_weights(spec, dtype), inputs)
+        is_delta_net, heads = isinstance(spec, DeltaNetSpec), spec.state_shape[0]
+        sizes = spec.channels, *[heads] * (2 if is_delta_net else 1)
+        inputs = [
+            tuple(randn(length, size, dtype=dtype, seed=10 * i + j) for j, size in enumerate(sizes))
+            for i, length in enumerate(lens)
+        ]
+        return cls(recurrent, make_weights(spec, dtype) if is_delta_net else make_space_weights(spec, dtype), inputs)
 
     def run(self, memory: Memory, chunks: Sequence[Chunk], reads: Sequence[int], writes: Sequence[int]) -> list[Tensor]:
         """Return the output of each chunk, all computed in one step."""
         lens = [end - start for _, start, end in chunks]
         batch = StateBatch([0, *accumulate(lens)], torch.tensor(reads), torch.tensor(writes))
-        rows = [torch.cat([self.inputs[i][j][start:end] for i, start, end in chunks]) for j in range(3)]
-        return list(self.compute(memory, batch, *rows).split(lens))
+        return list(self.compute(memory, batch, *self.rows(chunks)).split(lens))
 
-    def compute(self, memory: Memory, batch: StateBatch, x: Tensor, b: Tensor, a: Tensor) -> Tensor:
-        ops, spec = self.recurrent.ops, self.recurrent.spec
-        qkv = ops.convolve(x, self.weights.convolution, memory.tails, batch)
-        assert qkv.shape == x.shape and qkv.dtype == x.dtype
-        out = ops.delta_rule(qkv, b, a, spec, self.weights, memory.states, batch)
+    def rows(self, chunks: Sequence[Chunk]) -> list[Tensor]:
+        """Return the inputs of the rows of all chunks."""
+        count = len(self.inputs[0])
+        return [torch.cat([self.inputs[i][j][start:end] for i, start, end in chunks]) for j in range(count)]
+
+    def compute(self, memory: Memory, batch: StateBatch, x: Tensor, *gates: Tensor) -> Tensor:
+        spec, convolved = self.recurrent.spec, self.convolve(memory, batch, x)
+        assert convolved.shape == x.shape and convolved.dtype == x.dtype
+        out = self.recur(memory, batch, convolved, *gates)
         assert out.shape == (len(x), *spec.state_shape[::2]) and out.dtype == x.dtype
         return out
+
+    def convolve(self, memory: Memory, batch: StateBatch, x: Tensor) -> Tensor:
+        bias = () if isinstance(self.weights, DeltaNetWeights) else (self.weights.convolution_bias,)
+        return self.recurrent.ops.convolve(x, self.weights.convolution, memory.tails, batch, *bias)
+
+    def recur(self, memory: Memory, batch: StateBatch, *inputs: Tensor) -> Tensor:
+        ops: Any = self.recurrent.ops
+        op = ops.delta_rule if isinstance(self.weights, DeltaNetWeights) else ops.state_space
+        return op(*inputs, self.recurrent.spec, self.weights, memory.states, batch)
 
     def whole(self, i: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute sequence i alone in one step. Return the output, and the final state and tail."""
@@ -114,33 +133,49 @@ class Sequences:
 
 def test_convolution(recurrent: Recurrent) -> None:
     sequences, size = Sequences.new(recurrent, [30]), recurrent.spec.kernel_size
-    [(x, _, _)], weight, memory = sequences.inputs, sequences.weights.convolution, Memory.new(recurrent)
+    [(x, *_)], weights, memory = sequences.inputs, sequences.weights, Memory.new(recurrent)
     batch = StateBatch([0, 30], torch.tensor([NO_SLOT]), torch.tensor([4]))
-    found = recurrent.ops.convolve(x, weight, memory.tails, batch)
-    expected, magnitude = exact_convolution(x, weight)
-    check(found, expected, 1, size + 8, magnitude)
+    found = sequences.convolve(memory, batch, x)
+    bias = weights.convolution_bias if isinstance(weights, Mamba2Weights) else None
+    expected, magnitude = exact_convolution(x, weights.convolution, bias)
+    check(found, expected, 1, size + 9, magnitude)
     assert same_bits(memory.tails[4], x[30 - size + 1 :])
 
 
 def test_recurrence(recurrent: Recurrent) -> None:
     sequences, memory = Sequences.new(recurrent, [recurrent.most]), Memory.new(recurrent)
     batch = StateBatch([0, recurrent.most], torch.tensor([NO_SLOT]), torch.tensor([4]))
-    spec, weights, [inputs] = recurrent.spec, sequences.weights, sequences.inputs
-    found = recurrent.ops.delta_rule(*inputs, spec, weights, memory.states, batch)
-    expected = exact_recurrence(*inputs, spec, weights)
-    earlier = exact_recurrence(*(x[recurrent.most * 3 // 4 :] for x in inputs), spec=spec, weights=weights)
+    [inputs] = sequences.inputs
+    found = sequences.recur(memory, batch, *inputs)
+    expected, bound = exactly(sequences, *inputs)
+    earlier, _ = exactly(sequences, *(x[recurrent.most * 3 // 4 :] for x in inputs))
     remembered = (earlier[-1] - expected[-1]).abs().max() / expected[-1].abs().max()
     assert remembered > 1e-3
+    check(found, expected, 1, 1, bound)
+
+
+def exactly(sequences: Sequences, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the recurrence in float64, and the sum of the sizes of the values that float32 rounds on the way."""
+    spec, weights = sequences.recurrent.spec, sequences.weights
+    if isinstance(spec, Mamba2Spec) and isinstance(weights, Mamba2Weights):
+        xbc, steps = inputs
+        return exact_state_space(xbc, steps, spec, weights)
+    assert isinstance(spec, DeltaNetSpec) and isinstance(weights, DeltaNetWeights)
+    qkv, b, a = inputs
+    expected = exact_recurrence(qkv, b, a, spec, weights)
     # Rounding errors of the state are proportional to the values. The errors decay with the state, and a query adds up
     # to K of them. The measured errors in float32 were 1.1 to 2.4 times the largest value over the root of K.
-    size = inputs[0].double().abs().max() / spec.key_head_dim**0.5
-    check(found, expected, 1, 6, size.expand_as(expected))
+    size = qkv.double().abs().max() / spec.key_head_dim**0.5
+    return expected, 6 * size.expand_as(expected)
 
 
-def test_keys_and_queries_of_zeros(recurrent: Recurrent) -> None:
-    sequences, spec = Sequences.new(recurrent, [20]), recurrent.spec
-    sequences.inputs[0][0][:, : 2 * spec.key_size] = 0.0
-    assert same_bits(sequences.whole(0)[0], torch.zeros(20, *spec.state_shape[::2], dtype=recurrent.dtype))
+def test_inputs_of_zeros(recurrent: Recurrent) -> None:
+    """The keys and queries of a delta net are zeros, or the values of a state space."""
+    sequences, spec, memory = Sequences.new(recurrent, [20]), recurrent.spec, Memory.new(recurrent)
+    [inputs] = sequences.inputs
+    inputs[0][:, : spec.inner_size if isinstance(spec, Mamba2Spec) else 2 * spec.key_size] = 0.0
+    out = sequences.recur(memory, StateBatch([0, 20], torch.tensor([NO_SLOT]), torch.tensor([4])), *inputs)
+    assert same_bits(out, torch.zeros(20, *spec.state_shape[::2], dtype=recurrent.dtype))
 
 
 def test_a_sequence_depends_on_neither_chunks_nor_company_nor_slots(recurrent: Recurrent) -> None:
@@ -214,7 +249,7 @@ def test_drafted_rows_leave_no_trace(recurrent: Recurrent) -> None:
     for i, (right, count) in enumerate(plan):
         writes = slots if i % 3 == 1 else [i % 4, 4 + i % 4]
         chunks = (0, done, done + 1 + right), (2, 0, count - right), (1, i, i + 1)
-        rows = [torch.cat([sequences.inputs[n][j][start:end] for n, start, end in chunks]) for j in range(3)]
+        rows = sequences.rows(chunks)
         batch = batch_of(journal, repeated, count, slots, writes)
         assert batch.journal is not None
         found = sequences.compute(memory, batch, *batch.journal.splice(0, *rows))[batch.journal.own]
@@ -239,8 +274,8 @@ def batch_of(journal: Tensor, repeated: int, drafted: int, reads: Sequence[int],
 def test_no_sequences(recurrent: Recurrent) -> None:
     sequences, memory = Sequences.new(recurrent, [4]), Memory.new(recurrent)
     none = torch.empty(0, dtype=torch.int64)
-    x, b, a = (x[:0] for x in sequences.inputs[0])
-    assert len(sequences.compute(memory, StateBatch([0], none, none), x, b, a)) == 0
+    nothing = (x[:0] for x in sequences.inputs[0])
+    assert len(sequences.compute(memory, StateBatch([0], none, none), *nothing)) == 0
     assert memory.states.isnan().all() and memory.tails.isnan().all()
 
 

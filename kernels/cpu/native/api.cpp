@@ -246,7 +246,7 @@ DeltaNetArgs<T> delta_net_args(
     for (long i = 0; i < 4; ++i)
         args.inputs[i] = {x, {as<T>(from.inputs[i]), rows[i], x.columns}, nullptr, nullptr, out[i]};
     args.convolve = {
-        out[0], as<const T>(from.convolution), channels, whole(numbers.kernel), as<T>(memory.recurrent.tails),
+        out[0], as<const T>(from.convolution), nullptr, channels, whole(numbers.kernel), as<T>(memory.recurrent.tails),
         run.states, as<T>(run.convolved)
     };
     args.norm = norm_of<T>(from.norm, numbers.norm_eps, numbers.norm_zero_centered);
@@ -724,15 +724,17 @@ void trueroll_gate_mul(
 }
 
 void trueroll_convolve(
-    long threads, int bfloat16, const void* x, long, long k, const void* weight, long kernel, void* tails,
-    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted,
-    void* out
+    long threads, int bfloat16, const void* x, long, long k, const void* weight, const void* bias, long kernel,
+    void* tails, long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes,
+    const int64_t* drafted, void* out
 ) {
     const Call call(threads);
     const StateBatch batch = {sequences, starts, reads, writes, drafted};
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        chosen->ops(type).convolve({as<const T>(x), as<const T>(weight), k, kernel, as<T>(tails), batch, as<T>(out)});
+        chosen->ops(type).convolve(
+            {as<const T>(x), as<const T>(weight), as<const T>(bias), k, kernel, as<T>(tails), batch, as<T>(out)}
+        );
     });
 }
 
@@ -748,6 +750,23 @@ void trueroll_delta_rule(
         chosen->ops(type).delta_rule(
             {as<const T>(qkv), as<const T>(b), as<const T>(a), as<const T>(decay), as<const T>(bias), key_heads,
              value_heads, key_dim, value_dim, states, batch, as<T>(out)}
+        );
+    });
+}
+
+void trueroll_state_space(
+    long threads, int bfloat16, const void* xbc, const void* steps, const void* decay, const void* bias,
+    const void* skip, float least, float most, long groups, long heads, long state_dim, long head_dim, float* states,
+    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted,
+    void* out
+) {
+    const Call call(threads);
+    const StateBatch batch = {sequences, starts, reads, writes, drafted};
+    with_type(bfloat16, [&](auto type) {
+        using T = decltype(type);
+        chosen->ops(type).state_space(
+            {as<const T>(xbc), as<const T>(steps), as<const T>(decay), as<const T>(bias), as<const T>(skip), least,
+             most, groups, heads, state_dim, head_dim, states, batch, as<T>(out)}
         );
     });
 }
@@ -768,33 +787,33 @@ void trueroll_route(
 
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
-    const float* gates, const void* shared, long groups, void* out
+    const void* down, const void* down_bias, long experts, long n, long top_k, int gated, int activation,
+    const int32_t* ids, const float* gates, const void* shared, long groups, void* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Matrix<T> inner = {as<T>(gate_up), experts * 2 * n, k}, outer = {as<T>(down), experts * k, n};
+        const Matrix<T> inner = {as<T>(gate_up), experts * (gated != 0 ? 2 : 1) * n, k}, outer = {as<T>(down), experts * k, n};
         const Activation function = static_cast<Activation>(activation);
         chosen->ops(type).experts(
             {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
-             function, ids, gates, as<const T>(shared), nullptr, as<T>(out), groups}
+             function, ids, gates, as<const T>(shared), nullptr, as<T>(out), groups, 0, nullptr, gated != 0}
         );
     });
 }
 
 void trueroll_expert_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int activation,
+    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int gated, int activation,
     const int32_t* ids, const float* gates, long groups, float* out
 ) {
     const Call call(threads);
     with_type(bfloat16, [&](auto type) {
         using T = decltype(type);
-        const Matrix<T> inner = {as<T>(gate_up), experts * 2 * n, k}, outer = {as<T>(down), experts * k, n};
+        const Matrix<T> inner = {as<T>(gate_up), experts * (gated != 0 ? 2 : 1) * n, k}, outer = {as<T>(down), experts * k, n};
         chosen->ops(type).experts(
             {as<const T>(x), count, inner, outer, as<const T>(gate_up_bias), as<const T>(down_bias), experts, top_k,
-             static_cast<Activation>(activation), ids, gates, nullptr, nullptr, nullptr, groups, first, out}
+             static_cast<Activation>(activation), ids, gates, nullptr, nullptr, nullptr, groups, first, out, gated != 0}
         );
     });
 }

@@ -253,11 +253,12 @@ void trueroll_gate_mul(
     long threads, int bfloat16, const void* gate, const void* up, long count, int activation, void* out
 );
 
-// SiLU of a causal convolution of each channel: x [count, k], weight [k, kernel], tails [slots, kernel - 1, k].
+// SiLU of a causal convolution of each channel: x [count, k], weight [k, kernel], bias [k] or null, tails [slots, kernel -
+// 1, k].
 void trueroll_convolve(
-    long threads, int bfloat16, const void* x, long count, long k, const void* weight, long kernel, void* tails,
-    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted,
-    void* out
+    long threads, int bfloat16, const void* x, long count, long k, const void* weight, const void* bias, long kernel,
+    void* tails, long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes,
+    const int64_t* drafted, void* out
 );
 
 // The recurrence of a gated delta net. `DeltaRuleArgs` has the shapes.
@@ -267,22 +268,30 @@ void trueroll_delta_rule(
     const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted, void* out
 );
 
+// The recurrence of a state space. `StateSpaceArgs` has the shapes.
+void trueroll_state_space(
+    long threads, int bfloat16, const void* xbc, const void* steps, const void* decay, const void* bias,
+    const void* skip, float least, float most, long groups, long heads, long state_dim, long head_dim, float* states,
+    long sequences, const int64_t* starts, const int64_t* reads, const int64_t* writes, const int64_t* drafted,
+    void* out
+);
+
 // `RouteArgs` has the shapes. `router`: `RouterNumbers`.
 void trueroll_route(
     long threads, int bfloat16, const void* logits, long count, long experts, long top_k, const void* router,
     const float* correction, int is_replayed, int32_t* ids, float* gates
 );
 
-// Applies the experts, with n inner columns each, to rows x [count, k]. `ExpertsArgs` has the shapes.
+// Applies the experts, with n inner columns each, to rows x [count, k]. `gated`: as `is_gated`. `ExpertsArgs` has the shapes.
 void trueroll_experts(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long experts, long n, long top_k, int activation, const int32_t* ids,
-    const float* gates, const void* shared, long groups, void* out
+    const void* down, const void* down_bias, long experts, long n, long top_k, int gated, int activation,
+    const int32_t* ids, const float* gates, const void* shared, long groups, void* out
 );
 
 void trueroll_expert_sums(
     long threads, int bfloat16, const void* x, long count, long k, const void* gate_up, const void* gate_up_bias,
-    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int activation,
+    const void* down, const void* down_bias, long first, long experts, long n, long top_k, int gated, int activation,
     const int32_t* ids, const float* gates, long groups, float* out
 );
 

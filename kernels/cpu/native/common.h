@@ -92,7 +92,7 @@ struct HeadLinearArgs {
     T* out;
 };
 
-enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU };
+enum class Activation { SILU, GELU_TANH, SIGMOID, CLAMPED_SILU, RELU };
 
 template <class T>
 struct GateUpArgs {
@@ -145,6 +145,9 @@ struct ExpertsArgs {
     long groups = 1;  // at most MOST_GROUPS
     long first = 0;   // the id of the first expert; rows of experts with other ids are left out
     float* sums = nullptr;  // receives the sums instead of `out`
+    bool is_gated = true;   // otherwise, gate_up has the rows of up only
+
+    long sides() const { return is_gated ? 2 : 1; }
 };
 
 constexpr long MOST_GROUPS = 8;
@@ -228,10 +231,10 @@ struct StateBatch {
     }
 };
 
-// `weight`: [channels, kernel]. `tails`: [slots, kernel - 1, channels].
+// `weight`: [channels, kernel]. `bias`: [channels], or null. `tails`: [slots, kernel - 1, channels].
 template <class T>
 struct ConvolveArgs {
-    const T *x, *weight;
+    const T *x, *weight, *bias;
     long channels, kernel;
     T* tails;
     StateBatch batch;
@@ -249,6 +252,20 @@ struct DeltaRuleArgs {
     T* out;
 
     long channels() const { return 2 * key_heads * key_dim + value_heads * value_dim; }
+};
+
+// `xbc`: [rows, channels]. `steps`: [rows, heads]. `decay`, `bias`, `skip`: [heads]. `least`, `most`: the bounds of a time
+// step. `states`: [slots, heads, state_dim, head_dim]. `out`: [rows, heads, head_dim].
+template <class T>
+struct StateSpaceArgs {
+    const T *xbc, *steps, *decay, *bias, *skip;
+    float least, most;
+    long groups, heads, state_dim, head_dim;
+    float* states;
+    StateBatch batch;
+    T* out;
+
+    long channels() const { return heads * head_dim + 2 * groups * state_dim; }
 };
 
 // The arguments of a delta net's ops in order. `inputs`: the products for (q, k, v) side by side, for z, for b and for
@@ -366,6 +383,7 @@ struct Ops {
     void (*gate_mul)(const T* gate, const T* up, Activation activation, long count, T* out);
     void (*convolve)(const ConvolveArgs<T>&);
     void (*delta_rule)(const DeltaRuleArgs<T>&);
+    void (*state_space)(const StateSpaceArgs<T>&);
     void (*route)(const RouteArgs<T>&);
     void (*experts)(const ExpertsArgs<T>&);
     void (*merge)(const MergeArgs<T>&);

@@ -154,7 +154,7 @@ template <class T>
 class RoutedRows {
   public:
     RoutedRows(const ExpertsArgs<T>& args, long start, long count)
-        : args_(args), start_(start), count_(count), inner_size_(args.gate_up.rows / args.experts / 2),
+        : args_(args), start_(start), count_(count), inner_size_(args.gate_up.rows / args.experts / args.sides()),
           inner_stride_(round_up(inner_size_, COLUMN_MULTIPLE<T>)),
           stride_(round_up(args.gate_up.columns, COLUMN_MULTIPLE<T>)),
           rows_(args.chosen + start * args.top_k, count, args.top_k, args.first, args.experts),
@@ -190,30 +190,31 @@ class RoutedRows {
         const long tasks = rows_.num_pieces() * groups;
         const auto panel = [&](long task) {
             const Matrix<T>& weight = args_.gate_up;
-            return weight.panel(2 * panels * rows_.piece(task / groups).expert + task % groups * WIDTH);
+            return weight.panel(args_.sides() * panels * rows_.piece(task / groups).expert + task % groups * WIDTH);
         };
         parallel(tasks, [&](long task) {
             const Piece& piece = rows_.piece(task / groups);
-            const long first = task % groups * WIDTH, n = smaller(WIDTH, panels - first), ldc = 2 * n * LANES;
+            const long first = task % groups * WIDTH, n = smaller(WIDTH, panels - first), ldc = args_.sides() * n * LANES;
             const long whole = args_.gate_up.steps() * LANES * PAIR<T>;
             const T* b[2 * WIDTH];
-            for (long i = 0; i < n; ++i) b[i] = panel(task) + i * whole, b[n + i] = b[i] + panels * whole;
+            for (long i = 0; i < args_.sides() * n; ++i) b[i] = panel(task) + (i < n ? i : i - n + panels) * whole;
             const long hop = panel(smaller(task + num_threads(), tasks - 1)) - panel(task);
             float* c = scratch<float>(PRODUCT, piece.count * ldc);
             const T* a = gathered_ + piece.first * stride_;
-            multiply_all(a, stride_, piece.count, b, 2 * n, args_.gate_up.steps(), hop, c, ldc);
+            multiply_all(a, stride_, piece.count, b, args_.sides() * n, args_.gate_up.steps(), hop, c, ldc);
             for (long row = 0; row < piece.count; ++row)
                 for (long i = 0; i < n * LANES; i += LANES)
-                    activate_inner(piece, row, first * LANES + i, c + row * ldc + i, n * LANES);
+                    activate_inner(piece, row, first * LANES + i, c + row * ldc + i, (args_.sides() - 1) * n * LANES);
         });
     }
 
-    // Activates 16 inner columns. The product with gate is at `c`, and the product with up is at `c` + `distance`.
+    // Activates 16 inner columns. The product with gate is at `c`, and the product with up is at `c` + `distance`. Without
+    // gates, both are the same.
     void activate_inner(const Piece& piece, long row, long column, const float* c, long distance) const {
         F gate = load(c), up = load(c + distance);
         if (args_.gate_up_bias != nullptr) {
-            const T* bias = args_.gate_up_bias + 2 * inner_size_ * piece.expert + column;
-            gate = add(gate, load(bias)), up = add(up, load(bias + inner_size_));
+            const T* bias = args_.gate_up_bias + args_.sides() * inner_size_ * piece.expert + column;
+            gate = add(gate, load(bias)), up = add(up, load(bias + (args_.sides() - 1) * inner_size_));
         }
         const F active = activate<T>(args_.activation, rounded<T>(gate), rounded<T>(up));
         store(inner_ + (piece.first + row) * inner_stride_ + column, active);

@@ -5,7 +5,8 @@
 //
 // A row's result does not depend on other rows. Products sum each element separately, in one order (products.h).
 // Attention reduces each split of the keys row by row and folds the splits in order (attention.h). A recurrence
-// processes the tokens of a sequence one by one (recurrence.h). A row's experts are added one by one (experts.h). All
+// processes the tokens of a sequence one by one (recurrence.h,
+// state_space.h). A row's experts are added one by one (experts.h). All
 // other ops compute row by row.
 
 #include "numbers.h"
@@ -14,6 +15,7 @@
 #include "projections.h"
 #include "attention.h"
 #include "recurrence.h"
+#include "state_space.h"
 #include "head.h"
 #include "experts.h"
 #include "layers.h"
@@ -23,5 +25,5 @@ template <class T>
 constexpr Ops<T> ALL_OPS = {
     linear<T>, head_linear<T>, logits<T>, gate_up<T>, qkv<T>, write_kv<T>, attention<T>, layers<T>, head_sections<T>,
     rmsnorm<T>, gate_mul<T>,
-    convolve<T>, delta_rule<T>, route<T>, experts<T>, merge<T>,
+    convolve<T>, delta_rule<T>, state_space<T>, route<T>, experts<T>, merge<T>,
 };

@@ -222,6 +222,7 @@ constexpr float CLAMP = 7.0f, CLAMPED_SLOPE = 1.702f;
 // activation(gate) * up, for a result that is rounded to T.
 template <class T>
 inline F activate(Activation activation, F gate, F up) {
+    if (activation == Activation::RELU) return mul(max(set1(0.0f), gate), up);  // in this order, NaN stays
     F slope = gate;
     if (activation == Activation::GELU_TANH)
         slope = mul(gate, fma(set1(GELU_CUBIC), mul(gate, gate), set1(GELU_SLOPE)));

@@ -1,4 +1,5 @@
-// Gated delta nets: the convolution and the recurrence of each sequence, token by token. A part of kernels.h.
+// The convolution before a recurrence, and the recurrence of a gated delta net, for each sequence token by token. A part
+// of kernels.h.
 
 // The number of channels of a task. A task keeps the weights and a tail of its channels in scratch memory.
 constexpr long CHANNELS = 256;
@@ -13,7 +14,7 @@ struct History {
     const T* at(long row) const { return row >= 0 ? rows + row * stride : tail + (kept + row) * tail_stride; }
 };
 
-// One sequence, for the n channels of a task. `taps`: [kernel][CHANNELS].
+// One sequence, for the n channels of a task. `taps`: [kernel + 1][CHANNELS], the last of which are the biases.
 template <class T>
 void convolve_sequence(const ConvolveArgs<T>& args, long sequence, long first, long n, const float* taps) {
     const long C = args.channels, kept = args.kernel - 1, start = args.batch.starts[sequence];
@@ -28,7 +29,7 @@ void convolve_sequence(const ConvolveArgs<T>& args, long sequence, long first, l
     const History<T> x = {args.x + start * C + first, before, C, CHANNELS, kept};
     for (long row = 0; row < count; ++row)
         for (long i = 0; i < n; i += LANES) {
-            F out = set1(0.0f);
+            F out = load(taps + (kept + 1) * CHANNELS + i);
             for (long j = 0; j <= kept; ++j)
                 out = fma(load(taps + j * CHANNELS + i), load(x.at(row - kept + j) + i, n - i), out);
             store(args.out + (start + row) * C + first + i, activate<T>(Activation::SILU, out, set1(1.0f)), n - i);
@@ -43,9 +44,11 @@ void convolve(const ConvolveArgs<T>& args) {
     const long C = args.channels, kernel = args.kernel;
     parallel(round_up(C, CHANNELS) / CHANNELS, [&](long task) {
         const long first = task * CHANNELS, n = smaller(CHANNELS, C - first);
-        float* taps = scratch<float>(TAPS, kernel * CHANNELS);
-        for (long i = 0; i < n; ++i)
+        float* taps = scratch<float>(TAPS, (kernel + 1) * CHANNELS);
+        for (long i = 0; i < n; ++i) {
             for (long j = 0; j < kernel; ++j) taps[j * CHANNELS + i] = widened(args.weight[(first + i) * kernel + j]);
+            taps[kernel * CHANNELS + i] = args.bias == nullptr ? 0.0f : widened(args.bias[first + i]);
+        }
         for (long i = 0; i < args.batch.sequences; ++i) convolve_sequence(args, i, first, n, taps);
     });
 }
@@ -213,15 +216,6 @@ HeadTokens head_tokens(const DeltaRuleArgs<T>& args, long head, long row, long c
     return {units, stride, count, row, head};
 }
 
-// The initial state of a task; null if the task does not exist or starts from zeros.
-template <class T>
-NextState next_state(const DeltaRuleArgs<T>& args, long task) {
-    const long sequence = task / args.value_heads;
-    if (sequence >= args.batch.sequences || args.batch.reads[sequence] < 0) return {nullptr};
-    const long place = args.batch.reads[sequence] * args.value_heads + task % args.value_heads;
-    return {args.states + place * args.key_dim * args.value_dim};
-}
-
 // Rows [row, end) of one head, from the state `before` (null for zeros) to the state `after`.
 template <class T>
 void recur_rows(
@@ -239,20 +233,41 @@ void recur_rows(
     }
 }
 
-// One head of one sequence. Drafted rows go on from the stored state in scratch memory.
-template <class T>
-void recur(const DeltaRuleArgs<T>& args, const Gates& gates, long sequence, long head) {
-    const long size = args.key_dim * args.value_dim, row = args.batch.starts[sequence];
-    const long kept_end = args.batch.kept_end(sequence), end = args.batch.starts[sequence + 1];
-    const auto state = [&](long slot) { return args.states + (slot * args.value_heads + head) * size; };
-    const NextState ahead = next_state(args, sequence * args.value_heads + head + num_threads());
-    const long read = args.batch.reads[sequence];
-    const float* before = read < 0 ? nullptr : state(read);
-    float* after = state(args.batch.writes[sequence]);
-    if (row == kept_end && before == nullptr) memset(after, 0, static_cast<size_t>(size) * sizeof(float));
-    if (row == kept_end && before != nullptr) memmove(after, before, static_cast<size_t>(size) * sizeof(float));
-    recur_rows(args, gates, head, row, kept_end, before, after, ahead);
-    if (kept_end < end) recur_rows(args, gates, head, kept_end, end, after, scratch<float>(DRAFTED, size), ahead);
+// The states of all heads, [slots, heads, size], and where a batch reads and writes them.
+struct HeadStates {
+    float* values;
+    long heads, size;
+    const StateBatch& batch;
+
+    float* at(long slot, long head) const { return values + (slot * heads + head) * size; }
+
+    // The initial state of a task; null if the task does not exist or starts from zeros.
+    NextState before(long task) const {
+        const long sequence = task / heads;
+        if (sequence >= batch.sequences || batch.reads[sequence] < 0) return {nullptr};
+        return {at(batch.reads[sequence], task % heads)};
+    }
+};
+
+// Runs a recurrence over each head of each sequence. `recur(head, row, end, before, after, ahead)` computes rows [row,
+// end) of a head, from the state `before` (null for zeros) to the state `after`. Drafted rows go on from the stored state
+// in scratch memory.
+template <class Recur>
+void recur_heads(const HeadStates& states, const Recur& recur) {
+    const StateBatch& batch = states.batch;
+    const size_t bytes = static_cast<size_t>(states.size) * sizeof(float);
+    parallel(batch.sequences * states.heads, [&](long task) {
+        const long sequence = task / states.heads, head = task % states.heads;
+        const long row = batch.starts[sequence], end = batch.starts[sequence + 1];
+        const long kept_end = batch.kept_end(sequence), read = batch.reads[sequence];
+        const NextState ahead = states.before(task + num_threads());
+        const float* before = read < 0 ? nullptr : states.at(read, head);
+        float* after = states.at(batch.writes[sequence], head);
+        if (row == kept_end && before == nullptr) memset(after, 0, bytes);
+        if (row == kept_end && before != nullptr) memmove(after, before, bytes);
+        recur(head, row, kept_end, before, after, ahead);
+        if (kept_end < end) recur(head, kept_end, end, after, scratch<float>(DRAFTED, states.size), ahead);
+    });
 }
 
 template <class T>
@@ -260,7 +275,8 @@ void delta_rule(const DeltaRuleArgs<T>& args) {
     const long rows = args.batch.starts[args.batch.sequences], stride = round_up(args.value_heads, LANES);
     const Gates gates = {scratch<float>(GATES, rows * 2 * stride), stride};
     fill_gates(args, gates, rows);
-    parallel(args.batch.sequences * args.value_heads, [&](long task) {
-        recur(args, gates, task / args.value_heads, task % args.value_heads);
+    const HeadStates states = {args.states, args.value_heads, args.key_dim * args.value_dim, args.batch};
+    recur_heads(states, [&](long head, long row, long end, const float* before, float* after, const NextState& ahead) {
+        recur_rows(args, gates, head, row, end, before, after, ahead);
     });
 }

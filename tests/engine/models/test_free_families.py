@@ -239,7 +239,8 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
 def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str, dtype: str, backend: str) -> None:
     """The samples were drawn in company, some after a preemption, and their prompts were partly cached."""
     folder = make_tiny_model(family, tmp_path)
-    rollout = roll_out(folder, (80, 40, 5), dtype=dtype, backend=backend)
+    states: dict[str, Any] = dict(state_interval=16) if describe(read_config(folder)).recurrent else {}
+    rollout = roll_out(folder, (80, 40, 5), dtype=dtype, backend=backend, **states)
     model = load(folder, dtype)
     align(model, backend)
     assert count_differences(padded(model, rollout), rollout) == 0

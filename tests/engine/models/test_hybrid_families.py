@@ -33,7 +33,7 @@ from trueroll.errors import AlignmentError, ConfigError, ModelError
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, Pages, StateBatch, new_caches
 from trueroll.kernels.families import describe
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import AttentionSpec, CachedSpec, DeltaNetSpec
+from trueroll.kernels.specs import AttentionSpec, CachedSpec, DecoderSpec, DeltaNetSpec
 from trueroll.kernels.training import align, aligned_with, token_log_probs, unalign
 
 CPU = torch.device("cpu")
@@ -44,8 +44,14 @@ BACKENDS = ("reference", "cpu")
 class Hybrid:
     """A decoder with memory for some sequences, each with its own blocks."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, backend: str = "reference") -> None:
-        spec = describe(read_config(folder))
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        backend: str = "reference",
+        spec: DecoderSpec | None = None,
+    ) -> None:
+        spec = spec or describe(read_config(folder))
         ops = select_backend(backend, CPU, dtype, spec).ops
         self.model = Decoder(spec, ops, partial(torch.empty, dtype=dtype))
         weights = self.model.checkpoint_tensors()
@@ -64,6 +70,8 @@ class Hybrid:
                 empty = partial(torch.full, fill_value=torch.nan, dtype=dtype)
                 blocks = sequences * self.blocks, BLOCK
                 found.append(new_caches(self.model.ops, mixer, *blocks, lambda *shape, empty=empty: empty(shape)))
+            elif mixer is None:
+                found.append((torch.empty(0), torch.empty(0)))
             else:
                 states = torch.full((SLOTS, *mixer.state_shape), torch.nan)
                 found.append((states, torch.full((SLOTS, *mixer.tail_shape), torch.nan, dtype=dtype)))
@@ -89,7 +97,7 @@ class Hybrid:
         ids = torch.cat([ids for _, ids, _ in chunks])
         pages = [Pages(slots, batch)] * len(memories)
         out = self.model.forward(ModelInput(ids, positions, memories, pages, states))
-        return list(self.model.ops.lm_head(out.hidden, self.model.head).split(lens))
+        return list(self.model.ops.lm_head(out.hidden, self.model.head, self.model.spec.head).split(lens))
 
     def logits(self, ids: Tensor) -> Tensor:
         """Return the logits of every token of a prompt, computed in one step."""

@@ -261,7 +261,7 @@ def forward(model: Decoder, ids: np.ndarray, spans: list[ImageSpan], rows: Tenso
     has_axes = any(rotation.axes for rotation in model.spec.rotations)
     positions = axis_positions(length, spans) if has_axes else torch.arange(length)
     places = torch.cat([torch.arange(0), *(torch.arange(span.start, span.end) for span in spans)])
-    states = StateBatch([0, length], torch.tensor([-1]), torch.tensor([0])) if model.spec.delta_nets else None
+    states = StateBatch([0, length], torch.tensor([-1]), torch.tensor([0])) if model.spec.recurrent else None
     given = torch.from_numpy(ids).long(), positions, memories, [page] * len(memories), states
     with torch.inference_mode():
         return model.forward(ModelInput(*given, embedded=None if rows is None else EmbeddedRows(places, rows))).hidden

@@ -347,7 +347,7 @@ struct Run {
         Values x = random(rows * channels), weight = random(channels * kernel, false), qkv = random(rows * channels);
         Values tails = random(slots * (kernel - 1) * channels, false), out = random(rows * value_heads * value_dim);
         trueroll_convolve(
-            threads, bfloat16, x.data(), rows, channels, weight.data(), kernel, tails.data(), 5, starts.data(),
+            threads, bfloat16, x.data(), rows, channels, weight.data(), nullptr, kernel, tails.data(), 5, starts.data(),
             reads.data(), writes.data(), drafted.data(), qkv.data()
         );
         Values b = random(rows * value_heads), a = random(rows * value_heads);
@@ -358,6 +358,28 @@ struct Run {
             key_dim, value_dim, states.data(), 5, starts.data(), reads.data(), writes.data(), drafted.data(), out.data()
         );
         digest->add(qkv), digest->add(tails), digest->add(states), digest->add(out);
+    }
+
+    // The sequences are those of `delta_net`.
+    void state_space(long groups, long heads, long state_dim, long head_dim, long kernel) const {
+        const std::vector<int64_t> starts = {0, 3, 4, 6, 6, 140}, reads = {-1, 5, 1, 5, -1}, writes = {0, 2, 1, 3, 4};
+        const std::vector<int64_t> drafted = {2, 0, 1, 0, 70};
+        const long rows = 140, slots = 6, channels = heads * head_dim + 2 * groups * state_dim;
+        Values x = random(rows * channels), weight = random(channels * kernel, false), bias = random(channels, false);
+        Values tails = random(slots * (kernel - 1) * channels, false), xbc = random(rows * channels);
+        trueroll_convolve(
+            threads, bfloat16, x.data(), rows, channels, weight.data(), bias.data(), kernel, tails.data(), 5,
+            starts.data(), reads.data(), writes.data(), drafted.data(), xbc.data()
+        );
+        Values steps = random(rows * heads), out = random(rows * heads * head_dim);
+        Values decay = random(heads, false), of_steps = random(heads, false), skip = random(heads, false);
+        std::vector<float> states(static_cast<size_t>(slots * heads * state_dim * head_dim), 0.5f);
+        trueroll_state_space(
+            threads, bfloat16, xbc.data(), steps.data(), decay.data(), of_steps.data(), skip.data(), 0.01f, 2.0f,
+            groups, heads, state_dim, head_dim, states.data(), 5, starts.data(), reads.data(), writes.data(),
+            drafted.data(), out.data()
+        );
+        digest->add(xbc), digest->add(tails), digest->add(states), digest->add(out);
     }
 
     // Rows go to their best experts, some of which have many rows, and then to the same experts again.
@@ -383,14 +405,14 @@ struct Run {
             }
         trueroll_experts(
             threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(), extra(down_bias),
-            count, n, top_k, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), extras ? 2 : 1, out.data()
+            count, n, top_k, 1, extras ? 3 : 0, chosen.data(), gates.data(), extra(shared), extras ? 2 : 1, out.data()
         );
         digest->add(out);
         std::vector<float> sums(static_cast<size_t>(rows * k));
         for (long first : {0L, 1L, count}) {  // all experts, all but one, and none
             trueroll_expert_sums(
                 threads, bfloat16, x.data(), rows, k, gate_up.data(), extra(gate_up_bias), down.data(),
-                extra(down_bias), first, count, n, top_k, 0, chosen.data(), gates.data(), extras ? 4 : 1, sums.data()
+                extra(down_bias), first, count, n, top_k, !extras, 0, chosen.data(), gates.data(), extras ? 4 : 1, sums.data()
             );
             digest->add(sums);
         }
@@ -485,6 +507,7 @@ struct Run {
     // With heads of two sizes.
     void some(long size, long other) const {
         delta_net(2, 4, 16, 48, 4), delta_net(3, 3, 7, 5, 1), delta_net(1, 2, 5, 150, 2);
+        state_space(2, 4, 16, 48, 4), state_space(3, 3, 7, 5, 1), state_space(1, 2, 5, 150, 2);
         hybrid(2, 4, 7, 32, false), hybrid(1, 1, 16, 16, false), hybrid(1, 2, 16, 16, true);
         mixture(13, 48, 5, 16, 3, true), mixture(260, 16, 2, 48, 1, false);
         products(13, 130, 33), head(5, 33, 1001), layer(24, 3, 1, size, true), layer(16, 2, 2, other, false);

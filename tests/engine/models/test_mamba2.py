@@ -1,0 +1,200 @@
+"""Families with state spaces (Mamba 2): variants and wrong steps against transformers, prompts in chunks, spellings
+of names, and refused settings. The decoder runs in memory that the test allocates. More tests of these families are in
+`test_free_families`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tiny import make_tiny_model
+from trueroll.engine.models.loader import SINGLE_FILE, read_config
+from trueroll.errors import ConfigError, ModelError
+from trueroll.kernels import layer
+from trueroll.kernels.families import describe
+from trueroll.kernels.layer import HEAD
+from trueroll.kernels.selection import select_backend
+from trueroll.kernels.specs import DecoderSpec, Mamba2Spec
+
+from .test_hybrid_families import Hybrid, prompt
+from .test_hybrid_families import (
+    test_chunks_batches_and_restored_states_change_no_bit as test_chunks_batches_and_restored_states_change_no_bit,
+)
+
+FAMILIES = ("bamba", "granite4", "nemotron_h")
+BACKENDS = ("reference", "cpu")
+NEAR = 1e-4
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folder of the tiny float32 model of each family."""
+    folder = tmp_path_factory.mktemp("models")
+    return {family: make_tiny_model(family, folder / family) for family in FAMILIES}
+
+
+@pytest.fixture(params=FAMILIES)
+def hybrid_model(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
+    """Each folder of `models`, in turn. The imported tests use this fixture."""
+    return models[request.param]
+
+
+def log_probs_of_transformers(folder: Path, ids: Tensor) -> Tensor:
+    """Return the log-prob of each token except the first, from one forward pass without a cache."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts of whole rows, no groups": ("nemotron_h", dict(moe_latent_size=None, n_group=1, topk_group=1)),
+    "rotated, no experts": ("granite4", dict(position_embedding_type="rope", num_local_experts=0)),
+    "no experts": ("nemotron_h", dict(layers_block_type=["full_attention", "linear_attention", "mlp"])),
+    "one group": ("bamba", dict(mamba_n_groups=1, time_step_limit=(0.0, float("inf")))),
+    "no bias of the convolution": ("bamba", dict(mamba_conv_bias=False, mamba_d_conv=3)),
+    "other sizes": ("bamba", dict(mamba_n_heads=6, mamba_d_head=28, hidden_size=84, head_dim=16)),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    family, overrides = VARIANTS[name]
+    folder, ids = make_tiny_model(family, tmp_path, **overrides), prompt(60)
+    expected = log_probs_of_transformers(folder, ids)
+    for backend in BACKENDS:
+        assert far(Hybrid(folder, backend=backend).log_probs(ids), expected) <= NEAR, backend
+
+
+def without(role: str, ours: Hybrid, _: pytest.MonkeyPatch) -> None:
+    """Set the weights of a role to 0."""
+    for name, weight in ours.model.checkpoint_tensors().items():
+        if name.endswith(ours.model.spec.names[role]):
+            weight.copy_(torch.zeros(weight.shape))
+
+
+def with_one_norm_group(ours: Hybrid, patch: pytest.MonkeyPatch) -> None:
+    original = layer._mamba2
+
+    def mamba2(ops: Any, x: Tensor, spec: Mamba2Spec, weights: Any, recur: Callable[..., Tensor]) -> Tensor:
+        joined = replace(spec, num_groups=1, state_size=spec.vector_size)
+        return original(ops, x, joined, weights, lambda _, *inputs: recur(spec, *inputs))
+
+    patch.setattr(layer, "_mamba2", mamba2)
+
+
+FAULTS: dict[str, Callable[[Hybrid, pytest.MonkeyPatch], None]] = {
+    "no skip": partial(without, "mamba.skip"),
+    "no bias of the convolution": partial(without, "mamba.convolution_bias"),
+    "one norm group": with_one_norm_group,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_step_is_caught(hybrid_model: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    ids, ours = prompt(40), Hybrid(hybrid_model)
+    expected = log_probs_of_transformers(hybrid_model, ids)
+    assert far(ours.log_probs(ids), expected) <= NEAR, "premise"
+    FAULTS[fault](ours, monkeypatch)
+    assert far(ours.log_probs(ids), expected) > 1000 * NEAR
+
+
+def test_missing_bounds_of_time_steps_are_caught(hybrid_model: Path) -> None:
+    spec, ids = describe(read_config(hybrid_model)), prompt(40)
+    expected = log_probs_of_transformers(hybrid_model, ids)
+    assert far(Hybrid(hybrid_model, spec=unbounded(spec)).log_probs(ids), expected) > 1000 * NEAR
+
+
+def unbounded(spec: DecoderSpec) -> DecoderSpec:
+    """Return a copy of the spec without bounds of time steps."""
+    layers = [
+        replace(each, mixer=replace(each.mixer, time_step_limit=(0.0, float("inf"))))
+        if isinstance(each.mixer, Mamba2Spec)
+        else each
+        for each in spec.layers
+    ]
+    return replace(spec, layers=tuple(layers))
+
+
+def test_both_spellings_are_read_alike(models: dict[str, Path], tmp_path: Path) -> None:
+    """The names of the module differ from the names in files: the beginnings, and those of experts. In old files, a
+    text lists the types of the layers.
+    """
+    folder = models["nemotron_h"]
+    raw, in_file = read_config(folder), load_file(folder / SINGLE_FILE)
+    assert raw.pop("layers_block_type") == ["linear_attention", "moe", "full_attention", "mlp"]
+    raw |= {"hybrid_override_pattern": "ME*-", "conv_kernel": None, "mamba_d_conv": raw["conv_kernel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    of_module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    assert of_module.keys() & in_file.keys() == {HEAD} and len(of_module) < len(in_file), "premise"
+    save_file(of_module | {"mtp.layers.0.norm.weight": torch.zeros(64)}, tmp_path / SINGLE_FILE)
+    assert torch.equal(Hybrid(tmp_path).log_probs(prompt(30)), Hybrid(folder).log_probs(prompt(30)))
+
+
+def test_triton_names_what_it_cannot_compute(models: dict[str, Path]) -> None:
+    cpu, bamba = torch.device("cpu"), describe(read_config(models["bamba"]))
+    with pytest.raises(ConfigError, match="need experts with gates .got experts without.; use the backend"):
+        select_backend("triton", cpu, torch.bfloat16, describe(read_config(models["nemotron_h"])))
+    first = bamba.layers[0]
+    assert isinstance(first.mixer, Mamba2Spec)
+    wide = replace(first, mixer=replace(first.mixer, state_size=257))
+    with pytest.raises(ConfigError, match="need vectors B and C of a state space with up to 256 elements .got 257"):
+        select_backend("triton", cpu, torch.bfloat16, replace(bamba, layers=(wide, *bamba.layers[1:])))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(layers_block_type=["conv", "full_attention"]), "types of linear_attention, full_attention, mlp or moe"),
+        (dict(layers_block_type=["mlp", "linear_attention"]), "at least one full_attention layer"),
+        (dict(layers_block_type=["full_attention"] * 1025), "a list of 1 to 1024 types"),
+        (dict(layers_block_type=None, hybrid_override_pattern="M*X"), "got .M.X"),
+        (dict(mlp_hidden_act="silu"), "mlp_hidden_act .* must be 'relu2' .got .silu"),
+        (dict(time_step_min=-1.0), "'time_step_limit'.* at least 0"),
+        (dict(use_bias=True), "use_bias .* must be False"),
+        (dict(tie_word_embeddings=True), "tie_word_embeddings .* must be False"),
+    ],
+)
+def test_unsupported_settings_of_nemotron_are_refused(
+    models: dict[str, Path], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        describe(read_config(models["nemotron_h"]) | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(mamba_n_groups=3), "mamba_n_heads .* must be a multiple of mamba_n_groups = 3 .got 8"),
+        (dict(mamba_d_head=8), "mamba_n_heads . mamba_d_head .* must be mamba_expand . hidden_size = 128 .got 64"),
+        (dict(mamba_proj_bias=True), "mamba_proj_bias .* must be False"),
+        (dict(mamba_d_conv=0), "'mamba_d_conv'.* must be at least 1 .* .got 0"),
+        (dict(mamba_d_state=10**9), "'mamba_d_state'.* at most 4096"),
+        (dict(time_step_limit=[1.0, 0.5]), "'time_step_limit'.* in ascending order"),
+        (dict(time_step_limit=[0.0, {"__float__": "NaN"}]), "'time_step_limit'.* pair of numbers"),
+        (dict(time_step_limit=0.5), "invalid setting"),
+        (dict(attn_layer_indices=None), "attn_layer_indices .* must name at least one layer .got .."),
+        (dict(hidden_act="gelu"), "hidden_act .* must be 'silu'"),
+        (dict(attention_bias=True), "attention_bias .* must be False"),
+    ],
+)
+def test_unsupported_settings_of_bamba_are_refused(
+    models: dict[str, Path], change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        describe(read_config(models["bamba"]) | change)
