@@ -564,14 +564,15 @@ def run_layers(
         ) -> Tensor:
             assert states is not None, "a recurrence needs states"
             (state, tails), journal = memory, states.journal
-            if journal is not None:
-                x, *gates = journal.splice(i, x, *gates)
+            rows = [x, *gates] if journal is None else journal.splice(i, x, *gates)
             if isinstance(spec, Mamba2Spec):
+                x, steps = rows
                 x = ops.convolve(x, weights.convolution, tails, states, weights.convolution_bias)
-                out = ops.state_space(x, *gates, spec, weights, state, states)
+                out = ops.state_space(x, steps, spec, weights, state, states)
             else:
+                x, b, a = rows
                 x = ops.convolve(x, weights.convolution, tails, states)
-                out = ops.delta_rule(x, *gates, spec, weights, state, states)
+                out = ops.delta_rule(x, b, a, spec, weights, state, states)
             return out if journal is None else out[journal.own]
 
         x = run_layer(ops, layer, x, attend, recur, choose)

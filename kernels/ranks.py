@@ -164,7 +164,7 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
     """
     mixer, mlp, of_roles, others = None, None, dict[str, Slice](), dict[str, Slice]()
     if layer.mixer is not None:
-        mixer, of_roles = _OF_MIXER[type(layer.mixer)](layer.mixer, rank)
+        mixer, of_roles = _part_of_mixer(layer.mixer, rank)
     if layer.mlp is not None:
         of_mlp = _part_of_mlp if isinstance(layer.mlp, MlpSpec) else _part_of_experts
         mlp, others = of_mlp(cast(Any, layer.mlp), pieces, rank)
@@ -278,12 +278,12 @@ def _part_of_mamba2(spec: Mamba2Spec, rank: Rank) -> tuple[Mamba2Spec, dict[str,
     return own, found
 
 
-_OF_MIXER: dict[type, Callable[..., Any]] = {
-    AttentionSpec: _part_of_attention,
-    LatentSpec: _part_of_latent,
-    DeltaNetSpec: _part_of_delta_net,
-    Mamba2Spec: _part_of_mamba2,
-}
+def _part_of_mixer(spec: Any, rank: Rank) -> tuple[Any, dict[str, Slice]]:
+    if isinstance(spec, AttentionSpec):
+        return _part_of_attention(spec, rank)
+    if isinstance(spec, LatentSpec):
+        return _part_of_latent(spec, rank)
+    return _part_of_mamba2(spec, rank) if isinstance(spec, Mamba2Spec) else _part_of_delta_net(spec, rank)
 
 
 def _part_of_mlp(spec: MlpSpec, pieces: int, rank: Rank) -> tuple[MlpSpec, dict[str, Slice]]:

@@ -601,10 +601,12 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
 
     def recur(spec: RecurrentSpec, weights: Any, x: Tensor, *gates: Tensor) -> Tensor:
         if isinstance(spec, Mamba2Spec):
+            [steps] = gates
             x = ops.convolve(x, weights.convolution, packed, weights.convolution_bias)
-            return ops.state_space(x, *gates, spec, weights, packed)
+            return ops.state_space(x, steps, spec, weights, packed)
+        b, a = gates
         x = ops.convolve(x, weights.convolution, packed)
-        return ops.delta_rule(x, *gates, spec, weights, packed)
+        return ops.delta_rule(x, b, a, spec, weights, packed)
 
     def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None) -> tuple[Tensor, Tensor]:
         experts, gates = ops.route(logits, spec, correction=correction)

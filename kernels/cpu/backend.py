@@ -212,7 +212,7 @@ def attention_numbers(spec: AttentionSpec) -> tuple[float, ...]:
 
 def _layer_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     """Return the tensors that `LayerPointers` points to, in the order of the struct's fields."""
-    weights = layer.mixer
+    weights: Any = layer.mixer
     inputs = qkv_tensors(weights) if isinstance(weights, AttentionWeights) else _delta_net_tensors(weights)
     behind = (weights.o_bias, weights.sinks) if isinstance(weights, AttentionWeights) else (None, None)
     mixer = *_norm_tensors(layer.mixer_norms), *inputs, _panels(weights.o), *behind
@@ -223,7 +223,7 @@ def _mlp_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
     """Return the tensors that `BiasedMlpPointers` or `ExpertsPointers` points to, in the order of the struct. The
     tensors of `BiasedMlpPointers` are padded with None to the length of `ExpertsPointers`.
     """
-    weights = layer.mlp
+    weights: Any = layer.mlp
     if isinstance(weights, ExpertsWeights):
         return _experts_tensors(weights, cast(ExpertsSpec, layer.spec.mlp).own[1])
     matrices = _panels(weights.gate), _panels(weights.up), _panels(weights.down)
@@ -236,7 +236,7 @@ def _experts_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None
     """
     shared = (None,) * 3
     if (mlp := weights.shared) is not None:
-        shared = _panels(mlp.gate), _panels(mlp.up), _panels(mlp.down)
+        shared = _panels(cast(PackedWeight, mlp.gate)), _panels(mlp.up), _panels(mlp.down)
     score = None if weights.shared_score is None else _panels(weights.shared_score)
     router = _panels(weights.router), weights.router_bias
     return *router, *stack_tensors(weights, count), *shared, score, weights.correction
@@ -265,7 +265,8 @@ def _widths(layer: Layer) -> tuple[int, ...]:
     gate of the mixer's output, the gates of a recurrence, the mixer's output, hidden states, the inner features of the
     MLP, hidden states.
     """
-    spec, hidden, inner = layer.spec.mixer, layer.mixer.o.shape[0], _inner_width(layer.spec.mlp)
+    spec, mixer, mlp = cast(tuple[Any, Any, Any], (layer.spec.mixer, layer.mixer, layer.spec.mlp))
+    hidden, inner = mixer.o.shape[0], _inner_width(mlp)
     if isinstance(spec, DeltaNetSpec):
         widths = spec.channels, spec.channels, spec.value_size, 2 * spec.num_value_heads, spec.value_size
     else:
@@ -285,10 +286,10 @@ def _norm_tensors(norms: Norms) -> tuple[Tensor | None, ...]:
 
 def _layer_numbers(layer: Layer) -> tuple[float, ...]:
     """Return the values of `LayerNumbers`, in the order of the struct's fields."""
-    spec, mixer = layer.spec, layer.spec.mixer
-    mlp = (spec.mlp.intermediate_size, ACTIVATIONS[spec.mlp.activation])
+    spec, mixer, inner = layer.spec, cast(Any, layer.spec.mixer), cast(Any, layer.spec.mlp)
+    mlp = (inner.intermediate_size, ACTIVATIONS[inner.activation])
     pieces = layer.mlp_pieces.count, layer.mixer_pieces.length, layer.mlp_pieces.length
-    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(spec.mlp), *pieces, spec.residual_scale
+    others = *mlp, *_norm_numbers(spec.norm), *_experts_numbers(inner), *pieces, spec.residual_scale
     if isinstance(mixer, AttentionSpec):
         return False, *attention_numbers(mixer), *others
     return True, *_delta_net_numbers(mixer), *others

@@ -7,11 +7,11 @@ four layers of its larger models have a window, and only these layers rotate; wi
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from trueroll.errors import ModelError, brief
 
-from ..specs import LAYER_NAMES, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RotationSpec
+from ..specs import LAYER_NAMES, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RotationSpec
 from .settings import SLIDING, expect, fill_layer_types, read_settings
 
 _SMOLLM3: dict[str, Any] = dict(
@@ -31,8 +31,9 @@ def _decoder(
     settings: Any, architecture: str, layer: LayerSpec, kinds: list[tuple[bool, int | None]], **names: Any
 ) -> DecoderSpec:
     """Return a decoder with one layer for each pair (whether the layer rotates, the layer's window)."""
+    mixer = cast(AttentionSpec, layer.mixer)
     layers = [
-        replace(layer, mixer=replace(layer.mixer, rotation=_ROTATED if rotates else _UNROTATED, window=window))
+        replace(layer, mixer=replace(mixer, rotation=_ROTATED if rotates else _UNROTATED, window=window))
         for rotates, window in kinds
     ]
     rotation = settings.rotation()

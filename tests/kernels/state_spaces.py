@@ -30,8 +30,8 @@ def make_space_weights(spec: Mamba2Spec, dtype: torch.dtype) -> Mamba2Weights:
     heads, nothing = spec.num_heads, torch.empty(0)
     convolution = randn(spec.channels, 1, spec.kernel_size, dtype=dtype, seed=50)
     bias = randn(spec.channels, dtype=dtype, seed=53) if spec.convolution_bias else None
-    gates = torch.linspace(-5, 1, heads).to(dtype), *(randn(heads, dtype=dtype, seed=seed) for seed in (51, 52))
-    return Mamba2Weights(nothing, convolution, bias, *gates, nothing, nothing)
+    decay, (of_steps, skip) = torch.linspace(-5, 1, heads).to(dtype), randn(2, heads, dtype=dtype, seed=51)
+    return Mamba2Weights(nothing, convolution, bias, decay, of_steps, skip, nothing, nothing)
 
 
 def exact_state_space(xbc: Tensor, steps: Tensor, spec: Mamba2Spec, weights: Mamba2Weights) -> tuple[Tensor, Tensor]:

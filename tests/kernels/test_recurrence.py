@@ -91,11 +91,12 @@ class Sequences:
         spec, dtype = recurrent.spec, recurrent.dtype
         is_delta_net, heads = isinstance(spec, DeltaNetSpec), spec.state_shape[0]
         sizes = spec.channels, *[heads] * (2 if is_delta_net else 1)
+        weights = make_weights(spec, dtype) if isinstance(spec, DeltaNetSpec) else make_space_weights(spec, dtype)
         inputs = [
             tuple(randn(length, size, dtype=dtype, seed=10 * i + j) for j, size in enumerate(sizes))
             for i, length in enumerate(lens)
         ]
-        return cls(recurrent, make_weights(spec, dtype) if is_delta_net else make_space_weights(spec, dtype), inputs)
+        return cls(recurrent, weights, inputs)
 
     def run(self, memory: Memory, chunks: Sequence[Chunk], reads: Sequence[int], writes: Sequence[int]) -> list[Tensor]:
         """Return the output of each chunk, all computed in one step."""

@@ -44,6 +44,8 @@ WIDE: dict[str, Any] = dict(
     num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4, vocab_size=1600
 )
 _DELTA_NET: dict[str, Any] = dict(linear_num_key_heads=4, linear_num_value_heads=8)
+_GRANITE4 = dict(hidden_size=128, intermediate_size=32, num_hidden_layers=3, mamba_n_groups=4, mamba_d_head=32)
+_RECURRENT = {"linear_num_key_heads", "mamba_n_groups", "n_groups"}
 _MIXTURE: dict[str, Any] = WIDE | dict(moe_intermediate_size=32)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": WIDE,
@@ -51,6 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": WIDE | dict(layer_types=["sliding_attention", "full_attention"] * 2),
     "olmo3": WIDE | dict(hidden_size=128, layer_types=["sliding_attention", "full_attention"] * 2),
     "qwen3_5": WIDE | _DELTA_NET,
+    "granite4": WIDE | _GRANITE4,
+    "nemotron_h": WIDE | dict(n_groups=4),
     "qwen3_next": WIDE | _DELTA_NET | dict(mlp_only_layers=[0, 1, 2, 3]),
     "qwen3_moe": _MIXTURE,
     "qwen3_5_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=512),
@@ -199,7 +203,7 @@ def config_of(family: str, folder: Path, **settings: Any) -> EngineConfig:
     sizes = dict(
         num_blocks=20,
         block_size=8,
-        state_interval=8 if "linear_num_key_heads" in FAMILIES[family] else None,
+        state_interval=8 if FAMILIES[family].keys() & _RECURRENT else None,
         max_num_batched_tokens=48,
         max_num_seqs=16,
         num_threads=1,
@@ -243,7 +247,7 @@ def test_ranks_give_the_bits_of_one_device_in_bfloat16_and_on_the_reference(
         assert replay(config, steps, 2, 2) == [0] * 2
 
 
-of_attention, of_gated, of_head = ranks._part_of_attention, ranks._part_of_gated, ranks._part_of_head
+of_attention, of_mlp, of_head = ranks._part_of_attention, ranks._part_of_one_mlp, ranks._part_of_head
 
 
 def add_from_the_left(sums: Sequence[Tensor]) -> Tensor:
@@ -259,9 +263,9 @@ def take_keys_of_another_head(spec: AttentionSpec, rank: Rank) -> Any:
     return own, parts | {"mixer.k": others["mixer.k"]}
 
 
-def take_the_features_of_another_rank(role: str, inner: int, pieces: int, rank: Rank) -> Any:
-    (own, unit, parts), other = of_gated(role, inner, pieces, rank), Rank((rank.index + 1) % rank.size, rank.size)
-    return own, unit, parts | {f"{role}.down": of_gated(role, inner, pieces, other)[2][f"{role}.down"]}
+def take_the_features_of_another_rank(role: str, inner: int, pieces: int, rank: Rank, gated: bool) -> Any:
+    (own, unit, parts), other = of_mlp(role, inner, pieces, rank, gated), Rank((rank.index + 1) % rank.size, rank.size)
+    return own, unit, parts | {f"{role}.down": of_mlp(role, inner, pieces, other, gated)[2][f"{role}.down"]}
 
 
 def add_in_a_ring(sums: Sequence[Tensor]) -> Tensor:
@@ -283,7 +287,7 @@ SABOTAGE: list[tuple[Any, str, Any]] = [
     (ranks, "fold", add_in_a_ring),
     (ranks, "_part_of_head", shift_by_a_section),
     (ranks, "_part_of_attention", take_keys_of_another_head),
-    (ranks, "_part_of_gated", take_the_features_of_another_rank),
+    (ranks, "_part_of_one_mlp", take_the_features_of_another_rank),
 ]
 
 
