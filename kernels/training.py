@@ -595,7 +595,8 @@ def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:
     def attend(x: Tensor, spec: CachedSpec, weights: Any) -> Tensor:
         if isinstance(spec, LatentSpec):
             q, k = project_latent(ops, x, spec, weights, rotations[spec.rotation])
-            return ops.latent_attention(q, k, *weights.up, packed, spec)
+            k_up, v_up = weights.up
+            return ops.latent_attention(q, k, k_up, v_up, packed, spec)
         q, k, v = project(ops, x, spec, weights, rotations[spec.rotation])
         return gated(ops, q, spec, lambda q: ops.attention(q, k, v, packed, spec, weights.sinks))
 

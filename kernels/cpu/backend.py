@@ -28,6 +28,7 @@ from ..contract import (
     DeltaNetWeights,
     ExpertsWeights,
     FoldedHead,
+    LatentWeights,
     Layer,
     Mamba2Weights,
     Memory,
@@ -270,6 +271,7 @@ def _widths(layer: Layer) -> tuple[int, ...]:
     if isinstance(spec, DeltaNetSpec):
         widths = spec.channels, spec.channels, spec.value_size, 2 * spec.num_value_heads, spec.value_size
     else:
+        assert isinstance(spec, AttentionSpec)
         size = spec.num_heads * spec.head_dim
         widths = size, 0, size if spec.output_gate else 0, 0, size
     return *widths, hidden, inner, hidden

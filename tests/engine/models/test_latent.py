@@ -33,7 +33,7 @@ from .test_hybrid_families import Hybrid, prompt
 
 YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
 STRETCHED = dict(rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=1.3))
-DENSE = dict(first_k_dense_replace=2)
+DENSE: dict[str, Any] = dict(first_k_dense_replace=2)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in OF_LATENT},
     "queries of hidden states": ("deepseek_v3", dict(q_lora_rank=None, n_group=1, topk_group=1)),
@@ -128,7 +128,7 @@ def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str,
 @proves("gradients", backend="cpu", dtype="float32")
 @pytest.mark.parametrize("family", ["deepseek_v3"])
 def test_gradients_are_as_good_as_those_of_the_unaligned_model(tmp_path: Path, family: str) -> None:
-    folder = make_tiny_model(family, tmp_path, **DENSE, attention_bias=True)
+    folder = make_tiny_model(family, tmp_path, attention_bias=True, **DENSE)
     batches = three_gradients(folder, torch.float32, "cpu", 0.7)
     check_errors(*(with_joined_few(gradients, 128) for gradients in batches))
 
