@@ -1,11 +1,11 @@
 """Report where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
 The report first measures the machine's best rates for matrix products, memory reads, and in-place updates of memory. If
-the model has gated delta nets or experts, the recurrence or the experts are measured alone. Then each workload of
-`trueroll bench` runs on the in-process engine. A table shows for every op its time, its arithmetic, and the bytes that
-it must read at least once per step. Arithmetic and bytes are also shown as shares of the best rate. The bytes of a
-recurrence include the states that it writes. The remaining time of a step is Python: scheduling, bookkeeping, and
-preparing the step's tensors.
+the model has gated delta nets, experts or latent attention, the recurrence, the experts or the attention are measured
+alone. Then each workload of `trueroll bench` runs on the in-process engine. A table shows for every op its time, its
+arithmetic, and the bytes that it must read at least once per step. Arithmetic and bytes are also shown as shares of the
+best rate. The bytes of a recurrence include the states that it writes. The remaining time of a step is Python:
+scheduling, bookkeeping, and preparing the step's tensors.
 
 With `--dummy-weights` MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
 by op. A normal engine runs all layers in one native call, which makes its steps a few percent faster.
@@ -29,13 +29,13 @@ from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
-from trueroll.kernels.contract import AttentionBatch, StateBatch
+from trueroll.kernels.contract import AttentionBatch, StateBatch, new_caches
 from trueroll.kernels.layer import run_layers
-from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec
+from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec, LatentSpec
 from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
 OPS = ("embedding", "rotation", "qkv", "paged_attention", "convolve", "delta_rule", "gate_mul", "linear")
-OPS = (*OPS, "project_back", "gate_up", "route", "experts", "rmsnorm", "next_tokens")
+OPS = (*OPS, "project_back", "gate_up", "route", "experts", "rmsnorm", "next_tokens", "head_linear")
 
 
 class Meter:
@@ -82,13 +82,16 @@ def product_cost(rows: int, *weights) -> tuple[int, int]:
     return 2 * rows * elements, sum(weight.nbytes for weight in weights)
 
 
-def attention_cost(q, k_cache, v_cache, batch: AttentionBatch, scale, window, soft_cap, sinks) -> tuple[int, int]:
+def attention_cost(
+    q, k_cache, v_cache, batch: AttentionBatch, scale, window=None, soft_cap=None, sinks=None
+) -> tuple[int, int]:
     starts, size, pairs, blocks = batch.query_starts, k_cache.shape[1], 0, set()
     for i, (table, length) in enumerate(zip(batch.block_tables.tolist(), batch.context_lens, strict=True)):
         first_query, most = length - (starts[i + 1] - starts[i]), window or length
         pairs += sum(min(position + 1, most) for position in range(first_query, length))
         blocks.update(table[max(0, first_query + 1 - most) // size : -(-length // size)])
-    return 4 * pairs * q.shape[1] * q.shape[2], 2 * len(blocks) * k_cache[0].nbytes
+    sizes = q.shape[2] + v_cache.shape[3]
+    return 2 * pairs * q.shape[1] * sizes, len(blocks) * (k_cache[0].nbytes + v_cache[0].nbytes)
 
 
 def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> tuple[int, int]:
@@ -108,9 +111,10 @@ def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: State
 COSTS = {
     "qkv": lambda x, spec, weights, *rest: product_cost(len(x), weights.q, weights.k, weights.v),
     "linear": lambda x, weight, *rest: product_cost(len(x), weight),
+    "head_linear": lambda x, weight: product_cost(len(x), weight),
     "project_back": lambda x, weight, *rest: product_cost(len(x), weight),
     "gate_up": lambda x, gate, up, activation: product_cost(len(x), gate, up),
-    "next_tokens": lambda hidden, weight, wanted: product_cost(len(wanted.rows), weight),
+    "next_tokens": lambda hidden, weight, wanted, *rest: product_cost(len(wanted.rows), weight),
     "paged_attention": attention_cost,
     "delta_rule": recurrence_cost,
     "experts": experts_cost,
@@ -199,6 +203,21 @@ def mixtures(loaded: LoadedModel) -> dict[str, Rates]:
     return {"experts, 64 rows": Rates(lambda: [ops.experts(*call) for call in calls], num_bytes)} if calls else {}
 
 
+def latents(loaded: LoadedModel) -> dict[str, Rates]:
+    """Return the rates of one layer's latent attention: a decode at 8k tokens of context, and a 2k-token prompt."""
+    mixer = next((each for each in loaded.model.spec.attentions if isinstance(each, LatentSpec)), None)
+    if mixer is None:
+        return {}
+    found = {}
+    for name, queries, context in (("latent, decode at 8k", 1, 8192), ("latent, prompt of 2k", 2048, 2048)):
+        empty = partial(torch.zeros, dtype=loaded.model.dtype)
+        caches = new_caches(loaded.backend.ops, mixer, context // 16, 16, empty)
+        q = torch.randn(queries, mixer.num_heads, mixer.head_dim).to(loaded.model.dtype)
+        call = q, *caches, AttentionBatch([0, queries], [context], torch.arange(context // 16)[None]), mixer.scale
+        found[name] = Rates(partial(loaded.backend.ops.paged_attention, *call), attention_cost(*call)[0])
+    return found
+
+
 def seconds_of(run) -> float:
     start = time.perf_counter()
     run()
@@ -233,6 +252,7 @@ def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, 
 def make_rates_table(rates: dict[str, Rates]) -> Table:
     """Return a table of the rates. Recurrences and experts also show their share of the rate that limits the op."""
     limited_by = {"recurrence, 64 rows": "updating", "recurrence, prompt": "products", "experts, 64 rows": "reading"}
+    limited_by |= {"latent, decode at 8k": "products", "latent, prompt of 2k": "products"}
     table = Table(title="15 measurements each, alternating", title_justify="left")
     for header in ("", "unit", "best", "median", "of best", "of median"):
         table.add_column(header, justify="left" if header in ("", "unit") else "right")
@@ -273,7 +293,7 @@ def main(model: str = "smollm2", dtype: str = "auto", dummy: bool = False) -> No
     config = EngineConfig(model=model, dtype=dtype)
     loaded = load_dummy(config) if dummy else load_model(config)
     console = Console(width=100)
-    rates = measure(limits(loaded) | recurrences(loaded) | mixtures(loaded))
+    rates = measure(limits(loaded) | recurrences(loaded) | mixtures(loaded) | latents(loaded))
     best = {name: max(each.tries) for name, each in rates.items()}
     console.print(f"{model}, {loaded.dtype_name}, {loaded.backend.name} ({loaded.backend.ops.instruction_set()})")
     console.print(f"best rates: {best['products']:.0f} GFLOP/s in products, {best['reading']:.1f} GB/s from memory")

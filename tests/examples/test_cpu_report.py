@@ -45,6 +45,15 @@ def test_attention_counts_what_a_window_sees() -> None:
     assert found == (4 * 15 * 6 * 16, 2 * 2 * cache[0].nbytes)
 
 
+def test_latent_attention_counts_keys_and_shorter_values() -> None:
+    batch, caches = (
+        AttentionBatch([0, 1], [8], torch.arange(2)[None]),
+        (torch.zeros(2, 4, 1, 48), torch.zeros(2, 4, 1, 32)),
+    )
+    found = REPORT["attention_cost"](torch.zeros(1, 6, 48), *caches, batch, 0.1)
+    assert found == (2 * 8 * 6 * (48 + 32), sum(cache.nbytes for cache in caches))
+
+
 def test_only_the_experts_that_rows_go_to_are_read() -> None:
     """Three of eight experts are read, each once. An expert has matrices [2 * 32, 64] and [64, 32]."""
     spec = ExpertsSpec(num_experts=8, top_k=2, intermediate_size=32)
