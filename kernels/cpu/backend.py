@@ -28,7 +28,6 @@ from ..contract import (
     DeltaNetWeights,
     ExpertsWeights,
     FoldedHead,
-    LatentWeights,
     Layer,
     Mamba2Weights,
     Memory,
