@@ -44,7 +44,8 @@ WIDE: dict[str, Any] = dict(
     num_attention_heads=8, num_key_value_heads=2, intermediate_size=512, num_hidden_layers=4, vocab_size=1600
 )
 _DELTA_NET: dict[str, Any] = dict(linear_num_key_heads=4, linear_num_value_heads=8)
-_GRANITE4 = dict(hidden_size=128, intermediate_size=32, num_hidden_layers=3, mamba_n_groups=4, mamba_d_head=32)
+_GRANITE4: dict[str, Any] = dict(hidden_size=128, intermediate_size=32, mamba_n_groups=4, mamba_d_head=32)
+_GRANITE4 |= dict(layer_types=[*["linear_attention"] * 3, "full_attention"])
 _RECURRENT = {"linear_num_key_heads", "mamba_n_groups", "n_groups"}
 _MIXTURE: dict[str, Any] = WIDE | dict(moe_intermediate_size=32)
 FAMILIES: dict[str, dict[str, Any]] = {
