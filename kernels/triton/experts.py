@@ -102,7 +102,7 @@ def route(
     span = triton.next_power_of_2(count)
     sizes = dict(E=count, SPAN=span, TOP_K=spec.top_k)
     groups = dict(GROUPS=router.groups, GROUP_SPAN=triton.next_power_of_2(router.groups), KEPT=router.kept_groups)
-    which = dict(SCORE=router.score, RANKS_SCORES=router.ranks_scores, GROUP_BEST=router.group_best)
+    which: dict[str, Any] = dict(SCORE=router.score, RANKS_SCORES=router.ranks_scores, GROUP_BEST=router.group_best)
     which |= dict(CORRECTED=correction is not None, NORMED=router.normed, CHOSEN=chosen is not None)
     launch(_route_kernel, (rows,), *args, warps=max(1, span // 256), **sizes, **groups, **which)
     return experts, gates
@@ -309,7 +309,7 @@ def _route_kernel(
     if NORMED:
         total = tl.maximum(_sum_of_places(scores, mine, place, TOP_K) + eps, floor)
         scores = tl.div_rn(scores, tl.broadcast_to(total, [SPAN]))
-    is_broken = tl.max((logits != logits).to(tl.int32), axis=0) > 0
+    is_broken = tl.max((logits != logits).to(tl.int32), axis=0) > 0  # type: ignore[reportOperatorIssue]
     gates = tl.where(is_broken, float("nan"), scores * scale)
     at = row * TOP_K + place
     tl.store(experts_ptr + at, expert, mask=mine)
@@ -345,12 +345,13 @@ def _are_in_best_groups(
         best = tl.max(mine, axis=0)
         if GROUP_BEST == 2:
             first = tl.min(tl.where(mine == best, expert, ranks.shape[0]), axis=0)
-            best += tl.max(tl.where(expert == first, -float("inf"), mine), axis=0)
+            best += tl.max(tl.where(expert == first, -float("inf"), mine), axis=0)  # type: ignore[reportOperatorIssue]
         sums = tl.where(group == i, best, sums)
     kept = _are_best(sums, group, GROUPS, GROUP_SPAN, KEPT).to(tl.int32)
     found = expert < 0
     for i in range(GROUPS):
-        found = found | ((expert // SIZE == i) & (tl.max(tl.where(group == i, kept, 0), axis=0) > 0))
+        is_kept = tl.max(tl.where(group == i, kept, 0), axis=0) > 0  # type: ignore[reportOperatorIssue]
+        found = found | ((expert // SIZE == i) & is_kept)
     return found
 
 

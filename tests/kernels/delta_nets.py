@@ -38,11 +38,9 @@ def exact_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     bias = torch.zeros(len(weight)) if bias is None else bias
     size = weight.shape[2]
     rows = F.pad(x.double().T, (size - 1, 0))
-    found = [
-        F.conv1d(*each, groups=len(rows))
-        for each in ((rows, weight.double(), bias.double()), (x.double().abs() for x in (rows, weight, bias)))
-    ]
-    return F.silu(found[0].T), found[1].T
+    given = rows, weight.double(), bias.double()
+    found, sizes = (F.conv1d(x, w, b, groups=len(rows)).T for x, w, b in (given, [each.abs() for each in given]))
+    return F.silu(found), sizes
 
 
 def exact_recurrence(qkv: Tensor, b: Tensor, a: Tensor, spec: DeltaNetSpec, weights: DeltaNetWeights) -> Tensor:

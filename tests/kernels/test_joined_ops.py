@@ -363,6 +363,7 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
         mixed = mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm)
         x = x + (mixed.float() * spec.residual_scale).to(x.dtype)
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
+        assert spec.mlp is not None and mlp.gate is not None
         gate_bias, up_bias, down_bias = mlp.biases or (None,) * 3
         gate, up = ops.linear(hidden, mlp.gate, gate_bias), ops.linear(hidden, mlp.up, up_bias)
         active = ops.gate_mul(gate, up, spec.mlp.activation)

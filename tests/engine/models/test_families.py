@@ -264,7 +264,8 @@ def test_files_of_older_transformers_are_read_as_transformers_reads_them(
     assert torch.equal(torch.tensor(rotation.inv_freq), rope.inv_freq) and rotation.scale == rope.attention_scaling
     assert mixer.num_kv_heads == expected.num_key_value_heads and len(found.layers) == 2
     assert mixer.head_dim == getattr(expected, "head_dim", 16) and found.dtype == (expected.dtype or torch.float32)
-    assert (found.norm.eps, found.layers[0].mlp.intermediate_size) == (
+    mlp = found.layers[0].mlp
+    assert mlp is not None and (found.norm.eps, mlp.intermediate_size) == (
         expected.rms_norm_eps,
         expected.intermediate_size,
     )

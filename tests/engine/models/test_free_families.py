@@ -26,7 +26,7 @@ from trueroll.engine.models.decoder import Decoder
 from trueroll.engine.models.loader import read_config
 from trueroll.errors import AlignmentError, ModelError
 from trueroll.kernels import reference
-from trueroll.kernels.contract import AttentionWeights, Layer, Norms
+from trueroll.kernels.contract import AttentionWeights, ExpertsWeights, Layer, Norms
 from trueroll.kernels.families import describe
 from trueroll.kernels.specs import DecoderSpec, ExpertsSpec, Score
 from trueroll.kernels.training import align, token_experts, token_log_probs, unalign
@@ -104,6 +104,7 @@ def with_other_gates(layer: Layer) -> Layer:
 
 
 def without_the_shared_expert(layer: Layer) -> Layer:
+    assert isinstance(layer.mlp, ExpertsWeights)
     return replace(layer, mlp=replace(layer.mlp, shared=None))
 
 

@@ -66,7 +66,8 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, name: str, backend: 
 
 
 def with_mixers(spec: DecoderSpec, **changes: Any) -> DecoderSpec:
-    return replace(spec, layers=tuple(replace(each, mixer=replace(each.mixer, **changes)) for each in spec.layers))
+    layers: Any = spec.layers
+    return replace(spec, layers=tuple(replace(each, mixer=replace(each.mixer, **changes)) for each in layers))
 
 
 def with_rotation(spec: DecoderSpec, **changes: Any) -> DecoderSpec:

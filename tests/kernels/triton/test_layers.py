@@ -60,7 +60,7 @@ def with_experts(layer: Layer, spec: ExpertsSpec) -> Layer:
     """Return the layer with experts in place of its MLP. The MLP becomes the shared expert, if the spec has one."""
     weights = weights_of(spec, HIDDEN, torch.bfloat16)
     if spec.shared_size:
-        assert isinstance(layer.mlp, MlpWeights) and len(layer.mlp.gate.to_dense()) == spec.shared_size
+        assert isinstance(layer.mlp, MlpWeights) and len(layer.mlp.up.to_dense()) == spec.shared_size
         weights = replace(weights, shared=layer.mlp, shared_score=randn(1, HIDDEN, dtype=torch.bfloat16, seed=8) / 8)
     return replace(layer, spec=replace(layer.spec, mlp=spec), mlp=weights)
 

@@ -145,7 +145,8 @@ def test_a_linear_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> No
 def test_a_native_op_that_depends_on_the_row_count_is_found(tiny_llama: Path) -> None:
     config = EngineConfig(model=str(tiny_llama), backend="cpu")
     loaded = load_model(config)
-    ops, weight = cpu_with_project_back_in_halves(), loaded.model.layers[0].mlp.down
+    mlp: Any = loaded.model.layers[0].mlp
+    ops, weight = cpu_with_project_back_in_halves(), mlp.down
 
     def product(x: Tensor) -> Tensor:
         return ops.project_back(x, weight, torch.zeros(len(x), weight.shape[0]))
