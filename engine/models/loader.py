@@ -3,7 +3,8 @@
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
 the caller names the tensors and their destinations. Guarantees: the whole checkpoint is checked before the first tensor
 is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
-matrix.
+matrix. For matrices in FP8, memory holds the scales of one file's matrices, and the dequantized rows, at most
+`_MAX_OPEN_BYTES` or one row of blocks, with temporary tensors of the same size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +29,13 @@ from ...kernels.shards import Shard, is_stack
 from ...kernels.spellings import Parts, Shape, Spellings
 from .files import check_file, read_json
 from .folders import INDEX_FILE, SINGLE_FILE, no_weights
+from .fp8 import FP8, SCALE_DTYPES, SCALES, Rows, check_scales, row_ranges, scales_shape
 from .mxfp4 import dequantize, packed_shapes
 
-MAX_HEADER_BYTES = 2**24
+MAX_HEADER_BYTES = 20 * 2**20
 """The size limit for all headers of a checkpoint together, and for the index file. The headers of 100,000 tensors take
-12 MB. A decoder has a few thousand tensors, or tens of thousands if each expert is stored separately.
+12 MB. A decoder has a few thousand tensors, or tens of thousands if each expert is stored separately. Kimi K2 has
+140,000: the matrices of its experts, and their scales.
 """
 MAX_FILES = 1024
 """The maximum number of files of a checkpoint. 1024 files of 5 GB each hold 5 TB."""
@@ -58,12 +61,14 @@ class Checkpoint(NamedTuple):
     """The tensors to copy.
 
     `files`: maps each file to the tensors to copy from it. Each tensor is listed as a pair (name in the file, name in
-    the decoder). `packed`: the stacks that are stored as MXFP4, with their blocks and scales. `spellings`: the
-    decoder's names. `converted`: maps each stored dtype to the number of tensors in `files` that must be converted from
-    this dtype. `swapped`: the stacks that are stored with rows and columns swapped, though not in the decoder's layout.
+    the decoder). `scales`: maps the matrices in `files` that are stored in FP8 to their scales. `packed`: the stacks
+    that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each
+    stored dtype to the number of tensors in `files` that must be converted from this dtype, without those in `scales`.
+    `swapped`: the stacks that are stored with rows and columns swapped, though not in the decoder's layout.
     """
 
     files: dict[Path, list[tuple[str, str]]]
+    scales: dict[str, _Found]
     packed: dict[str, tuple[_Found, _Found]]
     spellings: Spellings
     converted: Counter[torch.dtype]
@@ -71,26 +76,31 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or one expert's matrix in such a tensor, with its destination. `is_swapped`: the matrix is
-    stored with rows and columns swapped.
+    """A tensor of a file, or one expert's matrix in such a tensor, or rows of a matrix in FP8, with its destination.
+    `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: the rows, and the scales of the whole
+    matrix, for FP8.
     """
 
     name: str
     expert: int | None
     weight: Weight
     is_swapped: bool
+    quantized: tuple[range, torch.Tensor] | None = None
 
 
 class _Wanted(NamedTuple):
     """The tensors that a checkpoint must have.
 
     `shapes`: shapes by name. For a stack that is stored in parts, `shapes` has the parts that were found, and `missing`
-    has the number of missing parts. `packed`: the stacks that are stored as MXFP4, with the names of their two tensors.
-    `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks that are stored in more than one
-    form, with the tensor names of all forms.
+    has the number of missing parts. `scales`: the matrices that are stored in FP8, with the names of their scales.
+    `scales_shapes`: the shapes of the tensors named in `scales`. `packed`: the stacks that are stored as MXFP4, with
+    the names of their two tensors. `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks
+    that are stored in more than one form, with the tensor names of all forms.
     """
 
     shapes: dict[str, Shape]
+    scales: dict[str, str]
+    scales_shapes: dict[str, Shape]
     packed: dict[str, tuple[str, ...]]
     packed_shapes: dict[str, Shape]
     missing: dict[str, int]
@@ -98,14 +108,18 @@ class _Wanted(NamedTuple):
 
     @classmethod
     def of(
-        cls, expected: Mapping[str, Weight], found: Set[str], spellings: Spellings, swapped: Collection[str]
+        cls,
+        expected: Mapping[str, Weight],
+        found: Mapping[str, Sequence[_Found]],
+        spellings: Spellings,
+        swapped: Collection[str],
     ) -> _Wanted:
-        wanted, parts = cls({}, {}, {}, {}, {}), spellings.parts_among(found)
+        wanted, parts = cls({}, {}, {}, {}, {}, {}, {}), spellings.parts_among(found)
         for name, weight in expected.items():
             packed = packed_shapes(name, weight.own_shape) if is_stack(weight) else {}
             shape = _swap(weight.shape) if name in swapped else tuple(weight.shape)
             forms = {name: shape}, parts.get(name, {}), packed
-            there = [form for form in forms if not found.isdisjoint(form)]
+            there = [form for form in forms if not found.keys().isdisjoint(form)]
             if len(there) > 1:
                 wanted.doubled[name] = {one for form in there for one in form}
             if there and there[0] is packed:
@@ -116,6 +130,10 @@ class _Wanted(NamedTuple):
                 wanted.shapes.update(there[0] if there else forms[0])
             if there and there[0] is forms[1]:
                 wanted.missing[name] = spellings.count(name) - len(forms[1])
+        for name, shape in wanted.shapes.items():
+            if len(shape) == 2 and name in found and found[name][0].dtype == FP8:
+                wanted.scales[name] = name + SCALES
+                wanted.scales_shapes[name + SCALES] = scales_shape(shape)
         return wanted
 
 
@@ -160,15 +178,17 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
     is a `Shard`, only its part of the tensor is read.
 
     Dtype and device are converted. Every few seconds, the log reports how much is left to copy. Raise ModelError if a
-    file can no longer be read.
+    file can no longer be read, or if scales are damaged.
     """
     told, num_bytes = time.monotonic(), 0
     for number, (file, names) in enumerate(checkpoint.files.items(), 1):
+        scales = _read_scales({own: checkpoint.scales[own] for _, own in names if own in checkpoint.scales})
+        num_bytes += sum(each.nbytes for each in scales.values())
         left = [
             piece
             for name, own in names
             if (weight := _destination(own, checkpoint, destinations)) is not None
-            for piece in _pieces(name, weight, own in checkpoint.swapped)
+            for piece in _pieces(name, weight, own in checkpoint.swapped, scales.get(own))
         ]
         while left:
             # The file is reopened repeatedly, because everything read from an open file stays in memory.
@@ -193,10 +213,13 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
     return None if stack is None else stack.part(part.expert, part.start, part.shape[0])
 
 
-def _pieces(name: str, weight: Any, is_swapped: bool) -> list[_Piece]:
-    """Return the pieces in which a tensor is copied: the held experts' matrices if it is a stack, else the whole
-    tensor.
+def _pieces(name: str, weight: Any, is_swapped: bool, scales: torch.Tensor | None) -> list[_Piece]:
+    """Return the pieces in which a tensor is copied: the held experts' matrices if it is a stack, some rows each if it
+    is a matrix in FP8, else the whole tensor.
     """
+    if scales is not None:
+        ranges = row_ranges(tuple(weight.shape), _MAX_OPEN_BYTES)
+        return [_Piece(name, None, weight.narrow(0, rows.start, len(rows)), False, (rows, scales)) for rows in ranges]
     if not is_stack(weight):
         return [_Piece(name, None, weight, is_swapped)]
     return [_Piece(name, expert, weight.narrow(0, expert, 1), is_swapped) for expert in weight.experts]
@@ -206,7 +229,11 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
     """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read. Return the number of bytes."""
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
-        name, expert, weight, is_swapped = pieces.pop()
+        name, expert, weight, is_swapped, quantized = pieces.pop()
+        if quantized is not None:
+            rows, scales = quantized
+            num_bytes += _dequantize(Rows(opened.get_slice(name), scales, rows), weight)
+            continue
         if expert is None and isinstance(weight, Shard):
             num_bytes += weight.read(opened.get_slice(name))
             continue
@@ -214,6 +241,41 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
         weight.copy_(tensor.transpose(1, 2) if is_swapped else tensor)
         num_bytes += tensor.nbytes
     return num_bytes
+
+
+def _dequantize(rows: Rows, weight: Any) -> int:
+    """Copy rows of a matrix in FP8. Return the number of bytes that were read: a stored number has one byte."""
+    if isinstance(weight, Shard):
+        return weight.read(rows) // torch.float32.itemsize
+    values = rows[:]
+    weight.copy_(values)
+    return values.numel()
+
+
+def _read_scales(found: Mapping[str, _Found]) -> dict[str, torch.Tensor]:
+    """Return the scales of matrices in FP8, which may be in any files. Each file is opened once.
+
+    Raise ModelError for scales that no matrix can have.
+    """
+    scales: dict[str, torch.Tensor] = {}
+    for file in dict.fromkeys(each.file for each in found.values()):
+        with _open(file) as opened:
+            for name, each in found.items():
+                if each.file == file:
+                    scales[name] = opened.get_tensor(each.name).clone()
+    for name, each in found.items():
+        try:
+            check_scales(scales[name])
+        except ValueError as error:
+            raise _damaged(each, "", error) from None
+    return scales
+
+
+def _damaged(scales: _Found, where: str, error: ValueError) -> ModelError:
+    return ModelError(
+        f"{scales.file}: {scales.name}: {where}{error}; the checkpoint is damaged; download it again, or convert it "
+        "again from finite weights"
+    )
 
 
 def _unpack(blocks: _Found, scales: _Found, stack: Any) -> int:
@@ -233,10 +295,7 @@ def _unpack(blocks: _Found, scales: _Found, stack: Any) -> int:
                 try:
                     matrices = dequantize(*stored)
                 except ValueError as error:
-                    raise ModelError(
-                        f"{scales.file}: {scales.name}: expert {expert}: {error}; the checkpoint is damaged; download "
-                        "it again, or convert it again from finite weights"
-                    ) from None
+                    raise _damaged(scales, f"expert {expert}: ", error) from None
                 stack.narrow(0, expert, 1).copy_(matrices.transpose(1, 2) if stack.layout.transposed else matrices)
     return num_bytes
 
@@ -253,7 +312,7 @@ def check_checkpoint(
     Only the headers of files are read, and only the shapes and dtypes of `expected` are used. `ignored`: names of
     tensors to skip. `own_name(name)`: translates a tensor's name in a file to the name used in `expected`, `parts` and
     `ignored`, or returns None to skip the tensor. `parts`: the parts in which stacks may be stored. A stack may also be
-    stored as MXFP4.
+    stored as MXFP4, and a matrix or a part in FP8.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
     missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype.
@@ -263,16 +322,17 @@ def check_checkpoint(
     found = _read_headers(files, own_name)
     spellings = Spellings({name: tuple(weight.shape) for name, weight in expected.items()}, parts or {})
     swapped = _swapped(folder, found, expected)
-    wanted = _Wanted.of(expected, found.keys(), spellings, swapped)
+    wanted = _Wanted.of(expected, found, spellings, swapped)
     _check_tensors(folder, found, wanted, ignored, spellings)
     names: dict[Path, list[tuple[str, str]]] = {}
     for name in sorted(wanted.shapes):
         [tensor] = found[name]
         names.setdefault(tensor.file, []).append((tensor.name, name))
     packed = {name: (found[blocks][0], found[scales][0]) for name, (blocks, scales) in wanted.packed.items()}
-    stored = {name: _DTYPES[found[name][0].dtype] for name in wanted.shapes}
+    scales = {name: found[each][0] for name, each in wanted.scales.items()}
+    stored = {name: _DTYPES[found[name][0].dtype] for name in wanted.shapes if name not in scales}
     converted = Counter(dtype for name, dtype in stored.items() if dtype != _dtype_of(name, expected, spellings))
-    return Checkpoint(names, packed, spellings, converted, swapped)
+    return Checkpoint(names, scales, packed, spellings, converted, swapped)
 
 
 def _swapped(folder: Path, found: dict[str, list[_Found]], expected: Mapping[str, Weight]) -> frozenset[str]:
@@ -388,7 +448,8 @@ def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) 
 def _check_tensors(
     folder: Path, found: dict[str, list[_Found]], wanted: _Wanted, ignored: Collection[str], spellings: Spellings
 ) -> None:
-    shapes, doubled = wanted.shapes | wanted.packed_shapes, wanted.doubled
+    shapes, doubled = wanted.shapes | wanted.scales_shapes | wanted.packed_shapes, wanted.doubled
+    plain = [name for name in wanted.shapes if name not in wanted.scales]
     in_doubled = {name for names in doubled.values() for name in names}
     both = {name: (shape, found[name][0]) for name, shape in shapes.items() if name in found}
     faults = {
@@ -401,7 +462,8 @@ def _check_tensors(
             for name, (wanted, tensor) in both.items()
             if wanted != tensor.shape
         ],
-        f"not of {', '.join(_DTYPES)}": _not_of(_DTYPES, wanted.shapes, found),
+        f"not of {', '.join(_DTYPES)}": _not_of(_DTYPES, plain, found),
+        f"not of {', '.join(SCALE_DTYPES)}": _not_of(SCALE_DTYPES, wanted.scales_shapes, found),
         f"not of {_PACKED}": _not_of([_PACKED], wanted.packed_shapes, found),
     }
     described = [f"{len(names)} {fault}: {_list_names(names)}" for fault, names in faults.items() if names]

@@ -26,6 +26,7 @@ from ..models.decoder import Decoder
 from ..models.dummy import fill_randomly
 from ..models.eos import find_eos_tokens
 from ..models.folders import refuse_what_is_no_model
+from ..models.fp8 import SCALES
 from ..models.loader import Checkpoint, check_checkpoint, checkpoint_names, copy_checkpoint, read_config
 from ..models.names import find_config, resolve_model
 from .experts import route_format
@@ -202,6 +203,13 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
     checkpoint = check_checkpoint(plan.folder, tensors, ignored, outline.spec.own_name, outline.stack_parts())
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
+    if checkpoint.scales:
+        log.warning(
+            "%s: %d matrices are stored in FP8 and are dequantized to %s; pushes must be in %s too, without scales",
+            plan.folder,
+            len(checkpoint.scales),
+            *[_name(plan.dtype)] * 2,
+        )
     return AllocatedModel(_allocate(plan, place), checkpoint)
 
 
@@ -355,7 +363,7 @@ def _has_module(folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
     model = Decoder(spec.serving(mtp=True, tower=False), ops, partial(torch.empty, dtype=spec.dtype, device="meta"))
     wanted = {name: tuple(model.checkpoint_tensors()[name].shape) for name in model.optional_tensors()}
     parts = {name: each for name, each in model.stack_parts().items() if name in wanted}
-    found, spellings = {name for name in names if is_of_mtp(name)}, Spellings(wanted, parts)
+    found, spellings = {name.removesuffix(SCALES) for name in names if is_of_mtp(name)}, Spellings(wanted, parts)
     whole = {name for name in wanted if name in found or found.issuperset([*spellings.parts(name)] or [name])}
     return whole == wanted.keys() and all(spellings.shape(name) is not None for name in found)
 

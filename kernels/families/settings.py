@@ -87,6 +87,7 @@ MOST_EXPERTS = 2**16
 """Limit on experts, so that the number of an expert fits in a uint16."""
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
+_FP8_BLOCK = [128, 128]
 # Keys that `Settings` accepts in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
@@ -420,8 +421,8 @@ def read_settings(
     """Return the `Settings` in `raw`, the content of config.json.
 
     `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
-    checkpoints of the family may have. Raise ModelError for a broken file, for a checkpoint with any other
-    quantization, and for per-layer settings, which no family supports.
+    checkpoints of the family may have besides FP8 in blocks of 128 by 128. Raise ModelError for a broken file, for a
+    checkpoint with any other quantization, and for per-layer settings, which no family supports.
     """
     _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
@@ -437,12 +438,23 @@ def read_settings(
 
 def _check_quantization(found: Any, served: Collection[str]) -> None:
     method = found.get("quant_method") if isinstance(found, dict) else found
-    if method is not None and method not in served:
-        wanted = " or ".join(["none", *served])
+    if method is not None and method not in ["fp8", *served]:
+        *others, last = ["none", "fp8", *served]
         raise ModelError(
-            f"quant_method in quantization_config of config.json must be {wanted} (got {brief(method)}); serve a "
-            "checkpoint in bfloat16"
+            f"quant_method in quantization_config of config.json must be {', '.join(others)} or {last} (got "
+            f"{brief(method)}); serve a checkpoint in bfloat16"
         )
+    if method != "fp8":
+        return
+    for name, value, wanted in (
+        ("weight_block_size", found.get("weight_block_size"), _FP8_BLOCK),
+        ("fmt", found.get("fmt", "e4m3"), "e4m3"),
+    ):
+        if value != wanted:
+            raise ModelError(
+                f"{name} in quantization_config of config.json must be {wanted} (got {brief(value)}); serve a "
+                "checkpoint in bfloat16"
+            )
 
 
 def fill_layer_types(raw: dict[str, Any], is_other: Callable[[int], bool], other: str = SLIDING) -> dict[str, Any]:

@@ -103,8 +103,8 @@ def test_settings_of_a_megabyte_are_refused(folder: Path, file: str) -> None:
 
 def test_an_index_out_of_proportion_is_refused(folder: Path) -> None:
     shard(folder)
-    os.truncate(folder / INDEX, 2**24 + 1)
-    assert f"{INDEX}: file is too large: 16777217 bytes (limit 16777216)" in refusal(folder)
+    os.truncate(folder / INDEX, loader.MAX_HEADER_BYTES + 1)
+    assert f"{INDEX}: file is too large: 20971521 bytes (limit 20971520)" in refusal(folder)
 
 
 @pytest.mark.parametrize(
@@ -182,21 +182,21 @@ def header_of(file: Path, more: int) -> bytes:
 
 
 def test_a_header_out_of_proportion_is_refused(folder: Path) -> None:
-    content, header = (folder / SINGLE).read_bytes(), header_of(folder / SINGLE, 2**24)
-    write_safetensors(folder / SINGLE, header, content[8 + len(header) - 2**24 :])
+    content, header = (folder / SINGLE).read_bytes(), header_of(folder / SINGLE, more := loader.MAX_HEADER_BYTES)
+    write_safetensors(folder / SINGLE, header, content[8 + len(header) - more :])
     assert (
-        "headers of the safetensors files are too large: 1677" in (message := refusal(folder))
-        and "bytes (limit 16777216)" in message
+        "headers of the safetensors files are too large: 2097" in (message := refusal(folder))
+        and "bytes (limit 20971520)" in message
     )
 
 
 def test_headers_out_of_proportion_together_are_refused(folder: Path) -> None:
     for file in (names := ("1.safetensors", "2.safetensors")):
-        write_safetensors(folder / file, b"{}" + b" " * (9 * 2**20))
+        write_safetensors(folder / file, b"{}" + b" " * (11 * 2**20))
     shard(folder, *names)
     assert (
-        "headers of the safetensors files are too large: 1887" in (message := refusal(folder))
-        and "bytes (limit 16777216)" in message
+        "headers of the safetensors files are too large: 2306" in (message := refusal(folder))
+        and "bytes (limit 20971520)" in message
     )
 
 

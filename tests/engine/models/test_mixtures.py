@@ -357,15 +357,15 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(
         ("gpt_oss", dict(sliding_window=None), "sliding_window is missing in config.json"),
         (
             "gpt_oss",
-            dict(quantization_config=dict(quant_method="fp8")),
-            "quant_method .* must be none or mxfp4 .got 'fp8'",
+            dict(quantization_config=dict(quant_method="awq")),
+            "quant_method .* must be none, fp8 or mxfp4 .got 'awq'",
         ),
         (
             "qwen3_moe",
             dict(quantization_config=dict(quant_method="mxfp4")),
-            "quant_method .* must be none .got 'mxfp4'",
+            "quant_method .* must be none or fp8 .got 'mxfp4'",
         ),
-        ("qwen3_5_moe", dict(quantization_config=dict(quant_method="fp8")), "quant_method .* must be none .got 'fp8'"),
+        ("qwen3_5_moe", dict(quantization_config=dict(quant_method="awq")), "must be none or fp8 .got 'awq'"),
     ],
 )
 def test_unsupported_settings_are_refused(
