@@ -126,7 +126,7 @@ def test_whole_blocks_equal_those_of_transformers() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     stored, scales = numbers(256, 384)
-    found = Fp8Dequantize(None).convert({"weight": [stored], "weight_scale_inv": [scales]})["weight"]
+    found: Any = Fp8Dequantize(None).convert({"weight": [stored], "weight_scale_inv": [scales]})["weight"]
     assert torch.equal(dequantize(stored, scales), found)
 
 
