@@ -82,7 +82,7 @@ def layer_spec(
     mixer.
     """
     mixer = AttentionSpec(heads, kv_heads, size, scale=0.1, **attention)
-    return LayerSpec(mixer, experts or MlpSpec(77, activation, mlp_bias), norm, before, after, residual_scale)
+    return LayerSpec(mixer, experts or MlpSpec(77, activation, bias=mlp_bias), norm, before, after, residual_scale)
 
 
 _GEMMA: dict[str, Any] = dict(activation="gelu_tanh", norm=ZERO_CENTERED, after=True, qk_norm=ZERO_CENTERED)
