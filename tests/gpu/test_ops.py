@@ -84,6 +84,11 @@ def test_qkv(served: Served, heads: int, kv_heads: int, size: int, with_: str) -
     joined.test_qkv(served, heads, kv_heads, size, with_)
 
 
+@pytest.mark.parametrize("with_", ["a gate", "", "a part that turns in neighbouring pairs"])
+def test_qkv_with_scaled_queries(served: Served, with_: str) -> None:
+    joined.test_qkv_with_scaled_queries(served, with_)
+
+
 @pytest.mark.parametrize("name", joined.LAYERS)
 def test_layers(served: Served, name: str) -> None:
     joined.test_layers(served, name)
