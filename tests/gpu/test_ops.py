@@ -75,7 +75,7 @@ def name_of(check: Callable[..., None]) -> str:
     return function.__name__.removeprefix("test_")
 
 
-# Ten tests have separate cases in this file, because the original cases name backends that run on a CPU.
+# Eleven tests have separate cases in this file, because the original cases name backends that run on a CPU.
 
 
 @pytest.mark.parametrize("with_", joined.WITH)
