@@ -363,7 +363,11 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     return out
 
 
-def merge_into(out: PackedWeight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
+def merge_into(out: Weight, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> bool:
+    if not isinstance(out, PackedWeight):  # the matrices of the heads of latent attention
+        merged = merge(weight, a, b, scale)
+        out.copy_(merged)
+        return bool(merged.isfinite().all())
     weight, a, b, is_finite = weight.contiguous(), a.float().contiguous(), b.float().contiguous(), ctypes.c_bool()
     inputs = weight.data_ptr(), *weight.shape, a.data_ptr(), b.data_ptr(), len(a), scale
     _library.merge_into(_is_bfloat16(weight), *inputs, out.pointer, ctypes.addressof(is_finite))

@@ -28,6 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(target_modules="all-linear", modules_to_save=["lm_head", "norm"]),
     "qwen3_5": dict(target_modules=HYBRID, use_rslora=True),
     "qwen3_moe": dict(target_modules=ATTENTION),
+    "deepseek_v2": dict(target_modules=["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+    "bamba": dict(target_modules=[*ATTENTION, "in_proj", "out_proj"]),
 }
 
 
