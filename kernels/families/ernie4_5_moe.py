@@ -55,7 +55,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         given = _DEFAULTS | given
         # `num_hidden_layers` has not been validated yet.
         count = min(given["num_hidden_layers"], MOST_LAYERS)
-        return given | {"mlp_only_layers": [] if last == -1 else [*range(last + 1, count)]}
+        return given | {"mlp_only_layers": [] if last == -1 else [*range(max(last + 1, 0), count)]}
 
     settings = read_settings(fill, raw | {own: raw[name] for name, own in _SETTINGS.items() if name in raw})
     expect(settings, hidden_act="silu")

@@ -188,6 +188,8 @@ def _granite_moe_hybrid(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
         raw["layer_types"] = None if given is None else [_BLOCKS.get(kind, kind) for kind in given]
         raw["moe_intermediate_size"] = raw["intermediate_size"]
+        if raw["num_local_experts"] == 0:
+            raw["num_experts_per_tok"] = 1  # files of models without experts state 0
         return fill_layer_types(_fill(raw), lambda i: True, LINEAR)
 
     settings = read_settings(fill, _GRANITE | raw)
@@ -199,8 +201,8 @@ def _granite_moe_hybrid(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     rotation = _unrotated(settings)
     if (kind := raw.get("position_embedding_type")) == "rope":
         rotation = settings.rotation()
-    elif kind is not None:
-        expected = "position_embedding_type in config.json must be 'rope' or null"
+    elif kind not in (None, "nope"):
+        expected = "position_embedding_type in config.json must be 'rope', 'nope' or null"
         raise ModelError(f"{expected} (got {brief(kind)}); serve another model")
     scale = float(settings.attention_multiplier)
     attention = settings.attention(scale=scale, qkv_bias=biased, o_bias=biased)

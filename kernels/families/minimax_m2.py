@@ -26,6 +26,7 @@ def _fill(raw: dict[str, Any], rotary_dim: int | None) -> dict[str, Any]:
     raw = _DEFAULTS | raw
     if rotary_dim is not None:
         raw.setdefault("partial_rotary_factor", rotary_dim / raw["head_dim"])
+    raw.pop("shared_intermediate_size", None)  # 0 in files, since there is no shared expert
     return raw | {"moe_intermediate_size": raw["intermediate_size"]}
 
 

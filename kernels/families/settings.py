@@ -115,7 +115,7 @@ def _check_scalar(scalar: float | None) -> None:
 
 def _check_time_step_limit(limit: Any) -> None:
     is_pair = isinstance(limit, list | tuple) and all(type(bound) in (int, float) for bound in limit)
-    if not is_pair or len(limit) != 2 or not 0.0 <= limit[0] <= limit[1]:
+    if not is_pair or len(limit) != 2 or not 0.0 <= float(limit[0]) <= float(limit[1]):
         raise ValueError(f"must be a pair of numbers of at least 0 in ascending order (got {brief(limit)})")
 
 

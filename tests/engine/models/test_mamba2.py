@@ -146,6 +146,14 @@ def test_both_spellings_are_read_alike(models: dict[str, Path], tmp_path: Path) 
     assert torch.equal(Hybrid(tmp_path).log_probs(prompt(30)), Hybrid(folder).log_probs(prompt(30)))
 
 
+def test_published_settings_of_granite_4_are_read(models: dict[str, Path]) -> None:
+    """Published files name the missing rotation, and state 0 experts per token if there are no experts."""
+    raw = read_config(models["granite4"])
+    assert describe(raw | dict(position_embedding_type="nope")) == describe(raw | dict(position_embedding_type=None))
+    dense = dict(num_local_experts=0, num_experts_per_tok=0)
+    assert describe(raw | dense) == describe(raw | dict(num_local_experts=0))
+
+
 def test_triton_names_what_it_cannot_compute(models: dict[str, Path]) -> None:
     cpu, bamba = torch.device("cpu"), describe(read_config(models["bamba"]))
     with pytest.raises(ConfigError, match="need experts with gates .got experts without.; use the backend"):
@@ -166,6 +174,7 @@ def test_triton_names_what_it_cannot_compute(models: dict[str, Path]) -> None:
         (dict(layers_block_type=None, hybrid_override_pattern="M*X"), "got .M.X"),
         (dict(mlp_hidden_act="silu"), "mlp_hidden_act .* must be 'relu2' .got .silu"),
         (dict(time_step_min=-1.0), "'time_step_limit'.* at least 0"),
+        (dict(time_step_min=10**400), "config.json has an invalid setting: .* too large"),
         (dict(use_bias=True), "use_bias .* must be False"),
         (dict(tie_word_embeddings=True), "tie_word_embeddings .* must be False"),
     ],

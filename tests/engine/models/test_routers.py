@@ -281,6 +281,17 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
         describe(raw | change)
 
 
+def test_a_size_of_no_shared_expert_is_read(tmp_path: Path) -> None:
+    """As in published files of MiniMax-M2."""
+    raw = read_config(make_tiny_model("minimax_m2", tmp_path))
+    assert describe(raw | dict(shared_intermediate_size=0)) == describe(raw)
+
+
+def test_a_negative_last_layer_with_experts_means_none(tmp_path: Path) -> None:
+    raw = read_config(make_tiny_model("ernie4_5_moe", tmp_path))
+    assert describe(raw).experts and not describe(raw | dict(moe_layer_end_index=-(10**12))).experts
+
+
 @proves("company", "trainer")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", CORRECTED)
