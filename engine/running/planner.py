@@ -208,9 +208,9 @@ def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -
     The estimate covers the hidden states, the intermediate values of an MLP or of a latent attention, and the logits of
     the decoding sequences.
     """
-    widest = max(2 * layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None)
+    widths = [2 * layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None]
     latents = [mixer for mixer in spec.attentions if isinstance(mixer, LatentSpec)]
-    widest = max([widest, *(mixer.num_heads * sum(mixer.cached_sizes) for mixer in latents)])
+    widest = max([0, *widths, *(mixer.num_heads * sum(mixer.cached_sizes) for mixer in latents)])
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
     return rows + 2 * 4 * min(config.max_num_seqs * (1 + config.num_drafts), LOGITS_ROWS) * spec.vocab_size
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trueroll.engine.config import EngineConfig
-from trueroll.engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory
+from trueroll.engine.running.planner import MemoryPlan, Sizes, Storage, plan_memory, scratch_bytes
 from trueroll.errors import ConfigError
 from trueroll.kernels.ranks import Rank, part_of
 from trueroll.kernels.specs import (
@@ -170,3 +170,10 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(settings: dict[str
 def test_an_interval_that_is_no_multiple_of_a_block_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be a multiple of block_size = 16 .got 24."):
         EngineConfig(model="m", **{name: 24})
+
+
+def test_the_largest_step_of_a_decoder_without_mlps() -> None:
+    whole = decoder([DELTA, ATTENTION])
+    bare = replace(whole, layers=tuple(replace(layer, mlp=None) for layer in whole.layers))
+    found = [scratch_bytes(spec, torch.bfloat16, EngineConfig(model="m")) for spec in (bare, whole)]
+    assert 0 < found[0] < found[1]
