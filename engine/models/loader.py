@@ -306,16 +306,19 @@ def check_checkpoint(
     ignored: Collection[str],
     own_name: Callable[[str], str | None] = str,
     parts: Parts | None = None,
+    tied: Mapping[str, str] | None = None,
 ) -> Checkpoint:
     """Find the tensors of `expected` in the folder's safetensors files, and check all tensors in these files.
 
-    Only the headers of files are read, and only the shapes and dtypes of `expected` are used. `ignored`: names of
-    tensors to skip. `own_name(name)`: translates a tensor's name in a file to the name used in `expected`, `parts` and
-    `ignored`, or returns None to skip the tensor. `parts`: the parts in which stacks may be stored. A stack may also be
-    stored as MXFP4, and a matrix or a part in FP8.
+    Only the headers of files, and copies with their originals, are read. Only the shapes and dtypes of `expected` are
+    used. `ignored`: names of tensors to skip. `own_name(name)`: translates a tensor's name in a file to the name used
+    in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the tensor. `parts`: the parts in which stacks
+    may be stored. A stack may also be stored as MXFP4, and a matrix or a part in FP8. `tied`: maps the name of each
+    copy that a checkpoint may have to the name of the original. Copies are skipped.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
-    missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype.
+    missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype, and if a copy differs from its
+    original.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)
@@ -323,7 +326,9 @@ def check_checkpoint(
     spellings = Spellings({name: tuple(weight.shape) for name, weight in expected.items()}, parts or {})
     swapped = _swapped(folder, found, expected)
     wanted = _Wanted.of(expected, found, spellings, swapped)
-    _check_tensors(folder, found, wanted, ignored, spellings)
+    tied = tied or {}
+    _check_tensors(folder, found, wanted, {*ignored, *tied}, spellings)
+    _check_copies(folder, found, tied)
     names: dict[Path, list[tuple[str, str]]] = {}
     for name in sorted(wanted.shapes):
         [tensor] = found[name]
@@ -472,6 +477,32 @@ def _check_tensors(
             f"{folder}: the tensors do not fit the model that config.json describes: {'; '.join(described)}; "
             "check that config.json and the safetensors files belong together"
         )
+
+
+def _check_copies(folder: Path, found: dict[str, list[_Found]], tied: Mapping[str, str]) -> None:
+    for copy, original in tied.items():
+        if copy in found and not _are_equal(found[copy][0], found[original][0]):
+            raise ModelError(
+                f"{folder}: {copy} differs from {original}, but config.json ties the two; set tie_word_embeddings to "
+                "false in config.json, or remove the tensor that is not used"
+            )
+
+
+def _are_equal(one: _Found, other: _Found) -> bool:
+    """Return whether two tensors of a checkpoint have the same dtype and the same bits."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    count, *columns = one.shape
+    step = max(1, _MAX_OPEN_BYTES // (4 * max(1, math.prod(columns))))
+    for start in range(0, count, step):
+        rows = slice(start, start + step)
+        # The files are reopened repeatedly, as in `copy_checkpoint`.
+        with _open(one.file) as of_one, _open(other.file) as of_other:
+            parts = (file.get_slice(name)[rows] for file, name in ((of_one, one.name), (of_other, other.name)))
+            left, right = (part.contiguous().view(torch.uint8) for part in parts)
+            if not torch.equal(left, right):
+                return False
+    return True
 
 
 def _incomplete_stacks(found: Collection[str], wanted: _Wanted, spellings: Spellings) -> list[str]:

@@ -199,8 +199,8 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
     outlines = plan.outlines()
     tensors = {name: tensor for each in outlines for name, tensor in each.checkpoint_tensors().items()}
     outline = outlines[0]
-    ignored = outline.ignored_tensors() | outline.tied_tensors().keys()
-    checkpoint = check_checkpoint(plan.folder, tensors, ignored, outline.spec.own_name, outline.stack_parts())
+    names = outline.spec.own_name, outline.stack_parts(), outline.tied_tensors()
+    checkpoint = check_checkpoint(plan.folder, tensors, outline.ignored_tensors(), *names)
     if config.dtype == "auto":
         _warn_of_conversion(plan, checkpoint)
     if checkpoint.scales:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from trueroll.engine.models import loader
 from trueroll.engine.models.loader import check_checkpoint, copy_checkpoint, read_config
 from trueroll.errors import ModelError
 
@@ -89,6 +90,26 @@ def test_ignored_tensors_may_be_present(tmp_path: Path) -> None:
     destinations = _destinations()
     load_checkpoint(tmp_path, destinations, ignored={"rotary", "never_there"})
     _assert_loaded(destinations, _tensors())
+
+
+@pytest.mark.parametrize("change", [None, "value", "dtype", "shape"])
+@pytest.mark.parametrize("rows_at_once", [3, 100])
+def test_a_copy_must_equal_its_original(
+    tmp_path: Path, change: str | None, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tied model would silently serve the original instead."""
+    monkeypatch.setattr(loader, "_MAX_OPEN_BYTES", rows_at_once * 4 * 4)
+    tensors, destinations = _tensors(), _destinations()
+    copy = tensors["embed"].clone()
+    if change == "value":
+        copy[6, 3] = 0.5
+    copy = copy.half() if change == "dtype" else copy[:6] if change == "shape" else copy
+    _save_shards(tmp_path, tensors, {"head": copy})
+    if change is None:
+        check_checkpoint(tmp_path, destinations, (), tied={"head": "embed", "never_there": "embed"})
+        return
+    with pytest.raises(ModelError, match="head differs from embed, .* set tie_word_embeddings to false"):
+        check_checkpoint(tmp_path, destinations, (), tied={"head": "embed"})
 
 
 def test_missing_unknown_and_misshapen_tensors_are_named_together_before_any_copy(tmp_path: Path) -> None:
