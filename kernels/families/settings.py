@@ -335,6 +335,9 @@ class Settings(PreTrainedConfig):
                 f"rope_type in config.json must be one of {', '.join(SUPPORTED_ROPE)} for each type of layer (got "
                 f"{brief([*parameters.items()])}); serve another model"
             )
+        part = parameters.get("partial_rotary_factor", 1.0)
+        if isinstance(part, int | float) and not part <= 1.0:  # checked before the frequencies take memory
+            raise self._unfit_part(part)
         try:
             inv_freq, scale = self._inv_freq(kind, layer_type)
         except ModelError:
@@ -354,12 +357,14 @@ class Settings(PreTrainedConfig):
         """
         rotated = 2 * len(rotation.inv_freq)
         if not 0 < rotated <= self.head_dim:
-            part = self.rope_parameters.get("partial_rotary_factor", 1.0)
-            raise ModelError(
-                f"partial_rotary_factor in config.json must rotate from 2 to {self.head_dim} elements of a head (got "
-                f"{brief(part)}); correct the file"
-            )
+            raise self._unfit_part(self.rope_parameters.get("partial_rotary_factor", 1.0))
         return None if rotated == self.head_dim else rotated
+
+    def _unfit_part(self: Any, part: Any) -> ModelError:
+        return ModelError(
+            f"partial_rotary_factor in config.json must rotate from 2 to {self.head_dim} elements of a head (got "
+            f"{brief(part)}); correct the file"
+        )
 
     def _inv_freq(self: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
         if kind != "default":

@@ -191,6 +191,7 @@ SU = dict(type="su", short_factor=[1.0] * 8, long_factor=[2.0] * 8)
         ("gemma2", dict(hidden_activation="gelu"), "hidden_activation .* must be 'gelu_pytorch_tanh'"),
         ("glm4", dict(attention_bias="yes"), "attention_bias .* must be True .got 'yes'"),
         ("glm4", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=2.0)), "from 2 to 32 elements"),
+        ("glm4", dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=1e20)), "of a head .got 1e.20"),
         ("granite", dict(logits_scaling=0), "logits_scaling"),
         ("granite", dict(residual_multiplier="x"), "residual_multiplier"),
         ("ministral3", dict(rope_parameters=dict(rope_type="default")), "llama_4_scaling_beta .* .got None"),
