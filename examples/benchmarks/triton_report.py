@@ -33,6 +33,7 @@ from trueroll.kernels.contract import (
     AttentionWeights,
     DeltaNetWeights,
     ExpertsWeights,
+    Mamba2Weights,
     Rotation,
     StateBatch,
     Wanted,
@@ -43,7 +44,9 @@ from trueroll.kernels.specs import (
     AttentionSpec,
     DeltaNetSpec,
     ExpertsSpec,
+    HeadSpec,
     LayerNormSpec,
+    Mamba2Spec,
     NormSpec,
     Pieces,
     RouterSpec,
@@ -135,6 +138,9 @@ DELTA_NETS = {
     "Qwen3.5-27B": DeltaNetSpec(16, 48, 128, 128, 4, NormSpec(1e-6)),
     "Qwen3.5-0.8B": DeltaNetSpec(16, 16, 128, 128, 4, NormSpec(1e-6)),
 }
+SPACES = {"Nemotron-3-Nano-30B-A3B": Mamba2Spec(64, 64, 8, 128, 4, NormSpec(1e-5), (1e-3, math.inf))}
+# Heads, and the sizes of a latent row, of a rotated key, and of a head's query and value before the products by head.
+LATENTS = {"DeepSeek-V3": (128, 512, 64, 128), "GLM-4.7-Flash": (20, 512, 64, 192)}
 # Each entry has the hidden size of its model.
 EXPERTS = {
     "Qwen3-30B-A3B": (ExpertsSpec(128, 8, 768), 2048),
@@ -164,6 +170,10 @@ def record(names: Iterable[str]) -> list[Launch]:
                 mix(*EXPERTS[name])
             elif name in TOWERS:
                 see(*TOWERS[name])
+            elif name in SPACES:
+                scan(SPACES[name])
+            elif name in LATENTS:
+                absorb(*LATENTS[name])
             else:
                 Calls(MODELS[name], torch.float16 if name == FLOAT16 else torch.bfloat16).all()
                 fold_ranks(MODELS[name].hidden)
@@ -272,7 +282,8 @@ class Calls:
     def head(self, rows: int) -> None:
         m, ids, logits = self.model, integers(rows), floats(rows, self.model.vocab_size)
         hidden = self.empty(rows, m.hidden)
-        backend.lm_head(hidden, self.weight(m.vocab_size, m.hidden))
+        for head in [HeadSpec(0.5, soft_cap) for soft_cap in m.soft_caps]:
+            backend.lm_head(hidden, self.weight(m.vocab_size, m.hidden), head)
         self.next_tokens(hidden)
         backend.log_probs(logits, ids)
         backend.token_statistics(logits, ids, 8)
@@ -297,6 +308,35 @@ def recur(spec: DeltaNetSpec) -> None:
         backend.delta_rule(qkv, gates, gates, spec, weights, floats(4, *spec.state_shape), batch)
 
 
+def scan(spec: Mamba2Spec) -> None:
+    """Call the ops of a state space, for the same sequences as `recur`."""
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    heads, channels, nothing, slots = empty(spec.num_heads), empty(spec.channels), empty(0), integers(2)
+    convolution = empty(spec.channels, 1, spec.kernel_size), channels
+    weights = Mamba2Weights(nothing, *convolution, heads, heads, heads, nothing, nothing)
+    for starts in ([0, 1, 2], [0, 1, 100]):
+        x, steps, batch = (
+            empty(starts[-1], spec.channels),
+            empty(starts[-1], spec.num_heads),
+            StateBatch(starts, slots, slots),
+        )
+        xbc = backend.convolve(x, weights.convolution, empty(4, *spec.tail_shape), batch, channels)
+        backend.state_space(xbc, steps, spec, weights, floats(4, *spec.state_shape), batch)
+
+
+def absorb(heads: int, latent: int, rotated: int, size: int) -> None:
+    """Call the ops of a latent attention that other attentions do not have, for many numbers of rows. The attention
+    itself is not called, since devices before sm_90 lack the shared memory for it.
+    """
+    empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    cache = empty(4, 16, 1, latent + rotated)
+    for rows in ROWS:
+        k = empty(rows, 1, latent + rotated)
+        backend.write_kv(k, k[..., :latent], cache, cache[..., :latent], integers(rows))
+        backend.head_linear(empty(rows, heads, size), empty(heads * latent, size))
+        backend.head_linear(empty(rows, heads, latent), empty(heads * size, latent))
+
+
 def mix(spec: ExpertsSpec, hidden: int) -> None:
     """Call the ops of experts for many numbers of rows, both with experts that the router chooses and with given
     experts.
@@ -311,6 +351,7 @@ def mix(spec: ExpertsSpec, hidden: int) -> None:
         x, logits = empty(rows, hidden), empty(rows, count)
         chosen, gates = backend.route(logits, spec)
         backend.route(logits, spec, chosen)
+        backend.wide_linear(x, floats(count, hidden))
         backend.experts(x, spec, weights, chosen, gates, x if spec.shared_size else None, math.gcd(count, 4))
 
 
@@ -631,7 +672,7 @@ def main() -> None:
     if options.model:
         print_model(MODELS[MODELLED])
     elif options.json or options.all or options.few:
-        launches = record([*MODELS, *DELTA_NETS, *EXPERTS, *TOWERS])
+        launches = record([*MODELS, *DELTA_NETS, *SPACES, *LATENTS, *EXPERTS, *TOWERS])
         if options.few:
             jobs = few_jobs(launches)
         else:
