@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trueroll.kernels import reference
 from trueroll.kernels.contract import GREEDY, LOGITS_ROWS, SAMPLE, Wanted
+from trueroll.kernels.specs import PLAIN_HEAD, HeadSpec
 from trueroll.kernels.triton import head
 from trueroll.kernels.triton.head import SECTION, filter_logits, log_probs, next_tokens, sample
 from trueroll.kernels.triton.launch import exact_jit, launch, recording
@@ -50,7 +51,12 @@ def wanted(targets: Sequence[int]) -> Wanted:
 @pytest.fixture
 def quick_lm_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute logits with torch, row by row, because the interpreter would spend most of a test's time on logits."""
-    monkeypatch.setattr(head, "lm_head", lambda x, weight: torch.stack([weight.float() @ row.float() for row in x]))
+
+    def lm_head(x: Tensor, weight: Tensor, spec: HeadSpec = PLAIN_HEAD) -> Tensor:
+        assert spec == PLAIN_HEAD
+        return torch.stack([weight.float() @ row.float() for row in x])
+
+    monkeypatch.setattr(head, "lm_head", lm_head)
 
 
 def all_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
