@@ -359,7 +359,7 @@ INTERPRETED = (
 )
 
 
-SLOW = {"qkv 80 norms over heads", "qkv 128 biases norms"}
+SLOW = {"qkv 80 norms over heads", "qkv 128 biases norms", "qkv 80 a gate and a part"}
 """The INTERPRETED ops that only `make test-all` runs. These ops take seconds and add the least coverage."""
 
 
