@@ -6,6 +6,7 @@ tests that every run of `make test` includes. `.ci/support.py` writes them into 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -77,8 +78,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def marked_files() -> frozenset[Path]:
-    """Return the files with tests that prove something."""
-    return frozenset(path for path in ROOT.glob("tests/**/test_*.py") if "\n@proves(" in path.read_text())
+    """Return the files with tests that prove something, and the files that import such a file, and maybe its tests."""
+    texts = {path: path.read_text() for path in ROOT.glob("tests/**/test_*.py")}
+    marked = {path for path, text in texts.items() if "\n@proves(" in text}
+    importing = re.compile(rf"^from \S*\b({'|'.join(path.stem for path in marked)}) import", re.MULTILINE)
+    return frozenset(marked | {path for path, text in texts.items() if importing.search(text)})
 
 
 def _runs(item: pytest.Item) -> bool:
