@@ -246,8 +246,7 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
 class _Lab:
     """A loaded model and the requests of the matrix. Creates an engine for each cell.
 
-    `steps_before_event`: the number of steps after which the event of a cell happens; half of them in a cell with
-    drafts, where a step may give a sample several tokens.
+    `steps_before_event`: the number of steps after which the event of a cell happens.
     """
 
     steps_before_event = 8
@@ -353,8 +352,7 @@ class _Lab:
         if cell.states == "lost in a sleep":
             engine.sleep(1, ["kv_cache"], "drain")
             engine.wake_up(["kv_cache"])
-        steps = self.steps_before_event // (2 if cell.drafts else 1)
-        return run_together(engine, batch, EVENTS.get(cell.event), steps)
+        return run_together(engine, batch, EVENTS.get(cell.event), self.steps_before_event)
 
     def _second_turn(self, engine: Engine, subject: GenerateRequest, num_reread: int) -> Run:
         engine.invalidate_prefix_cache()
