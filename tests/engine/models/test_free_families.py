@@ -18,8 +18,7 @@ from matrix import thinned
 from mixers import attention_of
 from proofs import proves
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mistral3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral3Config
 
 from tiny import FREE, make_tiny_model
 from trueroll.engine.models.decoder import Decoder
@@ -33,9 +32,9 @@ from trueroll.kernels.training import align, token_experts, token_log_probs, una
 
 from ...kernels.test_training import check_errors, pad, sequences, three_gradients, with_joined_few
 from ..test_trainer_log_probs import DTYPES, count_differences, padded, roll_out
+from .parity import LIMIT, check_parity, load, theirs
 from .test_hybrid_families import Hybrid, prompt
 
-LIMIT = 1e-4  # nats
 FILE = "model.safetensors"
 GROWING: dict[str, Any] = dict(rope_type="yarn", rope_theta=1e6, factor=32.0, original_max_position_embeddings=32)
 GROWING |= dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)
@@ -53,25 +52,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load(folder: Path, dtype: str = "float32", **settings: Any) -> Any:
-    """Return the model of transformers with its whole forward pass in eager mode."""
-    kind = AutoModelForCausalLM if describe(read_config(folder)).is_text_alone else AutoModelForImageTextToText
-    return kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager", **settings)
-
-
-@torch.no_grad()
-def theirs(folder: Path, ids: Tensor) -> Tensor:
-    return load(folder)(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-
-
 @proves("transformers", family=lambda name: VARIANTS[name][0], backend=("reference", "cpu"), dtype="float32")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
-    family, overrides = VARIANTS[name]
-    folder, ids = make_tiny_model(family, tmp_path, **overrides), prompt(100)
-    expected = theirs(folder, ids)
-    for backend in ("reference", "cpu"):
-        assert (Hybrid(folder, backend=backend).log_probs(ids) - expected).abs().max() <= LIMIT, backend
+    check_parity(*VARIANTS[name], tmp_path)
 
 
 def rotated(layer: Layer) -> Layer:

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from matrix import thinned
 from proofs import proves
-from torch import Tensor
 
 from tiny import OF_LATENT, make_tiny_model
 from trueroll.engine.models.loader import read_config
@@ -28,7 +26,7 @@ from trueroll.kernels.training import align
 from ...kernels.test_training import check_errors, three_gradients, with_joined_few
 from ..drive import make_engine
 from ..test_trainer_log_probs import DTYPES, count_differences, padded, roll_out
-from .test_free_families import LIMIT
+from .parity import LIMIT, check_parity, load, theirs
 from .test_hybrid_families import Hybrid, prompt
 
 YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
@@ -52,25 +50,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load(folder: Path, dtype: str = "float32") -> Any:
-    """Return the model of transformers with its whole forward pass in eager mode. Mistral 4 has no AutoModel."""
-    architecture = getattr(transformers, read_config(folder)["architectures"][0])
-    return architecture.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
-
-
-@torch.no_grad()
-def theirs(folder: Path, ids: Tensor) -> Tensor:
-    return load(folder)(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-
-
 @proves("transformers", family=lambda name: VARIANTS[name][0], backend=("reference", "cpu"), dtype="float32")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
-    family, overrides = VARIANTS[name]
-    folder, ids = make_tiny_model(family, tmp_path, **overrides), prompt(100)
-    expected = theirs(folder, ids)
-    for backend in ("reference", "cpu"):
-        assert (Hybrid(folder, backend=backend).log_probs(ids) - expected).abs().max() <= LIMIT, backend
+    check_parity(*VARIANTS[name], tmp_path)
 
 
 def of_mixer(layer: Layer, **fields: Any) -> Layer:

@@ -1,4 +1,4 @@
-"""Families whose routers have a correction bias, against transformers: loaded from files of each spelling, trained,
+"""Families with a correction bias in the router, against transformers: loaded from files of each spelling, trained,
 with defaults for missing settings, and with refused settings. A step that is likely to be wrong is done wrong, and the
 comparison must notice.
 """
@@ -45,9 +45,9 @@ from trueroll.kernels.training import align, replayed, token_experts, token_log_
 from ..test_trainer_log_probs import DTYPES, count_differences, packed, padded, roll_out
 from ..test_trainer_routes import recorded
 from ..test_trainer_routes import sequences as sequences_of
+from .parity import LIMIT, check_parity, load, theirs
 from .test_hybrid_families import CPU, Hybrid, prompt
 
-LIMIT = 1e-4  # nats
 FILE = "model.safetensors"
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in CORRECTED},
@@ -65,11 +65,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def load(folder: Path, dtype: str = "float32") -> Any:
-    """Return the model of transformers with its whole forward pass in eager mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager")
-
-
 def load_to_align(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the model with the correction bias in float32, for all families."""
     spec = describe(read_config(folder))
@@ -80,19 +75,10 @@ def load_to_align(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
     return load(folder, dtype)
 
 
-@torch.no_grad()
-def theirs(folder: Path, ids: Tensor) -> Tensor:
-    return load(folder)(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-
-
 @proves("transformers", family=lambda name: VARIANTS[name][0], backend=("reference", "cpu"), dtype="float32")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
-    family, overrides = VARIANTS[name]
-    folder, ids = make_tiny_model(family, tmp_path, **overrides), prompt(100)
-    expected = theirs(folder, ids)
-    for backend in ("reference", "cpu"):
-        assert (Hybrid(folder, backend=backend).log_probs(ids) - expected).abs().max() <= LIMIT, backend
+    check_parity(*VARIANTS[name], tmp_path)
 
 
 def routed(layer: Layer, **fields: Any) -> Layer:
