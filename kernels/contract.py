@@ -359,7 +359,7 @@ class FoldedHead(NamedTuple):
 
 
 def new_caches(ops: Backend, mixer: CachedSpec, blocks: int, block_size: int, empty: Callable[..., Tensor]) -> Memory:
-    """Return uninitialized caches of keys and values, whose memory comes from `empty(*shape)`."""
+    """Return uninitialized caches of keys and values. Their memory comes from `empty(*shape)`."""
     key_size, value_size = mixer.cached_sizes
     shape = blocks, block_size, mixer.num_kv_heads
     keys = empty(*shape, key_size)
@@ -577,7 +577,7 @@ class Backend(Protocol):
         int32 [M, top_k], and `gates` is float32 [M, top_k]. All steps are in float32.
 
         Scores. `softmax`: e^(logit - highest logit), divided by the sum of these exponentials over all experts.
-        `softmax_of_chosen`: the same over the row's experts only, whose exponentials are added by ascending id.
+        `softmax_of_chosen`: the same over the row's experts only; the exponentials are added by ascending id.
         `sigmoid`: 1 / (1 + e^-logit).
 
         Choice. Experts are ranked by logits, or, if `RouterSpec.ranks_scores`, by scores plus `correction` (float32

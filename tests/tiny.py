@@ -223,7 +223,7 @@ _SWITCHES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any
 }
 _FAMILIES |= _SWITCHES
 SWITCHES = tuple(_SWITCHES)
-# Families whose routers have a correction bias.
+# Families with a correction bias in the router.
 _GROUPED: dict[str, Any] = dict(
     num_hidden_layers=3,
     head_dim=16,

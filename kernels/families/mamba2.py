@@ -59,7 +59,7 @@ def _state_space(settings: Any) -> Mamba2Spec:
 
 
 def _expect_state_space(settings: Any, any_size: bool = False) -> None:
-    """Raise ModelError for a state space that is not supported, or whose sizes do not fit together. `any_size`: the
+    """Raise ModelError for a state space that is not supported, or if its sizes do not fit together. `any_size`: the
     size of all heads need not be a multiple of the size of the hidden states.
     """
     heads, groups, sizes = settings.mamba_n_heads, settings.mamba_n_groups, settings.mamba_d_head

@@ -82,7 +82,7 @@ _MOST = {
     "v_head_dim": 2**12,
 }
 MOST_LAYERS = _MOST["num_hidden_layers"]
-"""Limit on layers, for families whose files list the type of each layer."""
+"""Limit on layers, for files that list the type of each layer."""
 MOST_EXPERTS = 2**16
 """Limit on experts, so that the number of an expert fits in a uint16."""
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
@@ -494,9 +494,7 @@ def _broken(error: Exception) -> ModelError:
 
 
 def softmax_router(settings: Any) -> RouterSpec:
-    """Return a router whose gates are the softmax over the chosen experts if `norm_topk_prob` is set, or else over all
-    experts.
-    """
+    """Return a router with a softmax over the chosen experts if `norm_topk_prob` is set, or else over all experts."""
     return RouterSpec("softmax_of_chosen" if settings.norm_topk_prob else "softmax")
 
 

@@ -32,8 +32,8 @@ HeadTokens head_vectors(const StateSpaceArgs<T>& args, long head, long row, long
     return {vectors, stride, count, row, head};
 }
 
-// Updates N vectors of the state's columns by token i, from `from` to `to`, whose rows are `from_stride` and `to_stride`
-// values apart. `fetch(k, v)`: called for each vector v of row k.
+// Updates N vectors of the state's columns by token i. Reads them from `from` and stores them to `to`; rows are
+// `from_stride` and `to_stride` values apart. `fetch(k, v)`: called for each vector v of row k.
 template <long N, class T, class Fetch>
 void scan_token(
     const StateSpaceArgs<T>& args, const Gates& gates, const HeadTokens& tokens, long i, long column,
