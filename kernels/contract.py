@@ -190,9 +190,9 @@ class AttentionWeights:
 class LatentWeights:
     """The weights of a latent attention.
 
-    `q_a` [q_rank, H], `q_a_bias` [q_rank] and `q_norm` [q_rank]: the row from which queries are computed; None if `q`
-    reads hidden states. `q`: [heads * query_dim, q_rank or H]. `kv_a`: [head_dim, H], for the latent row and then the
-    shared key. `kv_a_bias`: [head_dim] or None. `kv_norm`: [latent_dim]. `up`: the matrices of the heads, for
+    `q_a` [q_rank, H], `q_a_bias` [q_rank] and `q_norm` [q_rank] compute the row that `q` reads; None if `q` reads
+    hidden states. `q`: [heads * query_dim, q_rank or H]. `kv_a`: [head_dim, H], for the latent row and then the shared
+    key. `kv_a_bias`: [head_dim] or None. `kv_norm`: [latent_dim]. `up`: the matrices of the heads, for
     `Backend.head_linear`: `k_up` [heads * latent_dim, nope_dim] and `v_up` [heads * value_dim, latent_dim]. `o`: [H,
     heads * value_dim]. `o_bias`: [H] or None.
     """
@@ -268,9 +268,9 @@ class ExpertsWeights:
     the rows of up; if the experts are not gated, it is [E * I, H] and holds the rows of up. `down` [E * H, I] holds H
     rows for each expert. `gate_up_bias` [E, 2 * I] and `down_bias` [E, H] are in the same order as the rows of
     `gate_up` and `down`. If `ExpertsSpec.bias` is False, all biases are None. `latent`: the matrices [L, H] before and
-    [H, L] after the experts, or None; in `gate_up` and `down`, L then replaces H.
-    `shared`: the weights of the shared expert, or None. `shared_score`: [1, H] or None. `correction`: float32 [E] or
-    None (`RouterSpec.correction`). With `RouterSpec.wide`, `router` may be float32 in a model of another dtype.
+    [H, L] after the experts, or None; in `gate_up` and `down`, L then replaces H. `shared`: the weights of the shared
+    expert, or None. `shared_score`: [1, H] or None. `correction`: float32 [E] or None (`RouterSpec.correction`). With
+    `RouterSpec.wide`, `router` may be float32 in a model of another dtype.
     """
 
     router: Weight
@@ -606,11 +606,11 @@ class Backend(Protocol):
     ) -> Tensor:
         """For each row of x [M, H], apply the experts that `route` returned for the row. The result is [M, H].
 
-        An expert's inner row is `gate_mul` of the expert's two `linear` products, which include the biases; without a
-        gate, it is `gate_mul` of one product with itself. The product
-        of the inner row with `down` stays in float32. The addition of the bias and the multiplication by the gate are
-        also in float32. The outputs of a row's experts are added by groups, then `shared` [M, H] is added, and the
-        result is rounded once. The op reads neither the router's weights nor the shared expert's weights.
+        An expert's inner row is `gate_mul` of the expert's two `linear` products, which include the biases; if the
+        experts are not gated, it is `gate_mul` of one product with itself. The product of the inner row with `down`
+        stays in float32. The addition of the bias and the multiplication by the router's gate are also in float32. The
+        outputs of a row's experts are added by groups, then `shared` [M, H] is added, and the result is rounded once.
+        The op reads neither the router's weights nor the shared expert's weights.
 
         `groups`: a power of two that divides the number of experts. Group i holds the experts [i G, (i + 1) G), where G
         is the number of experts divided by `groups`. Within a group, the outputs are added in ascending order of expert
@@ -664,7 +664,7 @@ class Backend(Protocol):
         """Store k and v [M, kv_heads, D] at `slots` (int64 [M], block * block_size + offset) of the caches.
 
         A cache has shape [blocks, block_size, kv_heads, D]. The order of values inside a block is up to the backend. In
-        latent attention, v is the beginning of k.
+        latent attention, a row of v holds the first elements of the same row of k.
         """
         ...
 
@@ -681,7 +681,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """Return the attention [M, heads, D] of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D].
 
-        In latent attention, values are shorter than keys, and the result has the size of the values.
+        In latent attention, the values have V < D elements, and the result is [M, heads, V].
 
         A query at position p with the end e (`AttentionBatch.ends`; p + 1 for causal attention) sees the tokens (p -
         window, e); without a window, the query sees all tokens before e. With a cap, a score s = scale * (q . k)

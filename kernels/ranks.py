@@ -195,7 +195,9 @@ def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
 
 
 def _below(*parts: Slice) -> Slice:
-    """Return the rows `parts` of tensors that lie one below the other in one tensor."""
+    """Return the rows of one tensor that hold `parts`, which are parts of the tensors that it holds one below the
+    other.
+    """
     starts = accumulate((part.total for part in parts), initial=0)
     ranges = [(first + start, n) for first, part in zip(starts, parts, strict=False) for start, n in part.ranges]
     return Slice(0, sum(part.total for part in parts), tuple(ranges))

@@ -143,9 +143,10 @@ class LatentSpec:
     latent rows to `value_dim` elements.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation. `interleaved`: rotated pairs are
-    neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `norm`: the norms of the latent row
-    and of the row from which queries are computed. `q_rank`: the size of the latter; None if queries are computed from
-    hidden states. `bias`: the products of hidden states (but not `q`), and the output projection, have biases.
+    neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `q_rank`: the size of the row from
+    which queries are computed; None if queries are computed from hidden states. `norm`: the norms of the latent row and
+    of the row of size `q_rank`. `bias`: the products of hidden states (but not `q`), and the output projection, have
+    biases.
     """
 
     num_heads: int
@@ -239,10 +240,10 @@ class Mamba2Spec:
     """A selective state space (Mamba 2, Dao and Gu 2024, arXiv 2405.21060) after a short causal convolution: a token
     mixer with a recurrent state instead of a KV cache.
 
-    Each head has a state [state_size, head_dim]. The same number of consecutive heads forms a group. A group shares the
-    vectors B and C, and `norm` covers the channels of a group, after the output gate. `kernel_size`: the number of
-    tokens that the convolution of x, B and C sees, including the current one. `convolution_bias`: the convolution has a
-    bias. `time_step_limit`: the least and the largest time step.
+    Each head has a state [state_size, head_dim]. Consecutive heads form groups of equal size. The heads of a group
+    share the vectors B and C. `norm` covers all channels of a group at once and comes after the output gate.
+    `kernel_size`: the number of tokens that the convolution of x, B and C sees, including the current one.
+    `convolution_bias`: the convolution has a bias. `time_step_limit`: the least and the largest time step.
     """
 
     num_heads: int
@@ -343,14 +344,14 @@ class ExpertsSpec:
     """A mixture of gated MLPs (Shazeer et al. 2017). Each token goes to `top_k` of `num_experts` experts. The experts'
     outputs are multiplied by gates and added.
 
-    `router`: how experts are chosen. `gated`: as in `MlpSpec`, for all experts. `latent_size`: a product before the
-    experts makes rows of this size, and a product after them makes hidden states again; 0 without these products. The
-    shared expert takes and makes hidden states. `shared_size`: the intermediate size of the shared expert; 0 if there
-    is none. Every token goes to the shared expert. `shared_gated`: the shared expert's output is multiplied by the
-    sigmoid of a learned score. `shared_joined`: one matrix computes gate and up of the shared expert. `bias`: the
-    router and the experts have biases. `transposed`: checkpoints hold the experts' matrices as [columns, rows], and
-    rows of gate and rows of up alternate. `or_transposed`: checkpoints may hold the matrices as [columns, rows], with
-    rows that do not alternate.
+    `router`: how experts are chosen. `gated`: as in `MlpSpec`, for all experts. `latent_size`: the experts read and
+    compute rows of this size; one product converts hidden states to these rows, and another one converts the sum of the
+    outputs back. 0: the experts read and compute hidden states, as the shared expert always does. `shared_size`: the
+    intermediate size of the shared expert; 0 if there is none. Every token goes to the shared expert. `shared_gated`:
+    the shared expert's output is multiplied by the sigmoid of a learned score. `shared_joined`: one matrix computes
+    gate and up of the shared expert. `bias`: the router and the experts have biases. `transposed`: checkpoints hold the
+    experts' matrices as [columns, rows], and rows of gate and rows of up alternate. `or_transposed`: checkpoints may
+    hold the matrices as [columns, rows], with rows that do not alternate.
 
     `held`: the experts that this rank holds, as a pair of the first id and the number; None for all experts.
     `shared_elsewhere`: there is a shared expert, but this rank holds none of its inner features. `unit`: as in
@@ -654,19 +655,19 @@ class DecoderSpec:
     `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
     first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `head`: how logits are computed
     from the products of the head. `embedding`, `last_norm`: the names of the embeddings and of the last norm's weight.
-    `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`,
-    `respelled`: how names in a checkpoint become these names (see `spellings.Names`). `others`: a tensor does not
-    belong to the decoder if its name begins with one of these prefixes. `pieces`: the number of pieces in which each
-    product that leads back to the hidden states is summed, and the number of groups in which the outputs of a row's
-    experts are added (see `kernels.pieces`). `ranks`: the number of ranks of which this spec describes one (see
-    `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight.
-    Weights with roles not listed in `held` are whole and in the model's dtype. `stage`: the stage that this spec
-    describes; `layers` has the layers of all stages. `mtp`: the layer of the model's multi-token prediction (MTP)
-    module, which guesses the token after the next one; None without such a module. `serves_mtp`: whether the MTP module
-    belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `tower`: the vision tower beside the
-    decoder, or None. `serves_tower`: whether the tower belongs to the decoder; otherwise, its tensors in a checkpoint
-    are ignored. `beside`: the beginnings of the names, after `renamed`, of a tower that is not supported. Its tensors
-    are ignored, and an aligned model refuses images.
+    `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`, `respelled`: how names in a
+    checkpoint become these names (see `spellings.Names`). `others`: a tensor does not belong to the decoder if its name
+    begins with one of these prefixes. `pieces`: the number of pieces in which each product that leads back to the
+    hidden states is summed, and the number of groups in which the outputs of a row's experts are added (see
+    `kernels.pieces`). `ranks`: the number of ranks of which this spec describes one (see `kernels.ranks`). `held`: maps
+    the role of a weight to the `WeightSpec` that says how a layer holds the weight. Weights with roles not listed in
+    `held` are whole and in the model's dtype. `stage`: the stage that this spec describes; `layers` has the layers of
+    all stages. `mtp`: the layer of the model's multi-token prediction (MTP) module, which guesses the token after the
+    next one; None without such a module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its
+    tensors in a checkpoint are ignored. `tower`: the vision tower beside the decoder, or None. `serves_tower`: whether
+    the tower belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `beside`: the prefixes of the
+    names (after `renamed`) of the tensors of an unsupported tower. These tensors are ignored, and an aligned model
+    refuses images.
     """
 
     architecture: str

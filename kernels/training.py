@@ -702,7 +702,7 @@ def _check_model(model: Any) -> DecoderSpec:
 
 
 def _check_noise(config: Any) -> None:
-    """Raise AlignmentError if a config adds noise to a model in training. An aligned model computes none."""
+    """Raise AlignmentError if a config adds noise to a model in training. An aligned model adds none."""
     for name in _NOISE:
         if (found := getattr(config, name, 0.0)) != 0.0:
             raise AlignmentError(

@@ -86,7 +86,7 @@ class EngineInfo:
 
     `tensor_parallel_size`: the number of ranks in each stage. `pipeline_parallel_size`: the number of stages. With
     several ranks, `weight_bytes` are those of rank 0, and `kv_bytes` and `state_bytes` those of one rank, at most.
-    `token_bytes`: what a token takes of a rank's KV cache, in all layers of the first window together.
+    `token_bytes`: the bytes of a rank's KV cache for each token, summed over the layers with the first window.
 
     `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`.
 

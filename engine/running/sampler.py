@@ -77,8 +77,8 @@ class Drawing:
 
 
 class Sampler:
-    """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size]. `spec`: how the
-    head's products become logits.
+    """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size]. `spec`: how the head's
+    products become logits.
 
     Rows that have neither filters nor banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they
     have `top_logprobs`. Neither op stores the logits. Rows with filters or banned tokens are drawn by several separate

@@ -155,7 +155,7 @@ class WeightStore:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The beginnings of the names of tensors that trainers leave out of a push, such as those of an idle tower."""
+        """The prefixes of the names of tensors that trainers leave out of a push, such as an unused tower's."""
         return self.model.spec.left_out
 
     @property

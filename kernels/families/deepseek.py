@@ -88,7 +88,7 @@ def _family(router: Callable[[Any], RouterSpec], grows: bool = False, **defaults
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
-        # V2 without groups may state them as null. A null q_lora_rank is a value.
+        # Files of V2 may have null for settings that they do not use. Only a null `q_lora_rank` has a meaning.
         raw = defaults | {key: value for key, value in raw.items() if value is not None or key == "q_lora_rank"}
         raw["head_dim"] = raw.get("qk_rope_head_dim", 64)  # the part of a head that is rotated
         return raw
@@ -117,7 +117,7 @@ def _sigmoid_router(settings: Any) -> RouterSpec:
 
 
 def _softmax_router(settings: Any) -> RouterSpec:
-    """Return the router of V2, in which a group is as good as its best expert. It ignores `norm_topk_prob`."""
+    """Return the router of V2, which ranks a group by its best expert, and ignores `norm_topk_prob`."""
     router = replace(grouped_router(settings, "softmax", wide=True, group_best=1), normed=False, eps=0.0)
     if settings.topk_method == "greedy":
         return replace(router, groups=1, kept_groups=1)
@@ -130,7 +130,7 @@ def _softmax_router(settings: Any) -> RouterSpec:
 
 
 def _glm4_moe_lite(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    """GLM-4.7-Flash names the layers without experts."""
+    """Describe GLM-4.7-Flash, in which `mlp_layer_types` says which layers have experts."""
     types = raw.get("mlp_layer_types")
     count = raw.get("num_hidden_layers")
     if types is None:
@@ -146,7 +146,9 @@ def _glm4_moe_lite(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _mistral4(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    """Mistral 4 states the rotated part of a head, which the sizes of the head already say."""
+    """Describe Mistral 4. `qk_rope_head_dim` already gives the rotated part of a head, so `partial_rotary_factor` is
+    dropped.
+    """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or _MISTRAL_ROPE
     if not isinstance(rope, dict):
         raise ModelError(f"rope_parameters in config.json must be a map (got {brief(rope)}); correct the file")

@@ -3,12 +3,12 @@
 Bamba: most layers have a state space, and the others have attention that rotates a half of each head. Every layer has
 an MLP.
 
-Granite 4: as Bamba, with the multipliers of Granite. Attention rotates whole heads, or nothing. Some models have
-experts beside an MLP for all tokens.
+Granite 4: as Bamba, with the multipliers of Granite. Attention rotates whole heads, or does not rotate. Some models
+have experts beside an MLP for all tokens.
 
 Nemotron-H (Nemotron Nano 2, Nemotron 3): a layer has one norm, and a state space, attention without rotation, an MLP
-with squared ReLU, or experts of such MLPs beside a shared expert. The experts of some models take rows that a product
-makes smaller.
+with squared ReLU, or experts of such MLPs beside a shared expert. In some models, a product makes rows smaller before
+the experts read them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _expect_state_space(settings: Any, any_size: bool = False) -> None:
 
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` with the types of the layers, and with numbers for sizes and limits that files write otherwise."""
+    """Return `raw` with numbers for `time_step_limit` and `mamba_d_head`, which files may write in other forms."""
     raw["time_step_limit"] = [_number(bound) for bound in raw.get("time_step_limit") or (0.0, float("inf"))]
     if raw["mamba_d_head"] == "auto":
         raw["mamba_d_head"] = raw.get("mamba_expand", 2) * raw["hidden_size"] // raw.get("mamba_n_heads", 128)
@@ -96,7 +96,7 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
         return fill_layer_types(_fill(raw), lambda i: i not in attentions, LINEAR)
 
-    # The state's layers are listed by `attn_layer_indices` alone, and transformers fixes the rotated part.
+    # In transformers, `attn_layer_indices` alone says which layers have attention, and a half of each head is rotated.
     fixed = {"layer_types": None, "partial_rotary_factor": 0.5}
     settings = read_settings(fill, _BAMBA | raw | fixed)
     part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
@@ -118,7 +118,7 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 _MOE, _MLP = "moe", "mlp"
 _BLOCKS = {"M": LINEAR, "*": FULL, "E": _MOE, "-": _MLP, "mamba": LINEAR, "attention": FULL}
-"""Other names of the types of Nemotron-H's layers, in older files."""
+"""The types of Nemotron-H's layers by their names in older files."""
 _NEMOTRON_NAMES = {
     "rms_norm_eps": ("layer_norm_epsilon",),
     "mamba_n_heads": ("mamba_num_heads",),
@@ -128,7 +128,7 @@ _NEMOTRON_NAMES = {
     "mamba_d_conv": ("mamba_d_conv", "conv_kernel"),
     "mamba_conv_bias": ("mamba_conv_bias", "use_conv_bias"),
 }
-"""The settings of Nemotron-H for a state space, with the names that its files give them. The first in a file counts."""
+"""The settings of Nemotron-H for a state space, with their names in files. The first name that a file has counts."""
 _NEMOTRON: dict[str, Any] = dict(
     max_position_embeddings=4096,
     intermediate_size=21504,

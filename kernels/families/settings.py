@@ -84,7 +84,7 @@ _MOST = {
 MOST_LAYERS = _MOST["num_hidden_layers"]
 """Limit on layers, for files that list the type of each layer."""
 MOST_EXPERTS = 2**16
-"""Limit on experts, so that the number of an expert fits in a uint16."""
+"""Limit on experts, so that the id of an expert fits in a uint16."""
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
 _FP8_BLOCK = [128, 128]
@@ -502,7 +502,8 @@ def grouped_router(settings: Any, score: Score, **others: Any) -> RouterSpec:
     """Return a router with the groups, the normalization and the scale of DeepSeek V3, which many families share.
     `others`: further fields of the spec.
 
-    Raise ModelError for groups that cannot have the experts of a token.
+    Raise ModelError if the groups are not of equal size, if a group has a single expert, or if the kept groups have
+    fewer experts than a token needs.
     """
     groups, kept, count = settings.n_group, settings.topk_group, settings.num_experts
     group, top_k = count // groups, settings.num_experts_per_tok

@@ -69,7 +69,7 @@ RENAMED_OLDER = {
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
-"""Prefixes of names in older files and in those that transformers saves now, and the prefixes in the model."""
+"""Prefixes of names in files, both older files and those that transformers saves now, with the model's prefixes."""
 _QWEN_LAYER = {
     "mixer_norm": "model.visual.blocks.{}.norm1",
     "qkv": "model.visual.blocks.{}.attn.qkv",

@@ -25,7 +25,7 @@ same bits from either variant:
 In latent attention, all heads share one key-value head, and the values are the first V elements of the keys [D]. A
 program multiplies both parts of a key in turn, V elements and then the rest, and uses the first part again as the
 value. The heads are cut into groups of up to ROWS heads, which take the place of the groups that share a key-value
-head. A token's part of the key before the rest is finite: a non-finite token has NaN in the rest only.
+head. The first part of a cached key is always finite: `write_kv` marks a token that is not finite by NaN in the rest.
 
 A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
 the sink after the last partition, with the same function.
@@ -111,10 +111,9 @@ def paged_attention(
     shape [M, heads, D]; in latent attention, that is if `v_cache` has shorter rows than `k_cache`, [M, heads, V].
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head; in latent attention, V up
-    to 512 and any number of heads. Scores, softmax and sums
-    are float32. Softmax weights are rounded to the dtype before they multiply values. With `batch.lens`, the
-    computation depends only on tensors on the device. A block table entry may be any block if the entry's tokens lie
-    before the window of every query of the sequence.
+    to 512 and any number of heads. Scores, softmax and sums are float32. Softmax weights are rounded to the dtype
+    before they multiply values. With `batch.lens`, the computation depends only on tensors on the device. A block table
+    entry may be any block if the entry's tokens lie before the window of every query of the sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)

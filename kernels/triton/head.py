@@ -1,7 +1,7 @@
 """Choose tokens from hidden states, compute log-probs, and filter distributions.
 
 Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
-Does not own the product that the logits are made of (products.py).
+Does not own the product that the logits are computed from (products.py).
 
 All ops here that return log-probs run the same two kernels, compiled identically for any number of rows. Log-probs from
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
