@@ -54,11 +54,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     expect(settings, hidden_act="silu")
     rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
     mixer = settings.attention(qk_norm=norm, output_gate=True, gate_apart=True)
-    mlps = settings.mlps(
-        router=grouped_router(settings, "sigmoid", correction=True),
-        shared_size=settings.n_shared_experts * settings.moe_intermediate_size,
-        shared_gated=False,
-    )
+    mlps = settings.mlps_beside_shared(grouped_router(settings, "sigmoid", correction=True))
     windows = settings.windows(settings.sliding_window)
     mixers = [replace(mixer, window=window, rotation=_UNROTATED if window is None else _ROTATED) for window in windows]
     layers = [LayerSpec(mixer, mlp, norm, norm_after=True) for mixer, mlp in zip(mixers, mlps, strict=True)]

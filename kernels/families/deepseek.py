@@ -98,12 +98,7 @@ def _family(router: Callable[[Any], RouterSpec], grows: bool = False, **defaults
         heads = settings.num_attention_heads
         expect(settings, hidden_act="silu", attention_bias=settings.attention_bias, num_key_value_heads=heads)
         norm, mixer = NormSpec(settings.rms_norm_eps), settings.latent_attention(interleaved=settings.rope_interleave)
-        mlps = settings.mlps(
-            router=router(settings),
-            shared_size=settings.n_shared_experts * settings.moe_intermediate_size,
-            shared_gated=False,
-        )
-        layers = [LayerSpec(mixer, mlp, norm) for mlp in mlps]
+        layers = [LayerSpec(mixer, mlp, norm) for mlp in settings.mlps_beside_shared(router(settings))]
         growth = q_growth(settings.rope_parameters) if grows else None
         rotations = [replace(settings.rotation(), q_growth=growth)]
         others = (f"model.layers.{len(layers)}.",)

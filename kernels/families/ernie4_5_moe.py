@@ -60,12 +60,9 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(fill, raw | {own: raw[name] for name, own in _SETTINGS.items() if name in raw})
     expect(settings, hidden_act="silu")
     norm = NormSpec(settings.rms_norm_eps)
-    mlps = settings.mlps(
-        router=RouterSpec("softmax", wide=True, correction=True, normed=True, floor=settings.moe_norm_min),
-        shared_size=settings.n_shared_experts * settings.moe_intermediate_size,
-        shared_gated=False,
-    )
-    layers = [LayerSpec(settings.attention(interleaved=True), mlp, norm) for mlp in mlps]
+    router = RouterSpec("softmax", wide=True, correction=True, normed=True, floor=settings.moe_norm_min)
+    mixer = settings.attention(interleaved=True)
+    layers = [LayerSpec(mixer, mlp, norm) for mlp in settings.mlps_beside_shared(router)]
     held = {
         ROUTER_ROLE: WeightSpec(torch.float32),
         CORRECTION_ROLE: WeightSpec(torch.float32, shape=(1, settings.num_experts)),

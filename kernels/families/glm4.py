@@ -26,11 +26,10 @@ _NAMES = LAYER_NAMES | {
 
 def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(lambda given: _DEFAULTS | given, raw)
-    part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
     has_bias = bool(settings.attention_bias)
-    expect(settings, hidden_act="silu", attention_bias=has_bias, partial_rotary_factor=part)
-    rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
-    mixer = settings.attention(qkv_bias=has_bias, rotated=settings.rotated(rotation), interleaved=True)
+    expect(settings, hidden_act="silu", attention_bias=has_bias)
+    (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps)
+    mixer = settings.attention(qkv_bias=has_bias, rotated=rotated, interleaved=True)
     layer = LayerSpec(mixer, MlpSpec(settings.intermediate_size, joined=True), norm, norm_after=True)
     return settings.decoder(architecture, [layer] * settings.num_hidden_layers, [rotation], names=_NAMES)
 

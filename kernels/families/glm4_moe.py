@@ -49,15 +49,10 @@ _DOTS: dict[str, Any] = dict(
 
 def _describe(settings: Any, architecture: str, qk_norm: bool, windows: list[int | None]) -> DecoderSpec:
     biased = bool(settings.attention_bias)
-    part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
-    expect(settings, hidden_act="silu", attention_bias=settings.attention_bias, partial_rotary_factor=part)
-    rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
-    mixer = settings.attention(qkv_bias=biased, qk_norm=norm if qk_norm else None, rotated=settings.rotated(rotation))
-    mlps = settings.mlps(
-        router=grouped_router(settings, "sigmoid", wide=True, correction=True),
-        shared_size=settings.n_shared_experts * settings.moe_intermediate_size,
-        shared_gated=False,
-    )
+    expect(settings, hidden_act="silu", attention_bias=settings.attention_bias)
+    (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps)
+    mixer = settings.attention(qkv_bias=biased, qk_norm=norm if qk_norm else None, rotated=rotated)
+    mlps = settings.mlps_beside_shared(grouped_router(settings, "sigmoid", wide=True, correction=True))
     mixers = [replace(mixer, window=window) for window in windows]
     layers = [LayerSpec(mixer, mlp, norm) for mixer, mlp in zip(mixers, mlps, strict=True)]
     others = (f"model.layers.{len(layers)}.",)

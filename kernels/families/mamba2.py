@@ -99,8 +99,7 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     # In transformers, `attn_layer_indices` alone says which layers have attention, and a half of each head is rotated.
     fixed = {"layer_types": None, "partial_rotary_factor": 0.5}
     settings = read_settings(fill, _BAMBA | raw | fixed)
-    part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
-    expect(settings, hidden_act="silu", partial_rotary_factor=part)
+    expect(settings, hidden_act="silu")
     _expect_state_space(settings)
     types = settings.types(LINEAR)
     if FULL not in types:
@@ -108,8 +107,8 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
             f"attn_layer_indices in config.json must name at least one layer (got {brief(attentions)}); serve another "
             "model"
         )
-    rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
-    attention = settings.attention(rotated=2 * len(rotation.inv_freq))
+    (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps)
+    attention = settings.attention(rotated=rotated)
     mixers = [_state_space(settings) if kind == LINEAR else attention for kind in types]
     layers = [LayerSpec(mixer, MlpSpec(settings.intermediate_size), norm) for mixer in mixers]
     names: dict[str, Any] = dict(names=_NAMES, last_norm="model.final_layernorm.weight")

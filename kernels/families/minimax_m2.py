@@ -32,10 +32,9 @@ def _fill(raw: dict[str, Any], rotary_dim: int | None) -> dict[str, Any]:
 
 def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     settings = read_settings(lambda given: _fill(given, raw.get("rotary_dim")), raw)
-    part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
-    expect(settings, hidden_act="silu", partial_rotary_factor=part, router_jitter_noise=0.0)
-    rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
-    mixer = settings.attention(qk_norm=norm, qk_norm_over_heads=True, rotated=settings.rotated(rotation))
+    expect(settings, hidden_act="silu", router_jitter_noise=0.0)
+    (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps)
+    mixer = settings.attention(qk_norm=norm, qk_norm_over_heads=True, rotated=rotated)
     experts = settings.experts(router=RouterSpec("sigmoid", correction=True, normed=True))
     layers = [LayerSpec(mixer, experts, norm)] * settings.num_hidden_layers
     return settings.decoder(architecture, layers, [rotation], names=_NAMES, respelled=_RESPELLED)

@@ -38,9 +38,9 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
             f"rope_type in config.json must be default or longrope (got {brief(kind)}); serve another model"
         )
     most = settings.max_position_embeddings if kind == "default" else original_length(rope)
-    expect(settings, hidden_act="silu", partial_rotary_factor=rope.get("partial_rotary_factor", 1.0))
-    rotation, norm = settings.rotation(also="longrope"), NormSpec(settings.rms_norm_eps)
-    mixer = settings.attention(joined=True, rotated=settings.rotated(rotation), window=settings.sliding_window)
+    expect(settings, hidden_act="silu")
+    (rotation, rotated), norm = settings.partial_rotation(also="longrope"), NormSpec(settings.rms_norm_eps)
+    mixer = settings.attention(joined=True, rotated=rotated, window=settings.sliding_window)
     layer = LayerSpec(mixer, MlpSpec(settings.intermediate_size, joined=True), norm)
     spec = settings.decoder(architecture, [layer] * settings.num_hidden_layers, [rotation])
     if kind == "default" or _factors(rope, "short_factor", rotation) == _factors(rope, "long_factor", rotation):

@@ -39,10 +39,9 @@ _NUM_MTP_LAYERS = "mtp_num_hidden_layers"
 def _describe(
     settings: Any, architecture: str, mlps: list[MlpSpec | ExpertsSpec], joined: bool, num_mtp_layers: Any, **names: Any
 ) -> DecoderSpec:
-    part = settings.rope_parameters.get("partial_rotary_factor", 1.0)
-    expect(settings, hidden_act="silu", partial_rotary_factor=part)
-    rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps, zero_centered=True)
-    attention = settings.attention(qk_norm=norm, output_gate=True, rotated=settings.rotated(rotation))
+    expect(settings, hidden_act="silu")
+    (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps, zero_centered=True)
+    attention = settings.attention(qk_norm=norm, output_gate=True, rotated=rotated)
     delta_net, types = _delta_net(settings, joined), settings.types(LINEAR)
     if FULL not in types:
         raise ModelError(f"config.json must have at least one {FULL} layer (got {brief(types)}); serve another model")

@@ -38,8 +38,11 @@ from ..specs import (
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
-# Limits on sizes: several times the sizes of any published decoder, but products of sizes stay far below 2**63.
 MOST_LAYERS = 2**10
+"""Limit on layers."""
+MOST_EXPERTS = 2**16
+"""Limit on experts, so that the id of an expert fits in a uint16."""
+# Limits on sizes: several times the sizes of any published decoder, but products of sizes stay far below 2**63.
 _MOST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -81,18 +84,16 @@ _MOST = {
     "qk_rope_head_dim": 2**12,
     "v_head_dim": 2**12,
 }
-MOST_LAYERS = _MOST["num_hidden_layers"]
-"""Limit on layers, for files that list the type of each layer."""
-MOST_EXPERTS = 2**16
-"""Limit on experts, so that the id of an expert fits in a uint16."""
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
 _FP8_BLOCK = [128, 128]
 # Keys that `Settings` accepts in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
-_ROPE_KEYS = {"rope_theta", "rope_local_base_freq", "rope_scaling"}
+_ROPE_KEYS = {
+    *("rope_theta", "rope_local_base_freq", "rope_scaling"),
+    *("partial_rotary_factor", "original_max_position_embeddings"),
+}
 _ROPE_ARGUMENTS = {"config", "device", "seq_len", "layer_type"}
-_ROPE_KEYS |= {"partial_rotary_factor", "original_max_position_embeddings"}
 
 
 def _size(name: str, least: int = 1, **options: Any) -> Any:
@@ -289,6 +290,11 @@ class Settings(PreTrainedConfig):
         experts = self.experts(**others) if any(is_sparse) else mlp
         return [experts if sparse else mlp for sparse in is_sparse]
 
+    def mlps_beside_shared(self: Any, router: RouterSpec) -> list[MlpSpec | ExpertsSpec]:
+        """Return `mlps` with this router, and with `n_shared_experts` for all tokens, which are computed as one."""
+        shared_size = self.n_shared_experts * self.moe_intermediate_size
+        return self.mlps(router=router, shared_size=shared_size, shared_gated=False)
+
     def experts(self: Any, **others: Any) -> ExpertsSpec:
         """Return the spec of the experts that these settings describe. `others`: further fields of the spec.
 
@@ -322,13 +328,30 @@ class Settings(PreTrainedConfig):
             **others,
         )
 
-    def rotation(self: Any, layer_type: str | None = None, also: str = "") -> RotationSpec:
-        """Return the rotation of all layers, or of the layers of one type if each type has its own rotation. `also`: a
-        type of rotation that the family supports in addition to SUPPORTED_ROPE.
+    def rotation(self: Any, layer_type: str | None = None) -> RotationSpec:
+        """Return the rotation of all layers, or of the layers of one type if each type has its own rotation.
 
-        Raise ModelError for a rotation that is not supported or not valid.
+        Raise ModelError for a rotation that is not supported or not valid, or that covers a part of each head.
         """
         parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
+        if (part := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
+            found = brief(part)
+            raise ModelError(f"partial_rotary_factor in config.json must be 1.0 (got {found}); serve another model")
+        return self._rotation(parameters, layer_type)
+
+    def partial_rotation(self: Any, also: str = "") -> tuple[RotationSpec, int | None]:
+        """Return the rotation of all layers, which may cover a part of each head, and `AttentionSpec.rotated`. `also`:
+        a type of rotation that the family supports in addition to SUPPORTED_ROPE.
+
+        Raise ModelError for a rotation that is not supported or not valid, or that does not fit a head.
+        """
+        rotation = self._rotation(self.rope_parameters, also=also)
+        rotated = 2 * len(rotation.inv_freq)
+        if not 0 < rotated <= self.head_dim:
+            raise self._unfit_part(self.rope_parameters.get("partial_rotary_factor", 1.0))
+        return rotation, None if rotated == self.head_dim else rotated
+
+    def _rotation(self: Any, parameters: dict[str, Any], layer_type: str | None = None, also: str = "") -> RotationSpec:
         kind = parameters.get("rope_type")
         if kind not in (*SUPPORTED_ROPE, also) or any(isinstance(value, dict) for value in parameters.values()):
             raise ModelError(
@@ -339,7 +362,7 @@ class Settings(PreTrainedConfig):
         if isinstance(part, int | float) and not part <= 1.0:  # checked before the frequencies take memory
             raise self._unfit_part(part)
         try:
-            inv_freq, scale = self._inv_freq(kind, layer_type)
+            inv_freq, scale = self._inv_freq(kind, parameters, layer_type)
         except ModelError:
             raise
         except Exception as error:
@@ -351,27 +374,19 @@ class Settings(PreTrainedConfig):
             )
         return RotationSpec(tuple(inv_freq.tolist()), scale, _axes(parameters, len(inv_freq)))
 
-    def rotated(self: Any, rotation: RotationSpec) -> int | None:
-        """Return the number of a head's elements that a rotation turns (`AttentionSpec.rotated`). Raise ModelError for
-        a number that does not fit a head.
-        """
-        rotated = 2 * len(rotation.inv_freq)
-        if not 0 < rotated <= self.head_dim:
-            raise self._unfit_part(self.rope_parameters.get("partial_rotary_factor", 1.0))
-        return None if rotated == self.head_dim else rotated
-
     def _unfit_part(self: Any, part: Any) -> ModelError:
         return ModelError(
             f"partial_rotary_factor in config.json must rotate from 2 to {self.head_dim} elements of a head (got "
             f"{brief(part)}); correct the file"
         )
 
-    def _inv_freq(self: Any, kind: str, layer_type: str | None) -> tuple[torch.Tensor, float]:
+    def _inv_freq(
+        self: Any, kind: str, parameters: dict[str, Any], layer_type: str | None
+    ) -> tuple[torch.Tensor, float]:
         if kind != "default":
             of_type = {} if layer_type is None else {"layer_type": layer_type}
             inv_freq, scale = _rope_function(kind)(self, torch.device("cpu"), **of_type)
             return inv_freq, math.fsum([scale])  # raises unless `scale` is a number that fits in a float
-        parameters = self.rope_parameters if layer_type is None else self.rope_parameters[layer_type]
         size = int(self.head_dim * parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
         return 1.0 / parameters["rope_theta"] ** exponents, 1.0
@@ -524,11 +539,9 @@ def expect(settings: Any, **others: Any) -> None:
     `others`: the required values of additional settings. If `others` names a setting that is always checked, the value
     in `others` replaces the default requirement.
     """
-    whole = others.pop("partial_rotary_factor", 1.0)
     faults = {
         "attention_bias": (bool(settings.attention_bias), False),
         "mlp_bias": (bool(settings.mlp_bias), False),
-        "partial_rotary_factor": (_rotated_part(settings.rope_parameters), whole),
         "use_bidirectional_attention": (bool(settings.use_bidirectional_attention), False),
         "attn_logit_softcapping": (settings.attn_logit_softcapping, None),
         "final_logit_softcapping": (settings.final_logit_softcapping, None),
@@ -543,12 +556,3 @@ def expect(settings: Any, **others: Any) -> None:
     for name, (found, wanted) in faults.items():
         if found != wanted:
             raise ModelError(f"{name} in config.json must be {wanted!r} (got {brief(found)}); serve another model")
-
-
-def _rotated_part(parameters: dict[str, Any]) -> Any:
-    """Return the fraction of a head that is rotated. If the types of layers have different fractions, return a fraction
-    other than 1.0.
-    """
-    each = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
-    parts = [one.get("partial_rotary_factor", 1.0) for one in each]
-    return next((part for part in parts if part != 1.0), 1.0)
