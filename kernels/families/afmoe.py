@@ -9,8 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..specs import SHARED_EXPERTS_NAMES, DecoderSpec, LayerSpec, NormSpec, RotationSpec
-from .settings import expect, fill_layer_types, grouped_router, read_settings
+from ..specs import SHARED_EXPERTS_NAMES, DecoderSpec, LayerSpec, NormSpec
+from .settings import (
+    expect,
+    fill_layer_types,
+    grouped_router,
+    read_settings,
+    with_common_names,
+    without_rotation,
+)
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=16384,
@@ -26,8 +33,7 @@ _DEFAULTS: dict[str, Any] = dict(
     n_shared_experts=2,
     first_k_dense_replace=1,
 )
-# The names of some settings, and the names that related families give them.
-_SETTINGS = {
+_COMMON_NAMES = {
     "num_dense_layers": "first_k_dense_replace",
     "num_shared_experts": "n_shared_experts",
     "route_scale": "routed_scaling_factor",
@@ -50,7 +56,7 @@ def _fill(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    settings = read_settings(_fill, raw | {own: raw[name] for name, own in _SETTINGS.items() if name in raw})
+    settings = read_settings(_fill, with_common_names(raw, _COMMON_NAMES))
     expect(settings, hidden_act="silu")
     rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
     mixer = settings.attention(qk_norm=norm, output_gate=True, gate_apart=True)
@@ -58,9 +64,9 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     windows = settings.windows(settings.sliding_window)
     mixers = [replace(mixer, window=window, rotation=_UNROTATED if window is None else _ROTATED) for window in windows]
     layers = [LayerSpec(mixer, mlp, norm, norm_after=True) for mixer, mlp in zip(mixers, mlps, strict=True)]
-    rotations = [rotation, RotationSpec((0.0,) * len(rotation.inv_freq))]
     scale = settings.hidden_size**0.5 if settings.mup_enabled else 1.0
-    return settings.decoder(architecture, layers, rotations, names=_NAMES, embed_scale=scale)
+    others: dict[str, Any] = dict(names=_NAMES, embed_scale=scale)
+    return settings.decoder(architecture, layers, [rotation, without_rotation(rotation)], **others)
 
 
 FAMILIES = {"AfmoeForCausalLM": _describe}

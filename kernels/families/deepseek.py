@@ -14,7 +14,7 @@ from trueroll.errors import ModelError, brief
 
 from ..specs import SHARED_EXPERTS_NAMES, DecoderSpec, LayerSpec, NormSpec, RouterSpec
 from . import Describe
-from .ministral3 import q_growth
+from .ministral3 import ROPE, q_growth
 from .settings import expect, grouped_router, read_settings
 from .towers import RENAMED_OLDER, wrapped_text
 
@@ -56,8 +56,6 @@ _GLM: dict[str, Any] = dict(
     routed_scaling_factor=1.8,
     norm_topk_prob=True,
 )
-
-
 _MISTRAL: dict[str, Any] = dict(
     max_position_embeddings=1048576,
     num_attention_heads=32,
@@ -69,17 +67,7 @@ _MISTRAL: dict[str, Any] = dict(
     num_experts_per_tok=4,
     norm_topk_prob=True,
 )
-_MISTRAL_ROPE: dict[str, Any] = dict(
-    rope_type="yarn",
-    rope_theta=1e4,
-    factor=128.0,
-    original_max_position_embeddings=8192,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    mscale_all_dim=1.0,
-    mscale=1.0,
-    llama_4_scaling_beta=0.1,
-)
+_MISTRAL_ROPE: dict[str, Any] = ROPE | dict(rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
 
 
 def _family(router: Callable[[Any], RouterSpec], grows: bool = False, **defaults: Any) -> Describe:
@@ -137,7 +125,7 @@ def _glm4_moe_lite(raw: dict[str, Any], architecture: str) -> DecoderSpec:
             f"mlp_layer_types in config.json must name {brief(count)} layers, each dense or sparse (got "
             f"{brief(types)}); correct the file"
         )
-    return _FLASH(raw | dict(mlp_only_layers=dense, first_k_dense_replace=0), architecture)
+    return _describe_glm(raw | dict(mlp_only_layers=dense, first_k_dense_replace=0), architecture)
 
 
 def _mistral4(raw: dict[str, Any], architecture: str) -> DecoderSpec:
@@ -149,11 +137,11 @@ def _mistral4(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         raise ModelError(f"rope_parameters in config.json must be a map (got {brief(rope)}); correct the file")
     rope = {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
     raw = {key: value for key, value in raw.items() if key != "rope_scaling"}
-    return _SOFTMAX(raw | dict(rope_parameters=rope), architecture)
+    return _describe_mistral(raw | dict(rope_parameters=rope), architecture)
 
 
-_FLASH = _family(_sigmoid_router, **_GLM)
-_SOFTMAX = _family(lambda settings: grouped_router(settings, "softmax"), grows=True, **_MISTRAL)
+_describe_glm = _family(_sigmoid_router, **_GLM)
+_describe_mistral = _family(lambda settings: grouped_router(settings, "softmax"), grows=True, **_MISTRAL)
 _TEXT = {"deepseek_v3": "DeepseekV3ForCausalLM", "kimi_k2": "DeepseekV3ForCausalLM"}
 _BESIDE = ("model.vision_tower.", "model.mm_projector.")
 # transformers 5.23 saves the layers as blocks.

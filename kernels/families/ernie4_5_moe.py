@@ -18,7 +18,7 @@ from ..specs import (
     RouterSpec,
     WeightSpec,
 )
-from .settings import MOST_LAYERS, expect, read_settings
+from .settings import MOST_LAYERS, expect, read_settings, with_common_names
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=131072,
@@ -34,8 +34,7 @@ _DEFAULTS: dict[str, Any] = dict(
     n_shared_experts=2,
     first_k_dense_replace=1,
 )
-# The names of some settings, and the names that related families give them.
-_SETTINGS = {
+_COMMON_NAMES = {
     "moe_num_experts": "num_experts",
     "moe_k": "num_experts_per_tok",
     "moe_num_shared_experts": "n_shared_experts",
@@ -57,7 +56,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         count = min(given["num_hidden_layers"], MOST_LAYERS)
         return given | {"mlp_only_layers": [] if last == -1 else [*range(max(last + 1, 0), count)]}
 
-    settings = read_settings(fill, raw | {own: raw[name] for name, own in _SETTINGS.items() if name in raw})
+    settings = read_settings(fill, with_common_names(raw, _COMMON_NAMES))
     expect(settings, hidden_act="silu")
     norm = NormSpec(settings.rms_norm_eps)
     router = RouterSpec("softmax", wide=True, correction=True, normed=True, floor=settings.moe_norm_min)

@@ -17,7 +17,6 @@ _DEFAULTS: dict[str, Any] = dict(
     head_dim=256,
     hidden_activation="gelu_pytorch_tanh",
     tie_word_embeddings=True,
-    query_pre_attn_scalar=256,
     sliding_window=4096,
     attn_logit_softcapping=50.0,
     final_logit_softcapping=30.0,
@@ -26,8 +25,6 @@ _DEFAULTS: dict[str, Any] = dict(
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
     raw = _DEFAULTS | raw
-    if raw["query_pre_attn_scalar"] is None:
-        raise ValueError("query_pre_attn_scalar must be a number (got null)")
     return fill_layer_types(raw, lambda i: i % 2 == 0)
 
 

@@ -19,7 +19,6 @@ _DEFAULTS = dict(
     head_dim=256,
     hidden_activation="gelu_pytorch_tanh",
     tie_word_embeddings=True,
-    query_pre_attn_scalar=256,
     sliding_window=4096,
     sliding_window_pattern=6,
 )
@@ -32,8 +31,6 @@ NAMES = LAYER_NAMES | {
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
     raw = _DEFAULTS | raw
-    if raw["query_pre_attn_scalar"] is None:
-        raise ValueError("query_pre_attn_scalar must be a number (got null)")
     theta = {FULL: raw.pop("rope_theta", 1_000_000.0), SLIDING: raw.pop("rope_local_base_freq", 10_000.0)}
     pattern = raw["sliding_window_pattern"]
     return fill_rotations(fill_layer_types(raw, lambda i: (i + 1) % pattern != 0), theta)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..specs import LAYER_NAMES, DecoderSpec, LayerSpec, NormSpec, RouterSpec
+from .mixtral import RESPELLED
 from .settings import expect, read_settings
 
 _DEFAULTS: dict[str, Any] = dict(
@@ -18,8 +19,6 @@ _DEFAULTS: dict[str, Any] = dict(
     rope_theta=5e6,
 )
 _NAMES = LAYER_NAMES | {"router_correction": "mlp.e_score_correction_bias"}
-# Files name these as Mixtral's files do.
-_RESPELLED = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
 
 def _fill(raw: dict[str, Any], rotary_dim: int | None) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     mixer = settings.attention(qk_norm=norm, qk_norm_over_heads=True, rotated=rotated)
     experts = settings.experts(router=RouterSpec("sigmoid", correction=True, normed=True))
     layers = [LayerSpec(mixer, experts, norm)] * settings.num_hidden_layers
-    return settings.decoder(architecture, layers, [rotation], names=_NAMES, respelled=_RESPELLED)
+    return settings.decoder(architecture, layers, [rotation], names=_NAMES, respelled=RESPELLED)
 
 
 FAMILIES = {"MiniMaxM2ForCausalLM": _describe}

@@ -11,7 +11,7 @@ from ..specs import DecoderSpec, LayerSpec, MlpSpec, NormSpec
 from .settings import expect, original_length, read_settings
 
 _DEFAULTS: dict[str, Any] = dict(max_position_embeddings=262144, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5)
-_ROPE: dict[str, Any] = dict(
+ROPE: dict[str, Any] = dict(
     rope_type="yarn",
     rope_theta=1e6,
     factor=16.0,
@@ -28,7 +28,7 @@ _MOST_BETA = 2.0**10
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
     raw = _DEFAULTS | raw
     if raw.get("rope_parameters") is None and raw.get("rope_scaling") is None:
-        raw["rope_parameters"] = dict(_ROPE)
+        raw["rope_parameters"] = dict(ROPE)
     return raw
 
 

@@ -15,12 +15,7 @@ _DEFAULTS: dict[str, Any] = dict(
     rms_norm_eps=1e-5,
     rope_theta=1_000_000.0,
 )
-_RESPELLED = {
-    ".block_sparse_moe.": ".mlp.",
-    ".w1.weight": ".gate_proj.weight",
-    ".w2.weight": ".down_proj.weight",
-    ".w3.weight": ".up_proj.weight",
-}
+RESPELLED = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +29,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     mixer, experts = settings.attention(window=settings.sliding_window), settings.experts(router=RouterSpec())
     layer = LayerSpec(mixer, experts, NormSpec(settings.rms_norm_eps))
     layers = [layer] * settings.num_hidden_layers
-    return settings.decoder(architecture, layers, [settings.rotation()], respelled=_RESPELLED)
+    return settings.decoder(architecture, layers, [settings.rotation()], respelled=RESPELLED)
 
 
 FAMILIES = {"MixtralForCausalLM": _describe}

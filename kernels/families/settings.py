@@ -159,7 +159,7 @@ class Settings(PreTrainedConfig):
     attention_multiplier: float | int = validated_field(_check_scalar, default=1.0)
     residual_multiplier: float | int = validated_field(_check_scalar, default=1.0)
     logits_scaling: float | int = validated_field(_check_scalar, default=1.0)
-    query_pre_attn_scalar: float | int | None = validated_field(_check_scalar, default=None)
+    query_pre_attn_scalar: float | int = validated_field(_check_scalar, default=256)
     attn_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
     final_logit_softcapping: float | int | None = validated_field(_check_scalar, default=None)
     full_attention_interval: int = _size("full_attention_interval", default=4)
@@ -506,6 +506,18 @@ def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str,
 def _broken(error: Exception) -> ModelError:
     cause = said(f"{type(error).__name__}: {error}")
     return ModelError(f"config.json has an invalid setting: {cause}; correct the file")
+
+
+def with_common_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return `raw` with some settings also under the names that related families give them. `names`: maps each name in
+    `raw` to the common name.
+    """
+    return raw | {common: raw[name] for name, common in names.items() if name in raw}
+
+
+def without_rotation(rotation: RotationSpec) -> RotationSpec:
+    """Return a rotation with as many pairs that leaves q and k unchanged: all frequencies are 0."""
+    return RotationSpec((0.0,) * len(rotation.inv_freq))
 
 
 def softmax_router(settings: Any) -> RouterSpec:

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 from trueroll.errors import ModelError, brief
 
-from ..specs import LAYER_NAMES, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec, RotationSpec
-from .settings import SLIDING, expect, fill_layer_types, read_settings
+from ..specs import LAYER_NAMES, AttentionSpec, DecoderSpec, LayerSpec, MlpSpec, NormSpec
+from .settings import SLIDING, expect, fill_layer_types, read_settings, without_rotation
 
 _SMOLLM3: dict[str, Any] = dict(
     max_position_embeddings=32768, num_key_value_heads=4, rope_theta=2_000_000.0, tie_word_embeddings=True
@@ -37,8 +37,7 @@ def _decoder(
         for rotates, window in kinds
     ]
     rotation = settings.rotation()
-    unrotated = RotationSpec((0.0,) * len(rotation.inv_freq))
-    return settings.decoder(architecture, layers, [rotation, unrotated], **names)
+    return settings.decoder(architecture, layers, [rotation, without_rotation(rotation)], **names)
 
 
 def _smollm3(raw: dict[str, Any], architecture: str) -> DecoderSpec:

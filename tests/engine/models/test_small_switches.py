@@ -186,7 +186,7 @@ SU = dict(type="su", short_factor=[1.0] * 8, long_factor=[2.0] * 8)
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("gemma2", dict(query_pre_attn_scalar=None), "query_pre_attn_scalar must be a number"),
+        ("gemma2", dict(query_pre_attn_scalar=None), "'query_pre_attn_scalar' .*NoneType"),
         ("gemma2", dict(final_logit_softcapping=0), "final_logit_softcapping"),
         ("gemma2", dict(hidden_activation="gelu"), "hidden_activation .* must be 'gelu_pytorch_tanh'"),
         ("glm4", dict(attention_bias="yes"), "attention_bias .* must be True .got 'yes'"),
