@@ -30,7 +30,8 @@ ROUTES = "routed_experts"
 
 def _parts_of_stacks(spec: ExpertsSpec) -> dict[str, tuple[str, ...]]:
     """Return the roles of the parts of each stack, in the order of their rows."""
-    return {"experts.gate_up": ("expert.gate", "expert.up")[not spec.gated :], "experts.down": ("expert.down",)}
+    gate_up = ("expert.gate", "expert.up") if spec.gated else ("expert.up",)
+    return {"experts.gate_up": gate_up, "experts.down": ("expert.down",)}
 
 
 @dataclass(frozen=True)

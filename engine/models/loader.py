@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,23 +89,23 @@ class _Piece(NamedTuple):
     quantized: tuple[range, torch.Tensor] | None = None
 
 
-class _Wanted(NamedTuple):
+@dataclass
+class _Wanted:
     """The tensors that a checkpoint must have.
 
     `shapes`: shapes by name. For a stack that is stored in parts, `shapes` has the parts that were found, and `missing`
     has the number of missing parts. `scales`: the matrices that are stored in FP8, with the names of their scales.
-    `scales_shapes`: the shapes of the tensors named in `scales`. `packed`: the stacks that are stored as MXFP4, with
-    the names of their two tensors. `packed_shapes`: the shapes of the tensors named in `packed`. `doubled`: the stacks
-    that are stored in more than one form, with the tensor names of all forms.
+    `packed`: the stacks that are stored as MXFP4, with the names of their two tensors. `packed_shapes`: the shapes of
+    the tensors named in `packed`. `doubled`: the stacks that are stored in more than one form, with the tensor names of
+    all forms.
     """
 
-    shapes: dict[str, Shape]
-    scales: dict[str, str]
-    scales_shapes: dict[str, Shape]
-    packed: dict[str, tuple[str, ...]]
-    packed_shapes: dict[str, Shape]
-    missing: dict[str, int]
-    doubled: dict[str, set[str]]
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    scales: dict[str, str] = field(default_factory=dict)
+    packed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    packed_shapes: dict[str, Shape] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)
+    doubled: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -114,7 +115,7 @@ class _Wanted(NamedTuple):
         spellings: Spellings,
         swapped: Collection[str],
     ) -> _Wanted:
-        wanted, parts = cls({}, {}, {}, {}, {}, {}, {}), spellings.parts_among(found)
+        wanted, parts = cls(), spellings.parts_among(found)
         for name, weight in expected.items():
             packed = packed_shapes(name, weight.own_shape) if is_stack(weight) else {}
             shape = _swap(weight.shape) if name in swapped else tuple(weight.shape)
@@ -130,11 +131,14 @@ class _Wanted(NamedTuple):
                 wanted.shapes.update(there[0] if there else forms[0])
             if there and there[0] is forms[1]:
                 wanted.missing[name] = spellings.count(name) - len(forms[1])
-        for name, shape in wanted.shapes.items():
-            if len(shape) == 2 and name in found and found[name][0].dtype == FP8:
-                wanted.scales[name] = name + SCALES
-                wanted.scales_shapes[name + SCALES] = scales_shape(shape)
+        matrices = (name for name, shape in wanted.shapes.items() if len(shape) == 2 and name in found)
+        wanted.scales = {name: name + SCALES for name in matrices if found[name][0].dtype == FP8}
         return wanted
+
+    @property
+    def scales_shapes(self) -> dict[str, Shape]:
+        """The shapes of the tensors named in `scales`."""
+        return {scales: scales_shape(self.shapes[name]) for name, scales in self.scales.items()}
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -208,7 +208,8 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
             "%s: %d matrices are stored in FP8 and are dequantized to %s; pushes must be in %s too, without scales",
             plan.folder,
             len(checkpoint.scales),
-            *[_name(plan.dtype)] * 2,
+            _name(plan.dtype),
+            _name(plan.dtype),
         )
     return AllocatedModel(_allocate(plan, place), checkpoint)
 
