@@ -95,28 +95,7 @@ class Decoder:
         self.spec, self.ops = spec, backend
         self._tensors: dict[str, Weight] = {}
         self.owners: dict[str, Owner] = {}
-
-        def new(
-            name: str,
-            *shape: int,
-            layout: StackLayout | HeadLayout | None = None,
-            held: WeightSpec = PLAIN,
-            whole: Owner = Owner.STAGE,
-        ) -> Any:
-            self.owners[name] = owner = whole if held.part is None else Owner.RANK
-            memory = (of_owner or {}).get(owner, empty)
-            memory = memory if held.dtype is None else partial(memory, dtype=held.dtype)
-            if layout is not None:
-                holder: Any = Stack if isinstance(layout, StackLayout) else HeadMatrices
-                weight: Any = holder.new(backend.new_weight, memory, shape, layout)
-            else:
-                weight = backend.new_weight(*shape, memory) if len(shape) == 2 else memory(*shape)
-                if held.part is not None and held.part.dim == 0:
-                    mark_rows(weight, held.part.total)
-            stored = weight if held.shape is None else weight.view(held.shape)
-            self._tensors[name] = stored if held.part is None else Shard(stored, held.part)
-            return weight if layout is None else weight.matrix
-
+        new = partial(self._new_weight, dict.fromkeys(Owner, empty) | dict(of_owner or {}))
         if spec.holds_embeddings:
             new(spec.embedding, spec.vocab_size, spec.hidden_size, whole=Owner.ALL)
         layers = [make_layer(spec, i, new) for i in spec.own_layers]
@@ -133,6 +112,31 @@ class Decoder:
             if spec.served_mtp is not None:
                 self.mtp = Mtp(spec, spec.served_mtp, backend, new)
         self._like = empty(0)
+
+    def _new_weight(
+        self,
+        memories: Mapping[Owner, Empty],
+        name: str,
+        *shape: int,
+        layout: StackLayout | HeadLayout | None = None,
+        held: WeightSpec = PLAIN,
+        whole: Owner = Owner.STAGE,
+    ) -> Any:
+        """Add an uninitialized weight, and return it as `layer.GetWeight` does. `whole`: the owner of a weight that no
+        ranks divide.
+        """
+        self.owners[name] = owner = whole if held.part is None else Owner.RANK
+        memory = memories[owner] if held.dtype is None else partial(memories[owner], dtype=held.dtype)
+        if layout is not None:
+            holder: Any = Stack if isinstance(layout, StackLayout) else HeadMatrices
+            weight: Any = holder.new(self.ops.new_weight, memory, shape, layout)
+        else:
+            weight = self.ops.new_weight(*shape, memory) if len(shape) == 2 else memory(*shape)
+            if held.part is not None and held.part.dim == 0:
+                mark_rows(weight, held.part.total)
+        stored = weight if held.shape is None else weight.view(held.shape)
+        self._tensors[name] = stored if held.part is None else Shard(stored, held.part)
+        return weight if layout is None else weight.matrix
 
     @property
     def embed(self) -> Any:
