@@ -1,4 +1,4 @@
-"""What the tests prove of each family of models: at which place, on which backend, and in which dtype.
+"""What the tests prove of each family of models: which claim, on which backend, and in which dtype.
 
 A test says so with the mark `proves`. This module is a pytest plugin, loaded by `conftest`. It reads the marks of the
 tests that every run of `make test` includes. `.ci/support.py` writes them into the table in docs/support.md.
@@ -25,7 +25,7 @@ from trueroll.kernels.families import families
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- families: written by .ci/support.py -->", "<!-- families: end -->"
-PLACES = {
+CLAIMS = {
     "transformers": "log-probs of transformers",
     "company": "bits in company",
     "ranks": "bits on ranks",
@@ -33,16 +33,16 @@ PLACES = {
     "gradients": "gradients",
     "pushes": "pushes",
 }
-"""The places at which a family can be proven, with the headings of their columns."""
+"""The claims about a family, with the headings of their columns."""
 _SHORT = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _Names: TypeAlias = str | Iterable[str] | Callable[..., Any] | None
 
 
 class Proof(NamedTuple):
-    """A test proves an architecture at a place."""
+    """A test proves a claim about an architecture."""
 
     architecture: str
-    place: str
+    claim: str
     backend: str
     dtype: str
 
@@ -58,16 +58,16 @@ COLLECTED = pytest.StashKey[Proofs]()
 
 
 def proves(
-    *places: str, family: _Names = None, backend: _Names = None, dtype: _Names = None, vision: bool = False
+    *claims: str, family: _Names = None, backend: _Names = None, dtype: _Names = None, vision: bool = False
 ) -> pytest.MarkDecorator:
-    """Mark a test that proves a family at these `PLACES`.
+    """Mark a test that proves these `CLAIMS` about a family.
 
     `family`: tiny models by name; with `vision`, models of `vision_models`. `backend`, `dtype`: as for a worker. Each
     is one name, several, or a function that returns these and gets the parameters of a cell of the test by name. By
     default, they are the parameter that names a model, and the parameters `backend` and `dtype`.
     """
-    assert PLACES.keys() >= {*places}
-    return pytest.mark.proves(places, family, backend, dtype, vision)
+    assert CLAIMS.keys() >= {*claims}
+    return pytest.mark.proves(claims, family, backend, dtype, vision)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
@@ -93,14 +93,14 @@ def _proofs_of(item: pytest.Item) -> Iterator[Proof]:
     callspec = getattr(item, "callspec", None)
     params: dict[str, Any] = {} if callspec is None else callspec.params
     for mark in item.iter_markers("proves"):
-        places, family, backend, dtype, vision = mark.args
+        claims, family, backend, dtype, vision = mark.args
         known = _vision_architectures() if vision else ARCHITECTURES
         named = next((value for value in params.values() if isinstance(value, str) and value in known), None)
         families = _read(family, params, named)
         backends, dtypes = _read(backend, params, params.get("backend")), _read(dtype, params, params.get("dtype"))
         assert families and backends and dtypes, f"{item.nodeid}: the mark proves needs a family, a backend and a dtype"
-        for one, place, *others in product(families, places, backends, dtypes):
-            yield Proof(known[one], place, *others)
+        for one, claim, *others in product(families, claims, backends, dtypes):
+            yield Proof(known[one], claim, *others)
 
 
 def _read(given: _Names, params: dict[str, Any], default: Any) -> list[str]:
@@ -118,11 +118,11 @@ def _vision_architectures() -> dict[str, str]:
 def table(proofs: Iterable[Proof]) -> str:
     """Return the table of all families, in Markdown."""
     cells: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for architecture, place, backend, dtype in proofs:
-        cells[architecture, place][backend].add(dtype)
-    rows = [["architecture", *PLACES.values()], ["---"] * (1 + len(PLACES))]
+    for architecture, claim, backend, dtype in proofs:
+        cells[architecture, claim][backend].add(dtype)
+    rows = [["architecture", *CLAIMS.values()], ["---"] * (1 + len(CLAIMS))]
     for name in sorted(families()):
-        rows.append([f"`{name}`", *(_cell(cells[name, place]) for place in PLACES)])
+        rows.append([f"`{name}`", *(_cell(cells[name, claim]) for claim in CLAIMS)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from matrix import thinned
 from proofs import (
+    CLAIMS,
     COLLECTED,
-    PLACES,
     ROOT,
     Proof,
     marked_files,
@@ -41,9 +41,9 @@ def test_the_table_of_families_is_up_to_date(proven: str) -> None:
     assert read_table() == proven, "run .venv/bin/python -P .ci/support.py"
 
 
-@pytest.mark.parametrize("place", ["transformers", "trainer", "pushes"])
-def test_every_family_is_proven(proven: str, place: str) -> None:
-    column = 2 + [*PLACES].index(place)
+@pytest.mark.parametrize("claim", ["transformers", "trainer", "pushes"])
+def test_every_family_is_proven(proven: str, claim: str) -> None:
+    column = 2 + [*CLAIMS].index(claim)
     rows = [[cell.strip() for cell in line.split("|")] for line in proven.splitlines()[2:]]
     assert [row[1] for row in rows] == [f"`{name}`" for name in sorted(families())]
     assert [row[1] for row in rows if row[column] == "–"] == []

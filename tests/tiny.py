@@ -383,9 +383,6 @@ def _spread_weights(model: torch.nn.Module) -> None:
                 weight.sub_(1.0)  # these norms multiply by 1 + w
         else:
             weight.normal_(std=_spread(name, weight, transposed), generator=generator)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(std=0.3, generator=generator)
 
 
 def _spread(name: str, weight: torch.Tensor, transposed: bool) -> float:

@@ -15,24 +15,22 @@ from typing import Any
 import pytest
 import torch
 from matrix import thinned
-from mixers import attention_of
+from mixers import with_attention
 from proofs import proves
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral3Config
+from transformers import Mistral3Config
 
 from tiny import FREE, make_tiny_model
-from trueroll.engine.models.decoder import Decoder
 from trueroll.engine.models.loader import read_config
 from trueroll.errors import AlignmentError, ModelError
-from trueroll.kernels import reference
 from trueroll.kernels.contract import AttentionWeights, ExpertsWeights, Layer, Norms
 from trueroll.kernels.families import describe
-from trueroll.kernels.specs import DecoderSpec, ExpertsSpec, Score
+from trueroll.kernels.specs import ExpertsSpec, Score
 from trueroll.kernels.training import align, token_experts, token_log_probs, unalign
 
 from ...kernels.test_training import check_errors, pad, sequences, three_gradients, with_joined_few
 from ..test_trainer_log_probs import DTYPES, count_differences, padded, roll_out
-from .parity import LIMIT, check_parity, load, theirs
+from .parity import LIMIT, check_defaults, check_parity, error_with, load
 from .test_hybrid_families import Hybrid, prompt
 
 FILE = "model.safetensors"
@@ -59,15 +57,11 @@ def test_log_probs_equal_those_of_transformers(tmp_path: Path, name: str) -> Non
 
 
 def rotated(layer: Layer) -> Layer:
-    return of_mixer(layer, rotation=0)
+    return with_attention(layer, rotation=0)
 
 
 def unrotated(layer: Layer) -> Layer:
-    return of_mixer(layer, rotation=1)
-
-
-def of_mixer(layer: Layer, **fields: Any) -> Layer:
-    return replace(layer, spec=replace(layer.spec, mixer=replace(attention_of(layer.spec), **fields)))
+    return with_attention(layer, rotation=1)
 
 
 def normed_before(layer: Layer) -> Layer:
@@ -96,27 +90,24 @@ SABOTAGE: dict[str, tuple[str, dict[str, Any], Callable[[Layer], Layer]]] = {
     "SmolLM3 rotates in all layers": ("smollm3", {}, rotated),
     "EXAONE 4 with windows rotates in all layers": ("exaone4", {}, rotated),
     "EXAONE 4 without windows rotates in none": ("exaone4", WITHOUT_WINDOWS, unrotated),
-    "EXAONE 4 does not norm heads": ("exaone4", {}, partial(of_mixer, qk_norm=None)),
+    "EXAONE 4 does not norm heads": ("exaone4", {}, partial(with_attention, qk_norm=None)),
     "Olmo 2 has its norms before": ("olmo2", {}, normed_before),
-    "OLMoE does not norm q and k": ("olmoe", {}, partial(of_mixer, qk_norm=None)),
+    "OLMoE does not norm q and k": ("olmoe", {}, partial(with_attention, qk_norm=None)),
     "OLMoE norms gates": ("olmoe", {}, with_other_gates),
     "Qwen2-MoE norms gates": ("qwen2_moe", {}, with_other_gates),
     "Qwen2-MoE has no shared expert": ("qwen2_moe", {}, without_the_shared_expert),
     "Qwen2-MoE has no biases": ("qwen2_moe", {}, lambda layer: without_biases(layer, "biases")),
     "Seed-OSS has no bias of its output": ("seed_oss", {}, lambda layer: without_biases(layer, "o_bias")),
     "Mixtral does not norm gates": ("mixtral", {}, with_other_gates),
-    "Mixtral has no window": ("mixtral", {}, partial(of_mixer, window=None)),
-    "Mistral 3 has no window": ("mistral3", {}, partial(of_mixer, window=None)),
+    "Mixtral has no window": ("mixtral", {}, partial(with_attention, window=None)),
+    "Mistral 3 has no window": ("mistral3", {}, partial(with_attention, window=None)),
 }
 
 
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_step_done_wrong_is_noticed(tmp_path: Path, name: str) -> None:
     family, overrides, change = SABOTAGE[name]
-    folder, ids = make_tiny_model(family, tmp_path, **overrides), prompt(100)
-    ours = Hybrid(folder)
-    ours.model.layers = tuple(map(change, ours.model.layers))
-    assert (ours.log_probs(ids) - theirs(folder, ids)).abs().max() > 100 * LIMIT
+    assert error_with(change, make_tiny_model(family, tmp_path, **overrides)) > 100 * LIMIT
 
 
 @pytest.mark.parametrize(
@@ -156,23 +147,7 @@ MINIMAL: dict[str, tuple[str, dict[str, Any]]] = {
 def test_missing_settings_have_the_defaults_of_transformers(tmp_path: Path, architecture: str) -> None:
     model_type, settings = MINIMAL[architecture]
     raw = SIZES | dict(architectures=[architecture], model_type=model_type) | settings
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    config, spec = AutoConfig.from_pretrained(tmp_path), describe(raw)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    ours = Decoder(spec, reference, partial(torch.empty, device="meta"))  # type: ignore[arg-type]
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for copy in ours.tied_tensors():
-        del shapes[copy]
-    assert {name: weight.shape for name, weight in ours.checkpoint_tensors().items()} == shapes
-    assert [spec.tie_word_embeddings, spec.max_position_embeddings] == [
-        config.tie_word_embeddings,
-        config.max_position_embeddings,
-    ]
-    assert {norm.eps for norm in (spec.norm, *(layer.norm for layer in spec.layers))} == {config.rms_norm_eps}
-    assert spec.rotations[0].inv_freq[1] == pytest.approx(config.rope_parameters["rope_theta"] ** (-2 / head_dim(spec)))
-    windows = [config.sliding_window if "sliding" in kind else None for kind in getattr(config, "layer_types", [])]
-    assert [attention_of(layer).window for layer in spec.layers] == (windows or [None] * 5)
+    config, spec = check_defaults(raw, tmp_path)
     for experts in spec.experts:
         is_normed = getattr(config, "norm_topk_prob", True)  # Mixtral has no such setting
         assert experts.top_k == config.num_experts_per_tok
@@ -184,10 +159,6 @@ def test_a_missing_tie_of_a_wrapper_has_the_default_of_transformers(tmp_path: Pa
     del raw["tie_word_embeddings"]
     assert describe(raw).tie_word_embeddings and Mistral3Config().tie_word_embeddings
     assert not describe(raw | dict(tie_word_embeddings=False)).tie_word_embeddings
-
-
-def head_dim(spec: DecoderSpec) -> int:
-    return attention_of(spec.layers[0]).head_dim
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ comparison must notice.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,14 +23,13 @@ from kernels.test_training import (
     with_joined_few,
 )
 from matrix import thinned
-from mixers import attention_of
+from mixers import with_attention
 from proofs import proves
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import CORRECTED, make_tiny_model
-from trueroll.engine.models.decoder import Decoder
 from trueroll.engine.models.loader import read_config
 from trueroll.errors import AlignmentError, ModelError
 from trueroll.kernels import reference
@@ -45,7 +43,7 @@ from trueroll.kernels.training import align, replayed, token_experts, token_log_
 from ..test_trainer_log_probs import DTYPES, count_differences, packed, padded, roll_out
 from ..test_trainer_routes import recorded
 from ..test_trainer_routes import sequences as sequences_of
-from .parity import LIMIT, check_parity, load, theirs
+from .parity import LIMIT, check_defaults, check_parity, error_with, load, theirs
 from .test_hybrid_families import CPU, Hybrid, prompt
 
 FILE = "model.safetensors"
@@ -95,10 +93,6 @@ def without(layer: Layer, *names: str) -> Layer:
     return replace(layer, mlp=replace(mlp, **dict.fromkeys(names))) if isinstance(mlp, ExpertsWeights) else layer
 
 
-def of_mixer(layer: Layer, **fields: Any) -> Layer:
-    return replace(layer, spec=replace(layer.spec, mixer=replace(attention_of(layer.spec), **fields)))
-
-
 SABOTAGE: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
     **{f"{family} has no correction": (family, lambda layer: without(layer, "correction")) for family in CORRECTED},
     "GLM has no groups": ("glm4_moe", partial(routed, groups=1)),
@@ -106,26 +100,23 @@ SABOTAGE: dict[str, tuple[str, Callable[[Layer], Layer]]] = {
     "GLM does not norm gates": ("glm4_moe", partial(routed, normed=False)),
     "GLM does not scale gates": ("glm4_moe", partial(routed, scale=1.0)),
     "GLM has no shared expert": ("glm4_moe", lambda layer: without(layer, "shared")),
-    "Solar rotates neighbouring pairs": ("solar_open", partial(of_mixer, interleaved=True)),
+    "Solar rotates neighbouring pairs": ("solar_open", partial(with_attention, interleaved=True)),
     "dots1 has softmax scores": ("dots1", partial(routed, score="softmax")),
-    "dots1 has no window": ("dots1", partial(of_mixer, window=None)),
-    "MiniMax norms heads": ("minimax_m2", partial(of_mixer, qk_norm=None)),
+    "dots1 has no window": ("dots1", partial(with_attention, window=None)),
+    "MiniMax norms heads": ("minimax_m2", partial(with_attention, qk_norm=None)),
     "MiniMax does not norm gates": ("minimax_m2", partial(routed, normed=False)),
-    "AFMoE rotates in all layers": ("afmoe", partial(of_mixer, rotation=0)),
-    "AFMoE does not norm heads": ("afmoe", partial(of_mixer, qk_norm=None)),
+    "AFMoE rotates in all layers": ("afmoe", partial(with_attention, rotation=0)),
+    "AFMoE does not norm heads": ("afmoe", partial(with_attention, qk_norm=None)),
     "ERNIE has sigmoid scores": ("ernie4_5_moe", partial(routed, score="sigmoid")),
     "ERNIE does not norm gates": ("ernie4_5_moe", partial(routed, normed=False)),
-    "ERNIE rotates halves": ("ernie4_5_moe", partial(of_mixer, interleaved=False)),
+    "ERNIE rotates halves": ("ernie4_5_moe", partial(with_attention, interleaved=False)),
 }
 
 
 @pytest.mark.parametrize("name", SABOTAGE)
 def test_a_step_done_wrong_is_noticed(tmp_path: Path, name: str) -> None:
     family, change = SABOTAGE[name]
-    folder, ids = make_tiny_model(family, tmp_path), prompt(100)
-    ours = Hybrid(folder)
-    ours.model.layers = tuple(map(change, ours.model.layers))
-    assert (ours.log_probs(ids) - theirs(folder, ids)).abs().max() > 100 * LIMIT
+    assert error_with(change, make_tiny_model(family, tmp_path)) > 100 * LIMIT
 
 
 def test_a_correction_that_weighs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,25 +199,7 @@ MINIMAL: dict[str, tuple[str, dict[str, Any]]] = {
 def test_missing_settings_have_the_defaults_of_transformers(tmp_path: Path, architecture: str) -> None:
     model_type, settings = MINIMAL[architecture]
     raw = SIZES | dict(architectures=[architecture], model_type=model_type) | settings
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    config, spec = AutoConfig.from_pretrained(tmp_path), describe(raw)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    ours = Decoder(spec, reference, partial(torch.empty, device="meta"))  # type: ignore[arg-type]
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for copy in ours.tied_tensors():
-        del shapes[copy]
-    assert {name: weight.shape for name, weight in ours.checkpoint_tensors().items()} == shapes
-    assert [spec.tie_word_embeddings, spec.max_position_embeddings, spec.norm.eps] == [
-        config.tie_word_embeddings,
-        config.max_position_embeddings,
-        config.rms_norm_eps,
-    ]
-    theta, part = config.rope_parameters["rope_theta"], config.rope_parameters.get("partial_rotary_factor", 1.0)
-    size = attention_of(spec.layers[0]).head_dim * part
-    assert spec.rotations[0].inv_freq[1] == pytest.approx(theta ** (-2 / size))
-    windows = [config.sliding_window if "sliding" in kind else None for kind in getattr(config, "layer_types", [])]
-    assert [attention_of(layer).window for layer in spec.layers] == (windows or [None] * 5)
+    config, spec = check_defaults(raw, tmp_path)
     [experts] = set(spec.experts)
     assert experts.top_k == config.num_experts_per_tok
     scale = getattr(config, "routed_scaling_factor", getattr(config, "route_scale", 1.0))
