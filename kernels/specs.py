@@ -240,10 +240,10 @@ class Mamba2Spec:
     """A selective state space (Mamba 2, Dao and Gu 2024, arXiv 2405.21060) after a short causal convolution: a token
     mixer with a recurrent state instead of a KV cache.
 
-    Each head has a state [state_size, head_dim]. Consecutive heads form groups of equal size. The heads of a group
-    share the vectors B and C. `norm` covers all channels of a group at once and comes after the output gate.
-    `kernel_size`: the number of tokens that the convolution of x, B and C sees, including the current one.
-    `convolution_bias`: the convolution has a bias. `time_step_limit`: the least and the largest time step.
+    Each head has a state [state_size, head_dim]. The same number of consecutive heads forms a group. A group shares the
+    vectors B and C, and `norm` covers the channels of a group, after the output gate. `kernel_size`: the number of
+    tokens that the convolution of x, B and C sees, including the current one. `convolution_bias`: the convolution has a
+    bias. `time_step_limit`: the least and the largest time step.
     """
 
     num_heads: int

@@ -191,8 +191,7 @@ class ModelRunner:
             if group is not None and (found := places[group]) is not None:
                 sources, destinations = found
                 keys, values = memory
-                is_view = values.data_ptr() == keys.data_ptr()  # see `Memory`
-                for cache in (keys,) if is_view else memory:
+                for cache in (keys,) if values.data_ptr() == keys.data_ptr() else memory:
                     cache[destinations] = cache[sources]
         if self.mtp is not None:
             self.mtp.copy_blocks(block_copies[0])

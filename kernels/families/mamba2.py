@@ -78,7 +78,7 @@ def _expect_state_space(settings: Any, any_size: bool = False) -> None:
 
 
 def _fill(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` with numbers for `time_step_limit` and `mamba_d_head`, which files may write in other forms."""
+    """Return `raw` with the types of the layers, and with numbers for sizes and limits that files write otherwise."""
     raw["time_step_limit"] = [_number(bound) for bound in raw.get("time_step_limit") or (0.0, float("inf"))]
     if raw["mamba_d_head"] == "auto":
         raw["mamba_d_head"] = raw.get("mamba_expand", 2) * raw["hidden_size"] // raw.get("mamba_n_heads", 128)
