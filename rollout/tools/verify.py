@@ -246,7 +246,7 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
 class _Lab:
     """A loaded model and the requests of the matrix. Creates an engine for each cell.
 
-    `steps_before_event`: the number of steps after which the event of a cell happens.
+    `steps_before_event`: as in `run_together`.
     """
 
     steps_before_event = 8
@@ -488,15 +488,20 @@ EVENTS: dict[str, Event] = {
 def run_together(
     engine: Engine, requests: Sequence[Request], event: Event | None = None, steps_before_event: int = 0
 ) -> Run:
-    """Serve all requests at once until they finish. `event`: what happens after this many steps."""
+    """Serve all requests at once until they finish.
+
+    `event`: what happens once, after `steps_before_event` steps. If a sample ends earlier, for example because its
+    drafts were right, the event happens after that step, while the other samples still run.
+    """
     outputs, history = [], [engine.stats()]
     for request in requests:
         engine.add(request)
     while engine.has_unfinished:
         outputs += engine.step()
         history.append(engine.stats())
-        if event is not None and len(history) - 1 == steps_before_event:
+        if event is not None and (outputs or len(history) - 1 == steps_before_event):
             outputs += event(engine)
+            event = None
     engine.check_integrity()
     return Run(requests, outputs, history)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from tiny import MIXTURES, make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
-from trueroll.engine.request import GenerateRequest, SampleOutput
+from trueroll.engine.request import GenerateRequest, Output, SampleOutput
 from trueroll.engine.running import executor
 from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.engine.running.ranks import Topology
@@ -368,6 +368,22 @@ def test_score_requests_in_separate_steps_are_not_together(tiny_llama: Path) -> 
     claim = Cell(is_score=True, others=1)
     assert failed_premises(claim, verify.run_together(engine, requests)) == []
     assert failed_premises(claim, verify.run_together(engine, requests[:1])) == ["together"]
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+def test_an_event_happens_once_while_samples_run(tiny_llama: Path, steps: int) -> None:
+    """The first sample ends after three steps."""
+    engine, running = make_engine(tiny_llama), list[int]()
+    first, last = verify.make_subjects(SMALL, engine.info.vocab_size)[:2]
+
+    def interrupt(engine: Engine) -> list[Output]:
+        running.append(engine.stats().num_running)
+        return verify.EVENTS["interruption"](engine)
+
+    requests = [verify.with_params(first, max_tokens=3), last]
+    run = verify.run_together(engine, requests, interrupt, steps)
+    assert running == [2 if steps == 1 else 1] and run.growth("recomputed") == running[0]
+    assert failed_premises(Cell(others=1, event="interruption"), run) == []
 
 
 def test_every_changed_bit_and_another_end_are_differences(tiny_llama: Path) -> None:
