@@ -767,11 +767,6 @@ class DecoderSpec:
         return others if self.tower is None or self.serves_tower else others + self.tower.prefixes
 
     @property
-    def is_text_alone(self) -> bool:
-        """Return whether the model has neither a vision tower nor modules of one that is not supported."""
-        return self.tower is None and not self.beside
-
-    @property
     def head_range(self) -> tuple[int, int]:
         """The first token id of this rank's part of the head, and the number of ids."""
         part = self.held.get(HEAD_ROLE, PLAIN).part

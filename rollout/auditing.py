@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trueroll.errors import AlignmentError, ConfigError
 
@@ -173,9 +174,7 @@ def audit_folder(
     Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded or aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
-    folder = resolve_model(model)
-    kind = AutoModelForCausalLM if describe(read_config(folder)).is_text_alone else AutoModelForImageTextToText
-    loaded = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    loaded = _load(resolve_model(model), dtype)
     most = loaded.config.get_text_config().vocab_size
     prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]
     align(loaded, pieces=(client.health().engine or {}).get("pieces"))
@@ -184,6 +183,17 @@ def audit_folder(
         unalign(loaded)
         audits.append(audit(loaded, client, prompts, params))
     return audits
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Any:
+    """Load a checkpoint as a model of transformers in `dtype`. Tensors that a worker always holds in float32, such as a
+    router's correction bias, stay float32; transformers alone would round them for some families.
+    """
+    spec = describe(read_config(folder))
+    original = getattr(transformers, spec.architecture)
+    kept = {spec.names[role] for role in spec.own_dtypes(dtype)} | {*(original._keep_in_fp32_modules_strict or ())}
+    fields = {"_keep_in_fp32_modules_strict": kept, "__module__": original.__module__}
+    return type(original.__name__, (original,), fields).from_pretrained(folder, dtype=dtype)
 
 
 _UNKNOWN = (

@@ -1,7 +1,9 @@
 """The supported families of decoders. Each family converts a config.json to a `DecoderSpec`.
 
-Each module here lists one family, or a few related families, in `FAMILIES`. Modules are discovered automatically. No
-other code contains the name of an architecture: worker, aligned trainer, random weights and tests read the spec.
+Each module here lists one family, or a few related families, in `FAMILIES`. If published files spell the name of an
+architecture in another way than transformers, the module maps their spelling to that of transformers in `SPELLINGS`.
+Modules are discovered automatically. No other code contains the name of an architecture: worker, aligned trainer,
+random weights and tests read the spec.
 """
 
 from __future__ import annotations
@@ -25,9 +27,19 @@ requires something that is not supported.
 
 @cache
 def families() -> dict[str, Describe]:
-    """Return a map from architecture name, as in config.json, to the `Describe` function of the family."""
+    """Return a map from architecture name, as in transformers, to the `Describe` function of the family."""
+    return _gather("FAMILIES")
+
+
+@cache
+def _spellings() -> dict[str, str]:
+    return _gather("SPELLINGS")
+
+
+def _gather(table: str) -> dict[str, Any]:
+    """Return the entries of the table with this name in all modules."""
     modules = (import_module(f".{module.name}", __name__) for module in iter_modules(__path__))
-    return {name: describe for module in modules for name, describe in getattr(module, "FAMILIES", {}).items()}
+    return {name: entry for module in modules for name, entry in getattr(module, table, {}).items()}
 
 
 def describe(raw: dict[str, Any]) -> DecoderSpec:
@@ -36,8 +48,9 @@ def describe(raw: dict[str, Any]) -> DecoderSpec:
     Raise ModelError for an unknown architecture, for a broken file, and for settings that are not supported.
     """
     names = raw.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str) or name not in families():
+    given = names[0] if isinstance(names, list) and names else None
+    name = _spellings().get(given, given) if isinstance(given, str) else ""
+    if name not in families():
         supported = ", ".join(sorted(families()))
-        raise ModelError(f"architecture must be one of {supported} (got {brief(name)}); serve another model")
+        raise ModelError(f"architecture must be one of {supported} (got {brief(given)}); serve another model")
     return with_pieces(families()[name](raw, name))

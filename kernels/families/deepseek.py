@@ -158,3 +158,4 @@ FAMILIES = {
     "Mistral4ForCausalLM": _mistral4,
     "Kimi_K25ForConditionalGeneration": wrapped_text(_TEXT, _BESIDE, _RENAMED, is_tied=True),
 }
+SPELLINGS = {"KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration"}

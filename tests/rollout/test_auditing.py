@@ -254,3 +254,12 @@ def test_stale_weights_and_adapters_are_found(folder: Path, forked_workers: None
 
         text = the_cause(run(model, client, log_probs=pushing), "version")
         assert text == "the worker served versions [1, 2] during the audit; audit again without pushes"
+
+
+@pytest.mark.parametrize("family", ["mistral4", "afmoe"])
+def test_a_folder_of_any_family_is_audited(tmp_path: Path, family: str, forked_workers: None) -> None:
+    """Mistral 4 has no automatic class for causal models. transformers would round the correction bias of AFMoE."""
+    folder = make_tiny_model(family, tmp_path, dtype="bfloat16")
+    with launch_worker(str(folder), num_blocks=64, num_threads=1) as worker, RolloutClient(worker.address) as client:
+        [found] = auditing.audit_folder(str(folder), client, PROMPTS, PARAMS)
+    assert (found.num_different, found.causes, found.num_tokens) == (0, (), 72)

@@ -25,7 +25,8 @@ from trueroll.kernels.training import align
 
 from ...kernels.test_training import check_errors, three_gradients, with_joined_few
 from ..drive import make_engine
-from ..test_trainer_log_probs import DTYPES, count_differences, padded, roll_out
+from ..test_trainer_log_probs import DTYPES, count_differences, packed, padded, roll_out
+from ..test_trainer_routes import recorded
 from .parity import LIMIT, check_parity, error_with, load
 
 YARN: dict[str, Any] = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64)
@@ -96,12 +97,20 @@ def test_a_step_done_wrong_is_noticed(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("family", OF_LATENT)
 @thinned(lambda family, dtype, backend: (dtype, backend) == ("bfloat16", "cpu") or family == "deepseek_v3")
 def test_a_trainer_computes_the_bits_of_the_rollout(tmp_path: Path, family: str, dtype: str, backend: str) -> None:
-    """The samples were drawn in company, some after a preemption, and their prompts were partly cached."""
+    """The samples were drawn in company, some after a preemption, and their prompts were partly cached. The trainer
+    chooses experts itself, or takes those of the rollout.
+    """
     folder = make_tiny_model(family, tmp_path, dtype)
-    rollout = roll_out(folder, (80, 40, 5), dtype=dtype, backend=backend)
+    rollout = roll_out(folder, (80, 40, 5), routes=True, dtype=dtype, backend=backend)
     model = load(folder, dtype)
     align(model, backend)
     assert count_differences(padded(model, rollout), rollout) == 0
+    assert count_differences(packed(model, rollout, recorded(rollout)), rollout) == 0
+
+
+def test_the_name_of_kimi_in_published_files_is_read(tmp_path: Path) -> None:
+    raw = read_config(make_tiny_model("kimi_k25", tmp_path))
+    assert describe(raw | dict(architectures=["KimiK25ForConditionalGeneration"])) == describe(raw)
 
 
 @proves("gradients", backend="cpu", dtype="float32")
