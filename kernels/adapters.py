@@ -26,6 +26,12 @@ _OF_PEFT = (_LINEAR, _WRAPPER)
 # empty, since any entry changes the computation.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
 _EMPTY = ("lora_dropout", "lora_bias", "use_dora", "layer_replication", "trainable_token_indices", "target_parameters")
+_HINTS = {
+    "target_parameters": (
+        "; PEFT turns targets of a mixture such as gate_proj, up_proj and down_proj, also those of 'all-linear', into "
+        "parameters of the experts: name other modules in target_modules"
+    )
+}
 # Fields that do not change the computation, or that other code checks. Some of these fields select the adapted modules,
 # initialize A, B and the scale, or configure storage. The other fields enable kinds of LoRA that have their own classes
 # or variants in PEFT. `adapter_of` detects these kinds in the modules.
@@ -91,6 +97,7 @@ def check_adapters(model: Any) -> None:
             raise AlignmentError(
                 f"{field} = {getattr(found, 'value', found)!r} is not supported in an adapter; use LoRA of linear "
                 "layers only, without dropout or biases, or merge the adapter into the weights first"
+                f"{_HINTS.get(field, '')}"
             )
     _check_fields(config)
     check_modules(model.get_base_model())

@@ -126,8 +126,9 @@ def parameter(
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
             f"{name} must be {held.dtype}, as in a worker (got {found.dtype}, which has rounded its values); load the "
-            f"model again with {leaf!r} in the _keep_in_fp32_modules_strict of its class, and exclude the tensor from "
-            "any MixedPrecisionPolicy"
+            f"model with {name.removeprefix(prefix)!r} in the _keep_in_fp32_modules_strict of its class; if "
+            "a MixedPrecisionPolicy rounds the parameter, pass it to fully_shard in ignored_params, or, if it is "
+            "trained, shard float32 parameters without a policy and use autocast"
         )
     return found
 
