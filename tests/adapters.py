@@ -6,18 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+
+from trueroll.engine.models.loader import read_config
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 HYBRID = [*ATTENTION, "in_proj_qkv", "in_proj_z", "out_proj"]
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
+# PEFT refuses `out_proj` of Nemotron.
+NEMOTRON = [*ATTENTION, "in_proj", "fc1_latent_proj", "fc2_latent_proj", "up_proj", "down_proj"]
+
+
+def load(folder: Path, dtype: torch.dtype) -> Any:
+    """Return the model of transformers. Some architectures have no automatic class."""
+    return getattr(transformers, read_config(folder)["architectures"][0]).from_pretrained(folder, dtype=dtype)
 
 
 def adapt(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Any:
     """Return the model in `folder` with a LoRA adapter. By default the adapter has rank 4 and covers all attention
     matrices; `config` overrides this.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model = load(folder, dtype)
     fields: dict[str, Any] = dict(r=4, lora_alpha=8, target_modules=ATTENTION, task_type="CAUSAL_LM") | config
     adapted = get_peft_model(model, LoraConfig(**fields))
     change(adapted, seed)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, distributed
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,15 +28,29 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText
+from transformers.models.afmoe.modeling_afmoe import AfmoePreTrainedModel
 
+sys.path.append(str(Path(__file__).parents[1]))
+from adapters import ATTENTION, LATENT, NEMOTRON, adapt
+
+from trueroll.engine.models.loader import read_config
 from trueroll.errors import AlignmentError
 from trueroll.kernels.training import align, aligned_with, merged_weights, token_log_probs, token_statistics, unalign
-from trueroll.kernels.wrappers import unwrapped
+from trueroll.kernels.wrappers import text_decoder, unwrapped
 from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher
 
 LENS = (40, 33, 5, 17, 1, 21)
 POLICY: dict[str, Any] = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+ADAPTED: dict[str, Any] = {
+    "llama": "all-linear",
+    "deepseek_v3": LATENT,
+    "nemotron_h": NEMOTRON,
+    "mistral3": ATTENTION,
+}
+"""Families with LoRA, and the modules with adapters."""
+CHOOSING = ("expert_bias", "correction_bias")
+"""The ends of the names of parameters that only choose experts, so that they have no gradient."""
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
 STEPS = 2
 
@@ -55,7 +70,8 @@ class Found:
 
 
 def load(folder: str, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    kind = getattr(transformers, read_config(Path(folder))["architectures"][0])
+    return kind.from_pretrained(folder, dtype=dtype)
 
 
 def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -69,7 +85,7 @@ def aligned(folder: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def sharded(model: Any, whole: bool = False, **settings: Any) -> Any:
     settings = dict(mp_policy=MixedPrecisionPolicy(**POLICY)) | settings
-    for layer in [] if whole else unwrapped(model).model.layers:
+    for layer in [] if whole else text_decoder(unwrapped(model)).layers:
         fully_shard(layer, **settings)
     return fully_shard(model, **settings)
 
@@ -112,7 +128,7 @@ def checkpointed(model: Any) -> Any:
 
 
 def checkpointed_by_torch(model: Any) -> Any:
-    layers = unwrapped(model).model.layers
+    layers = text_decoder(unwrapped(model)).layers
     for i, layer in enumerate(layers):
         layers[i] = checkpoint_wrapper(layer)
     return sharded(model)
@@ -265,47 +281,65 @@ def compare(name: str, folder: str, rank: int) -> Found:
     return Found(len(expected), {what: differences(each, expected) for what, each in found.items()}, errors)
 
 
-def compare_family(folder: str, rank: int) -> Found:
+def sharded_beside_biases(model: Any) -> Any:
+    """Shard a model, but not the float32 biases of its routers, which the policy would round."""
+    biases = {each for name, each in model.named_parameters() if name.endswith(CHOOSING)}
+    assert biases, "premise: biases are parameters"
+    return sharded(model, ignored_params=biases)
+
+
+SHARDED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "afmoe": ("fsdp", sharded_beside_biases),
+    "ernie4_5_moe": ("fsdp autocast", sharded_masters),
+}
+"""How trainers shard families with float32 parameters that a policy would round."""
+
+
+def compare_family(family: str, folder: str, rank: int) -> Found:
     """Test a model that is sharded by layers. Gradients match a single process up to one bfloat16 rounding."""
-    rows, model = sequences(rank), sharded(aligned(folder))
-    found = packed(model, rows)
-    loss(found, rank).backward()
-    single = single_gradients(folder)
-    errors = {name: (error(whole(each.grad), single[name].double()), 2**-8) for name, each in plain_names(model)}
-    columns = token_statistics(model, torch.cat(rows), lengths=LENS, top_logprobs=2)
+    name, shard = SHARDED.get(family, ("fsdp", sharded))
+    rows, model = sequences(rank), shard(aligned(folder))
+    with autocast(name):
+        found = packed(model, rows)
+        loss(found, rank).backward()
+    single, beside = single_gradients(folder), unwrapped(model)._aligned.spec.beside
+    trained = [each for each in plain_names(model) if not each[0].startswith(beside) and not each[0].endswith(CHOOSING)]
+    errors = {name: (error(whole(each.grad), single[name].double()), 2**-8) for name, each in trained}
+    with autocast(name):
+        columns = token_statistics(model, torch.cat(rows), lengths=LENS, top_logprobs=2)
     each, expected = {"log_probs": found.detach(), "statistics": columns.logprobs}, expected_log_probs(folder, rank)
     return Found(len(expected), {what: differences(part, expected) for what, part in each.items()}, errors)
 
 
-def adapted(folder: str) -> Any:
+def adapted(family: str, folder: str) -> Any:
     """Return an aligned model with LoRA, and with a norm that is trained without an adapter."""
-    sys.path.append(str(Path(__file__).parents[1]))
-    from adapters import adapt
-
-    config: dict[str, Any] = dict(target_modules="all-linear", modules_to_save=["norm"])
+    config: dict[str, Any] = dict(target_modules=ADAPTED[family], modules_to_save=["norm", "norm_f"])
     model = adapt(Path(folder), **config).train()
     align(model)
     return model
 
 
-def compare_merged(folder: str, rank: int) -> Found:
-    """Compare the merged weights of a sharded model. A previous forward pass has left some of the weights unsharded and
-    rounded.
+def compare_adapted(family: str, folder: str, rank: int) -> Found:
+    """Compare log-probs and merged weights of a sharded model. A previous forward pass has left some of the weights
+    unsharded and rounded.
     """
-    model = checkpointed_by_torch(adapted(folder))
+    model, bare = checkpointed_by_torch(adapted(family, folder)), adapted(family, folder)
     with torch.no_grad():
-        packed(model, sequences(rank))
+        sampled = packed(model, sequences(rank))
+        with torch.autocast("cpu", torch.bfloat16):
+            expected_log_probs = packed(bare, sequences(rank))
     whole = [name for name, each in model.named_parameters() if not hasattr(each, "full_tensor")]
-    assert any("embed_tokens" in name for name in whole), "premise: the embedding is left whole"
-    found, expected = (dict(merged_weights(each, torch.float32)) for each in (model, adapted(folder)))
-    return Found(len(expected), {name: differences(found[name], each) for name, each in expected.items()}, {})
+    assert any("embed" in name for name in whole), "premise: the embedding is left whole"
+    found, expected = (dict(merged_weights(each, torch.float32)) for each in (model, bare))
+    merged = {name: differences(found[name], each) for name, each in expected.items()}
+    return Found(len(expected), merged | {"log_probs": differences(sampled, expected_log_probs)}, {})
 
 
 def train_and_push(name: str, folder: str, rank: int, address: str, version: int, adapters: bool = False) -> Found:
     """Train on samples of a worker, and compare the log-probs of worker and trainer after each push. At first the
     worker has the weights of the previous case, so the first push of adapters is repeated with all weights.
     """
-    model = WRAPPERS[name](adapted(folder) if adapters else aligned(folder))
+    model = WRAPPERS[name](adapted("llama", folder) if adapters else aligned(folder))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True)
     found: dict[str, int] = {}
     count = 0
@@ -374,7 +408,6 @@ def with_tower(folder: str, dtype: torch.dtype = torch.float32) -> Any:
 def prompts_with_images(model: Any, rank: int) -> tuple[list[Tensor], list[list[Any]]]:
     """Return two sequences and their images. Rank 1 has no images."""
     tower = model._aligned.spec.tower
-    sys.path.append(str(Path(__file__).parents[1]))
     from engine.test_images import image_of, prompt_of
 
     grids = [tower.grid or (4, 6), tower.grid or (10, 4)] if rank == 0 else []
@@ -453,6 +486,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "fsdp1": sharded_as_in_fsdp1,
     "tensor parallel": parallel_tensors,
     "wide head": with_a_wide_head,
+    "rounded bias": sharded,
 }
 
 
@@ -470,22 +504,25 @@ def cases(rank: int, settings: dict[str, Any]) -> Iterator[tuple[str, Callable[[
         yield name, partial(compare, name, folders["llama"], rank)
     for family, folder in folders.items():
         if family != "llama":
-            yield family, partial(compare_family, folder, rank)
+            yield family, partial(compare_family, family, folder, rank)
     for i, name in enumerate(("fsdp", "fsdp offloaded", "ddp autocast")):
         pushing = partial(train_and_push, name, folders["llama"], rank, address)
         yield f"{name}, pushed", partial(pushing, 10 * i)
         yield f"{name}, adapters pushed", partial(pushing, 10 * i + 5, adapters=True)
     for name, (family, _) in WITH_TOWER.items():
         yield name, partial(compare_tower, name, settings["towers"][family], rank)
-    yield "merged", partial(compare_merged, folders["llama"], rank)
+    for family in ADAPTED:
+        yield f"{family}, adapted", partial(compare_adapted, family, folders[family], rank)
     for name in REFUSED:
-        yield f"{name}, refused", partial(refusal, name, folders["llama"], rank)
+        folder = folders["afmoe" if name == "rounded bias" else "llama"]
+        yield f"{name}, refused", partial(refusal, name, folder, rank)
 
 
 def main() -> None:
     rank, port, settings = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
+    AfmoePreTrainedModel._keep_in_fp32_modules_strict = {"mlp.expert_bias"}
     distributed.init_process_group("gloo")
     found: dict[str, Any] = {}
     for name, case in cases(rank, settings):

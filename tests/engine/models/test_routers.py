@@ -273,7 +273,7 @@ def test_a_trainer_computes_the_bits_and_finds_the_routes_of_the_rollout(
         assert ours[:-1].equal(recorded_ones[:-1])
 
 
-@pytest.mark.parametrize("family", CORRECTED)
+@pytest.mark.parametrize("family", (*CORRECTED, "deepseek_v2", "nemotron_h", "granite4"))
 def test_a_plain_model_replays_routes(tmp_path: Path, family: str) -> None:
     """The routes are not the model's own. The gates have the scale and the norm of the family."""
     model, (ids, mask) = load(make_tiny_model(family, tmp_path)), pad(sequences(), left=3)

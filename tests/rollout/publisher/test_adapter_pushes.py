@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import ATTENTION, HYBRID, adapt, change
+from adapters import ATTENTION, HYBRID, LATENT, NEMOTRON, adapt, change
 from proofs import proves
 from pushing import HandPush
 from serving import RawClient
@@ -28,8 +28,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(target_modules="all-linear", modules_to_save=["lm_head", "norm"]),
     "qwen3_5": dict(target_modules=HYBRID, use_rslora=True),
     "qwen3_moe": dict(target_modules=ATTENTION),
-    "deepseek_v2": dict(target_modules=["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
-    "bamba": dict(target_modules=[*ATTENTION, "in_proj", "out_proj"]),
+    "deepseek_v3": dict(target_modules=LATENT),
+    "nemotron_h": dict(target_modules=NEMOTRON),
 }
 
 
