@@ -77,8 +77,9 @@ class Rotation(NamedTuple):
     q_scale: Tensor | None = None
 
 
-Memory: TypeAlias = tuple[Tensor, Tensor]
-"""The memory of one layer for all sequences. The contents of the memory depend on the kind of mixer.
+Memory: TypeAlias = tuple[Tensor, ...]
+"""The memory of one layer for all sequences: two tensors for each mixer. The contents of the memory depend on the kind
+of mixer. In a layer with two mixers, the caches come before the states.
 
 Attention: the caches of keys and of values, each [blocks, block_size, kv_heads, D]. Latent attention: the same, with
 one key-value head; the values are the first elements of the keys, and the second cache is a view of the first one
@@ -235,7 +236,8 @@ class Mamba2Weights:
     `inputs`: [inner_size + channels + heads, H]; first the rows of the output gate z, then those of (x, B, C), then
     those of the time steps. `convolution` [channels, 1, kernel_size] begins with the weight of the oldest token.
     `convolution_bias`: [channels] or None. `decay` (the logarithm of the decay rate), `bias` (of the time steps) and
-    `skip` (the factor of a head's input in the head's output): [heads]. `norm`: [inner_size]. `o`: [H, inner_size].
+    `skip` (the factor of a head's input in the head's output): [heads]. `norm`: [inner_size] or None. `o`: [H,
+    inner_size].
     """
 
     inputs: Weight
@@ -244,7 +246,7 @@ class Mamba2Weights:
     decay: Tensor
     bias: Tensor
     skip: Tensor
-    norm: Tensor
+    norm: Tensor | None
     o: Weight
 
 
@@ -295,8 +297,9 @@ class Norms:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a decoder with its weights. `mixer_pieces`: the pieces of the mixer's `o`. `mlp_pieces`: the pieces
-    of `down` in the MLP or in the shared expert. The number of these pieces is also the number of groups of experts.
+    """One layer of a decoder with its weights. `mixer_pieces`, `recurrent_pieces`: the pieces of the `o` of `mixer` and
+    of `recurrent_mixer`. `mlp_pieces`: the pieces of `down` in the MLP or in the shared expert. The number of these
+    pieces is also the number of groups of experts.
     """
 
     spec: LayerSpec
@@ -306,6 +309,8 @@ class Layer:
     mlp: MlpWeights | ExpertsWeights | None
     mixer_pieces: Pieces = WHOLE
     mlp_pieces: Pieces = WHOLE
+    recurrent_mixer: DeltaNetWeights | Mamba2Weights | None = None
+    recurrent_pieces: Pieces = WHOLE
 
 
 SAMPLE, GREEDY = -1, -2
@@ -358,7 +363,9 @@ class FoldedHead(NamedTuple):
     statistics: TokenStatistics | None
 
 
-def new_caches(ops: Backend, mixer: CachedSpec, blocks: int, block_size: int, empty: Callable[..., Tensor]) -> Memory:
+def new_caches(
+    ops: Backend, mixer: CachedSpec, blocks: int, block_size: int, empty: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
     """Return uninitialized caches of keys and values. Their memory comes from `empty(*shape)`."""
     key_size, value_size = mixer.cached_sizes
     shape = blocks, block_size, mixer.num_kv_heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -141,8 +141,10 @@ def layer_of(decoder: DecoderSpec, spec: LayerSpec, prefix: str, get: GetWeight)
 
     nothing, own = (Norms(None, None), None), decoder.pieces // decoder.ranks
     mixer = nothing if spec.mixer is None else (norms("mixer_norm"), _mixer_weights(spec.mixer, hidden, of))
+    second: Any = None if spec.recurrent_mixer is None else _mixer_weights(spec.recurrent_mixer, hidden, of)
     mlp = nothing if spec.mlp is None else (norms("mlp_norm"), _mlp_weights(spec.mlp, hidden, of))
-    return Layer(spec, *mixer, *mlp, _mixer_pieces(spec.mixer, own), _mlp_pieces(spec.mlp, own))
+    pieces = _mixer_pieces(spec.mixer, own), _mlp_pieces(spec.mlp, own)
+    return Layer(spec, *mixer, *mlp, *pieces, second, _mixer_pieces(spec.recurrent_mixer, own))
 
 
 def _mixer_pieces(spec: CachedSpec | RecurrentSpec | None, count: int) -> Pieces:
@@ -232,7 +234,7 @@ def _mamba2_weights(spec: Mamba2Spec, hidden: int, of: GetWeight) -> Mamba2Weigh
         of("mamba.decay", heads),
         of("mamba.bias", heads),
         of("mamba.skip", heads),
-        of("mamba.norm", inner),
+        None if spec.norm is None else of("mamba.norm", inner),
         of("mamba.o", hidden, inner),
     )
 
@@ -315,17 +317,29 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
 
 
 def _mix(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur) -> Tensor:
-    """Return x [M, H] plus the output of the layer's mixer."""
-    spec, weights = layer.spec, cast(Any, layer.mixer)
-    hidden = _normed(ops, x, layer.mixer_norms.before, spec.norm)
-    if isinstance(spec.mixer, CachedSpec):
-        mixed = attend(hidden, spec.mixer, weights)
-    elif isinstance(spec.mixer, Mamba2Spec):
-        mixed = _mamba2(ops, hidden, spec.mixer, weights, recur)
-    else:
-        mixed = _delta_net(ops, hidden, cast(DeltaNetSpec, spec.mixer), weights, recur)
-    bias = None if isinstance(spec.mixer, RecurrentSpec) else weights.o_bias
-    return _added(ops, spec, x, mixed, weights.o, layer.mixer_pieces, layer.mixer_norms.after, bias)
+    """Return x [M, H] plus the output of the layer's mixer, or the sum of the outputs of its mixers."""
+    spec, hidden = layer.spec, _normed(ops, x, layer.mixer_norms.before, layer.spec.norm)
+    found = [(spec.mixer, layer.mixer, layer.mixer_pieces)]
+    if spec.recurrent_mixer is not None:
+        found.append((spec.recurrent_mixer, layer.recurrent_mixer, layer.recurrent_pieces))
+    ways = [_way_back(ops, hidden, *cast(Any, each), attend, recur) for each in found]
+    return _added(ops, spec, x, layer.mixer_norms.after, *ways)
+
+
+def _way_back(
+    ops: LayerOps,
+    x: Tensor,
+    spec: CachedSpec | RecurrentSpec,
+    weights: Any,
+    pieces: Pieces,
+    attend: Attend,
+    recur: Recur,
+) -> _WayBack:
+    """Return the way back from a mixer's heads, for hidden states x [M, H]."""
+    if isinstance(spec, CachedSpec):
+        return _WayBack(attend(x, spec, weights), weights.o, weights.o_bias, pieces, spec.out_scale)
+    run = _mamba2 if isinstance(spec, Mamba2Spec) else _delta_net
+    return _WayBack(run(ops, x, cast(Any, spec), weights, recur), weights.o, None, pieces, spec.out_scale)
 
 
 def _transform(ops: LayerOps, layer: Layer, x: Tensor, choose: Choose) -> Tensor:
@@ -335,20 +349,23 @@ def _transform(ops: LayerOps, layer: Layer, x: Tensor, choose: Choose) -> Tensor
     if isinstance(spec.mlp, ExpertsSpec):
         mixture, after = _mixture(ops, layer, hidden, spec.mlp, choose), layer.mlp_norms.after
         return _with_residual(spec, x, mixture if after is None else ops.rmsnorm(mixture, after, spec.norm))
-    mlp, activation = cast(MlpWeights, layer.mlp), cast(MlpSpec, spec.mlp).activation
-    active, bias = _active(ops, hidden, mlp, activation), None if mlp.biases is None else mlp.biases[2]
-    return _added(ops, spec, x, active, mlp.down, layer.mlp_pieces, layer.mlp_norms.after, bias)
+    weights, mlp = cast(MlpWeights, layer.mlp), cast(MlpSpec, spec.mlp)
+    active = _active(ops, hidden, weights, mlp.activation, mlp.gate_scale)
+    bias = None if weights.biases is None else weights.biases[2]
+    way = _WayBack(active, weights.down, bias, layer.mlp_pieces, mlp.out_scale)
+    return _added(ops, spec, x, layer.mlp_norms.after, way)
 
 
-def _active(ops: LayerOps, x: Tensor, weights: MlpWeights, activation: Activation) -> Tensor:
+def _active(ops: LayerOps, x: Tensor, weights: MlpWeights, activation: Activation, gate_scale: float = 1.0) -> Tensor:
     """Return the inner features [M, I] of an MLP for x [M, H]."""
     if weights.gate is None:
         up = ops.linear(x, weights.up)
         return ops.gate_mul(up, up, activation)
-    if weights.biases is None:
+    if weights.biases is None and gate_scale == 1.0:
         return ops.gate_up(x, weights.gate, weights.up, activation)
-    gate, up, _ = weights.biases
-    return ops.gate_mul(ops.linear(x, weights.gate, gate), ops.linear(x, weights.up, up), activation)
+    gate_bias, up_bias, _ = weights.biases or (None,) * 3
+    gate = _times(ops.linear(x, weights.gate, gate_bias), gate_scale)
+    return ops.gate_mul(gate, ops.linear(x, weights.up, up_bias), activation)
 
 
 def _mixture(ops: LayerOps, layer: Layer, x: Tensor, spec: ExpertsSpec, choose: Choose) -> Tensor:
@@ -376,29 +393,39 @@ def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> 
     return x if weight is None else ops.rmsnorm(x, weight, norm)
 
 
-def _added(
-    ops: LayerOps,
-    spec: LayerSpec,
-    x: Tensor,
-    inner: Tensor,
-    weight: Weight,
-    pieces: Pieces,
-    after: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """Return x plus the matrix product of `inner` and `weight`. If the norm `after` is given, the product is normalized
-    before the sum.
+class _WayBack(NamedTuple):
+    """How a mixer or an MLP leads back to hidden states: `scale` times the matrix product of `inner` and `weight`."""
+
+    inner: Tensor
+    weight: Weight
+    bias: Tensor | None
+    pieces: Pieces
+    scale: float
+
+    def product(self, ops: LayerOps) -> Tensor:
+        return _times(ops.project_back(self.inner, self.weight, None, self.bias, self.pieces), self.scale)
+
+
+def _added(ops: LayerOps, spec: LayerSpec, x: Tensor, after: Tensor | None, way: _WayBack, *others: _WayBack) -> Tensor:
+    """Return x plus the sum of the products of these ways back. If the norm `after` is given, the sum is normalized
+    before it is added.
     """
-    if after is None and spec.residual_scale == 1.0:
-        return ops.project_back(inner, weight, x, bias, pieces)
-    product = ops.project_back(inner, weight, None, bias, pieces)
+    if after is None and not others and spec.residual_scale == way.scale == 1.0:
+        return ops.project_back(way.inner, way.weight, x, way.bias, way.pieces)
+    product = way.product(ops)
+    for other in others:
+        product = product + other.product(ops)
     return _with_residual(spec, x, product if after is None else ops.rmsnorm(product, after, spec.norm))
 
 
 def _with_residual(spec: LayerSpec, x: Tensor, product: Tensor) -> Tensor:
     """Return x plus the output of a mixer or an MLP, multiplied by the layer's `residual_scale`."""
-    scale = spec.residual_scale
-    return x + (product if scale == 1.0 else (product.float() * scale).to(product.dtype))
+    return x + _times(product, spec.residual_scale)
+
+
+def _times(x: Tensor, scale: float) -> Tensor:
+    """Return x multiplied by a scale, computed in float32 and rounded to the dtype of x."""
+    return x if scale == 1.0 else (x.float() * scale).to(x.dtype)
 
 
 def project(
@@ -512,13 +539,24 @@ def _project_delta_net(
 def _mamba2(ops: LayerOps, x: Tensor, spec: Mamba2Spec, weights: Mamba2Weights, recur: Recur) -> Tensor:
     """Return the outputs [M, inner_size] of the heads of a state space for hidden states x [M, H].
 
-    The output gate comes before the norm, and each group of heads has a norm of its own.
+    The output gate comes before or after the norm, and each group of heads has a norm of its own.
     """
-    sizes = [spec.inner_size, spec.channels, spec.num_heads]
-    z, inner, steps = ops.linear(x, weights.inputs).split(sizes, 1)
+    inputs = ops.linear(x, weights.inputs)
+    if spec.input_scales is not None:
+        parts = zip(inputs.float().split(spec.input_sizes, 1), spec.input_scales, strict=True)
+        inputs = torch.cat([part * scale for part, scale in parts], 1).to(inputs.dtype)
+    z, inner, steps = inputs.split([spec.inner_size, spec.channels, spec.num_heads], 1)
     out = recur(spec, weights, inner, steps).flatten(1)
-    gated = ops.gate_mul(z, out, "silu")
-    groups = zip(gated.chunk(spec.num_groups, 1), weights.norm.chunk(spec.num_groups), strict=True)
+    if spec.norm_before_gate:
+        return ops.gate_mul(z, _norm_groups(ops, out, spec, weights), "silu")
+    return _norm_groups(ops, ops.gate_mul(z, out, "silu"), spec, weights)
+
+
+def _norm_groups(ops: LayerOps, x: Tensor, spec: Mamba2Spec, weights: Mamba2Weights) -> Tensor:
+    """Normalize the channels [M, inner_size] of each group of heads, if the state space has a norm."""
+    if spec.norm is None or weights.norm is None:
+        return x
+    groups = zip(x.chunk(spec.num_groups, 1), weights.norm.chunk(spec.num_groups), strict=True)
     return torch.cat([ops.rmsnorm(group, weight, spec.norm) for group, weight in groups], 1)
 
 
@@ -549,21 +587,22 @@ def run_layers(
     for i, (layer, memory, page) in enumerate(zip(layers, memories, pages, strict=True)):
 
         def attend(x: Tensor, spec: CachedSpec, weights: Any, memory: Memory = memory, page: Pages = page) -> Tensor:
+            caches = memory[0], memory[1]
             if isinstance(spec, LatentSpec):
                 q, k = project_latent(ops, x, spec, weights, rotations[spec.rotation])
-                ops.write_kv(k, k[..., : spec.latent_dim], *memory, page.slots)
+                ops.write_kv(k, k[..., : spec.latent_dim], *caches, page.slots)
                 k_up, v_up = weights.up
-                sums = ops.paged_attention(absorb(ops, q, k_up, spec), *memory, page.batch, spec.scale)
+                sums = ops.paged_attention(absorb(ops, q, k_up, spec), *caches, page.batch, spec.scale)
                 return ops.head_linear(sums, v_up).flatten(1)
-            q = ops.qkv(x, spec, weights, rotations[spec.rotation], *memory, page.slots)
+            q = ops.qkv(x, spec, weights, rotations[spec.rotation], *caches, page.slots)
             scoring = spec.scale, spec.window, spec.soft_cap
-            return gated(ops, q, spec, lambda q: ops.paged_attention(q, *memory, page.batch, *scoring, weights.sinks))
+            return gated(ops, q, spec, lambda q: ops.paged_attention(q, *caches, page.batch, *scoring, weights.sinks))
 
         def recur(
             spec: RecurrentSpec, weights: Any, x: Tensor, *gates: Tensor, memory: Memory = memory, i: int = i
         ) -> Tensor:
             assert states is not None, "a recurrence needs states"
-            (state, tails), journal = memory, states.journal
+            (state, tails), journal = memory[-2:], states.journal
             rows = [x, *gates] if journal is None else journal.splice(i, x, *gates)
             if isinstance(spec, Mamba2Spec):
                 x, steps = rows

@@ -162,13 +162,13 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
     """Return the rank's part of a layer, and add the parts of its weights to `held`. `whole`: how the whole decoder
     holds its weights.
     """
-    mixer, mlp, of_roles, others = None, None, dict[str, Slice](), dict[str, Slice]()
-    if layer.mixer is not None:
-        mixer, of_roles = _part_of_mixer(layer.mixer, rank)
+    (mixer, of_mixer), (second, of_second) = (_part_of_mixer(x, rank) for x in (layer.mixer, layer.recurrent_mixer))
+    mlp, of_roles = None, of_mixer | of_second
     if layer.mlp is not None:
         of_mlp = _part_of_mlp if isinstance(layer.mlp, MlpSpec) else _part_of_experts
         mlp, others = of_mlp(cast(Any, layer.mlp), pieces, rank)
-    for role, part in (of_roles | others).items():
+        of_roles |= others
+    for role, part in of_roles.items():
         found = WeightSpec(whole[role].dtype if role in whole else None, part)
         if held.setdefault(role, found) != found and held[role].part is not None:
             raise ConfigError(
@@ -178,7 +178,7 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
                 value=rank.size,
             )
         held[role] = found
-    return replace(layer, mixer=mixer, mlp=mlp)
+    return replace(layer, mixer=mixer, recurrent_mixer=second, mlp=mlp)
 
 
 def _part_of_head(vocab_size: int, rank: Rank, section: int) -> Slice:
@@ -269,10 +269,12 @@ def _part_of_mamba2(spec: Mamba2Spec, rank: Rank) -> tuple[Mamba2Spec, dict[str,
 
     channels = inner, vectors, vectors
     of_channels = Slice(0, spec.channels, parts(*channels))
-    rows = parts(inner, *channels, own.num_heads)
+    rows = parts(*own.input_sizes)
     of_inner, of_heads = _share(rank, spec.inner_size, 1), _share(rank, spec.num_heads, 1)
     found = {"mamba.inputs": Slice(0, spec.inner_size + spec.channels + spec.num_heads, rows)}
-    found |= {"mamba.convolution": of_channels, "mamba.norm": of_inner}
+    found["mamba.convolution"] = of_channels
+    if spec.norm is not None:
+        found["mamba.norm"] = of_inner
     found |= dict.fromkeys(("mamba.decay", "mamba.bias", "mamba.skip"), of_heads)
     if spec.convolution_bias:
         found["mamba.convolution_bias"] = of_channels
@@ -281,6 +283,8 @@ def _part_of_mamba2(spec: Mamba2Spec, rank: Rank) -> tuple[Mamba2Spec, dict[str,
 
 
 def _part_of_mixer(spec: Any, rank: Rank) -> tuple[Any, dict[str, Slice]]:
+    if spec is None:
+        return None, {}
     if isinstance(spec, AttentionSpec):
         return _part_of_attention(spec, rank)
     if isinstance(spec, LatentSpec):

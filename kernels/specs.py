@@ -99,7 +99,8 @@ class AttentionSpec:
     elements 2i and 2i + 1 form a pair, instead of an element of the first half of the rotated elements and its
     counterpart in the second half. `sinks`: the softmax of each head includes an extra score, which is a learned
     weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection has a bias. `joined`: one
-    matrix computes q, k and v. `kv_sharers`: the number of ranks that hold the same key-value heads.
+    matrix computes q, k and v. `out_scale`: multiplies the result of the output projection. `kv_sharers`: the number of
+    ranks that hold the same key-value heads.
     """
 
     num_heads: int
@@ -119,6 +120,7 @@ class AttentionSpec:
     sinks: bool = False
     o_bias: bool = False
     joined: bool = False
+    out_scale: float = 1.0
     kv_sharers: int = 1
 
     @property
@@ -163,6 +165,7 @@ class LatentSpec:
 
     num_kv_heads: ClassVar[int] = 1
     window: ClassVar[None] = None
+    out_scale: ClassVar[float] = 1.0
 
     @property
     def query_dim(self) -> int:
@@ -204,6 +207,8 @@ class DeltaNetSpec:
     norm: NormSpec
     joined: bool = False
 
+    out_scale: ClassVar[float] = 1.0
+
     @property
     def key_size(self) -> int:
         """The total size of the keys of all heads, which is also the total size of the queries."""
@@ -241,9 +246,11 @@ class Mamba2Spec:
     mixer with a recurrent state instead of a KV cache.
 
     Each head has a state [state_size, head_dim]. The same number of consecutive heads forms a group. A group shares the
-    vectors B and C, and `norm` covers the channels of a group, after the output gate. `kernel_size`: the number of
-    tokens that the convolution of x, B and C sees, including the current one. `convolution_bias`: the convolution has a
-    bias. `time_step_limit`: the least and the largest time step.
+    vectors B and C, and `norm` covers the channels of a group; None without a norm. The output gate comes before the
+    norm, or after it if `norm_before_gate` is set. `kernel_size`: the number of tokens that the convolution of x, B and
+    C sees, including the current one. `convolution_bias`: the convolution has a bias. `time_step_limit`: the least and
+    the largest time step. `input_scales`: the factors by which the projections for the output gate, x, B, C and the
+    time steps are multiplied; None without factors. `out_scale`: multiplies the result of the output projection.
     """
 
     num_heads: int
@@ -251,14 +258,22 @@ class Mamba2Spec:
     num_groups: int
     state_size: int
     kernel_size: int
-    norm: NormSpec
+    norm: NormSpec | None
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
     convolution_bias: bool = True
+    norm_before_gate: bool = False
+    input_scales: tuple[float, float, float, float, float] | None = None
+    out_scale: float = 1.0
 
     @property
     def inner_size(self) -> int:
         """The total size of all heads, which is also the size of the output gate."""
         return self.num_heads * self.head_dim
+
+    @property
+    def input_sizes(self) -> tuple[int, int, int, int, int]:
+        """The sizes of the output gate, x, B, C and the time steps, in the order in which one matrix computes them."""
+        return self.inner_size, self.inner_size, self.vector_size, self.vector_size, self.num_heads
 
     @property
     def vector_size(self) -> int:
@@ -297,7 +312,8 @@ class MlpSpec:
 
     `gated`: if False, there is no gate, and the MLP is down(activation(up(x)) * up(x)). With `relu`, this is the
     squared ReLU (So et al. 2021). `bias`: gate, up and down have biases. `joined`: one matrix computes gate and up.
-    `unit`: the columns of `down` are cut into pieces at multiples of this number.
+    `gate_scale`: multiplies gate(x) before the activation. `out_scale`: multiplies the result of `down`. `unit`: the
+    columns of `down` are cut into pieces at multiples of this number.
     """
 
     intermediate_size: int
@@ -305,6 +321,8 @@ class MlpSpec:
     gated: bool = True
     bias: bool = False
     joined: bool = False
+    gate_scale: float = 1.0
+    out_scale: float = 1.0
     unit: int = PIECE_UNIT
 
 
@@ -405,9 +423,13 @@ class LayerSpec:
     """A layer: a token mixer (attention, latent attention, a delta net or a state space) followed by an MLP or experts.
     The mixer and the MLP each add their output to their input. One of them may be missing (None).
 
+    `recurrent_mixer`: a second mixer beside `mixer`, which then has a KV cache. Both read the same hidden states, and
+    the sum of their outputs counts as the output of the mixer.
+
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
     after the mixer and after the MLP. `residual_scale`: multiplies the outputs of the mixer and of the MLP before they
-    are added. The scale is rounded to float32, and each product is rounded to the dtype of the hidden states.
+    are added. This scale and the scales of mixer and MLP are rounded to float32, and each product with a scale is
+    rounded to the dtype of the hidden states.
     """
 
     mixer: CachedSpec | RecurrentSpec | None
@@ -416,6 +438,17 @@ class LayerSpec:
     norm_before: bool = True
     norm_after: bool = False
     residual_scale: float = 1.0
+    recurrent_mixer: RecurrentSpec | None = None
+
+    @property
+    def cached(self) -> CachedSpec | None:
+        """The mixer with a KV cache."""
+        return self.mixer if isinstance(self.mixer, CachedSpec) else None
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer with a recurrent state."""
+        return self.mixer if isinstance(self.mixer, RecurrentSpec) else self.recurrent_mixer
 
 
 # The weights of a layer by role, with the names that most checkpoints give them. A checkpoint may have separate
@@ -710,7 +743,7 @@ class DecoderSpec:
     @property
     def attentions(self) -> list[CachedSpec]:
         """The mixers of the layers with a KV cache."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, CachedSpec)]
+        return [mixer for layer in self.layers if (mixer := layer.cached) is not None]
 
     @property
     def mtp_attentions(self) -> list[AttentionSpec]:
@@ -721,7 +754,7 @@ class DecoderSpec:
     @property
     def recurrent(self) -> list[RecurrentSpec]:
         """The mixers of the layers with a recurrent state."""
-        return [layer.mixer for layer in self.layers if isinstance(layer.mixer, RecurrentSpec)]
+        return [mixer for layer in self.layers if (mixer := layer.recurrent) is not None]
 
     @cached_property
     def experts(self) -> list[ExpertsSpec]:

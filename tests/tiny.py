@@ -158,6 +158,29 @@ _GRANITE: dict[str, Any] = dict(
     logits_scaling=0.7,
     tie_word_embeddings=False,
 )
+# No two factors are equal, so that one in the place of another changes the results.
+_FALCON: dict[str, Any] = dict(
+    head_dim=16,
+    mamba_d_ssm=96,
+    mamba_n_heads=6,
+    mamba_n_groups=2,
+    mamba_d_state=16,
+    mamba_d_head=16,
+    mamba_chunk_size=16,
+    time_step_limit=(0.02, 1.0),
+    mamba_rms_norm=True,
+    mamba_norm_before_gate=False,
+    embedding_multiplier=1.7,
+    lm_head_multiplier=0.6,
+    attention_in_multiplier=0.8,
+    attention_out_multiplier=1.4,
+    key_multiplier=0.45,
+    ssm_in_multiplier=1.25,
+    ssm_out_multiplier=0.7,
+    ssm_multipliers=[0.9, 0.55, 1.6, 0.5, 1.3],
+    mlp_multipliers=[0.75, 1.1],
+    tie_word_embeddings=False,
+)
 _STATE_SPACES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "granite4": (
         transformers.GraniteMoeHybridConfig,
@@ -165,6 +188,7 @@ _STATE_SPACES: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str,
         _MAMBA | _GRANITE,
     ),
     "bamba": (transformers.BambaConfig, transformers.BambaForCausalLM, _MAMBA),
+    "falcon_h1": (transformers.FalconH1Config, transformers.FalconH1ForCausalLM, _FALCON),
     "nemotron_h": (transformers.NemotronHConfig, transformers.NemotronHForCausalLM, _NEMOTRON),
 }
 _FAMILIES |= _FREE | _STATE_SPACES

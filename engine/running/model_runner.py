@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels.contract import AttentionBatch, Backend, Memory, Pages, StateBatch, new_caches
 from ...kernels.journal import Journal
-from ...kernels.specs import CachedSpec, RecurrentSpec
+from ...kernels.specs import LayerSpec
 from ...kernels.transfer import all_to_device, to_device
 from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput, new_output
@@ -67,13 +67,14 @@ class ModelRunner:
         self.model, self.mtp, self.block_size = model, mtp, block_size
         self._links = links
         self.encoder = None if model.tower is None else ImageEncoder(model)
-        mixers = [model.spec.layers[i].mixer for i in model.spec.own_layers]
+        layers = [model.spec.layers[i] for i in model.spec.own_layers]
         blocks = [0 if group is None else num_blocks[group] for group in self.groups]
 
         def build(empty: Empty) -> tuple[list[Memory], list[Tensor | None]]:
-            pairs = zip(mixers, blocks, strict=True)
-            memories = [_memory(model.ops, empty, mixer, count, block_size, num_slots) for mixer, count in pairs]
-            return memories, [empty(*journal, m.row_size) if isinstance(m, RecurrentSpec) else None for m in mixers]
+            pairs = zip(layers, blocks, strict=True)
+            memories = [_memory(model.ops, empty, layer, count, block_size, num_slots) for layer, count in pairs]
+            recurrent = [layer.recurrent for layer in layers]
+            return memories, [None if mixer is None else empty(*journal, mixer.row_size) for mixer in recurrent]
 
         def empty(*shape: int, dtype: torch.dtype = model.dtype) -> Tensor:
             return self.arena.empty(dtype, *shape)
@@ -87,8 +88,8 @@ class ModelRunner:
     def groups(self) -> list[int | None]:
         """For each layer, the index of its window; None for layers without a KV cache."""
         spec = self.model.spec
-        mixers, windows = [spec.layers[i].mixer for i in spec.own_layers], spec.windows
-        return [windows.index(mixer.window) if isinstance(mixer, CachedSpec) else None for mixer in mixers]
+        mixers, windows = [spec.layers[i].cached for i in spec.own_layers], spec.windows
+        return [None if mixer is None else windows.index(mixer.window) for mixer in mixers]
 
     @property
     def device(self) -> torch.device:
@@ -190,8 +191,8 @@ class ModelRunner:
         for group, memory in zip(self.groups, self.memories, strict=True):
             if group is not None and (found := places[group]) is not None:
                 sources, destinations = found
-                keys, values = memory
-                for cache in (keys,) if values.data_ptr() == keys.data_ptr() else memory:
+                keys, values = memory[:2]
+                for cache in (keys,) if values.data_ptr() == keys.data_ptr() else (keys, values):
                     cache[destinations] = cache[sources]
         if self.mtp is not None:
             self.mtp.copy_blocks(block_copies[0])
@@ -215,13 +216,15 @@ def _up_to(num_experts: int, out: ModelOutput) -> list[Tensor]:
 def _memory(
     ops: Backend,
     empty: Empty,
-    mixer: CachedSpec | RecurrentSpec | None,
+    layer: LayerSpec,
     num_blocks: int,
     block_size: int,
     num_slots: int,
 ) -> Memory:
-    if mixer is None:
-        return empty(0), empty(0)
-    if isinstance(mixer, CachedSpec):
-        return new_caches(ops, mixer, num_blocks, block_size, empty)
-    return empty(num_slots, *mixer.state_shape, dtype=torch.float32), empty(num_slots, *mixer.tail_shape)
+    memory: Memory = ()
+    if layer.cached is not None:
+        memory = new_caches(ops, layer.cached, num_blocks, block_size, empty)
+    if (mixer := layer.recurrent) is not None:
+        states = empty(num_slots, *mixer.state_shape, dtype=torch.float32)
+        memory = *memory, states, empty(num_slots, *mixer.tail_shape)
+    return memory

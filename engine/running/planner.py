@@ -19,7 +19,7 @@ import torch
 from trueroll.errors import ConfigError
 
 from ...kernels.contract import LOGITS_ROWS
-from ...kernels.specs import CachedSpec, DecoderSpec, LatentSpec, RecurrentSpec, Stage
+from ...kernels.specs import CachedSpec, DecoderSpec, LatentSpec, Stage
 from ..config import EngineConfig, defaults_of
 
 
@@ -140,11 +140,11 @@ class MemoryPlan:
 def _sizes_of_stage(spec: DecoderSpec, storage: Storage, block_size: int, most: int) -> list[int]:
     """Return the sizes of a state, of the inputs of a drafted token, and of the blocks of each group."""
     tokens, holds_mtp = dict.fromkeys(spec.windows, 0), spec.stage.is_last and spec.serves_mtp
-    mixers = [spec.layers[i].mixer for i in spec.own_layers]
-    recurrent = [mixer for mixer in mixers if isinstance(mixer, RecurrentSpec)]
-    for m in (*mixers, *(spec.mtp_attentions if holds_mtp else ())):
-        if isinstance(m, CachedSpec):
-            tokens[m.window] += storage.cached_bytes(m)
+    layers = [spec.layers[i] for i in spec.own_layers]
+    recurrent = [layer.recurrent for layer in layers if layer.recurrent is not None]
+    cached = [layer.cached for layer in layers if layer.cached is not None]
+    for m in (*cached, *(spec.mtp_attentions if holds_mtp else ())):
+        tokens[m.window] += storage.cached_bytes(m)
     state = sum(storage.state * prod(m.state_shape) + storage.tail * prod(m.tail_shape) for m in recurrent)
     block, *others = (block_size * token for token in tokens.values())
     if holds_mtp:

@@ -56,7 +56,6 @@ from ..specs import (
     MlpSpec,
     NormSpec,
     Pieces,
-    RecurrentSpec,
     RouterSpec,
     Score,
 )
@@ -159,7 +158,7 @@ class PackedLayers(tuple[Layer, ...]):
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.numbers = array("d", [number for layer in layers for number in _layer_numbers(layer)])
         self.widths = [max(widths) for widths in zip(*map(_widths, layers), strict=True)]
-        self.has_states = any(isinstance(layer.spec.mixer, RecurrentSpec) for layer in layers)
+        self.has_states = any(layer.spec.recurrent is not None for layer in layers)
         places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
         numbers: dict[torch.UntypedStorage | None, int] = {None: 0}
         owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
@@ -182,6 +181,10 @@ def is_packed(layer: Layer) -> bool:
     """
     mixer, mlp = layer.spec.mixer, layer.spec.mlp
     if mixer is None or mlp is None or isinstance(mixer, Mamba2Spec) or not mlp.gated:
+        return False
+    if layer.spec.recurrent_mixer is not None or mixer.out_scale != 1.0:
+        return False
+    if isinstance(mlp, MlpSpec) and not mlp.gate_scale == mlp.out_scale == 1.0:
         return False
     if isinstance(layer.mlp, ExpertsWeights) and layer.mlp.router.dtype != layer.mlp.down.dtype:
         return False
@@ -673,7 +676,7 @@ def _slots(layers: PackedLayers, states: StateBatch | None) -> tuple[Tensor, Ten
 def _block_size(layers: PackedLayers, memories: Sequence[Memory]) -> int:
     """Return the block size of the caches, or 0 without caches."""
     pairs = zip(layers, memories, strict=True)
-    return next((keys.shape[1] for layer, (keys, _) in pairs if isinstance(layer.spec.mixer, AttentionSpec)), 0)
+    return next((keys.shape[1] for layer, (keys, _) in pairs if layer.spec.cached is not None), 0)
 
 
 def next_tokens(

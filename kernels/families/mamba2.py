@@ -37,51 +37,60 @@ _BAMBA: dict[str, Any] = dict(
     rms_norm_eps=1e-5,
     mamba_d_head="auto",
 )
-_NAMES = LAYER_NAMES | {
-    "mlp_norm.before": "pre_ff_layernorm.weight",
-    "mlp.gate": "feed_forward.gate_proj.weight",
-    "mlp.up": "feed_forward.up_proj.weight",
-    "mlp.down": "feed_forward.down_proj.weight",
+NAMES = {role: name.replace("mlp.", "feed_forward.") for role, name in LAYER_NAMES.items()} | {
+    "mlp_norm.before": "pre_ff_layernorm.weight"
 }
 
 
-def _state_space(settings: Any) -> Mamba2Spec:
+def state_space(settings: Any, **others: Any) -> Mamba2Spec:
+    """Return a state space with the sizes in these settings. `others`: further fields of the spec."""
     return Mamba2Spec(
         num_heads=settings.mamba_n_heads,
         head_dim=settings.mamba_d_head,
         num_groups=settings.mamba_n_groups,
         state_size=settings.mamba_d_state,
         kernel_size=settings.mamba_d_conv,
-        norm=NormSpec(settings.rms_norm_eps),
         time_step_limit=(float(settings.time_step_limit[0]), float(settings.time_step_limit[1])),
         convolution_bias=settings.mamba_conv_bias,
+        **{"norm": NormSpec(settings.rms_norm_eps)} | others,
     )
 
 
-def _expect_state_space(settings: Any, any_size: bool = False) -> None:
-    """Raise ModelError for a state space that is not supported, or if its sizes do not fit together. `any_size`: the
-    size of all heads need not be a multiple of the size of the hidden states.
+def expect_state_space(settings: Any, heads: str = "mamba_n_heads", groups: str = "mamba_n_groups") -> None:
+    """Raise ModelError for a state space that is not supported, or with groups that do not fit. `heads`, `groups`: the
+    names of the numbers of heads and of groups in the file.
     """
-    heads, groups, sizes = settings.mamba_n_heads, settings.mamba_n_groups, settings.mamba_d_head
     if settings.mamba_proj_bias:
         raise ModelError("mamba_proj_bias in config.json must be False (got True); serve another model")
-    if heads % groups:
+    if settings.mamba_n_heads % settings.mamba_n_groups:
         raise ModelError(
-            f"mamba_n_heads in config.json must be a multiple of mamba_n_groups = {groups} (got {heads}); correct the "
-            "file"
-        )
-    if not any_size and heads * sizes != settings.mamba_expand * settings.hidden_size:
-        raise ModelError(
-            f"mamba_n_heads * mamba_d_head in config.json must be mamba_expand * hidden_size = "
-            f"{settings.mamba_expand * settings.hidden_size} (got {heads * sizes}); correct the file"
+            f"{heads} in config.json must be a multiple of {groups} = {settings.mamba_n_groups} (got "
+            f"{settings.mamba_n_heads}); correct the file"
         )
 
 
-def _fill(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return `raw` with the types of the layers, and with numbers for sizes and limits that files write otherwise."""
+def expect_inner_size(settings: Any, size: int, name: str) -> None:
+    """Raise ModelError unless all heads of a state space have this size together. `name`: its name in the file."""
+    if (found := settings.mamba_n_heads * settings.mamba_d_head) != size:
+        raise ModelError(
+            f"mamba_n_heads * mamba_d_head in config.json must be {name} = {size} (got {found}); correct the file"
+        )
+
+
+def _expect_expanded(settings: Any) -> None:
+    """Raise ModelError unless the state space is supported, and its size is a multiple of the hidden states' size."""
+    expect_state_space(settings)
+    expect_inner_size(settings, settings.mamba_expand * settings.hidden_size, "mamba_expand * hidden_size")
+
+
+def fill_state_space(raw: dict[str, Any], size: int | None = None) -> dict[str, Any]:
+    """Return `raw` with numbers for sizes and limits that files write otherwise. `size`: the size of all heads; None if
+    `mamba_expand` determines it.
+    """
     raw["time_step_limit"] = [_number(bound) for bound in raw.get("time_step_limit") or (0.0, float("inf"))]
     if raw["mamba_d_head"] == "auto":
-        raw["mamba_d_head"] = raw.get("mamba_expand", 2) * raw["hidden_size"] // raw.get("mamba_n_heads", 128)
+        size = raw.get("mamba_expand", 2) * raw["hidden_size"] if size is None else size
+        raw["mamba_d_head"] = size // raw.get("mamba_n_heads", 128)
     return raw
 
 
@@ -94,13 +103,13 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     attentions = raw.get("attn_layer_indices") or []
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
-        return fill_layer_types(_fill(raw), lambda i: i not in attentions, LINEAR)
+        return fill_layer_types(fill_state_space(raw), lambda i: i not in attentions, LINEAR)
 
     # In transformers, `attn_layer_indices` alone says which layers have attention, and a half of each head is rotated.
     fixed = {"layer_types": None, "partial_rotary_factor": 0.5}
     settings = read_settings(fill, _BAMBA | raw | fixed)
     expect(settings, hidden_act="silu")
-    _expect_state_space(settings)
+    _expect_expanded(settings)
     types = settings.types(LINEAR)
     if FULL not in types:
         raise ModelError(
@@ -109,9 +118,9 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         )
     (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps)
     attention = settings.attention(rotated=rotated)
-    mixers = [_state_space(settings) if kind == LINEAR else attention for kind in types]
+    mixers = [state_space(settings) if kind == LINEAR else attention for kind in types]
     layers = [LayerSpec(mixer, MlpSpec(settings.intermediate_size), norm) for mixer in mixers]
-    names: dict[str, Any] = dict(names=_NAMES, last_norm="model.final_layernorm.weight")
+    names: dict[str, Any] = dict(names=NAMES, last_norm="model.final_layernorm.weight")
     return settings.decoder(architecture, layers, [rotation], **names)
 
 
@@ -189,12 +198,12 @@ def _granite_moe_hybrid(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         raw["moe_intermediate_size"] = raw["intermediate_size"]
         if raw["num_local_experts"] == 0:
             raw["num_experts_per_tok"] = 1  # files of models without experts state 0
-        return fill_layer_types(_fill(raw), lambda i: True, LINEAR)
+        return fill_layer_types(fill_state_space(raw), lambda i: True, LINEAR)
 
     settings = read_settings(fill, _GRANITE | raw)
     biased, types = bool(settings.attention_bias), settings.types(LINEAR)
     expect(settings, hidden_act="silu", attention_bias=settings.attention_bias)
-    _expect_state_space(settings)
+    _expect_expanded(settings)
     if FULL not in types:
         raise ModelError(f"config.json must have at least one {FULL} layer (got {brief(types)}); serve another model")
     rotation = _unrotated(settings)
@@ -209,7 +218,7 @@ def _granite_moe_hybrid(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     if settings.num_experts:
         shared: dict[str, Any] = dict(shared_gated=False, shared_joined=True)
         mlp = settings.experts(shared_size=settings.shared_intermediate_size, **shared)
-    mixers = [_state_space(settings) if kind == LINEAR else attention for kind in types]
+    mixers = [state_space(settings) if kind == LINEAR else attention for kind in types]
     residual_scale = float(settings.residual_multiplier)
     return settings.decoder(
         architecture,
@@ -230,18 +239,15 @@ def _nemotron_h(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     types = _block_types(raw)
     least = next((raw[name] for name in ("mamba_dt_min", "time_step_min") if name in raw), 0.001)
     fixed = {"time_step_limit": (least, float("inf")), "num_hidden_layers": len(types), "layer_types": None}
-    own = {
-        name: next(raw[each] for each in found if each in raw)
-        for name, found in _NEMOTRON_NAMES.items()
-        if any(each in raw for each in found)
-    }
+    names = {name: next((each for each in own if each in raw), own[-1]) for name, own in _NEMOTRON_NAMES.items()}
+    given = {name: raw[own] for name, own in names.items() if own in raw}
     others = {name: value for name, value in raw.items() if name not in _NEMOTRON_NAMES}
-    settings = read_settings(dict, _NEMOTRON | others | own | fixed)
+    settings = read_settings(dict, _NEMOTRON | others | given | fixed, names=names)
     expect(settings, hidden_act="silu", tie_word_embeddings=False, sliding_window=None)
     for name, wanted in {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_bias": False}.items():
         if (found := raw.get(name, wanted)) != wanted:
             raise ModelError(f"{name} in config.json must be {wanted!r} (got {brief(found)}); serve another model")
-    _expect_state_space(settings, any_size=True)
+    expect_state_space(settings, names["mamba_n_heads"], names["mamba_n_groups"])
     norm, mlps = NormSpec(settings.rms_norm_eps), {_MLP: MlpSpec(settings.intermediate_size, "relu", gated=False)}
     if _MOE in types:
         mlps[_MOE] = settings.experts(
@@ -252,11 +258,11 @@ def _nemotron_h(raw: dict[str, Any], architecture: str) -> DecoderSpec:
             shared_size=settings.moe_shared_expert_intermediate_size,
             shared_gated=False,
         )
-    mixers = {LINEAR: _state_space(settings), FULL: settings.attention()}
+    mixers = {LINEAR: state_space(settings), FULL: settings.attention()}
     layers = [LayerSpec(mixers.get(kind), mlps.get(kind), norm) for kind in types]
-    names: dict[str, Any] = dict(names=_NEMOTRON_LAYER_NAMES, renamed={"backbone.": "model."}, others=("mtp.",))
-    names |= dict(embedding="model.embeddings.weight", last_norm="model.norm_f.weight")
-    return settings.decoder(architecture, layers, [_unrotated(settings)], **names)
+    weights: dict[str, Any] = dict(names=_NEMOTRON_LAYER_NAMES, renamed={"backbone.": "model."}, others=("mtp.",))
+    weights |= dict(embedding="model.embeddings.weight", last_norm="model.norm_f.weight")
+    return settings.decoder(architecture, layers, [_unrotated(settings)], **weights)
 
 
 def _block_types(raw: dict[str, Any]) -> list[str]:

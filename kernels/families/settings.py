@@ -70,6 +70,7 @@ _MOST = {
     "mamba_d_state": 2**12,
     "mamba_d_conv": 2**10,
     "mamba_expand": 2**10,
+    "mamba_d_ssm": 2**22,
     "decoder_sparse_step": 2**10,
     "num_experts_per_tok": 2**10,
     "moe_intermediate_size": 2**22,
@@ -112,6 +113,16 @@ def _check_eps(eps: float) -> None:
 def _check_scalar(scalar: float | None) -> None:
     if scalar is not None and not 1.0 / _MOST_SCALAR <= scalar <= _MOST_SCALAR:
         raise ValueError(f"must be at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR} (got {brief(scalar)})")
+
+
+def _scalars(count: int) -> Any:
+    def check(scalars: list[Any] | None) -> None:
+        if scalars is not None and (len(scalars) != count or not all(type(x) in (int, float) for x in scalars)):
+            raise ValueError(f"must be a list of {count} numbers (got {brief(scalars)})")
+        for scalar in scalars or ():
+            _check_scalar(scalar)
+
+    return validated_field(check, default=None)
 
 
 def _check_time_step_limit(limit: Any) -> None:
@@ -176,6 +187,18 @@ class Settings(PreTrainedConfig):
     mamba_expand: int = _size("mamba_expand", default=2)
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
+    mamba_d_ssm: int | None = _size("mamba_d_ssm", default=None)
+    mamba_rms_norm: bool = False
+    mamba_norm_before_gate: bool = True
+    projectors_bias: bool = False
+    lm_head_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    key_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    attention_in_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    attention_out_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    ssm_in_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    ssm_out_multiplier: float | int = validated_field(_check_scalar, default=1.0)
+    mlp_multipliers: list[Any] | None = _scalars(2)
+    ssm_multipliers: list[Any] | None = _scalars(5)
     time_step_limit: Any = validated_field(_check_time_step_limit, default=(0.0, float("inf")))
     shared_intermediate_size: int = _size("shared_intermediate_size", default=1024)
     moe_latent_size: int | None = _size("moe_latent_size", default=None)
@@ -436,13 +459,17 @@ _KEYS = _DTYPE_KEYS | _ROPE_KEYS | set(Settings.__annotations__)
 
 
 def read_settings(
-    fill: Callable[[dict[str, Any]], dict[str, Any]], raw: dict[str, Any], quantized: Collection[str] = ()
+    fill: Callable[[dict[str, Any]], dict[str, Any]],
+    raw: dict[str, Any],
+    quantized: Collection[str] = (),
+    names: Mapping[str, str] | None = None,
 ) -> Any:
     """Return the `Settings` in `raw`, the content of config.json.
 
     `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
-    checkpoints of the family may have besides FP8 in blocks of 128 by 128. Raise ModelError for a broken file, for a
-    checkpoint with any other quantization, and for per-layer settings, which no family supports.
+    checkpoints of the family may have besides FP8 in blocks of 128 by 128. `names`: the names of settings in the file,
+    if they are not those of `Settings`. Raise ModelError for a broken file, for a checkpoint with any other
+    quantization, and for per-layer settings, which no family supports.
     """
     _check_quantization(raw.get("quantization_config"), quantized)
     if raw.get("per_layer_config"):
@@ -453,7 +480,7 @@ def read_settings(
         filled = fill(deepcopy({key: value for key, value in raw.items() if key in _KEYS}))
         return Settings(**filled)
     except Exception as error:
-        raise _broken(error) from error
+        raise _broken(error, names) from error
 
 
 def _check_quantization(found: Any, served: Collection[str]) -> None:
@@ -503,8 +530,10 @@ def fill_rotations(raw: dict[str, Any], theta: Mapping[str, float]) -> dict[str,
     return raw
 
 
-def _broken(error: Exception) -> ModelError:
+def _broken(error: Exception, names: Mapping[str, str] | None = None) -> ModelError:
     cause = said(f"{type(error).__name__}: {error}")
+    for name, own in (names or {}).items():
+        cause = cause.replace(f"'{name}'", f"'{own}'")
     return ModelError(f"config.json has an invalid setting: {cause}; correct the file")
 
 

@@ -72,7 +72,8 @@ def _unserved(spec: DecoderSpec, dtype: torch.dtype) -> str:
     the decoder.
     """
     for layer in spec.layers:
-        if unserved := _unserved_mixer(layer.mixer) or _unserved_mlp(layer.mlp):
+        mixers = map(_unserved_mixer, (layer.mixer, layer.recurrent_mixer))
+        if unserved := next(filter(None, mixers), "") or _unserved_mlp(layer.mlp):
             return unserved
     for role, own in spec.own_dtypes(dtype).items():
         if role in (ROUTER_ROLE, CORRECTION_ROLE) and own == torch.float32:

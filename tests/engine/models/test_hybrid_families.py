@@ -33,7 +33,7 @@ from trueroll.errors import AlignmentError, ConfigError, ModelError
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch, Memory, Pages, StateBatch, new_caches
 from trueroll.kernels.families import describe
 from trueroll.kernels.selection import select_backend
-from trueroll.kernels.specs import AttentionSpec, CachedSpec, DecoderSpec, DeltaNetSpec
+from trueroll.kernels.specs import AttentionSpec, DecoderSpec, DeltaNetSpec
 from trueroll.kernels.training import align, aligned_with, token_log_probs, unalign
 
 CPU = torch.device("cpu")
@@ -65,16 +65,16 @@ class Hybrid:
     def memories(self, sequences: int) -> list[Memory]:
         """Return memories for the sequences, filled with NaN."""
         dtype, found = self.model.dtype, []
-        for mixer in (layer.mixer for layer in self.model.spec.layers):
-            if isinstance(mixer, CachedSpec):
+        for layer in self.model.spec.layers:
+            memory: Memory = ()
+            if layer.cached is not None:
                 empty = partial(torch.full, fill_value=torch.nan, dtype=dtype)
                 blocks = sequences * self.blocks, BLOCK
-                found.append(new_caches(self.model.ops, mixer, *blocks, lambda *shape, empty=empty: empty(shape)))
-            elif mixer is None:
-                found.append((torch.empty(0), torch.empty(0)))
-            else:
+                memory = new_caches(self.model.ops, layer.cached, *blocks, lambda *shape, empty=empty: empty(shape))
+            if (mixer := layer.recurrent) is not None:
                 states = torch.full((SLOTS, *mixer.state_shape), torch.nan)
-                found.append((states, torch.full((SLOTS, *mixer.tail_shape), torch.nan, dtype=dtype)))
+                memory = *memory, states, torch.full((SLOTS, *mixer.tail_shape), torch.nan, dtype=dtype)
+            found.append(memory)
         return found
 
     @torch.inference_mode()
@@ -198,7 +198,7 @@ def copied_blocks(ours: Hybrid, memories: list[Memory]) -> list[tuple[int, Tenso
         (i, cache.unflatten(0, (-1, ours.blocks)))
         for i, (mixer, memory) in enumerate(zip(mixers, memories, strict=True))
         if isinstance(mixer, AttentionSpec)
-        for cache in memory
+        for cache in memory[:2]
     ]
 
 

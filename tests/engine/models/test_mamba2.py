@@ -32,7 +32,7 @@ from .test_hybrid_families import (
     test_chunks_batches_and_restored_states_change_no_bit as test_chunks_batches_and_restored_states_change_no_bit,
 )
 
-FAMILIES = ("bamba", "granite4", "nemotron_h")
+FAMILIES = ("bamba", "falcon_h1", "granite4", "nemotron_h")
 BACKENDS = ("reference", "cpu")
 NEAR = 1e-4
 
@@ -68,6 +68,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no experts": ("nemotron_h", dict(layers_block_type=["full_attention", "linear_attention", "mlp"])),
     "one group": ("bamba", dict(mamba_n_groups=1, time_step_limit=(0.0, float("inf")))),
     "no bias of the convolution": ("bamba", dict(mamba_conv_bias=False, mamba_d_conv=3)),
+    "no norm": ("falcon_h1", dict(mamba_rms_norm=False)),
+    "norm before the gate": ("falcon_h1", dict(mamba_norm_before_gate=True)),
+    "biases beside factors": (
+        "falcon_h1",
+        dict(attention_bias=True, attention_in_multiplier=1.0, mlp_bias=True, mamba_conv_bias=False),
+    ),
     "other sizes": ("bamba", dict(mamba_n_heads=6, mamba_d_head=28, hidden_size=84, head_dim=16)),
 }
 
@@ -122,11 +128,17 @@ def test_missing_bounds_of_time_steps_are_caught(hybrid_model: Path) -> None:
 
 def unbounded(spec: DecoderSpec) -> DecoderSpec:
     """Return a copy of the spec without bounds of time steps."""
+    return with_state_spaces(spec, time_step_limit=(0.0, float("inf")))
+
+
+def with_state_spaces(spec: DecoderSpec, **fields: Any) -> DecoderSpec:
+    """Return a copy of the spec with other fields in its state spaces."""
+
+    def changed(mixer: Any) -> Any:
+        return replace(mixer, **fields) if isinstance(mixer, Mamba2Spec) else mixer
+
     layers = [
-        replace(each, mixer=replace(each.mixer, time_step_limit=(0.0, float("inf"))))
-        if isinstance(each.mixer, Mamba2Spec)
-        else each
-        for each in spec.layers
+        replace(each, mixer=changed(each.mixer), recurrent_mixer=changed(each.recurrent_mixer)) for each in spec.layers
     ]
     return replace(spec, layers=tuple(layers))
 
