@@ -205,12 +205,15 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
 def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:
     """Return approximately the peak memory of the largest step, in bytes.
 
-    The estimate covers the hidden states, the intermediate values of an MLP or of a latent attention, and the logits of
-    the decoding sequences.
+    The estimate covers the hidden states, the intermediate values of an MLP, of a latent attention or of a recurrence,
+    and the logits of the decoding sequences.
     """
     widths = [2 * layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None]
-    latents = [mixer for mixer in spec.attentions if isinstance(mixer, LatentSpec)]
-    widest = max([0, *widths, *(mixer.num_heads * sum(mixer.cached_sizes) for mixer in latents)])
+    widths += [each.num_heads * sum(each.cached_sizes) for each in spec.attentions if isinstance(each, LatentSpec)]
+    for mixer in spec.recurrent:
+        heads, _, size = mixer.state_shape
+        widths.append(2 * (mixer.row_size + heads * size))  # inputs before and after the convolution, gate and output
+    widest = max([0, *widths])
     rows = config.max_num_batched_tokens * (3 * spec.hidden_size + widest) * dtype.itemsize
     return rows + 2 * 4 * min(config.max_num_seqs * (1 + config.num_drafts), LOGITS_ROWS) * spec.vocab_size
 

@@ -140,6 +140,7 @@ MINIMAL: dict[str, tuple[str, dict[str, Any]]] = {
     "SeedOssForCausalLM": ("seed_oss", dict(num_attention_heads=8, attention_dropout=0.0)),
     "Qwen2MoeForCausalLM": ("qwen2_moe", dict(num_attention_heads=16)),
     "MixtralForCausalLM": ("mixtral", dict(num_attention_heads=8)),
+    "FalconH1ForCausalLM": ("falcon_h1", dict(num_attention_heads=8)),
 }
 
 

@@ -53,6 +53,12 @@ def test_published_figures_of_qwen3_5_27b_on_two_ranks() -> None:
     assert found == pytest.approx([27_200, 337_600, 413_952], rel=0.005)
 
 
+def test_a_layer_with_two_mixers_has_the_memory_of_both() -> None:
+    one, storage = decoder([ATTENTION]), Storage.of(torch.bfloat16)
+    both = replace(one, layers=(replace(one.layers[0], recurrent_mixer=DELTA),))
+    assert Sizes.of(both, storage, 16, 3) == Sizes.of(decoder([DELTA, ATTENTION]), storage, 16, 3)
+
+
 def test_sizes_equal_the_bytes_that_a_worker_stores() -> None:
     sizes = Sizes.of(decoder([DELTA, ATTENTION]), Storage.of(torch.bfloat16), 16)
     assert sizes.block == 16 * 2 * 4 * 256 * 2
@@ -175,5 +181,7 @@ def test_an_interval_that_is_no_multiple_of_a_block_is_refused(name: str) -> Non
 def test_the_largest_step_of_a_decoder_without_mlps() -> None:
     whole = decoder([DELTA, ATTENTION])
     bare = replace(whole, layers=tuple(replace(layer, mlp=None) for layer in whole.layers))
-    found = [scratch_bytes(spec, torch.bfloat16, EngineConfig(model="m")) for spec in (bare, whole)]
-    assert 0 < found[0] < found[1]
+    without_recurrence = replace(bare, layers=bare.layers[1:])
+    specs = without_recurrence, bare, whole
+    found = [scratch_bytes(spec, torch.bfloat16, EngineConfig(model="m")) for spec in specs]
+    assert 0 < found[0] < found[1] < found[2]

@@ -56,6 +56,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": WIDE | _DELTA_NET,
     "granite4": WIDE | _GRANITE4,
     "nemotron_h": WIDE | dict(n_groups=4),
+    "falcon_h1": WIDE | dict(mamba_n_groups=4, mamba_n_heads=8, mamba_d_ssm=128),
     "qwen3_next": WIDE | _DELTA_NET | dict(mlp_only_layers=[0, 1, 2, 3]),
     "qwen3_moe": _MIXTURE,
     "qwen3_5_moe": _MIXTURE | _DELTA_NET | dict(shared_expert_intermediate_size=512),
