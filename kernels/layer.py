@@ -319,14 +319,14 @@ def run_layer(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Rec
 def _mix(ops: LayerOps, layer: Layer, x: Tensor, attend: Attend, recur: Recur) -> Tensor:
     """Return x [M, H] plus the output of the layer's mixer, or the sum of the outputs of its mixers."""
     spec, hidden = layer.spec, _normed(ops, x, layer.mixer_norms.before, layer.spec.norm)
-    found = [(spec.mixer, layer.mixer, layer.mixer_pieces)]
+    found: list[tuple[Any, Any, Pieces]] = [(spec.mixer, layer.mixer, layer.mixer_pieces)]
     if spec.recurrent_mixer is not None:
         found.append((spec.recurrent_mixer, layer.recurrent_mixer, layer.recurrent_pieces))
-    ways = [_way_back(ops, hidden, *cast(Any, each), attend, recur) for each in found]
-    return _added(ops, spec, x, layer.mixer_norms.after, *ways)
+    outputs = [_output_of_mixer(ops, hidden, *each, attend=attend, recur=recur) for each in found]
+    return _added(ops, spec, x, layer.mixer_norms.after, *outputs)
 
 
-def _way_back(
+def _output_of_mixer(
     ops: LayerOps,
     x: Tensor,
     spec: CachedSpec | RecurrentSpec,
@@ -334,12 +334,12 @@ def _way_back(
     pieces: Pieces,
     attend: Attend,
     recur: Recur,
-) -> _WayBack:
-    """Return the way back from a mixer's heads, for hidden states x [M, H]."""
+) -> _Output:
+    """Return the output of a mixer for hidden states x [M, H]."""
     if isinstance(spec, CachedSpec):
-        return _WayBack(attend(x, spec, weights), weights.o, weights.o_bias, pieces, spec.out_scale)
+        return _Output(attend(x, spec, weights), weights.o, weights.o_bias, pieces, spec.out_scale)
     run = _mamba2 if isinstance(spec, Mamba2Spec) else _delta_net
-    return _WayBack(run(ops, x, cast(Any, spec), weights, recur), weights.o, None, pieces, spec.out_scale)
+    return _Output(run(ops, x, cast(Any, spec), weights, recur), weights.o, None, pieces, spec.out_scale)
 
 
 def _transform(ops: LayerOps, layer: Layer, x: Tensor, choose: Choose) -> Tensor:
@@ -352,8 +352,8 @@ def _transform(ops: LayerOps, layer: Layer, x: Tensor, choose: Choose) -> Tensor
     weights, mlp = cast(MlpWeights, layer.mlp), cast(MlpSpec, spec.mlp)
     active = _active(ops, hidden, weights, mlp.activation, mlp.gate_scale)
     bias = None if weights.biases is None else weights.biases[2]
-    way = _WayBack(active, weights.down, bias, layer.mlp_pieces, mlp.out_scale)
-    return _added(ops, spec, x, layer.mlp_norms.after, way)
+    output = _Output(active, weights.down, bias, layer.mlp_pieces, mlp.out_scale)
+    return _added(ops, spec, x, layer.mlp_norms.after, output)
 
 
 def _active(ops: LayerOps, x: Tensor, weights: MlpWeights, activation: Activation, gate_scale: float = 1.0) -> Tensor:
@@ -393,8 +393,8 @@ def _normed(ops: LayerOps, x: Tensor, weight: Tensor | None, norm: NormSpec) -> 
     return x if weight is None else ops.rmsnorm(x, weight, norm)
 
 
-class _WayBack(NamedTuple):
-    """How a mixer or an MLP leads back to hidden states: `scale` times the matrix product of `inner` and `weight`."""
+class _Output(NamedTuple):
+    """The output [M, H] of a mixer or an MLP: `scale` times the matrix product of `inner` and `weight`."""
 
     inner: Tensor
     weight: Weight
@@ -402,20 +402,22 @@ class _WayBack(NamedTuple):
     pieces: Pieces
     scale: float
 
-    def product(self, ops: LayerOps) -> Tensor:
+    def compute(self, ops: LayerOps) -> Tensor:
         return _times(ops.project_back(self.inner, self.weight, None, self.bias, self.pieces), self.scale)
 
 
-def _added(ops: LayerOps, spec: LayerSpec, x: Tensor, after: Tensor | None, way: _WayBack, *others: _WayBack) -> Tensor:
-    """Return x plus the sum of the products of these ways back. If the norm `after` is given, the sum is normalized
-    before it is added.
+def _added(
+    ops: LayerOps, spec: LayerSpec, x: Tensor, after: Tensor | None, output: _Output, *others: _Output
+) -> Tensor:
+    """Return x plus the sum of these outputs. If the norm `after` is given, the sum of the outputs is normalized before
+    it is added.
     """
-    if after is None and not others and spec.residual_scale == way.scale == 1.0:
-        return ops.project_back(way.inner, way.weight, x, way.bias, way.pieces)
-    product = way.product(ops)
+    if after is None and not others and spec.residual_scale == output.scale == 1.0:
+        return ops.project_back(output.inner, output.weight, x, output.bias, output.pieces)
+    total = output.compute(ops)
     for other in others:
-        product = product + other.product(ops)
-    return _with_residual(spec, x, product if after is None else ops.rmsnorm(product, after, spec.norm))
+        total = total + other.compute(ops)
+    return _with_residual(spec, x, total if after is None else ops.rmsnorm(total, after, spec.norm))
 
 
 def _with_residual(spec: LayerSpec, x: Tensor, product: Tensor) -> Tensor:

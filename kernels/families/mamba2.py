@@ -44,6 +44,7 @@ NAMES = {role: name.replace("mlp.", "feed_forward.") for role, name in LAYER_NAM
 
 def state_space(settings: Any, **others: Any) -> Mamba2Spec:
     """Return a state space with the sizes in these settings. `others`: further fields of the spec."""
+    others.setdefault("norm", NormSpec(settings.rms_norm_eps))
     return Mamba2Spec(
         num_heads=settings.mamba_n_heads,
         head_dim=settings.mamba_d_head,
@@ -52,7 +53,7 @@ def state_space(settings: Any, **others: Any) -> Mamba2Spec:
         kernel_size=settings.mamba_d_conv,
         time_step_limit=(float(settings.time_step_limit[0]), float(settings.time_step_limit[1])),
         convolution_bias=settings.mamba_conv_bias,
-        **{"norm": NormSpec(settings.rms_norm_eps)} | others,
+        **others,
     )
 
 

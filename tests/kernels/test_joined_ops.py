@@ -421,7 +421,7 @@ class HybridStep:
         return self.step.run(partial(compute, states=self.states, **more))
 
 
-def delta_layer(*sizes: int, norm: NormSpec = ZERO_CENTERED, joined: bool = False, **norms: bool) -> LayerSpec:
+def delta_layer(*sizes: int, norm: NormSpec = ZERO_CENTERED, joined: bool = False, **norms: Any) -> LayerSpec:
     """Return a layer with a delta net. `sizes`: key heads, value heads, their dimensions, the convolution's kernel."""
     return LayerSpec(DeltaNetSpec(*sizes, norm=NORM, joined=joined), MlpSpec(77), norm, **norms)
 

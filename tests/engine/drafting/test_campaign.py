@@ -12,8 +12,18 @@ from .test_exactness import FAMILIES
 
 LEAST_TOKENS = int(os.environ.get("TRUEROLL_CAMPAIGN_TOKENS", "3000"))
 # One family for each further mechanism. A run of all tests leaves them out.
-MECHANISMS = ("smollm3", "glm4_moe", "glm4", "granite", "gemma2", "deepseek_v3", "bamba", "nemotron_h", "granite4")
-MECHANISMS = (*MECHANISMS, "falcon_h1")
+MECHANISMS = (
+    "smollm3",
+    "glm4_moe",
+    "glm4",
+    "granite",
+    "gemma2",
+    "deepseek_v3",
+    "bamba",
+    "falcon_h1",
+    "nemotron_h",
+    "granite4",
+)
 CAMPAIGNS = (*FAMILIES, *MECHANISMS) if "TRUEROLL_CAMPAIGN_TOKENS" in os.environ else FAMILIES
 
 

@@ -30,7 +30,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(target_modules=ATTENTION),
     "deepseek_v3": dict(target_modules=LATENT),
     "nemotron_h": dict(target_modules=NEMOTRON),
-    "falcon_h1": dict(target_modules=[*ATTENTION, "in_proj", "out_proj"]),
 }
 
 
