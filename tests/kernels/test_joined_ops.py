@@ -345,6 +345,10 @@ def make_step(served: Served, *specs: LayerSpec) -> Step:
     )
 
 
+def times(x: Tensor, scale: float) -> Tensor:
+    return (x.float() * scale).to(x.dtype)
+
+
 def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest: Any) -> Tensor:
     """Run every op separately, in the order of the definition."""
     rotations, kv_caches, pages = rest
@@ -359,21 +363,22 @@ def step_by_step_layers(ops: Backend, x: Tensor, layers: Sequence[Layer], *rest:
         attended = ops.paged_attention(q, k_cache, v_cache, batch, mixer.scale, mixer.window, mixer.soft_cap).flatten(1)
         if mixer.output_gate:
             attended = ops.gate_mul(gate.flatten(1), attended, "sigmoid")
-        mixed = ops.project_back(attended, weights.o, None, weights.o_bias, layer.mixer_pieces)
+        mixed = times(ops.project_back(attended, weights.o, None, weights.o_bias, layer.mixer_pieces), mixer.out_scale)
         mixed = mixed if before.after is None else ops.rmsnorm(mixed, before.after, spec.norm)
-        x = x + (mixed.float() * spec.residual_scale).to(x.dtype)
+        x = x + times(mixed, spec.residual_scale)
         hidden = x if after.before is None else ops.rmsnorm(x, after.before, spec.norm)
-        assert spec.mlp is not None and mlp.gate is not None
+        assert isinstance(spec.mlp, MlpSpec) and mlp.gate is not None
         gate_bias, up_bias, down_bias = mlp.biases or (None,) * 3
         gate, up = ops.linear(hidden, mlp.gate, gate_bias), ops.linear(hidden, mlp.up, up_bias)
-        active = ops.gate_mul(gate, up, spec.mlp.activation)
-        down = ops.project_back(active, mlp.down, None, down_bias, layer.mlp_pieces)
+        active = ops.gate_mul(times(gate, spec.mlp.gate_scale), up, spec.mlp.activation)
+        down = times(ops.project_back(active, mlp.down, None, down_bias, layer.mlp_pieces), spec.mlp.out_scale)
         down = down if after.after is None else ops.rmsnorm(down, after.after, spec.norm)
-        x = x + (down.float() * spec.residual_scale).to(x.dtype)
+        x = x + times(down, spec.residual_scale)
     return x
 
 
 BOTH: dict[str, Any] = dict(qkv_bias=True, qk_norm=NORM)
+PLAIN_LAYER = layer_spec(6, 2, 64)
 LAYERS: dict[str, list[LayerSpec]] = {
     "one": [layer_spec(4, 2, 16, **BOTH)],
     "80": [layer_spec(3, 3, 80, qk_norm=NORM)] * 2,
@@ -381,6 +386,10 @@ LAYERS: dict[str, list[LayerSpec]] = {
     "128": [layer_spec(2, 1, 128, **BOTH)] * 3,
     "biases": [layer_spec(6, 2, 64, qkv_bias=True)] * 3,
     "norms": [layer_spec(6, 2, 64, qk_norm=NORM)] * 3,
+    "factor of attention": [
+        dataclasses.replace(PLAIN_LAYER, mixer=dataclasses.replace(attention_of(PLAIN_LAYER), out_scale=0.7))
+    ],
+    "factors of the mlp": [dataclasses.replace(PLAIN_LAYER, mlp=MlpSpec(77, gate_scale=0.6, out_scale=1.3))],
     **FAMILY_LAYERS,
 }
 
