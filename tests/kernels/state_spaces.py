@@ -16,7 +16,7 @@ STATE_SPACES = {
     "one head": Mamba2Spec(1, 16, 1, 16, 4, NORM),
     "groups of heads": Mamba2Spec(6, 16, 2, 32, 4, NORM, time_step_limit=(0.1, 1.5)),
     "odd state space": Mamba2Spec(3, 5, 3, 7, 3, NORM, convolution_bias=False),
-    "wide heads": Mamba2Spec(2, 150, 1, 16, 2, NORM),
+    "wide heads": Mamba2Spec(2, 246, 1, 16, 2, NORM),
     "real state space": Mamba2Spec(4, 64, 2, 128, 4, NORM),
 }
 RARE_SPACES = ("one head", "wide heads", "real state space")

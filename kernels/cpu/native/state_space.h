@@ -65,7 +65,7 @@ void scan_token(
         store(result + v * LANES, fma(skip, load(values + v * LANES, rest[v]), out[v]), rest[v]);
 }
 
-// Several tokens, or columns that do not fill whole vectors. The columns stay in scratch memory.
+// Several tokens, or columns that do not fill a vector. The columns stay in scratch memory.
 template <class T>
 void scan_columns(
     const StateSpaceArgs<T>& args, const Gates& gates, const HeadTokens& tokens, long column, const float* before,
@@ -88,26 +88,34 @@ void scan_columns(
             store(after + k * V + column + c * LANES, load(state + k * WIDTH + c * LANES), rest(c));
 }
 
+// One token, for all columns from `column` on that fill whole vectors. Takes N vectors at a time as long as N fit, then
+// half as many. Returns the first column that remains.
+template <long N, class T>
+long scan_parts(
+    const StateSpaceArgs<T>& args, const Gates& gates, const HeadTokens& token, long column, const float* before,
+    float* after, const NextState& ahead
+) {
+    static constexpr float zeros[N * LANES] = {};
+    const long V = args.head_dim, stride = before == nullptr ? 0 : V;
+    for (; column + N * LANES <= V; column += N * LANES) {
+        const float* from = before == nullptr ? zeros : before + column;
+        const auto fetch = [&](long k, long v) { ahead.fetch(k * V + column + v * LANES); };
+        scan_token<N>(args, gates, token, 0, column, from, stride, after + column, V, fetch);
+    }
+    if constexpr (N > 1) return scan_parts<N / 2>(args, gates, token, column, before, after, ahead);
+    return column;
+}
+
 // Rows [row, end) of one head, from the state `before` (null for zeros) to the state `after`.
 template <class T>
 void scan_rows(
     const StateSpaceArgs<T>& args, const Gates& gates, long head, long row, long end, const float* before, float* after,
     const NextState& ahead
 ) {
-    static constexpr float zeros[ROW_PART * LANES] = {};
-    const long V = args.head_dim;
     for (; row < end; row += TOKENS, before = after) {
         const HeadTokens tokens = head_vectors(args, head, row, smaller(TOKENS, end - row));
-        long column = 0;
-        if (tokens.count == 1)
-            for (; column + ROW_PART * LANES <= V; column += ROW_PART * LANES) {
-                const float* from = before == nullptr ? zeros : before + column;
-                const auto fetch = [&](long k, long v) { ahead.fetch(k * V + column + v * LANES); };
-                scan_token<ROW_PART>(
-                    args, gates, tokens, 0, column, from, before == nullptr ? 0 : V, after + column, V, fetch
-                );
-            }
-        for (; column < V; column += COLUMNS * LANES)
+        long column = tokens.count > 1 ? 0 : scan_parts<ROW_PART>(args, gates, tokens, 0, before, after, ahead);
+        for (; column < args.head_dim; column += COLUMNS * LANES)
             scan_columns(args, gates, tokens, column, before, after);
     }
 }
