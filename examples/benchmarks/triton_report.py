@@ -52,7 +52,7 @@ from trueroll.kernels.specs import (
     RouterSpec,
     pieces_of,
 )
-from trueroll.kernels.triton import backend, machine
+from trueroll.kernels.triton import LATENT_CAPABILITIES, MOST_HEAD_DIM, backend, machine
 from trueroll.kernels.triton.launch import Launch, compile_form, recording
 from trueroll.kernels.triton.peers import fold_peers
 
@@ -322,9 +322,7 @@ def scan(spec: Mamba2Spec) -> None:
 
 
 def absorb(heads: int, latent: int, rotated: int, size: int) -> None:
-    """Call the ops of a latent attention that other attentions do not have, for many numbers of rows. The attention
-    itself is not called, since devices before sm_90 lack the shared memory for it.
-    """
+    """Call latent attention, and the ops that other attentions do not have, for many numbers of rows."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     cache = empty(4, 16, 1, latent + rotated)
     for rows in ROWS:
@@ -332,6 +330,10 @@ def absorb(heads: int, latent: int, rotated: int, size: int) -> None:
         backend.write_kv(k, k[..., :latent], cache, cache[..., :latent], integers(rows))
         backend.head_linear(empty(rows, heads, size), empty(heads * latent, size))
         backend.head_linear(empty(rows, heads, latent), empty(heads * size, latent))
+    for starts, lens in (([0, 1, 2], integers(2)), ([0, 1, 100], None)):
+        batch = AttentionBatch(starts, [CONTEXT] * 2, integers(2, CONTEXT // 16), lens)
+        q = empty(starts[-1], heads, latent + rotated)
+        backend.paged_attention(q, cache, cache[..., :latent], batch, latent**-0.5)
 
 
 def mix(spec: ExpertsSpec, hidden: int) -> None:
@@ -477,15 +479,24 @@ JOBS: list[Job] = []
 
 
 def jobs_of(launches: Sequence[Launch]) -> list[Job]:
-    """Return a job for each launch and each target."""
-    return [(capability, launch) for launch in launches for capability in CAPABILITIES]
+    """Return a job for each launch and each target. Some targets lack the shared memory for latent attention."""
+    jobs = [(capability, launch) for launch in launches for capability in CAPABILITIES]
+    return [job for job in jobs if job[0] // 10 in LATENT_CAPABILITIES or not is_latent(job[1])]
+
+
+def is_latent(launch: Launch) -> bool:
+    """Return whether the launch computes latent attention. Only its values are longer than a head may be."""
+    is_attention = name_of(launch.kernel).startswith("attention.")
+    return is_attention and dict(launch.constants)["SIZE"] > MOST_HEAD_DIM
 
 
 def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
     """Return jobs for `some` of the launches and every target, and for all launches of `modelled` and the target that
     tiles are tuned for.
     """
-    chosen, whole = set(some(launches)), set(modelled)
+    latents = [launch for launch in launches if is_latent(launch)]
+    others = [launch for launch in launches if not is_latent(launch)]  # chosen apart: they have more targets
+    chosen, whole = {*some(latents), *some(others)}, set(modelled)
     return [job for job in jobs_of(launches) if job[1] in chosen or job[0] == TUNED_FOR and job[1] in whole]
 
 
@@ -669,7 +680,7 @@ def main() -> None:
     if options.model:
         print_model(MODELS[MODELLED])
     elif options.json or options.all or options.few:
-        launches = record([*MODELS, *DELTA_NETS, *SPACES, *LATENTS, *EXPERTS, *TOWERS])
+        launches = record([*LATENTS, *MODELS, *DELTA_NETS, *SPACES, *EXPERTS, *TOWERS])
         if options.few:
             jobs = few_jobs(launches)
         else:

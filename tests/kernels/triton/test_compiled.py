@@ -42,6 +42,15 @@ SPILLS_ALLOWED = {
     ("products._parts_kernel", 80): (NOT_FOR_80, 240),
     ("experts._down_kernel", 80): (NOT_FOR_80, 128),
 }
+# The same for latent attention, which sm_80 does not run: a program sums 64 rows of 512 values.
+SPILLS_OF_LATENTS = {
+    ("attention._decode_kernel", 90): 144,
+    ("attention._decode_kernel", 100): 424,
+    ("attention._prefill_kernel", 90): 1144,
+    ("attention._prefill_kernel", 100): 1136,
+    ("attention._fold_kernel", 90): 56,
+    ("attention._fold_kernel", 100): 80,
+}
 
 IN_A_WARP = "#ttg.blocked<{sizePerThread = [1, 4], threadsPerWarp = [1, 32], warpsPerCTA = [1, 1], order = [1, 0]}>"
 
@@ -84,7 +93,13 @@ def compiled_of(module: str, compiled: list[Compiled]) -> list[Compiled]:
     return [c for c in compiled if c["kernel"].startswith(f"{module}.")]
 
 
+def is_latent(compiled: Compiled) -> bool:
+    return compiled["kernel"].startswith("attention.") and compiled["constants"]["SIZE"] == 512
+
+
 def most_spilled(compiled: Compiled) -> int:
+    if is_latent(compiled):
+        return SPILLS_OF_LATENTS[compiled["kernel"], compiled["capability"]]
     _, most = SPILLS_ALLOWED.get((compiled["kernel"], compiled["capability"]), ("", 0))
     return most
 
@@ -117,11 +132,15 @@ def test_every_tile_of_the_tables_is_compiled_for_every_target(module: str, comp
 
 @of_all
 def test_every_value_of_a_constant_and_every_type_is_compiled_for_every_target(compiled: list[Compiled]) -> None:
-    """For the tuned target, every combination of one model is also compiled."""
+    """For the tuned target, every combination of one model is also compiled. sm_80 cannot run latent attention."""
     found = defaultdict(set)
     for c in compiled:
+        if is_latent(c):
+            continue
         found[c["capability"]] |= {(c["kernel"], *item) for item in (*c["constants"].items(), *c["types"].items())}
     assert all(found[sm] == found[TUNED_FOR] for sm in SHARED_MEMORY) and len(found[TUNED_FOR]) > 100
+    latents = {(c["kernel"], c["capability"]) for c in compiled if is_latent(c)}
+    assert latents == {*SPILLS_OF_LATENTS}
     number = Counter(c["capability"] for c in compiled)
     assert number.keys() == {*SHARED_MEMORY} and all(number[TUNED_FOR] > number[sm] for sm in (80, 100))
 
