@@ -1,11 +1,11 @@
 """Report where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
 The report first measures the machine's best rates for matrix products, memory reads, and in-place updates of memory. If
-the model has gated delta nets, experts or latent attention, the recurrence, the experts or the attention are measured
-alone. Then each workload of `trueroll bench` runs on the in-process engine. A table shows for every op its time, its
-arithmetic, and the bytes that it must read at least once per step. Arithmetic and bytes are also shown as shares of the
-best rate. The bytes of a recurrence include the states that it writes. The remaining time of a step is Python:
-scheduling, bookkeeping, and preparing the step's tensors.
+the model has gated delta nets, state spaces, experts or latent attention, the recurrence, the experts or the attention
+are measured alone. Then each workload of `trueroll bench` runs on the in-process engine. A table shows for every op its
+time, its arithmetic, and the bytes that it must read at least once per step. Arithmetic and bytes are also shown as
+shares of the best rate. The bytes of a recurrence include the states that it writes. The remaining time of a step is
+Python: scheduling, bookkeeping, and preparing the step's tensors.
 
 With `--dummy-weights` MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
 by op. A normal engine runs all layers in one native call, which makes its steps a few percent faster.
@@ -31,10 +31,11 @@ from trueroll.engine.request import GenerateRequest, SamplingParams
 from trueroll.engine.running.loading import LoadedModel, load_dummy, load_model
 from trueroll.kernels.contract import AttentionBatch, StateBatch, new_caches
 from trueroll.kernels.layer import run_layers
-from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec, LatentSpec
+from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec, LatentSpec, Mamba2Spec, RecurrentSpec
 from trueroll.rollout.tools.bench import WORKLOADS, Workload
 
-OPS = ("embedding", "rotation", "qkv", "paged_attention", "convolve", "delta_rule", "gate_mul", "linear")
+RECURRENCES = ("delta_rule", "state_space")
+OPS = ("embedding", "rotation", "qkv", "paged_attention", "convolve", *RECURRENCES, "gate_mul", "linear")
 OPS = (*OPS, "project_back", "gate_up", "route", "experts", "rmsnorm", "next_tokens", "head_linear")
 
 
@@ -102,10 +103,18 @@ def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> 
     return 2 * experts.numel() * elements, len(experts.unique()) * num_bytes
 
 
-def recurrence_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: StateBatch) -> tuple[int, int]:
-    """Return the cost of a recurrence: one decay and three multiply-adds per token and element of the state."""
+def recurrence_cost(multiply_adds: int, x, states, batch: StateBatch) -> tuple[int, int]:
+    """Return the cost of a recurrence: one decay and some multiply-adds per token and element of the state."""
     slots = len(batch.writes) + int((batch.reads >= 0).sum())
-    return 7 * len(qkv) * states[0].numel(), slots * states[0].nbytes
+    return (1 + 2 * multiply_adds) * len(x) * states[0].numel(), slots * states[0].nbytes
+
+
+def delta_rule_cost(qkv, b, a, spec: DeltaNetSpec, weights, states, batch: StateBatch) -> tuple[int, int]:
+    return recurrence_cost(3, qkv, states, batch)
+
+
+def state_space_cost(xbc, steps, spec: Mamba2Spec, weights, states, batch: StateBatch) -> tuple[int, int]:
+    return recurrence_cost(2, xbc, states, batch)
 
 
 COSTS = {
@@ -116,7 +125,8 @@ COSTS = {
     "gate_up": lambda x, gate, up, activation: product_cost(len(x), gate, up),
     "next_tokens": lambda hidden, weight, wanted, *rest: product_cost(len(wanted.rows), weight),
     "paged_attention": attention_cost,
-    "delta_rule": recurrence_cost,
+    "delta_rule": delta_rule_cost,
+    "state_space": state_space_cost,
     "experts": experts_cost,
 }
 
@@ -164,8 +174,8 @@ def limits(loaded: LoadedModel) -> dict[str, Rates]:
 
 
 def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
-    """Return the rates of a model's gated delta nets, in a step with 64 decoding rows and for a 512-token prompt."""
-    if not any(isinstance(layer.mixer, DeltaNetSpec) for layer in loaded.model.spec.layers):
+    """Return the rates of a model's recurrences, in a step with 64 decoding rows and for a 512-token prompt."""
+    if not loaded.model.spec.recurrent:
         return {}
     decodes, (_, num_bytes) = recurrence(loaded, [1] * 64)
     prompt, (flops, _) = recurrence(loaded, [512])
@@ -173,20 +183,24 @@ def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
 
 
 def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], object], list[int]]:
-    """Return a function that runs one step of all delta nets, and the step's cost [floating-point operations, bytes].
+    """Return a function that runs one step of all recurrences, and the step's cost [floating-point operations, bytes].
     The sequences have `lens` rows, and each layer has its own states.
     """
     dtype, count = loaded.model.dtype, len(lens)
     calls, slots = [], torch.arange(count)
+    batch = StateBatch([0, *torch.tensor(lens).cumsum(0).tolist()], slots, slots)
     for layer in loaded.model.layers:
-        if not isinstance(layer.spec.mixer, DeltaNetSpec):
-            continue
         spec = layer.spec.mixer
-        inputs = [torch.randn(sum(lens), n).to(dtype) for n in (spec.channels, *[spec.num_value_heads] * 2)]
-        batch = StateBatch([0, *torch.tensor(lens).cumsum(0).tolist()], slots, slots)
-        calls.append((*inputs, spec, layer.mixer, torch.zeros(count, *spec.state_shape), batch))
-    costs = [recurrence_cost(*call) for call in calls]
-    return lambda: [loaded.backend.ops.delta_rule(*call) for call in calls], [
+        if not isinstance(spec, RecurrentSpec):
+            continue
+        is_delta = isinstance(spec, DeltaNetSpec)
+        sizes = spec.channels, *([spec.num_value_heads] * 2 if is_delta else [spec.num_heads])
+        inputs = [torch.randn(sum(lens), size).to(dtype) for size in sizes]
+        arguments = *inputs, spec, layer.mixer, torch.zeros(count, *spec.state_shape), batch
+        calls.append(("delta_rule" if is_delta else "state_space", arguments))
+    costs = [COSTS[name](*arguments) for name, arguments in calls]
+    ops = loaded.backend.ops
+    return lambda: [getattr(ops, name)(*arguments) for name, arguments in calls], [
         sum(each) for each in zip(*costs, strict=True)
     ]
 
@@ -275,7 +289,7 @@ def make_table(title: str, phase, best: dict[str, float]) -> Table:
     rows.append(("all", seconds, sum(flops.values()), sum(num_bytes.values())))
     for name, t, f, b in rows:
         arithmetic, moving = f / t / 1e9, b / t / 1e9
-        memory = best["updating" if name == "delta_rule" else "reading"]
+        memory = best["updating" if name in RECURRENCES else "reading"]
         table.add_row(
             name,
             f"{t / steps * 1e3:.2f}",

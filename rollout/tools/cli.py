@@ -408,7 +408,8 @@ def bench(
         typer.Option(
             metavar="CONFIG",
             help="Instead of MODEL: random weights for a config.json, a folder with a config.json, or one of "
-            "qwen2.5-7b, qwen3-0.6b, qwen3-moe-0.3b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b.",
+            "qwen2.5-7b, qwen3-0.6b, qwen3-moe-0.3b, qwen3.5-27b, qwen3.5-0.8b, qwen3.5-0.15b, bamba-0.13b, "
+            "deepseek-v3-0.15b.",
         ),
     ] = None,
     workload: Annotated[

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 
+from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.running.loading import load_model
 from trueroll.kernels.contract import NO_SLOT, AttentionBatch, ExpertsWeights, StateBatch
-from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec, NormSpec
+from trueroll.kernels.specs import DeltaNetSpec, ExpertsSpec, Mamba2Spec, NormSpec
 from trueroll.rollout.tools.bench import Workload
 
 REPORT = runpy.run_path(str(Path(__file__).parents[2] / "examples/benchmarks/cpu_report.py"))
@@ -68,5 +71,19 @@ def test_a_recurrence_reads_and_writes_each_state_once() -> None:
     """Two sequences have three tokens and one token. The sequence that begins here reads no state."""
     spec, states = DeltaNetSpec(1, 2, 8, 16, 4, NormSpec(1e-6)), torch.zeros(5, 2, 8, 16)
     batch = StateBatch([0, 3, 4], torch.tensor([4, NO_SLOT]), torch.tensor([4, 1]))
-    found = REPORT["recurrence_cost"](torch.zeros(4, spec.channels), None, None, spec, None, states, batch)
+    found = REPORT["COSTS"]["delta_rule"](torch.zeros(4, spec.channels), None, None, spec, None, states, batch)
     assert found == (4 * 7 * 2 * 8 * 16, 3 * 2 * 8 * 16 * 4)
+    space = Mamba2Spec(2, 16, 1, 8, 4, NormSpec(1e-6))
+    found = REPORT["COSTS"]["state_space"](torch.zeros(4, space.channels), None, space, None, states, batch)
+    assert found == (4 * 5 * 2 * 8 * 16, 3 * 2 * 8 * 16 * 4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba"])
+def test_recurrences_of_all_layers_are_run(family: str, tmp_path: Path) -> None:
+    """Three of four layers have a recurrence. Two sequences have two rows each."""
+    loaded = load_model(EngineConfig(model=str(make_tiny_model(family, tmp_path))))
+    assert len(specs := loaded.model.spec.recurrent) == 3, "premise"
+    run, (flops, num_bytes) = REPORT["recurrence"](loaded, [2, 2])
+    outs, size = run(), math.prod(specs[0].state_shape)
+    assert [out.shape[0] for out in outs] == [4] * 3 and all(out.isfinite().all() for out in outs)
+    assert flops == 3 * 4 * (7 if family == "qwen3_5" else 5) * size and num_bytes == 3 * 2 * 2 * size * 4
