@@ -34,6 +34,7 @@ FOREIGN_FORBIDDEN = {
 FOREIGN_ALLOWED = {"__init__": set(), "errors": set(), "versions": set(), "kernels": {"torch"}}
 FOREIGN_ALLOWED_TO = {
     "kernels.training": {"transformers"},
+    "kernels.edits": {"numpy"},
     "kernels.families.settings": {"transformers", "huggingface_hub"},
     **{
         f"kernels.triton.{name}": {"triton"}
@@ -64,6 +65,8 @@ KERNELS = {
     "ranks": SPEC | {"layer"},
     "families": {"families", "pieces", "specs"},
     "transfer": set(),
+    "edits": {"transfer"},
+    "distributions": SPEC | {"edits", "packed"},
     "reference": SPEC | {"layer"},
     "cpu": SPEC | {"cpu", "layer", "reference"},
     "triton": SPEC | {"triton", "layer", "reference", "transfer"},
@@ -71,7 +74,7 @@ KERNELS = {
     "packed": SPEC,
     "media": {"specs", "transfer"},
     "towers": SPEC | {"layer", "packed"},
-    "autograd": SPEC | {"gates", "layer", "packed"},
+    "autograd": SPEC | {"distributions", "gates", "layer", "packed"},
     "gates": {"specs"},
     "batches": SPEC | {"packed"},
     "wrappers": set(),
@@ -83,7 +86,18 @@ KERNELS = {
     "training_images": {"media", "packed", "specs"},
     "training_towers": {"adapters", "aligned", "autograd", "specs", "towers", "training_images", "wrappers"},
     "training": SPEC
-    | {"adapters", "aligned", "arguments", "autograd", "batches", "layer", "packed", "pieces", "plain_models"}
+    | {
+        "adapters",
+        "aligned",
+        "arguments",
+        "autograd",
+        "batches",
+        "distributions",
+        "layer",
+        "packed",
+        "pieces",
+        "plain_models",
+    }
     | {"replay", "selection", "stacks", "training_images", "training_towers", "wrappers"},
     "importance": set(),
 }
@@ -124,7 +138,7 @@ ENGINE = {
     "running.loading": {"config", "models"}
     | {f"running.{name}" for name in ("experts", "planner", "ranks", "weight_memory", "weights")},
     "running.warm_up": {"config", "models", "request"}
-    | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler")},
+    | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler", "step")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
     | {f"running.{name}" for name in ("experts", "graphs", "loading", "model_runner", "mtp", "ranks", "sampler")}
     | {"running.encoder", "running.step"}

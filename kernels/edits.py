@@ -1,0 +1,330 @@
+"""Edits: how bans, biases and penalties change the logits of one token.
+
+Owns the order and the arithmetic of these changes, for worker and trainer alike. With the same logits, both compute the
+same bits. The changes of a row depend only on the request and on the earlier tokens of the sample, so neither other
+rows nor chunks change them.
+
+The order is vLLM's. Tokens that are not allowed, banned tokens, and tokens that would complete a bad word get the logit
+-inf. Then, for each token of the vocabulary, in float32, with each result rounded:
+
+1. `logit_bias` is added. 2. If the token occurs in the prompt or in the sample, a positive logit is divided by
+`repetition_penalty`, and any other
+   logit is multiplied by it (Keskar et al. 2019, "CTRL", arXiv 1909.05858; as in transformers, the prompt counts).
+3. `frequency_penalty` times the number of times that the token occurs in the sample is subtracted.
+4. `presence_penalty` is subtracted if the token occurs in the sample.
+
+Temperature and filters come after the edits, and do not belong to this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .transfer import all_to_device
+
+_BITS = 32  # tokens in one word of a mask
+# A token, its bias, whether it ends a sample, how often it occurs in the sample, and whether it occurs at all.
+_ENTRY = np.dtype([("token_id", "i8"), ("bias", "f4"), ("ends", "?"), ("count", "i8"), ("occurs", "?")])
+
+
+class Edited(Protocol):
+    """The parameters of a distribution that edit logits. `engine.request.Distribution` documents them."""
+
+    @property
+    def min_tokens(self) -> int: ...
+    @property
+    def repetition_penalty(self) -> float: ...
+    @property
+    def presence_penalty(self) -> float: ...
+    @property
+    def frequency_penalty(self) -> float: ...
+    @property
+    def logit_bias(self) -> Sequence[tuple[int, float]]: ...
+    @property
+    def allowed_token_ids(self) -> Sequence[int] | None: ...
+    @property
+    def bad_words_token_ids(self) -> Sequence[Sequence[int]]: ...
+
+
+_NONE = np.array([1.0, 0.0, 0.0], np.float32)  # penalties that change nothing
+
+
+@dataclass(frozen=True, eq=False)
+class RowEdits:
+    """The changes of one row of logits.
+
+    `token_ids` (int64 [E], each id once): the tokens whose logits change. `bias` (float32 [E]): what is added; -inf
+    bans the token. `counts` (int64 [E]): how often each token occurs in the sample. `occurs` (bool [E]): whether each
+    token occurs in prompt or sample. `penalties` (float32 [3]): for repetition, presence and frequency. `mask` (int32
+    [ceil(V / 32)]): a bit for each token of the vocabulary, the lowest bit first; tokens without their bit get the
+    logit -inf. None if all tokens are allowed.
+    """
+
+    token_ids: np.ndarray
+    bias: np.ndarray
+    counts: np.ndarray
+    occurs: np.ndarray
+    penalties: np.ndarray
+    mask: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class Rules:
+    """What a request says about edits.
+
+    `penalties`: as in `RowEdits`. `bias`: maps tokens to what is added. `ending_tokens`: banned in the first
+    `min_tokens` tokens of a sample. `bad`: sequences of tokens; the last token is banned after the others. `mask`: as
+    in `RowEdits`.
+    """
+
+    penalties: np.ndarray
+    bias: Mapping[int, float]
+    ending_tokens: Sequence[int]
+    min_tokens: int
+    bad: Sequence[Sequence[int]]
+    mask: np.ndarray | None
+
+    @classmethod
+    def of(cls, distribution: Edited, ending_tokens: Sequence[int], vocab_size: int) -> Rules | None:
+        """Return the rules of a distribution; None if it edits no logit."""
+        bans = ending_tokens if distribution.min_tokens > 0 else ()
+        penalties = distribution.repetition_penalty, distribution.presence_penalty, distribution.frequency_penalty
+        allowed = distribution.allowed_token_ids
+        mask = None if allowed is None else mask_of(allowed, vocab_size)
+        bias, bad = dict(distribution.logit_bias), distribution.bad_words_token_ids
+        rules = cls(np.float32(penalties), bias, bans, distribution.min_tokens if bans else 0, bad, mask)
+        return rules if bans or bias or bad or mask is not None or rules.has_penalties else None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Return whether earlier tokens change the logits of their repetitions."""
+        return bool((self.penalties != _NONE).any())
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Return whether the edits depend on which tokens came before, and not only on their number."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad)
+
+    @property
+    def end(self) -> int:
+        """The number of tokens after which a sample is no longer edited; a large number if it always is."""
+        is_short = not (self.bias or self.bad or self.has_penalties) and self.mask is None
+        return self.min_tokens if is_short else 2**62
+
+    @cached_property
+    def named(self) -> np.ndarray:
+        """Entries (`_ENTRY`) for the tokens that the request names."""
+        ids = dict.fromkeys([*self.bias, *self.ending_tokens, *(word[-1] for word in self.bad)])
+        ending = frozenset(self.ending_tokens)
+        return np.array([(token, self.bias.get(token, 0.0), token in ending, 0, False) for token in ids], _ENTRY)
+
+    @cached_property
+    def while_short(self) -> RowEdits:
+        """The edits of the first `min_tokens` tokens, if they do not depend on tokens."""
+        return self.row(self.named, self.named["ends"])
+
+    @cached_property
+    def afterwards(self) -> RowEdits:
+        """The edits of later tokens, if they do not depend on tokens."""
+        return self.row(self.named, np.zeros(len(self.named), bool))
+
+    def row(self, entries: np.ndarray, bans: np.ndarray) -> RowEdits:
+        """Return the edits of a row as copies. `entries`: `_ENTRY` [E]; `bans`: which tokens are banned, bool [E]."""
+        bias = np.where(bans, np.float32(-np.inf), entries["bias"])
+        columns = (entries[name].copy() for name in ("count", "occurs"))
+        return RowEdits(entries["token_id"].copy(), bias, *columns, self.penalties, self.mask)
+
+
+def mask_of(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Return the mask of allowed tokens: int32 [ceil(vocab_size / 32)], as in `RowEdits`."""
+    bits = np.zeros(-(-vocab_size // _BITS) * _BITS, np.uint8)
+    bits[np.asarray(allowed, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view("<i4")
+
+
+class Editor:
+    """The edits of the next token of one sample.
+
+    `prompt` and `sample`: the earlier tokens (integers). Tokens are counted only if the rules have penalties.
+    `num_new`: how many tokens of the sample count for `min_tokens`.
+    """
+
+    def __init__(self, rules: Rules, prompt: np.ndarray, sample: np.ndarray, num_new: int = 0) -> None:
+        self.rules = rules
+        self._num_new = num_new
+        self._reach = max((len(word) - 1 for word in rules.bad), default=0)
+        self._tail = sample[-self._reach :].tolist() if self._reach else []
+        self._table = _Table(rules.named, prompt, sample) if rules.has_penalties else None
+
+    def append(self, token: int) -> None:
+        """Add the next token of the sample."""
+        self._num_new += 1
+        if self._reach:
+            self._tail = [*self._tail, token][-self._reach :]
+        if self._table is not None:
+            self._table.count(token)
+
+    def row(self) -> RowEdits:
+        """Return the edits of the next token. The result does not change with the editor."""
+        rules, is_short = self.rules, self._num_new < self.rules.min_tokens
+        if self._table is None and not rules.bad:
+            return rules.while_short if is_short else rules.afterwards
+        entries = rules.named if self._table is None else self._table.entries
+        bans = entries["ends"] & is_short
+        if completed := self._completed():
+            bans |= np.isin(entries["token_id"], completed)
+        return rules.row(entries, bans)
+
+    def rows(self, following: Sequence[int]) -> list[RowEdits]:
+        """Return the edits of the next token, and of the token after each of the `following` tokens. The editor does
+        not change.
+        """
+        rows, ahead = [self.row()], copy(self)
+        if following and self._table is not None:
+            ahead._table = self._table.copied()
+        for token in following:
+            ahead.append(token)
+            rows.append(ahead.row())
+        return rows
+
+    def _completed(self) -> list[int]:
+        """The tokens that would complete a bad word."""
+        tail, size = self._tail, len(self._tail)
+        found = ((list(word[:-1]), word[-1]) for word in self.rules.bad)
+        return [last for before, last in found if len(before) <= size and tail[size - len(before) :] == before]
+
+
+@dataclass(frozen=True, eq=False)
+class EditedText:
+    """Given tokens, drawn with `rules`. `token_ids` (integers [T]): the tokens from `start` on are the sample, and the
+    others are its prompt.
+    """
+
+    rules: Rules
+    token_ids: np.ndarray
+    start: int
+
+    def rows(self, first: int, end: int) -> list[RowEdits]:
+        """Return the edits with which tokens [first, end) were drawn. At least one token; `first` is not below
+        `start`.
+        """
+        prompt, sample = self.token_ids[: self.start], self.token_ids[self.start : first]
+        return Editor(self.rules, prompt, sample, len(sample)).rows(self.token_ids[first : end - 1].tolist())
+
+
+class _Table:
+    """Entries for the tokens that a request names and for those that occur in prompt or sample."""
+
+    def __init__(self, named: np.ndarray, prompt: np.ndarray, sample: np.ndarray) -> None:
+        others = np.setdiff1d(np.concatenate((prompt, sample)), named["token_id"])
+        self._entries = np.concatenate((named, np.zeros(len(others), _ENTRY)))
+        self._entries["token_id"][len(named) :] = others
+        self._size, ids = len(self._entries), self._entries["token_id"].tolist()
+        self._places = {token: place for place, token in enumerate(ids)}
+        found, counts = np.unique(sample, return_counts=True)
+        self._entries["count"][[self._places[token] for token in found.tolist()]] = counts
+        self._entries["occurs"] = np.isin(ids, prompt) | (self._entries["count"] > 0)
+
+    @property
+    def entries(self) -> np.ndarray:
+        return self._entries[: self._size]
+
+    def count(self, token: int) -> None:
+        """Count a token of the sample."""
+        place = self._places.setdefault(token, self._size)
+        if place == self._size:
+            if place == len(self._entries):
+                self._entries = np.concatenate((self._entries, np.zeros(max(16, place), _ENTRY)))
+            self._entries["token_id"][place] = token
+            self._size += 1
+        self._entries["count"][place] += 1
+        self._entries["occurs"][place] = True
+
+    def copied(self) -> _Table:
+        other = copy(self)
+        other._entries, other._places = self._entries.copy(), dict(self._places)
+        return other
+
+
+def edit(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
+    """Return float32 logits [M, V] with the edits of `rows`, which maps rows to their edits. `logits` stays
+    unchanged."""
+    if not rows:
+        return logits
+    out = logits.clone()
+    entries = _Entries.of(rows, logits.device)
+    if len(entries.token_ids):
+        place = entries.rows, entries.token_ids
+        out[place] = entries.edited(logits[place])
+    _apply_masks(out, rows)
+    return out
+
+
+def edit_slopes(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
+    """Return the derivatives of the results of `edit` by the logits [M, V], for the logits that are not -inf
+    afterwards: float32 [M, V].
+    """
+    slopes = torch.ones_like(logits)
+    if not rows:
+        return slopes
+    entries = _Entries.of(rows, logits.device)
+    if len(entries.token_ids):
+        place = entries.rows, entries.token_ids
+        slopes[place] = entries.slopes(logits[place])
+    return slopes
+
+
+class _Entries(NamedTuple):
+    """The changed logits of several rows, as tensors [E] on one device. `penalties`: float32 [3, E]."""
+
+    rows: Tensor
+    token_ids: Tensor
+    bias: Tensor
+    counts: Tensor
+    occurs: Tensor
+    penalties: Tensor
+
+    @classmethod
+    def of(cls, rows: Mapping[int, RowEdits], device: torch.device) -> _Entries:
+        sizes, edits = [len(each.token_ids) for each in rows.values()], rows.values()
+        columns = [
+            np.repeat(np.array([*rows], np.int64), sizes),
+            *(np.concatenate([getattr(each, name) for each in edits]) for name in ("token_ids", "bias", "counts")),
+            np.concatenate([each.occurs for each in edits]),
+            np.repeat(np.stack([each.penalties for each in edits]).T, sizes, axis=1),
+        ]
+        return cls(*all_to_device(map(torch.from_numpy, columns), device))
+
+    def edited(self, logits: Tensor) -> Tensor:
+        """Return the changed logits [E]. Each operation rounds its result to float32."""
+        repetition, presence, frequency = self.penalties
+        biased = logits + self.bias
+        repeated = torch.where(biased > 0, biased / repetition, biased * repetition)
+        penalized = torch.where(self.occurs, repeated, biased) - frequency * self.counts.float()
+        return penalized - presence * (self.counts > 0).float()
+
+    def slopes(self, logits: Tensor) -> Tensor:
+        """Return the derivatives of `edited` by the logits [E]."""
+        repetition = self.penalties[0]
+        slope = torch.where(logits + self.bias > 0, 1.0 / repetition, repetition)
+        return torch.where(self.occurs, slope, 1.0)
+
+
+def _apply_masks(out: Tensor, rows: Mapping[int, RowEdits]) -> None:
+    """Set the logits of tokens that masks exclude to -inf."""
+    masked = {row: each.mask for row, each in rows.items() if each.mask is not None}
+    if not masked:
+        return
+    found = np.array([*masked], np.int64), np.stack([mask for mask in masked.values() if mask is not None])
+    places, masks = all_to_device(map(torch.from_numpy, found), out.device)
+    shifts = torch.arange(_BITS, dtype=torch.int32, device=out.device)
+    allowed = (masks[..., None] >> shifts & 1).bool().flatten(1)[:, : out.shape[1]]
+    out[places] = out[places].masked_fill(~allowed, -torch.inf)
