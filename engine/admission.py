@@ -14,6 +14,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
+from ..kernels.edits import Editor, Rules
 from ..kernels.specs import DecoderSpec
 from .cache.prefix_cache import Chain
 from .media import ImageInput, ImageLimits, check_pixels
@@ -24,10 +25,10 @@ from .pipeline import Ledger
 from .request import (
     TOPS,
     ContentSpan,
+    Distribution,
     GenerateRequest,
     GrowingColumns,
     Request,
-    SamplingParams,
     ScoreRequest,
     check_length,
     check_spans,
@@ -78,9 +79,8 @@ class Admission:
 
     def _add_group(self, request: GenerateRequest) -> None:
         request = self._checked(request)
-        ending_tokens = _ending_tokens(request.params, self._info)
-        banned = array("q", ending_tokens)
-        samples = [self._sample(request, i, ending_tokens, banned) for i in range(request.params.n)]
+        rules = self._rules(request.params)
+        samples = [self._sample(request, i, rules) for i in range(request.params.n)]
         self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
@@ -97,25 +97,25 @@ class Admission:
         _check_prior(request)
         _check_top_logprobs(params.top_logprobs, info)
         _check_experts(params.return_routed_experts, info)
-        _check_vocabulary("stop_token_ids", "stop_token_ids", np.asarray(params.stop_token_ids, np.int64), info)
-        if params.min_tokens > 0:
-            _check_some_go_on(_ending_tokens(params, info), info)
+        _check_named_tokens(params, info)
         return replace(request, params=params)
 
-    def _sample(
-        self, request: GenerateRequest, index: int, ending_tokens: frozenset[int], banned: array[int]
-    ) -> OpenSample:
-        params = request.params
+    def _rules(self, distribution: Distribution) -> Rules | None:
+        return Rules.of(distribution, sorted(_ending_tokens(distribution, self._info)), self._info.vocab_size)
+
+    def _sample(self, request: GenerateRequest, index: int, rules: Rules | None) -> OpenSample:
+        params, prompt = request.params, request.prompt_token_ids
         assert params.seed is not None
+        start = len(prompt) - request.num_prior_tokens
         seed = derive_seed(params.seed, index)
         return OpenSample(
             request,
             index,
             (self.num_added, index),
             seed,
-            DrawRecord.of(params, seed, len(request.prompt_token_ids), bool(banned)),
-            ending_tokens,
-            banned,
+            DrawRecord.of(params, seed, len(prompt), rules),
+            _ending_tokens(params, self._info),
+            None if rules is None else Editor(rules, prompt[:start], prompt[start:]),
             self._watch(request),
             logprobs=None if params.logprobs is None else array("f"),
             records=None if params.top_logprobs is None else GrowingColumns(TOPS, params.top_logprobs),
@@ -179,10 +179,13 @@ class Admission:
     def _add_score(self, request: ScoreRequest) -> None:
         self._check_content("token_ids", request.token_ids, request.spans, 2, len(request.token_ids))
         self._check_images(request.images, request.token_ids[:-1], request.spans)
+        _check_start(request)
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
+        _check_named_tokens(request.distribution, self._info)
         # The last token is scored but never fed to the model.
-        tokens, score = array("i", request.token_ids[:-1].tolist()), OpenScore.of(request)
+        score = OpenScore.of(request, self._rules(request.distribution))
+        tokens = array("i", request.token_ids[:-1].tolist())
         chain = self._new_chain(request.cache_salt, request, request.return_routed_experts)
         self._ledger.open_score(score, self._new_sequence(tokens, score, chain, request.images))
 
@@ -244,8 +247,47 @@ def _load_vocabulary(folder: Path) -> Vocabulary | str:
         return str(error)
 
 
-def _ending_tokens(params: SamplingParams, info: EngineInfo) -> frozenset[int]:
+def _ending_tokens(params: Distribution, info: EngineInfo) -> frozenset[int]:
     return frozenset(params.stop_token_ids).union(() if params.ignore_eos else info.eos_token_ids)
+
+
+def _check_named_tokens(params: Distribution, info: EngineInfo) -> None:
+    """Raise InvalidRequestError unless all token ids in `params` are in the vocabulary and a token is left to draw."""
+    named = dict(
+        stop_token_ids=params.stop_token_ids,
+        logit_bias=[token for token, _ in params.logit_bias],
+        allowed_token_ids=params.allowed_token_ids or (),
+        bad_words_token_ids=[token for word in params.bad_words_token_ids for token in word],
+    )
+    for name, token_ids in named.items():
+        _check_vocabulary(name, name, np.asarray(token_ids, np.int64), info)
+    banned = {word[0] for word in params.bad_words_token_ids if len(word) == 1}
+    if params.min_tokens > 0:
+        banned |= _ending_tokens(params, info)
+    allowed = range(info.vocab_size) if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
+    if len(banned) >= len(allowed) and banned.issuperset(allowed):
+        raise InvalidRequestError(
+            f"no token is left to draw, because {_named(params)} exclude all {info.vocab_size} token ids; allow "
+            "another token",
+            field="min_tokens" if params.min_tokens else "bad_words_token_ids",
+        )
+
+
+def _named(params: Distribution) -> str:
+    """Return the names of the parameters that exclude tokens, with a conjunction."""
+    given = dict(allowed_token_ids=params.allowed_token_ids, bad_words_token_ids=params.bad_words_token_ids)
+    return " and ".join([*(name for name, value in given.items() if value), *["min_tokens"] * (params.min_tokens > 0)])
+
+
+def _check_start(request: ScoreRequest) -> None:
+    length = len(request.token_ids)
+    if not 1 <= request.start < length:
+        raise InvalidRequestError(
+            f"start must be from 1 to {length - 1}, since the first token has no log-prob (got {request.start})",
+            field="start",
+            value=request.start,
+            limit=length - 1,
+        )
 
 
 def _check_prior(request: GenerateRequest) -> None:
@@ -292,13 +334,4 @@ def _check_experts(records: bool, info: EngineInfo) -> None:
             f"return_routed_experts is not supported, because {info.model} has no layer with experts; leave it out",
             field="return_routed_experts",
             value=True,
-        )
-
-
-def _check_some_go_on(ending_tokens: frozenset[int], info: EngineInfo) -> None:
-    if len(ending_tokens) == info.vocab_size:
-        raise InvalidRequestError(
-            f"min_tokens cannot be reached, because each of the {info.vocab_size} token ids ends a sample (as a stop "
-            "token or an end-of-sequence token); give fewer stop_token_ids, or set min_tokens to 0",
-            field="min_tokens",
         )

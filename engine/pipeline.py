@@ -2,7 +2,9 @@
 
 While a GPU computes one step, the host plans and queues the next step. The next step includes every sequence that has
 not reached `max_tokens`, although the host has not seen the sequence's last token yet. If the unseen token ends the
-sample, the sequence's row in the next step is discarded. On a CPU, a step is done before `step` returns.
+sample, the sequence's row in the next step is discarded. While penalties or bad words make the logits of a sample
+depend on the tokens that it has, the host waits for them before it plans. On a CPU, a step is done before `step`
+returns.
 
 If a model is divided into stages, as many steps are in flight as there are stages. A step needs the last token of each
 of its sequences, so no other step in flight may be drawing it. The scheduler therefore divides the sequences among the
@@ -41,6 +43,10 @@ Entry: TypeAlias = OpenSample | OpenScore
 _LAYERS_PER_STEP = 2
 """Layers of a vision tower computed per step, so that an image does not delay other requests."""
 _NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
+_NOTHING_LEFT = (
+    "the logit of the drawn token is NaN or infinite; either the request's bans leave no token to draw, or the weights "
+    "of the model are wrong"
+)
 
 
 class Ledger:
@@ -111,11 +117,13 @@ class Ledger:
         """
         token = drawn.token_ids[row]
         if not drawn.is_finite[row]:
-            sample.error = _NOT_FINITE
+            sample.error = _NOT_FINITE if sample.editor is None else _NOTHING_LEFT
             return "error"
         if not sample.commits or sample.commits[-1][0] is not commit:
             sample.commits.append((commit, len(sample.token_ids)))
         sample.token_ids.append(token)
+        if sample.editor is not None:
+            sample.editor.append(token)
         if sample.logprobs is not None:
             sample.logprobs.append(drawn.logprobs[row])
         if sample.records is not None:
@@ -217,10 +225,12 @@ class Pipeline:
         self._executor.check_ready()
         # Nothing can be planned before it is known which drafts are accepted, and a drafter reads the last tokens.
         outputs = self.settle() if any(queued.chunks.drafts for queued in self._queued) else []
+        runs_ahead = self._executor.runs_ahead
+        if runs_ahead and self._scheduler.running.lanes.read_tokens:
+            outputs += self.settle()
         drafting = self._drafting if self._drafting and self._drafting.begin_step(self._scheduler.running) else None
         if drafting is not None:
             outputs += self.settle()
-        runs_ahead = self._executor.runs_ahead
         started, num_before = time.monotonic(), len(self._queued)
         chunks = self._scheduler.schedule(may_preempt=runs_ahead or not num_before)
         if drafting is not None:
@@ -317,8 +327,10 @@ class Pipeline:
     def _record(self, chunk: Chunk, score: OpenScore, columns: list[np.ndarray]) -> list[Output]:
         if not self._ledger.is_open(score):
             return []
-        for column, found in zip(score.columns.values(), columns, strict=True):
-            column[chunk.start : chunk.end] = found
+        if columns:
+            end = chunk.end + 1 - score.request.start
+            for column, found in zip(score.columns.values(), columns, strict=True):
+                column[end - len(found) : end] = found
         if not chunk.reaches_end:
             return []
         self._scheduler.finish(chunk.sequence)

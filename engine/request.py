@@ -17,7 +17,8 @@ import re
 import struct
 import uuid
 from bisect import bisect_right
-from collections.abc import Sequence, Sized
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
@@ -123,22 +124,52 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 """The limit for one stop string."""
 MAX_STOP_TOKEN_IDS = 4096
+MAX_LOGIT_BIAS = 4096
+MAX_ALLOWED_TOKEN_IDS = 2**18
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 64
+MAX_REPETITION_PENALTY = 1e4
 MAX_TOP_LOGPROBS = 128
 MAX_SPANS = 1024
 HASH_BYTES = 32
 """The length of the content hash of a span."""
 _MAX_SHOWN_FAULTS = 4
 
+_EDITS = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words_token_ids",
+    "min_tokens",
+)
+
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
 CacheSalt: TypeAlias = Annotated[str, Field(max_length=1024)]
 TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+Bias: TypeAlias = Annotated[float, Field(ge=-100.0, le=100.0)]
+BadWord: TypeAlias = Annotated[tuple[TokenId, ...], FailFast(), Field(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+AllowedTokenIds: TypeAlias = Annotated[
+    tuple[TokenId, ...], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
+]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
 def plain(value: Any) -> Any:
     """Convert a numpy scalar to a Python value, which strict validation accepts. Return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _as_tuples(parts: Any, most: int, most_each: int) -> Any:
+    """Convert lists in a list to tuples of plain values. What is beyond the limits is cut off, but for one element, by
+    which validation sees that there was too much.
+    """
+    if isinstance(parts, str | bytes) or not isinstance(parts, Iterable):
+        return parts
+    found = islice(parts, most + 1)
+    return [tuple(map(plain, part[: most_each + 1])) if isinstance(part, list | tuple) else part for part in found]
 
 
 class Distribution(BaseModel):
@@ -150,6 +181,17 @@ class Distribution(BaseModel):
     set of most probable tokens with a total probability of at least p. `min_p` drops tokens with a probability below
     min_p times the highest probability. The filters apply in the order `top_k`, `top_p`, `min_p`. Each filter sees only
     the tokens that the previous filter kept.
+
+    The other parameters edit the logits before the temperature divides them; a greedy choice sees these edits, too.
+    `kernels.edits` defines their order and arithmetic. The prompt is everything before the sample's first token.
+    `allowed_token_ids`: no other token is drawn; None allows all. `bad_words_token_ids`: sequences of tokens that a
+    sample must not contain. `logit_bias`: what is added to the logits of some tokens, as a map from token id to a
+    number from -100 to 100. `repetition_penalty` (1: off) makes tokens of prompt and sample less likely if it is above
+    1. `frequency_penalty` is subtracted from a token's logit once for each time the token occurs in the sample, and
+    `presence_penalty` once if the token occurs in the sample; both are from -2 to 2, and 0 is off.
+
+    `min_tokens`: before a sample has this many tokens, the tokens that end a sample are not drawn. These are the tokens
+    in `stop_token_ids` and, unless `ignore_eos` is set, the model's end-of-sequence tokens.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -158,6 +200,21 @@ class Distribution(BaseModel):
     top_k: int = Field(default=-1, ge=-1, lt=2**63)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=MAX_REPETITION_PENALTY)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], FailFast(), Field(max_length=MAX_LOGIT_BIAS)] = Field(
+        default=(), strict=False
+    )
+    allowed_token_ids: AllowedTokenIds | None = Field(default=None, strict=False)
+    bad_words_token_ids: Annotated[tuple[BadWord, ...], FailFast(), Field(max_length=MAX_BAD_WORDS)] = Field(
+        default=(), strict=False
+    )
+    min_tokens: int = Field(default=0, ge=0, lt=2**63)
+    stop_token_ids: Annotated[tuple[TokenId, ...], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(
+        default=(), strict=False
+    )
+    ignore_eos: bool = False
 
     def __init__(self, /, **values: Any) -> None:
         """Raise InvalidRequestError if a parameter is unknown, has the wrong type, or is out of range.
@@ -168,6 +225,33 @@ class Distribution(BaseModel):
             super().__init__(**{name: plain(value) for name, value in values.items()})
         except ValidationError as error:
             raise from_validation(InvalidRequestError, error) from None
+
+    @field_validator("stop_token_ids", "allowed_token_ids", mode="before")
+    @classmethod
+    def _token_ids_are_plain(cls, token_ids: Any) -> Any:
+        if isinstance(token_ids, np.ndarray):
+            return token_ids.tolist()
+        if isinstance(token_ids, list | tuple) and not {*map(type, token_ids)} <= {int}:
+            return [plain(token) for token in token_ids]
+        return token_ids
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _biases_are_pairs(cls, biases: Any) -> Any:
+        return _as_tuples(biases.items() if isinstance(biases, Mapping) else biases, MAX_LOGIT_BIAS, 2)
+
+    @field_validator("bad_words_token_ids", mode="before")
+    @classmethod
+    def _words_are_tuples(cls, words: Any) -> Any:
+        return _as_tuples(words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _each_bias_is_given_once(cls, biases: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        tokens = [token for token, _ in biases]
+        if twice := next((token for token, count in Counter(tokens).items() if count > 1), None):
+            raise ValueError(f"token {twice} is given more than once; give one bias for each token")
+        return tuple(sorted(biases))
 
     @model_validator(mode="after")
     def _top_k_is_off_or_positive(self) -> Distribution:
@@ -186,10 +270,21 @@ class Distribution(BaseModel):
         return bool(self._filters)
 
     @property
+    def num_numbers(self) -> int:
+        """How many numbers the lists of the parameters have."""
+        words = sum(map(len, self.bad_words_token_ids))
+        return len(self.stop_token_ids) + 2 * len(self.logit_bias) + len(self.allowed_token_ids or ()) + words
+
+    @property
     def _filters(self) -> list[str]:
         """The names of the filters that are on."""
         is_on = dict(top_k=self.top_k > 0, top_p=self.top_p < 1.0, min_p=self.min_p > 0.0)
         return [] if self.is_greedy else [name for name, drops in is_on.items() if drops]
+
+    @property
+    def _edits(self) -> list[str]:
+        """The names of the parameters that edit logits."""
+        return [name for name in _EDITS if getattr(self, name) != type(self).model_fields[name].default]
 
 
 class SamplingParams(Distribution):
@@ -216,15 +311,10 @@ class SamplingParams(Distribution):
 
     n: int = Field(default=1, ge=1, lt=2**63)
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = 128
-    min_tokens: int = Field(default=0, ge=0, lt=2**63)
     seed: Seed | None = None
-    stop_token_ids: Annotated[tuple[TokenId, ...], FailFast(), Field(max_length=MAX_STOP_TOKEN_IDS)] = Field(
-        default=(), strict=False
-    )
     stop: Annotated[tuple[StopString, ...], FailFast(), Field(max_length=MAX_STOP_STRINGS)] = Field(
         default=(), strict=False
     )
-    ignore_eos: bool = False
     logprobs: LogprobsMode | None = "processed"
     top_logprobs: TopLogprobs | None = None
     return_routed_experts: bool = False
@@ -234,15 +324,6 @@ class SamplingParams(Distribution):
     @classmethod
     def _one_string_is_one_stop(cls, stop: Any) -> Any:
         return (stop,) if isinstance(stop, str) else stop
-
-    @field_validator("stop_token_ids", mode="before")
-    @classmethod
-    def _token_ids_are_plain(cls, token_ids: Any) -> Any:
-        if isinstance(token_ids, np.ndarray):
-            return token_ids.tolist()
-        if isinstance(token_ids, list | tuple) and not {*map(type, token_ids)} <= {int}:
-            return [plain(token) for token in token_ids]
-        return token_ids
 
     @model_validator(mode="after")
     def _min_tokens_can_be_reached(self) -> SamplingParams:
@@ -267,25 +348,36 @@ class SamplingParams(Distribution):
         return self
 
     @property
+    def recorded(self) -> Distribution:
+        """The distribution to which the log-probs of the samples refer. Raise ConfigError if `logprobs` is None."""
+        if self.logprobs is None:
+            raise ConfigError("logprobs is None, so the samples have no log-probs", field="logprobs")
+        if self.logprobs != "processed":
+            return Distribution(temperature=self.temperature if self.logprobs == "temperature" else 1.0)
+        return Distribution(**{name: getattr(self, name) for name in Distribution.model_fields})
+
+    @property
     def trainer_temperature(self) -> float:
         """The temperature at which a trainer must compute log-probs to match the worker's log-probs.
 
-        Pass this temperature to `token_log_probs`. For a plain log-softmax, divide the logits by this temperature; at
-        temperature 0 (greedy), leave the logits unchanged.
+        For a plain log-softmax, divide the logits by this temperature; at temperature 0 (greedy), leave the logits
+        unchanged.
 
-        Raise ConfigError if `logprobs` is None. Raise ConfigError if filters or `min_tokens` remove tokens from the
-        distribution, because a trainer cannot compute the remaining distribution.
+        Raise ConfigError if `logprobs` is None. Raise ConfigError if a temperature alone does not describe the
+        distribution: with filters, and with parameters that edit logits. For an aligned model, pass the parameters as
+        the `distribution` of `token_log_probs` instead.
         """
         if self.logprobs is None:
             text = "logprobs is None, so a trainer has no log-probs to match; sample with logprobs='temperature'"
             raise ConfigError(text, field="logprobs")
         if self.logprobs == "raw":
             return 1.0
-        found = self._filters + ["min_tokens"] * (self.min_tokens > 0)
+        found = self._filters + self._edits
         if self.logprobs == "processed" and found:
             raise ConfigError(
-                f"logprobs='processed' with {', '.join(found)} is a distribution that a trainer cannot compute; sample "
-                f"with logprobs='temperature', or without {', '.join(found)}",
+                f"logprobs='processed' with {', '.join(found)} is a distribution that a temperature alone does not "
+                "describe; pass the parameters to token_log_probs as distribution, or sample with "
+                "logprobs='temperature'",
                 field="logprobs",
                 value=self.logprobs,
             )
@@ -435,8 +527,9 @@ class GenerateRequest:
 class ScoreRequest:
     """A request for the log-probs of given tokens.
 
-    `token_ids`: int32 [num_tokens], at least two. `spans`, `images`: as in `GenerateRequest`. `top_logprobs` and
-    `return_routed_experts`: as in `SamplingParams`.
+    `token_ids`: int32 [num_tokens], at least two. `start`: the index of the first token with a log-prob, at least 1. If
+    the distribution edits logits, the tokens before `start` are the prompt and the others are the sample. `spans`,
+    `images`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in `SamplingParams`.
     """
 
     id: str
@@ -445,6 +538,7 @@ class ScoreRequest:
     cache_salt: str | None = None
     top_logprobs: int | None = None
     return_routed_experts: bool = False
+    start: int = 1
     spans: tuple[ContentSpan, ...] = ()
     images: tuple[ImageInput, ...] = ()
 
@@ -544,7 +638,7 @@ class SampleDelta:
 class ScoreOutput:
     """The log-probs of a scored sequence.
 
-    `logprobs`: float32 [num_tokens - 1]; entry i is the log-prob of token i + 1 given tokens [0, i + 1).
+    `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given the tokens before it.
     `finish_reason`: `stop`, or `abort` for an aborted score, which has empty `logprobs`. `entropy`, `top_token_ids`,
     `top_logprobs` and `routed_experts`: as in `SampleOutput`, one row for each entry of `logprobs`. `routed_experts` is
     None for an aborted score.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...kernels.contract import GREEDY, LOWEST_TEMPERATURE, SAMPLE
+from ...kernels.edits import Editor, Rules
 from ..request import (
     LOGPROBS,
     Columns,
@@ -43,8 +44,9 @@ class DrawRecord(NamedTuple):
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
     `Distribution`. `basis`: the distribution under which log-probs are computed, given as an index into `BASES`.
     `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If -1, neither tokens nor
-    the entropy are recorded. `is_special`: whether filters apply or statistics are recorded. `first_free`: the first
-    position at which no token is banned. `end`: the position after the last token that `max_tokens` allows.
+    the entropy are recorded. `is_special`: whether filters apply or statistics are recorded. `edits_end`: the
+    first position at which no logit is edited. `reads_tokens`: whether the edits depend on the sample's earlier tokens.
+    `end`: the position after the last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -57,15 +59,16 @@ class DrawRecord(NamedTuple):
     basis: int = 0
     num_tops: int = -1
     is_special: bool = False
-    first_free: int = 0
+    edits_end: int = 0
+    reads_tokens: bool = False
     end: int = 2**62
 
     @classmethod
-    def of(cls, params: SamplingParams, seed: int, num_prompt_tokens: int, bans: bool) -> DrawRecord:
+    def of(cls, params: SamplingParams, seed: int, num_prompt_tokens: int, rules: Rules | None) -> DrawRecord:
         """Return the draw record of a sample.
 
-        `params`: parameters with `max_tokens` set. `seed`: the sample's own seed, unsigned 64-bit. `bans`: whether some
-        tokens are banned until the sample has `min_tokens` tokens.
+        `params`: parameters with `max_tokens` set. `seed`: the sample's own seed, unsigned 64-bit. `rules`: the edits
+        of logits, or None.
         """
         assert params.max_tokens is not None
         temperature = divisor(params)
@@ -80,7 +83,8 @@ class DrawRecord(NamedTuple):
             BASES.index(params.logprobs or "processed"),
             -1 if params.top_logprobs is None else params.top_logprobs,
             params.has_filters or params.top_logprobs is not None,
-            num_prompt_tokens + (params.min_tokens if bans else 0),
+            num_prompt_tokens + rules.end if rules else 0,
+            rules is not None and rules.reads_tokens,
             num_prompt_tokens + params.max_tokens,
         )
 
@@ -93,7 +97,7 @@ class DrawRecord(NamedTuple):
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
 
-DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q ? q q".split(), strict=True)), align=True)
+DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q ? q ? q".split(), strict=True)), align=True)
 """`DrawRecord` as a numpy dtype."""
 
 
@@ -124,12 +128,12 @@ class OpenSample:
     """An unfinished sample.
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
-    that end the sample. `banned`: an array of the `ending_tokens`, which cannot be drawn before the sample has
-    `min_tokens` tokens. `logprobs`: None if not requested. `records`: the columns requested by `top_logprobs`, or None.
-    `commits`: the commits under which tokens were drawn. Each commit comes with the index of the first token that was
-    drawn under it. `error`: a description of the error that ends the sample, or None. `joined`: whether the prompt is
-    computed by the sequence of an earlier request. `num_told`: the number of tokens that deltas have reported; None if
-    deltas were not requested. `num_drafted`, `num_accepted`: as in `SampleOutput`.
+    that end the sample. `editor`: edits the logits of the next token; None without edits. `logprobs`: None if not
+    requested. `records`: the columns requested by `top_logprobs`, or None. `commits`: the commits under which tokens
+    were drawn. Each commit comes with the index of the first token that was drawn under it. `error`: a description of
+    the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence of an earlier
+    request. `num_told`: the number of tokens that deltas have reported; None if deltas were not requested.
+    `num_drafted`, `num_accepted`: as in `SampleOutput`.
     """
 
     request: GenerateRequest
@@ -138,7 +142,7 @@ class OpenSample:
     seed: int
     draw: DrawRecord
     ending_tokens: frozenset[int]
-    banned: array[int]
+    editor: Editor | None
     stop_strings: StopStrings | None
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] | None = field(default_factory=lambda: array("f"))
@@ -207,16 +211,18 @@ class OpenSample:
 class OpenScore:
     """An unfinished score request, with columns that are filled as chunks are computed.
 
-    `columns`: as in `ScoreOutput`.
+    `columns`: as in `ScoreOutput`. `rules`: the edits of logits, or None.
     """
 
     request: ScoreRequest
     columns: Columns
+    rules: Rules | None
 
     @classmethod
-    def of(cls, request: ScoreRequest) -> OpenScore:
+    def of(cls, request: ScoreRequest, rules: Rules | None) -> OpenScore:
         """Return an open score with no log-probs computed yet."""
-        return cls(request, new_columns(True, request.top_logprobs, len(request.token_ids) - 1))
+        rows = len(request.token_ids) - request.start
+        return cls(request, new_columns(True, request.top_logprobs, rows), rules)
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
         """Return the output of the score. A score that was aborted has no log-probs.

@@ -17,6 +17,7 @@ from typing import Any, cast
 import msgpack
 import numpy as np
 
+from ...kernels.edits import EditedText, RowEdits, Rules
 from ..media import ImageInput
 from ..outputs.open_requests import DRAW
 from ..request import Distribution
@@ -26,9 +27,9 @@ from ..scheduling.encodings import EncodeTask
 from ..scheduling.media import ImageRows
 
 _ARRAY, _OBJECT = 1, 2
-_SENT = Step, Draws, ScoredRows, JournalRows, DraftStep, ImageRows, EncodeTask, ImageInput
+_SENT = Step, Draws, RowEdits, Rules, EditedText, ScoredRows, JournalRows, DraftStep, ImageRows, EncodeTask, ImageInput
 _CLASSES: dict[str, Any] = {each.__name__: each for each in _SENT}
-_DTYPES = {"draw": DRAW} | {name: np.dtype(name) for name in ("int64", "int32", "uint8", "float32")}
+_DTYPES = {"draw": DRAW} | {name: np.dtype(name) for name in ("int64", "int32", "uint8", "float32", "bool")}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH = struct.Struct("<Q")
 

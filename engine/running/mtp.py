@@ -12,7 +12,7 @@ and overwrites the slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,5 +155,4 @@ def _draws(records: np.ndarray, positions: np.ndarray) -> Draws:
     records = records.copy()
     records["num_tops"] = -1
     records["is_special"] = records["has_filters"]
-    banned: Mapping[int, list[int]] = {}
-    return Draws(np.arange(len(positions)), positions, np.full(len(positions), NO_LANE), records, banned)
+    return Draws(np.arange(len(positions)), positions, np.full(len(positions), NO_LANE), records, {})

@@ -1,8 +1,8 @@
 """Sampling: computes tokens and log-probs from hidden states. Each row has its own sampling parameters.
 
-Owns the arithmetic of `temperature`, the filters, `min_tokens`, `logprobs` and `top_logprobs`. The sampler has no
-state: a draw depends only on logits, sampling parameters, seed and position. Only `Drawing.wait` synchronizes the
-device.
+Owns the order of edits, `temperature` and filters, and the distributions of `logprobs` and `top_logprobs`. The sampler
+has no state: a draw depends only on logits, sampling parameters, seed and position. Only `Drawing.wait` synchronizes
+the device.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
+from ...kernels.edits import edit
 from ...kernels.specs import HeadSpec
 from ...kernels.transfer import HostCopies, all_to_device, to_device
 from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
 from ..request import Distribution
-from .step import Draws
+from .step import Draws, ScoredRows
 
 # The maximum number of rows with logits in memory at the same time.
 _LOGITS_ROWS = 64
@@ -80,9 +81,8 @@ class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size]. `spec`: how the head's
     products become logits.
 
-    Rows that have neither filters nor banned tokens are drawn by `next_tokens`, or by `next_token_statistics` if they
-    have `top_logprobs`. Neither op stores the logits. Rows with filters or banned tokens are drawn by several separate
-    ops.
+    Rows that have neither filters nor edits are drawn by `next_tokens`, or by `next_token_statistics` if they have
+    `top_logprobs`. Neither op stores the logits. Rows with filters or edits are drawn by several separate ops.
     """
 
     def __init__(self, backend: Backend, head: Weight, spec: HeadSpec) -> None:
@@ -112,37 +112,36 @@ class Sampler:
         """Call the backend's `next_tokens` with the model's head."""
         return self.ops.next_tokens(hidden, self.head, wanted, self.spec)
 
-    def score(self, hidden: Tensor, token_ids: Tensor, distribution: Distribution) -> Tensor:
-        """Return the log-probs of `token_ids` (int64 [M]) under `distribution`: float32 [M].
+    def score(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> Tensor:
+        """Return the log-probs of `token_ids` (int64 [M], on the device of `hidden`): float32 [M].
 
-        `hidden`: [M, hidden_size].
+        `hidden`: [M, hidden_size], the hidden states of `rows`.
         """
-        if distribution.has_filters:
-            parts = self._processed_parts(hidden, token_ids, distribution)
+        if rows.is_cut:
+            parts = self._processed_parts(hidden, token_ids, rows)
             return torch.cat([self.ops.log_probs(logits, tokens) for logits, tokens in parts])
-        return self.next_tokens(hidden, _make_wanted_of(token_ids, distribution))[1]
+        return self.next_tokens(hidden, _make_wanted_of(token_ids, rows.distribution))[1]
 
-    def score_statistics(
-        self, hidden: Tensor, token_ids: Tensor, distribution: Distribution, k: int
-    ) -> TokenStatistics:
+    def score_statistics(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows, k: int) -> TokenStatistics:
         """Return the same log-probs as `score`, and also the entropy and the k most probable tokens of each row."""
-        if not distribution.has_filters:
-            wanted = _make_wanted_of(token_ids, distribution)
+        if not rows.is_cut:
+            wanted = _make_wanted_of(token_ids, rows.distribution)
             return self.ops.next_token_statistics(hidden, self.head, wanted, k, self.spec)[1]
-        parts = self._processed_parts(hidden, token_ids, distribution)
+        parts = self._processed_parts(hidden, token_ids, rows)
         found = [self.ops.token_statistics(logits, tokens, k) for logits, tokens in parts]
         return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
 
-    def _processed_parts(
-        self, hidden: Tensor, token_ids: Tensor, distribution: Distribution
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs (logits after temperature and filters, token ids), each for at most `_LOGITS_ROWS` rows."""
-        record = DrawRecord.of_scores(distribution)
-        divisor = _divisors(distribution, hidden.device)
+    def _processed_parts(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield pairs (logits after edits, temperature and filters; token ids), each for at most `_LOGITS_ROWS`
+        rows.
+        """
+        record = DrawRecord.of_scores(rows.distribution)
+        divisor = _divisors(rows.distribution, hidden.device)
         for start in range(0, len(token_ids), _LOGITS_ROWS):
-            rows = slice(start, start + _LOGITS_ROWS)
-            scaled = self.ops.lm_head(hidden[rows], self.head, self.spec) / divisor
-            yield self._filter(scaled, np.array([record] * len(scaled), DRAW)), token_ids[rows]
+            part = slice(start, start + _LOGITS_ROWS)
+            logits = self.ops.lm_head(hidden[part], self.head, self.spec)
+            scaled = edit(logits, rows.edits(part)) / divisor
+            yield self._filter(scaled, np.array([record] * len(scaled), DRAW)), token_ids[part]
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
         wanted = make_wanted(draws, hidden.device)
@@ -150,17 +149,17 @@ class Sampler:
         return (token_ids, found.logprobs, finite), found
 
     def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
-        """Draw tokens as `next_tokens` does, but with bans and filters. Also compute statistics if k >= 0."""
+        """Draw tokens as `next_tokens` does, but with edits and filters. Also compute statistics if k >= 0."""
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head, self.spec)
-        scaled = raw / wanted.temperatures[:, None]
-        processed = self._filter(_ban(scaled, draws.banned), draws.records)
+        divisors = wanted.temperatures[:, None]
+        processed = self._filter(edit(raw, draws.edits) / divisors, draws.records)
         token_ids = processed.argmax(-1)
         sampled = np.flatnonzero(draws.records["target"] == SAMPLE)
         if len(sampled):
             rows = _tensor(sampled, hidden)
             token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
-        sources = {"raw": raw, "temperature": scaled, "processed": processed}
+        sources = {"raw": raw, "temperature": raw / divisors, "processed": processed}
         basis = torch.stack([sources[BASES[place]][i] for i, place in enumerate(draws.records["basis"].tolist())])
         found = None if k < 0 else self.ops.token_statistics(basis, token_ids, k)
         logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.logprobs
@@ -185,14 +184,14 @@ class Sampler:
 
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sort draws into three groups, and return the indices of the draws in each group: draws with statistics, but
-    without filters or bans; draws with filters or bans; and plain draws.
+    without filters or edits; draws with filters or edits; and plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)
 
 
 def make_wanted(draws: Draws, device: torch.device) -> Wanted:
-    """Return the input of `next_tokens` for draws. Filters and bans are ignored. `draws` must not be empty."""
+    """Return the input of `next_tokens` for draws. Filters and edits are ignored. `draws` must not be empty."""
     records, integers = draws.records, np.empty((4, len(draws)), np.int64)
     integers[:] = draws.rows, records["target"], records["seed"], draws.positions
     columns = integers, records["temperature"].copy(), records["basis"] == BASES.index("raw")
@@ -213,15 +212,6 @@ def _make_wanted_of(token_ids: Tensor, distribution: Distribution) -> Wanted:
 def _divisors(distribution: Distribution, device: torch.device) -> Tensor:
     """Return the divisor of the logits as a tensor: float32 [1]."""
     return to_device(torch.tensor([divisor(distribution)], dtype=torch.float32), device)
-
-
-def _ban(scaled: Tensor, banned: Mapping[int, Sequence[int]]) -> Tensor:
-    """Set the logits of banned tokens to -inf. `banned`: maps rows to banned token ids."""
-    if not any(map(len, banned.values())):
-        return scaled
-    rows = _tensor(np.repeat(list(banned), [len(ids) for ids in banned.values()]), scaled)
-    tokens = _tensor(np.concatenate([np.asarray(ids, np.int64) for ids in banned.values()]), scaled)
-    return scaled.index_put((rows, tokens), scaled.new_full((), -torch.inf))
 
 
 def _cut(places: np.ndarray) -> list[np.ndarray]:

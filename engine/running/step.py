@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.contract import NO_SLOT
+from ...kernels.edits import EditedText, RowEdits
 from ..outputs.open_requests import DRAW, OpenScore
 from ..request import Distribution
 from ..scheduling.media import ImageRows
@@ -32,38 +33,38 @@ class Draws:
 
     `rows`: int64 [R], the row of the hidden states for each draw. `positions`: int64 [R], the absolute position of the
     drawn token. `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A
-    lane occurs at most once in `lanes`. `records`: `DRAW` [R]. `banned`: maps the indices of some draws to the token
-    ids that must not be drawn; an `array("q")` is fastest for many ids.
+    lane occurs at most once in `lanes`. `records`: `DRAW` [R]. `edits`: maps the indices of some draws to the edits of
+    their logits.
     """
 
     rows: np.ndarray
     positions: np.ndarray
     lanes: np.ndarray
     records: np.ndarray
-    banned: Mapping[int, Sequence[int]]
+    edits: Mapping[int, RowEdits]
 
     @cached_property
     def is_cut(self) -> np.ndarray:
-        """A mask of the draws that have bans or filters: bool [R]."""
+        """A mask of the draws that have edits or filters: bool [R]."""
         is_cut = self.records["has_filters"].copy()
-        if self.banned:
-            is_cut[list(self.banned)] = True
+        if self.edits:
+            is_cut[list(self.edits)] = True
         return is_cut
 
     @cached_property
     def is_plain(self) -> np.ndarray:
-        """A mask of the draws that have neither bans nor filters nor statistics: bool [R]."""
+        """A mask of the draws that have neither edits nor filters nor statistics: bool [R]."""
         return ~self.is_cut & ~self.records["is_special"]
 
     @cached_property
     def are_plain(self) -> bool:
         """Return whether all draws are plain."""
-        return not self.banned and not self.records["is_special"].any()
+        return not self.edits and not self.records["is_special"].any()
 
     def take(self, places: np.ndarray) -> Draws:
         """Return the draws at the given indices."""
-        banned = {i: self.banned[place] for i, place in enumerate(places.tolist()) if place in self.banned}
-        return Draws(self.rows[places], self.positions[places], self.lanes[places], self.records[places], banned)
+        edits = {i: self.edits[place] for i, place in enumerate(places.tolist()) if place in self.edits}
+        return Draws(self.rows[places], self.positions[places], self.lanes[places], self.records[places], edits)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -73,9 +74,8 @@ class Draws:
 class ScoredRows:
     """Rows [start, end) of the hidden states, from which the log-probs of `token_ids` are computed.
 
-    `token_ids`: int64 [end - start].
-
-    `top_logprobs`: as in `ScoreRequest`.
+    `token_ids`: int64 [end - start]. `top_logprobs`: as in `ScoreRequest`. `text`: the scored tokens and all tokens
+    before them, or None if no logit is edited.
     """
 
     start: int
@@ -83,6 +83,19 @@ class ScoredRows:
     token_ids: np.ndarray
     distribution: Distribution
     top_logprobs: int | None
+    text: EditedText | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Return whether filters or edits change the distribution."""
+        return self.text is not None or self.distribution.has_filters
+
+    def edits(self, rows: slice) -> Mapping[int, RowEdits]:
+        """Return the edits of some rows, counted from `start`, by their index in `rows`."""
+        if self.text is None:
+            return {}
+        before = len(self.text.token_ids) - len(self.token_ids)
+        return dict(enumerate(self.text.rows(before + rows.start, before + min(rows.stop, len(self.token_ids)))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,13 +290,27 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
         owners = owners.repeat(counts)
         rows, positions = ranges(rows - counts + 1, counts), ranges(positions - counts + 1, counts)
         takes, records = takes[owners], records[owners]
-    bans = np.flatnonzero(positions < records["first_free"]).tolist()
-    banned = {i: ids for i in bans if (ids := takers.samples[owners[i]].banned)}
-    return Draws(rows, positions, takes, records, banned)
+    edited = np.flatnonzero(positions < records["edits_end"])
+    return Draws(rows, positions, takes, records, _edits(edited, owners, chunks, takers))
+
+
+def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Takers) -> dict[int, RowEdits]:
+    """Return the edits of the draws with the indices `edited`. `owners`: for each draw, the index of its sample."""
+    edits = dict[int, RowEdits]()
+    of_edited = owners[edited]
+    for owner in np.unique(of_edited).tolist():
+        editor, places = takers.samples[owner].editor, edited[of_edited == owner].tolist()
+        assert editor is not None
+        drafts = chunks.drafts.get(int(chunks.lanes[takers.places[owner]]), ())
+        edits |= zip(places, editor.rows(drafts), strict=False)  # edits end with min_tokens, maybe amid the drafts
+    return edits
 
 
 def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:
     """Return the rows to score for a chunk that ends before row `end`."""
     request = score.request
-    token_ids = request.token_ids[chunk.start + 1 : chunk.end + 1].astype(np.int64)
-    return ScoredRows(end - chunk.num_tokens, end, token_ids, request.distribution, request.top_logprobs)
+    first = min(max(chunk.start + 1, request.start), chunk.end + 1)
+    token_ids = request.token_ids[first : chunk.end + 1].astype(np.int64)
+    text = score.rules and EditedText(score.rules, request.token_ids[: chunk.end + 1], request.start)
+    rows = end - len(token_ids), end
+    return ScoredRows(*rows, token_ids, request.distribution, request.top_logprobs, text)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from .graphs import DecodeGraphs
 from .loading import LoadedModel, available_memory, uses_graphs
 from .model_runner import ModelRunner
 from .sampler import Sampler
+from .step import ScoredRows
 
 
 def is_needed(device: torch.device) -> bool:
@@ -83,10 +85,11 @@ class _Computation:
 
     def heads(self, hidden: Tensor) -> None:
         """Compute tokens and log-probs from hidden states, with each sampler variant that a step may use."""
-        token_ids = self._zeros(len(hidden))
+        count, token_ids = len(hidden), self._zeros(len(hidden))
         for distribution in (Distribution(), Distribution(top_k=1)):
-            self.sampler.score(hidden, token_ids, distribution)
-            self.sampler.score_statistics(hidden, token_ids, distribution, k=1)
+            rows = ScoredRows(0, count, np.zeros(count, np.int64), distribution, None)
+            self.sampler.score(hidden, token_ids, rows)
+            self.sampler.score_statistics(hidden, token_ids, rows, k=1)
 
     def _decode(self, rows: int) -> None:
         """Run a decode batch in the form that CUDA graphs capture."""

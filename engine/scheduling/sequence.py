@@ -246,6 +246,7 @@ class Lanes(Counters):
     def leave(self, sequence: Sequence) -> None:
         """Free the lane of a sequence that no longer runs."""
         self.sequences[sequence.lane] = self.samples[sequence.lane] = None
+        self.is_decoding[sequence.lane] = False
         self.num_left[sequence.lane] += 1
         self._free.append(sequence.lane)
         sequence.counters, sequence.lane = None, -1
@@ -312,6 +313,11 @@ class Lanes(Counters):
         self.num_computed[lanes] += counts - 1
         self.states.num_repeated[lanes] = counts - 1
         self.has_unseen[lanes] = False
+
+    @property
+    def read_tokens(self) -> bool:
+        """Return whether the edits of a decoding sample depend on its earlier tokens."""
+        return bool(self.draws["reads_tokens"][self.is_decoding].any())
 
     def check(self, running: list[Sequence]) -> None:
         """Raise RuntimeError if a running sequence does not match its lane, or if any other lane is not free."""

@@ -57,7 +57,15 @@ from ..network.keys import Key
 from .connection import NO_IMAGES, Connection, Inbox, Received, wrong_process
 from .continuation import joined
 from .media import Media, Prompt, PromptMaker, Prompts, contents
-from .requests import ParamsArg, Request, continue_requests, generate_requests, message_of, score_requests
+from .requests import (
+    ParamsArg,
+    Request,
+    continue_requests,
+    generate_requests,
+    message_of,
+    score_requests,
+    scored_distribution,
+)
 
 if TYPE_CHECKING:
     from ..images import ImageProcessor
@@ -349,6 +357,8 @@ class AsyncRolloutClient:
         cache_salt: str | None = None,
         top_logprobs: int | None = None,
         *,
+        distribution: Distribution | None = None,
+        start: int | Sequence[int] = 1,
         media: Media = None,
         return_routed_experts: bool = False,
         min_weight_version: int | None = None,
@@ -356,16 +366,19 @@ class AsyncRolloutClient:
     ) -> list[ScoreOutput]:
         """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput per sequence, in order.
 
-        `ScoreOutput.logprobs` is float32 [num_tokens - 1]. Entry i is the log-prob of token i + 1 given tokens [0, i +
-        1). `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `media`, `min_weight_version`,
-        `wait_for_weights`: see `generate`. Raise RequestAbortedError if a scoring request was aborted.
+        `distribution`: the distribution, in place of `temperature` and filters. With the `SamplingParams` of a sample,
+        the scores have the bits of the sample's log-probs, if `start` is the length of its prompt. `start`: the first
+        token with a log-prob, one number or one for each sequence. The tokens before it count as the prompt.
+        `ScoreOutput.logprobs` is float32 [num_tokens - start]. `top_logprobs`, `return_routed_experts`: as in
+        `SamplingParams`. `media`, `min_weight_version`, `wait_for_weights`: see `generate`. Raise RequestAbortedError
+        if a scoring request was aborted. Raise ConfigError for parameters whose `logprobs` is None.
         """
-        distribution = Distribution(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        fields = dict(distribution=distribution, cache_salt=cache_salt, top_logprobs=top_logprobs)
-        fields |= dict(return_routed_experts=return_routed_experts)
+        values: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        fields = dict(distribution=scored_distribution(distribution, values), cache_salt=cache_salt)
+        fields |= dict(top_logprobs=top_logprobs, return_routed_experts=return_routed_experts)
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         given = await self._prompts.make(sequences, media, "sequences")
-        requests = score_requests(given, fields)
+        requests = score_requests(given, start, fields)
         scores: dict[int, Any] = {}
         async with aclosing(self.exchange(requests, "sequences", images=contents(given))) as replies:
             async for position, reply in replies:

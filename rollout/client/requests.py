@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 
 from trueroll.errors import InvalidRequestError, brief
 
-from ...engine.request import SampleOutput, SamplingParams, derive_seed, from_validation, plain
+from ...engine.request import Distribution, SampleOutput, SamplingParams, derive_seed, from_validation, plain
 from .. import protocol
 from .continuation import continuation, goes_on
 from .media import Prompt
@@ -91,17 +92,39 @@ def continue_requests(
     }
 
 
-def score_requests(sequences: Sequence[Prompt], fields: dict[str, Any]) -> dict[int, protocol.GetScores]:
-    """Return a message for each sequence. The keys are the positions of the sequences. `fields`: the other fields of
-    each message.
+def score_requests(
+    sequences: Sequence[Prompt], start: int | Sequence[int], fields: dict[str, Any]
+) -> dict[int, protocol.GetScores]:
+    """Return a message for each sequence. The keys are the positions of the sequences. `start`: one for all sequences,
+    or one for each. `fields`: the other fields of each message.
     """
     fields = dict(caller=protocol.new_id(), **fields)
+    starts = list(start) if isinstance(start, Sequence | np.ndarray) else [start] * len(sequences)
+    _check_count("start", "one, or one for each of", len(starts), len(sequences))
     return {
         i: message_of(
-            protocol.GetScores, id=protocol.new_id(), token_ids=sequence.token_ids, images=sequence.refs, **fields
+            protocol.GetScores,
+            id=protocol.new_id(),
+            token_ids=sequence.token_ids,
+            images=sequence.refs,
+            start=start,
+            **fields,
         )
-        for i, sequence in enumerate(sequences)
+        for i, (sequence, start) in enumerate(zip(sequences, starts, strict=True))
     }
+
+
+def scored_distribution(distribution: Distribution | None, values: dict[str, Any]) -> Distribution:
+    """Return the distribution of scores: `distribution`, or a new one with `values`. Raise InvalidRequestError if both
+    are given.
+    """
+    if distribution is None:
+        return Distribution(**values)
+    fields = Distribution.model_fields
+    if twice := next((name for name, value in values.items() if value != fields[name].default), None):
+        text = f"{twice} must be left out if distribution is given (got {brief(values[twice])})"
+        raise InvalidRequestError(text, field=twice, value=values[twice])
+    return distribution.recorded if isinstance(distribution, SamplingParams) else distribution
 
 
 def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None) -> list[SamplingParams]:

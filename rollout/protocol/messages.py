@@ -118,6 +118,7 @@ class GetScores(_Request):
     """Request the log-probs of two or more given tokens.
 
     - `token_ids`: int32 array
+    - `start`: the first token with a log-prob
     - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
     - `images`: as in `Generate`
     - other fields: see `_Request`
@@ -127,6 +128,7 @@ class GetScores(_Request):
     id: Id
     token_ids: Array
     distribution: Distribution = Distribution()
+    start: Annotated[int, Field(ge=1, lt=2**63)] = 1
     cache_salt: CacheSalt | None = None
     top_logprobs: TopLogprobs | None = None
     return_routed_experts: bool = False

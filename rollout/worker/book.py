@@ -534,7 +534,7 @@ def _request_of(entry: Entry) -> Request:
     message, params = entry.message, entry.params
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
-        recorded = message.top_logprobs, message.return_routed_experts
+        recorded = message.top_logprobs, message.return_routed_experts, message.start
         return ScoreRequest(entry.key, tokens, message.distribution, salt, *recorded, message.spans)
     assert params is not None
     salted = params.model_copy(update={"cache_salt": salt_of(entry.user, params.cache_salt)})

@@ -67,9 +67,10 @@ def num_bytes_of(message: Generate | GetScores) -> int:
     """
     beside = FIXED_BYTES + SPAN_BYTES * (len(message.spans) + len(message.images))
     if isinstance(message, GetScores):
-        return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids)
+        numbers = INT_BYTES * message.distribution.num_numbers
+        return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids) + numbers
     params = message.params
-    num_bytes = beside + 2 * len(message.prompt_token_ids) + INT_BYTES * len(params.stop_token_ids)
+    num_bytes = beside + 2 * len(message.prompt_token_ids) + INT_BYTES * params.num_numbers
     return num_bytes + _text_bytes(message.id, params.cache_salt, *params.stop)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from trueroll.engine.running.step import plan_step
 from trueroll.engine.scheduling.scheduler import _Plan
 from trueroll.engine.scheduling.sequence import takers_of
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, UnknownRequestError
+from trueroll.kernels.edits import RowEdits
 
 from .drive import bits, drain, executor_of, generate, make_engine, run, samples_of, score, tokens, top_bits
 
@@ -254,9 +254,9 @@ def test_drawing_from_several_rows_equals_drawing_one_by_one(
     known, start = sequence.num_decoded, sequence.num_computed
     assert known < 8 and sequence.num_uncomputed == 1, "premise"
     guessed = expected.token_ids[known : known + 3]
-    sequence.tokens.extend(guessed)
     scheduler._reserve(sequence, start, 4, _Plan(64))
     chunks = scheduler.running.lanes.chunks(np.array([sequence.lane]), np.array([start]), np.array([start + 4]))
+    chunks = replace(chunks, drafts={sequence.lane: guessed})
     step = plan_step(chunks, scheduler.running.lanes, takers_of(chunks, scheduler.running.lanes), [{}], 16)
     drawn = engine._executor.compute(step).wait().drawn
     assert drawn is not None and drawn.token_ids == expected.token_ids[known : known + 4]
@@ -498,17 +498,20 @@ def test_banning_the_whole_vocabulary_is_rejected(tiny_llama: Path) -> None:
     assert samples["none is banned", 0].finish_reason == "stop" and len(samples["none is banned", 0].token_ids) == 1
 
 
-def test_the_banned_tokens_are_built_once_per_request(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, banned = make_engine(tiny_llama), []
+def test_edits_that_depend_on_no_token_are_built_once_per_request(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, edits = make_engine(tiny_llama), list[RowEdits | None]()
     draw = executor_of(engine)._sampler.draw
     monkeypatch.setattr(
         executor_of(engine)._sampler,
         "draw",
-        lambda hidden, draws: banned.extend(draws.banned.get(i, ()) for i in range(len(draws))) or draw(hidden, draws),
+        lambda hidden, draws: edits.extend(map(draws.edits.get, range(len(draws)))) or draw(hidden, draws),
     )
     run(engine, [generate("r", tokens(20), n=3, max_tokens=6, min_tokens=4, stop_token_ids=[7, 9], temperature=2.0)])
-    assert [len(ids) for ids in banned[: 3 * 4]] == [2] * 3 * 4 and not any(len(ids) for ids in banned[3 * 4 :])
-    assert len({id(ids) for ids in banned[: 3 * 4]}) == 1 and isinstance(banned[0], array)
+    first, later = edits[: 3 * 4], edits[3 * 4 :]
+    assert {*later} == {None} and {*map(id, first)} == {id(first[0])}
+    assert first[0] is not None and first[0].token_ids.tolist() == [7, 9]
 
 
 def test_any_temperature_can_be_scored(tiny_llama: Path, backend: str) -> None:

@@ -62,6 +62,10 @@ def requests(has_experts: bool) -> list[GenerateRequest]:
         generate(
             "bans", tokens(5, seed=8), temperature=1.0, max_tokens=40, min_tokens=25, stop_token_ids=[*range(300)]
         ),
+        generate(
+            "penalties", prompt, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={7: 2.0}, max_tokens=30
+        ),
+        generate("words", tokens(11, seed=10), n=2, max_tokens=30, bad_words_token_ids=[[i, 9] for i in range(512)]),
         generate("routes", tokens(21, seed=9), n=2, max_tokens=24, return_routed_experts=has_experts),
     ]
 

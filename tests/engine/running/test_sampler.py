@@ -6,9 +6,8 @@ The head is the identity, so that a hidden state equals its logits.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Never
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,7 +16,8 @@ import torch
 from trueroll.engine.outputs.open_requests import DRAW, DrawRecord
 from trueroll.engine.request import Distribution, SamplingParams
 from trueroll.engine.running.sampler import Sampler
-from trueroll.engine.running.step import NO_LANE, Draws
+from trueroll.engine.running.step import NO_LANE, Draws, ScoredRows
+from trueroll.kernels.edits import RowEdits, Rules
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.specs import PLAIN_HEAD
 
@@ -57,13 +57,13 @@ class Draw(NamedTuple):
     row: int
     position: int
     record: DrawRecord
-    banned: Sequence[int]
+    edits: RowEdits | None
 
 
 def draws_of(each: Sequence[Draw]) -> Draws:
     rows, positions = np.array([d.row for d in each]), np.array([d.position for d in each])
-    banned = {i: d.banned for i, d in enumerate(each) if len(d.banned)}
-    return Draws(rows, positions, np.full(len(each), NO_LANE), np.array([d.record for d in each], DRAW), banned)
+    edits = {i: d.edits for i, d in enumerate(each) if d.edits is not None}
+    return Draws(rows, positions, np.full(len(each), NO_LANE), np.array([d.record for d in each], DRAW), edits)
 
 
 def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[One]:
@@ -73,8 +73,14 @@ def run(sampler: Sampler, logits: torch.Tensor, draws: Sequence[Draw]) -> list[O
 
 
 def draw(row: int = 0, seed: int = 3, position: int = 9, banned: Sequence[int] = (), **params) -> Draw:
-    record = DrawRecord.of(SamplingParams(max_tokens=1, **params), seed, position, bans=False)
-    return Draw(row, position, record, banned)
+    record = DrawRecord.of(SamplingParams(max_tokens=1, **params), seed, position, None)
+    rules = Rules.of(Distribution(min_tokens=1), banned, 50)
+    return Draw(row, position, record, rules and rules.while_short)
+
+
+def score(sampler: Sampler, token_ids: torch.Tensor, **distribution: Any) -> torch.Tensor:
+    rows = ScoredRows(0, len(token_ids), token_ids.numpy(), Distribution(**distribution), None)
+    return sampler.score(LOGITS, token_ids, rows)
 
 
 MIXED = [
@@ -165,23 +171,6 @@ def test_any_temperature_gives_finite_log_probs(sampler: Sampler, temperature: f
             assert abs(drawn.logprob + math.log(50)) < 1e-6
 
 
-class Whole(array):
-    """Token ids that must not be iterated over."""
-
-    def __iter__(self) -> Never:
-        pytest.fail("the ids were iterated over")
-
-
-def test_banned_ids_are_not_iterated_over(sampler: Sampler) -> None:
-    ids = [1, 2, 3, 30]
-    with pytest.raises(pytest.fail.Exception, match="iterated over"):
-        list(Whole("q", ids))
-    rows = [draw(row, banned=Whole("q", ids), top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
-    plain = [draw(row, banned=ids, top_k=7) for row in range(5)] + [draw(0), draw(1, banned=(5,))]
-    assert draws_of(rows).is_plain.tolist() == [False] * 5 + [True, False]
-    assert run(sampler, LOGITS, rows) == run(sampler, LOGITS, plain)
-
-
 @pytest.mark.parametrize("filters", [{}, dict(top_k=4), dict(top_p=0.5, min_p=0.01)])
 @pytest.mark.parametrize("temperature", [1e39, 1e300, 1e-320, 0.0, 0.7])
 def test_a_score_uses_temperatures_like_a_draw(sampler: Sampler, temperature: float, filters: dict) -> None:
@@ -189,7 +178,7 @@ def test_a_score_uses_temperatures_like_a_draw(sampler: Sampler, temperature: fl
     drawn = run(sampler, LOGITS, [draw(row, temperature=temperature, logprobs=mode, **filters) for row in range(5)])
     assert all(one.is_finite for one in drawn)
     token_ids = torch.tensor([one.token_id for one in drawn])
-    scores = sampler.score(LOGITS, token_ids, Distribution(temperature=temperature, **filters))
+    scores = score(sampler, token_ids, temperature=temperature, **filters)
     assert scores.dtype == torch.float32
     assert torch.equal(scores.view(torch.int32), torch.tensor([one.logprob for one in drawn]).view(torch.int32))
 
@@ -204,6 +193,6 @@ def test_a_score_equals_the_log_probs_of_the_draw(sampler: Sampler) -> None:
     for values in asked:
         draws = [draw(row, **values) for row in range(5)]
         drawn = run(sampler, LOGITS, draws)
-        scores = sampler.score(LOGITS, torch.tensor([d.token_id for d in drawn]), Distribution(**values))
+        scores = score(sampler, torch.tensor([d.token_id for d in drawn]), **values)
         assert scores.tolist() == [d.logprob for d in drawn]
-    assert sampler.score(LOGITS, LOGITS.argmin(-1), Distribution(top_k=1)).tolist() == [-torch.inf] * 5
+    assert score(sampler, LOGITS.argmin(-1), top_k=1).tolist() == [-torch.inf] * 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as AnySequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,19 @@ from trueroll.engine.request import Distribution, GenerateRequest, SamplingParam
 from trueroll.engine.running.step import NO_LANE, Draws, Step, plan_step
 from trueroll.engine.scheduling.sequence import Chunk, Chunks, Generation, Lanes, Purpose, Sequence, takers_of
 from trueroll.kernels.contract import GREEDY, SAMPLE
+from trueroll.kernels.edits import Editor, Rules
 
 BLOCK_SIZE = 4
 PROMPT_LEN = 4
+VOCAB_SIZE = 64
 
 
 def sample(seed: int = 7, **params: Any) -> OpenSample:
     request = GenerateRequest("r", np.zeros(PROMPT_LEN, np.int32), SamplingParams(max_tokens=9, **params))
-    record = DrawRecord.of(request.params, seed, PROMPT_LEN, bans=True)
-    return OpenSample(request, 0, (0, 0), seed, record, frozenset(), array("q", [2]), None)
+    rules = Rules.of(request.params, [2], VOCAB_SIZE)
+    record = DrawRecord.of(request.params, seed, PROMPT_LEN, rules)
+    editor = rules and Editor(rules, request.prompt_token_ids, np.zeros(0, np.int32))
+    return OpenSample(request, 0, (0, 0), seed, record, frozenset(), editor, None)
 
 
 def sequence(purpose: Purpose, tokens: list[int], table: list[int]) -> Sequence:
@@ -51,6 +56,11 @@ def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collectio
     arrays = step.token_ids, step.positions, step.unseen, *step.slots, *step.block_tables, *step.block_copies
     assert {column.dtype for column in arrays} == {np.dtype(np.int64)}
     return step
+
+
+def bans(step: Step) -> dict[int, list[int]]:
+    """Return the banned tokens of each draw that has some."""
+    return {i: each.token_ids[each.bias == -np.inf].tolist() for i, each in step.draws.edits.items()}
 
 
 def columns(draws: Draws) -> list[tuple[int, int, int, int]]:
@@ -86,7 +96,7 @@ def test_each_sample_of_a_group_draws_from_the_same_row() -> None:
     assert columns(step.draws) == [(3, GREEDY, 3, 4), (3, SAMPLE, 4, 4)]
     assert step.draws.records["temperature"].tolist() == [1.0, 1.0]
     assert [BASES[place] for place in step.draws.records["basis"]] == ["raw", "processed"]
-    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {1: [2]}
+    assert bans(step) == {1: [2]}
 
 
 def test_an_unseen_token_refers_to_its_lane() -> None:
@@ -106,13 +116,16 @@ def test_a_decode_draws_after_every_token_that_its_lane_does_not_count() -> None
     chunks = [Chunk(group, 2, 4), Chunk(decode, 4, 7), Chunk(begins, 1, 4), Chunk(single, 4, 5), Chunk(other, 2, 4)]
     lanes, each = enter(chunks)
     lanes.num_tokens[decode.lane] = 5
+    assert isinstance(decode.purpose, Generation) and (editor := decode.purpose.samples[0].editor) is not None
+    editor.append(5)
+    each = replace(each, drafts={decode.lane: (6, 7)})
     takers = takers_of(each, lanes)
     step = plan_step(each, lanes, takers, [{}], BLOCK_SIZE)
     of_decode = [(row, SAMPLE, 7, position) for row, position in ((2, 5), (3, 6), (4, 7))]
     of_prompts = [(1, SAMPLE, 1, 4), (1, SAMPLE, 2, 4), (7, SAMPLE, 3, 4)]
     assert columns(step.draws) == [*of_decode, (8, SAMPLE, 8, 5), *of_prompts]
     assert step.draws.lanes.tolist() == [NO_LANE] * 3 + [single.lane] + [NO_LANE] * 2 + [begins.lane]
-    assert {i: list(ids) for i, ids in step.draws.banned.items()} == {0: [2], 1: [2]}, "banned up to the third token"
+    assert bans(step) == {0: [2], 1: [2]}, "banned up to the third token"
     assert takers.num_decode_draws == 4 and list(takers.prompts) == [(0, range(2, 4)), (2, range(4, 5))]
 
 
@@ -130,7 +143,7 @@ def test_a_sequence_accepts_one_token_or_more() -> None:
 def test_a_score_has_targets_and_draws_nothing() -> None:
     request = ScoreRequest("s", np.arange(30, 36, dtype=np.int32), Distribution(temperature=0.5), top_logprobs=2)
     decode = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1])
-    scored = sequence(OpenScore.of(request), list(range(30, 35)), [2, 3])
+    scored = sequence(OpenScore.of(request, None), list(range(30, 35)), [2, 3])
     step = plan(Chunk(decode, 4, 5), Chunk(scored, 1, 5))
     [rows] = step.scores
     assert (rows.start, rows.end, rows.token_ids.tolist()) == (1, 5, [32, 33, 34, 35])
