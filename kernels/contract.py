@@ -825,8 +825,8 @@ class Backend(Protocol):
         ...
 
     def log_probs(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """For each row of float32 logits [M, V], return the log-softmax at the row's token in `token_ids` (int64 [M]).
-        The result is float32 [M].
+        """For each row of float32 logits [M, V], return the log-softmax at the row's tokens in `token_ids` (int64 [M],
+        or [M, K] for K tokens per row). The result is float32, in the shape of `token_ids`.
         """
         ...
 

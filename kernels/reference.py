@@ -742,7 +742,8 @@ def _choose(logits: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    return torch.log_softmax(logits, dim=-1).gather(1, token_ids[:, None]).squeeze(1)
+    listed = token_ids if token_ids.dim() == 2 else token_ids[:, None]
+    return torch.log_softmax(logits, dim=-1).gather(1, listed).view_as(token_ids)
 
 
 def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:

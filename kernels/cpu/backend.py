@@ -747,8 +747,9 @@ def wide_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(len(logits), dtype=torch.float32)
-    _library.log_probs(get_num_threads(), logits.data_ptr(), *logits.shape, token_ids.data_ptr(), out.data_ptr())
+    logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(token_ids.shape)
+    sizes = *logits.shape, token_ids.data_ptr(), token_ids[:1].numel()
+    _library.log_probs(get_num_threads(), logits.data_ptr(), *sizes, out.data_ptr())
     return out
 
 

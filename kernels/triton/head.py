@@ -85,9 +85,15 @@ def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> Fol
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    ones = torch.ones_like(token_ids, dtype=torch.float32)
-    unread = token_ids
-    return _choose(logits, token_ids, ones, ones.bool(), unread, unread)[1]
+    """torch's gather only moves data; the kernels do all arithmetic."""
+    logits, listed = aligned(logits), token_ids if token_ids.dim() == 2 else token_ids[:, None]
+    unread = listed[:, 0].contiguous()
+    ones = torch.ones_like(unread, dtype=torch.float32)
+    _, _, _, peaks, totals = _choose_and_sum(logits, unread, ones, ones.bool(), unread, unread)
+    found = aligned(logits.gather(1, listed))
+    out, count = torch.empty_like(found), listed.shape[1]
+    launch(_log_probs_kernel, (len(logits),), peaks, totals, found, out, count, warps=4, WIDTH=_LISTED)
+    return out.view_as(token_ids)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -270,10 +276,38 @@ def _statistics_kernel(
         terms = tl.where(distance == -float("inf"), 0.0, distance * tl.exp(distance))
         weighted = tl.sum(terms, 0) + weighted
     tl.store(entropy_ptr + row, tl.log(total) - weighted / total)
+    _list_log_probs(peak, total, found_ptr + row * count, log_probs_ptr + row * count, count, WIDTH)
+
+
+@exact_jit
+def _log_probs_kernel(
+    peak_ptr: tl.tensor,
+    total_ptr: tl.tensor,
+    found_ptr: tl.tensor,
+    log_probs_ptr: tl.tensor,
+    count: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One program per row: compute the log-probs of `count` listed logits of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    peak, total = tl.load(peak_ptr + row), tl.load(total_ptr + row)
+    _list_log_probs(peak, total, found_ptr + row * count, log_probs_ptr + row * count, count, WIDTH)
+
+
+@exact_jit
+def _list_log_probs(
+    peak: tl.tensor,
+    total: tl.tensor,
+    found_ptr: tl.tensor,
+    log_probs_ptr: tl.tensor,
+    count: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Compute the log-probs of `count` logits of a row, in parts of `WIDTH`."""
     for start in tl.range(0, count, WIDTH):  # type: ignore[reportGeneralTypeIssues]
         places = start + tl.arange(0, WIDTH)
-        found = tl.load(found_ptr + row * count + places, mask=places < count, other=0.0)
-        tl.store(log_probs_ptr + row * count + places, found - peak - tl.log(total), mask=places < count)
+        found = tl.load(found_ptr + places, mask=places < count, other=0.0)
+        tl.store(log_probs_ptr + places, found - peak - tl.log(total), mask=places < count)
 
 
 @exact_jit

@@ -319,6 +319,14 @@ def test_log_probs(quick_ops: Backend, vocab_size: int, spread: int) -> None:
     check_mean(found, expected, 3 * expected.abs() + math.sqrt(vocab_size / 16) + 16)
 
 
+def test_log_probs_of_several_tokens(ops: Backend) -> None:
+    logits, ids = randn(5, 1001) * 4, torch.arange(5 * 130).view(5, 130) * 31 % 1001
+    logits[2, ids[2, :3]] = -torch.inf
+    found = ops.log_probs(logits, ids)
+    assert torch.equal(found, torch.stack([ops.log_probs(logits, column) for column in ids.T], 1))
+    assert (found == -torch.inf).sum() == 3
+
+
 def test_log_probs_of_extremes(ops: Backend) -> None:
     rows = randn(8, 1001)
     rows[0, 1:] = -torch.inf

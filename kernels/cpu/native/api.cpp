@@ -833,13 +833,15 @@ void trueroll_rotation(
 }
 
 void trueroll_log_probs(
-    long threads, const float* logits, long count, long n, const int64_t* tokens, float* out
+    long threads, const float* logits, long count, long n, const int64_t* tokens, long k, float* out
 ) {
     const Call call(threads);
     parallel(count, [&](long row) {
         float peak, total;
         chosen->log_sum_exp(logits + row * n, n, &peak, &total);
-        out[row] = log_prob(logits[row * n + tokens[row]], peak, total);
+        for (long i = row * k; i < (row + 1) * k; ++i) {
+            out[i] = log_prob(logits[row * n + tokens[i]], peak, total);
+        }
     });
 }
 

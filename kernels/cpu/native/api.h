@@ -301,9 +301,9 @@ void trueroll_rotation(
     float* sines
 );
 
-// Log-probs of one token of each row of float32 logits [count, n].
+// Log-probs of k tokens of each row of float32 logits [count, n].
 void trueroll_log_probs(
-    long threads, const float* logits, long count, long n, const int64_t* tokens, float* out
+    long threads, const float* logits, long count, long n, const int64_t* tokens, long k, float* out
 );
 
 // Log-probs of one token of each row of float32 logits [count, n], the entropy of each row, and its k best tokens.
