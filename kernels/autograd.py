@@ -39,6 +39,7 @@ from .contract import (
     Weight,
     as_weight,
 )
+from .distributions import Processing
 from .gates import plain_gates
 from .layer import absorb
 from .packed import Packed, attend, attend_latent
@@ -57,6 +58,8 @@ from .specs import (
     Pieces,
 )
 
+NO_TOKEN = -1
+"""Fills up a row of token ids that has fewer tokens than others."""
 # Tokens per chunk; any size gives the same gradients within rounding.
 _CHUNK = 64
 # Limit on the bytes of logits that a backward pass holds at once. A single row of logits may exceed the limit.
@@ -655,11 +658,15 @@ def _decays_between(logs: Tensor) -> Tensor:
 
 def _wanted(token_ids: Tensor, temperature: float) -> Wanted:
     """Return the `Wanted` that requests the log-prob of one given token in each row."""
-    # The cast turns a temperature beyond float32 into infinity; torch.full would raise.
-    divisor = torch.tensor(temperature, dtype=torch.float64, device=token_ids.device).to(torch.float32)
+    divisor = _divisor(temperature, token_ids.device)
     unused = torch.zeros_like(token_ids)
     rows = torch.arange(len(token_ids), device=token_ids.device)
     return Wanted(rows, token_ids, divisor.repeat(len(token_ids)), unused.bool(), unused, unused)
+
+
+def _divisor(temperature: float, device: torch.device) -> Tensor:
+    """Return the temperature as float32. A temperature beyond float32 becomes infinity; torch.full would raise."""
+    return torch.tensor(temperature, dtype=torch.float64, device=device).to(torch.float32)
 
 
 def _slopes(logits: Tensor, head: HeadSpec) -> Tensor | float:
@@ -680,45 +687,91 @@ class _LogProbs(Function):
         token_ids: Tensor,
         temperature: float,
         head: HeadSpec,
+        processing: Processing | None = None,
         found: Tensor | None = None,
     ) -> Tensor:
-        """Return the log-probs. `found`: the log-probs, if the caller has already computed them."""
-        ctx.ops, ctx.temperature, ctx.head = ops, temperature, head
+        """Return the log-probs. `token_ids`: int64 [M] or [M, K]. `found`: the log-probs, if the caller has already
+        computed them.
+        """
+        ctx.ops, ctx.temperature, ctx.head, ctx.processing = ops, temperature, head, processing
         ctx.save_for_backward(hidden, weight, token_ids)
         if found is not None:
             return found.clone()
-        return ops.next_tokens(hidden, as_weight(ops, weight), _wanted(token_ids, temperature), head)[1]
+        stored = as_weight(ops, weight)
+        if processing is None and token_ids.dim() == 1:
+            return ops.next_tokens(hidden, stored, _wanted(token_ids, temperature), head)[1]
+        out = torch.empty_like(token_ids, dtype=torch.float32)
+        for rows, logits in _processed_parts(ops, hidden, stored, temperature, head, processing):
+            found = ops.log_probs(logits, token_ids[rows].clamp(min=0))
+            out[rows] = found.masked_fill(token_ids[rows] == NO_TOKEN, 0.0)
+        return out
 
     @staticmethod
     @once_differentiable
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time.
+        """Compute gradients by d log p(t) / d logit(i) = ((i == t) - p(i)) / temperature, some rows at a time. For
+        several tokens of a row, the gradients are added.
 
         The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
         would turn a rounding difference in the logits into a large error. The gradients of logits are multiplied by the
-        slopes of the head's scale and cap.
+        slopes of edits, and by those of the head's scale and cap. A token that filters or edits dropped has no
+        gradient.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = as_weight(ctx.ops, weight)
         grad_hidden = torch.empty_like(hidden)
         # If there are no rows, the gradient is zeros instead of None, because all ranks must reduce the same gradients.
         grad_weight = None if len(hidden) else torch.zeros_like(weight)
-        size = max(1, _LOGITS_BYTES // (4 * len(weight)))
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
-            scale = grad[rows, None] / ctx.temperature
+        for rows in _row_parts(hidden, weight):
             logits = ctx.ops.lm_head(hidden[rows], stored, ctx.head)
-            slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
-            probs = logits.div_(ctx.temperature).softmax(-1)
-            grad_logits = probs.mul_(-scale).scatter_add_(1, token_ids[rows, None], scale)
+            probs, slopes = _probs_and_slopes(ctx, logits, rows)
+            ids, scale = _listed(token_ids[rows]), _listed(grad[rows]) / ctx.temperature
+            scale = scale.masked_fill(ids == NO_TOKEN, 0.0)
+            grad_logits = probs.mul_(-scale.sum(-1, keepdim=True)).scatter_add_(1, ids.clamp(min=0), scale)
             grad_products = (grad_logits if slopes is None else grad_logits.mul_(slopes)).to(hidden.dtype)
             grad_hidden[rows] = grad_products @ weight
             if ctx.needs_input_grad[2]:
                 product = grad_products.T @ hidden[rows]
                 grad_weight = product if grad_weight is None else product.float().add_(grad_weight)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return None, grad_hidden, grad_weight, None, None, None, None
+        return None, grad_hidden, grad_weight, *[None] * 5
+
+
+def _row_parts(hidden: Tensor, weight: Weight | Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of `hidden`, such that the logits of a slice have at most `_LOGITS_BYTES`."""
+    size = max(1, _LOGITS_BYTES // (4 * weight.shape[0]))
+    return (slice(start, start + size) for start in range(0, len(hidden), size))
+
+
+def _processed_parts(
+    ops: Backend, hidden: Tensor, weight: Weight, temperature: float, head: HeadSpec, processing: Processing | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of rows, and the logits of the rows after `processing`, or after division by the temperature."""
+    for rows in _row_parts(hidden, weight):
+        logits = ops.lm_head(hidden[rows], weight, head)
+        if processing is None:
+            yield rows, logits / _divisor(temperature, logits.device)
+        else:
+            yield rows, processing.apply(ops, logits, rows)
+
+
+def _listed(columns: Tensor) -> Tensor:
+    """Return [M, K] for [M] or [M, K]."""
+    return columns if columns.dim() == 2 else columns[:, None]
+
+
+def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+    """Return the probabilities [m, V] of logits [m, V], and what the gradients of the processed logits are multiplied
+    by, besides the temperature, to get those of the head's products; None for 1. May overwrite the logits.
+    """
+    slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
+    if ctx.processing is None:
+        return logits.div_(ctx.temperature).softmax(-1), slopes
+    own = ctx.processing.slopes(logits, rows)
+    processed = ctx.processing.apply(ctx.ops, logits, rows)
+    own = own.masked_fill_(processed == -torch.inf, 0.0)
+    return processed.softmax(-1), own if slopes is None else own.mul_(slopes)
 
 
 @dataclass(frozen=True)
@@ -860,15 +913,24 @@ class GradientOps:
         return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
 
     def log_probs(
-        self, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, head: HeadSpec = PLAIN_HEAD
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        token_ids: Tensor,
+        temperature: float,
+        head: HeadSpec = PLAIN_HEAD,
+        processing: Processing | None = None,
     ) -> Tensor:
-        """Return the log-probs of `token_ids` (int64 [M]), which has one token for each row of `hidden` [M, H]. The
-        log-probs are float32 [M]; `weight` is [V, H].
+        """Return the log-probs of `token_ids`, which has one token (int64 [M]) or K tokens (int64 [M, K]) for each row
+        of `hidden` [M, H]. The log-probs are float32, in the shape of `token_ids`; `weight` is [V, H]. The log-prob of
+        NO_TOKEN is 0.
 
-        The log-probs are at `temperature`. The backward pass holds at most `_LOGITS_BYTES` of logits at once, and as
-        many bytes of probabilities, and of slopes if the head has a cap.
+        The log-probs are at `temperature`, or after `processing`. The backward pass holds at most `_LOGITS_BYTES` of
+        logits at once, and as many bytes of probabilities, of slopes if the head has a cap, and of other logits if they
+        are processed.
         """
-        return _LogProbs.apply(self.backend, hidden, weight, token_ids, temperature, head)  # type: ignore[return-value]
+        given = self.backend, hidden, weight, token_ids, temperature, head, processing
+        return _LogProbs.apply(*given)  # type: ignore[return-value]
 
     def statistics(
         self,
@@ -877,6 +939,7 @@ class GradientOps:
         token_ids: Tensor,
         temperature: float,
         head: HeadSpec = PLAIN_HEAD,
+        processing: Processing | None = None,
         *,
         k: int,
     ) -> TokenStatistics:
@@ -885,8 +948,13 @@ class GradientOps:
         """
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
             wanted, stored = _wanted(token_ids, temperature), as_weight(self.backend, weight)
-            found = self.backend.next_token_statistics(hidden, stored, wanted, k, head)[1]
-        given = self.backend, hidden, weight, token_ids, temperature, head, found.logprobs
+            if processing is None or not len(hidden):
+                found = self.backend.next_token_statistics(hidden, stored, wanted, k, head)[1]
+            else:
+                parts = _processed_parts(self.backend, hidden, stored, temperature, head, processing)
+                each = [self.backend.token_statistics(logits, token_ids[rows], k) for rows, logits in parts]
+                found = TokenStatistics._make(map(torch.cat, zip(*each, strict=True)))
+        given = self.backend, hidden, weight, token_ids, temperature, head, processing, found.logprobs
         return found._replace(logprobs=_LogProbs.apply(*given))
 
 

@@ -48,9 +48,10 @@ from .aligned import (
     select_and_log,
 )
 from .arguments import check_call, check_signature
-from .autograd import GradientOps
+from .autograd import NO_TOKEN, GradientOps
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, Rotation, TokenStatistics
+from .distributions import Drawn, Processing, Samples, rules_of
 from .layer import (
     HEAD,
     LAYERS,
@@ -143,6 +144,44 @@ class _DecoderOutput(MoeModelOutputWithPast):
 
     image_hidden_states: Tensor | None = None
     rope_deltas: Tensor | None = None
+
+
+class _Drawn:
+    """How given tokens were drawn. `divisor`: what logits are divided by: 1 for greedy samples, else at least
+    LOWEST_TEMPERATURE.
+    """
+
+    def __init__(self, temperature: float, distribution: Drawn | None, eos_token_ids: Sequence[int] | None) -> None:
+        if distribution is not None and temperature != 1.0:
+            raise AlignmentError(
+                f"temperature must be left out if distribution is given (got {temperature}); the distribution has its "
+                "own"
+            )
+        mode = getattr(distribution, "logprobs", "processed")
+        if mode is None:
+            raise AlignmentError(
+                "distribution: logprobs is None, so there are no log-probs to match; set it to 'processed'"
+            )
+        if distribution is not None:
+            temperature = 1.0 if mode == "raw" else distribution.temperature
+        if not temperature >= 0.0:
+            raise AlignmentError(
+                f"temperature must be at least 0 (got {temperature}); pass the temperature of the samples"
+            )
+        self.divisor = max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
+        self._processed = distribution if mode == "processed" else None
+        self._eos_token_ids = eos_token_ids
+
+    def processing(self, samples: Samples, tokens: Tensor, vocab_size: int) -> Processing | None:
+        """Return the processing of the logits of `tokens`, or None if they are only divided. `tokens`: indices of
+        sampled tokens, int64 [M].
+        """
+        if self._processed is None:
+            return None
+        rules = rules_of(self._processed, self._eos_token_ids, samples, vocab_size)
+        if rules is None and not self._processed.has_filters:
+            return None
+        return Processing(self._processed, rules, self.divisor, samples, tokens)
 
 
 class Arithmetic(NamedTuple):
@@ -259,6 +298,9 @@ def token_log_probs(
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
     media: Media | None = None,
+    distribution: Drawn | None = None,
+    eos_token_ids: Sequence[int] | None = None,
+    target_ids: Tensor | None = None,
 ) -> Tensor:
     """Return the log-prob of each token given the earlier tokens of its sequence: float32 in the shape of `input_ids`.
 
@@ -286,11 +328,21 @@ def token_log_probs(
     placeholders are text, which includes those that a worker sampled. Gradients reach the tower. All ranks of a
     sharded model take part in its tower, so parameters of a tower that saw no image have gradients of zeros.
 
+    `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
+    are then those that a worker returns, for any `logprobs` except None: edits and filters keep the same tokens as
+    in the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is a sample,
+    and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as `processed`.
+    `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans.
+
+    `target_ids` (integers, [*input_ids.shape, K]): the tokens whose log-probs are returned in place of those of
+    `input_ids`, for distillation. -1 fills up a list; its log-prob is 0. The result has the shape of `target_ids`.
+
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` or `media` that do not fit the model
-    or the tokens, and for a model that is not aligned.
+    or the tokens, for a `distribution` that needs an argument that is missing, and for a model that is not aligned.
     """
-    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids, media
-    places, found = _ask_of_tokens(model, *batch, GradientOps.log_probs)
+    drawn = _Drawn(temperature, distribution, eos_token_ids)
+    batch = input_ids, attention_mask, lengths, drawn, completion_mask, routed_experts, position_ids, media
+    places, found = _ask_of_tokens(model, *batch, GradientOps.log_probs, target_ids)
     return spread(_unsealed(found), places, input_ids.shape)
 
 
@@ -304,6 +356,8 @@ def token_statistics(
     routed_experts: Tensor | None = None,
     position_ids: Tensor | None = None,
     media: Media | None = None,
+    distribution: Drawn | None = None,
+    eos_token_ids: Sequence[int] | None = None,
     *,
     top_logprobs: int,
     gradient: bool = False,
@@ -326,7 +380,8 @@ def token_statistics(
         raise AlignmentError(
             f"top_logprobs must be from 0 to {vocab_size}, the size of the vocabulary (got {top_logprobs})"
         )
-    batch = input_ids, attention_mask, lengths, temperature, completion_mask, routed_experts, position_ids, media
+    drawn = _Drawn(temperature, distribution, eos_token_ids)
+    batch = input_ids, attention_mask, lengths, drawn, completion_mask, routed_experts, position_ids, media
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
         places, found = _ask_of_tokens(model, *batch, partial(GradientOps.statistics, k=top_logprobs))
     return TokenStatistics._make(spread(_unsealed(column), places, input_ids.shape) for column in found)
@@ -400,12 +455,13 @@ def _ask_of_tokens(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     lengths: Sequence[int] | None,
-    temperature: float,
+    drawn: _Drawn,
     completion_mask: Tensor | None,
     routed_experts: Tensor | None,
     position_ids: Tensor | None,
     media: Media | None,
-    what: Callable[[GradientOps, Tensor, Tensor, Tensor, float, HeadSpec], Any],
+    what: Callable[[GradientOps, Tensor, Tensor, Tensor, float, HeadSpec, Processing | None], Any],
+    target_ids: Tensor | None = None,
 ) -> tuple[Tensor, Any]:
     """Return the indices, in the flattened `input_ids`, of the tokens to score, and the result of `what` for these
     tokens, passed through `_sealed`.
@@ -413,22 +469,38 @@ def _ask_of_tokens(
     `what`: `GradientOps.log_probs`, or a function with the same arguments.
     """
     spec = _check_aligned(model)._aligned.spec
-    if not temperature >= 0.0:
-        raise AlignmentError(f"temperature must be at least 0 (got {temperature}); pass the temperature of the samples")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if completion_mask is None else completion_mask
     check_shape("completion_mask", mask, input_ids.shape)
     indices, packed, images = _locate(spec, input_ids, attention_mask, lengths, position_ids, media)
     routes = None
     if routed_experts is not None:
         routes = read_routes(routed_experts, spec, input_ids.shape, indices, packed)
-    wanted = (mask.flatten()[indices].bool() & (packed.positions > 0)).nonzero().flatten()
-    places, divisor = indices[wanted], _divisor(temperature)
-    ids = input_ids.flatten()[places].long()
+    is_sampled, all_ids = mask.flatten()[indices].bool(), input_ids.flatten()[indices].long()
+    wanted = (is_sampled & (packed.positions > 0)).nonzero().flatten()
+    places = indices[wanted]
+    ids = all_ids[wanted] if target_ids is None else _targets(target_ids, input_ids.shape, spec.vocab_size)[places]
+    samples = Samples(all_ids, packed, None if completion_mask is None else is_sampled)
 
     def answer(ops: GradientOps, hidden: Tensor, weight: Tensor) -> Any:
-        return _sealed(what(ops, hidden[wanted - 1], weight, ids, divisor, spec.head))
+        processing = drawn.processing(samples, wanted, len(weight))
+        return _sealed(what(ops, hidden[wanted - 1], weight, ids, drawn.divisor, spec.head, processing))
 
     return places, _ask(model, input_ids, indices, packed, answer, images, routes=routes)
+
+
+def _targets(target_ids: Tensor, shape: torch.Size, vocab_size: int) -> Tensor:
+    """Return `target_ids` as int64 [B * T, K]. `shape`: the shape of input_ids. Raise AlignmentError if they do not
+    fit.
+    """
+    if target_ids.shape[:-1] != shape or target_ids.is_floating_point() or not target_ids.shape[-1]:
+        raise AlignmentError(
+            f"target_ids must be integers with the shape of input_ids, {list(shape)}, and one more axis (got "
+            f"{target_ids.dtype} {list(target_ids.shape)}); pass -1 where there is no token"
+        )
+    wrong = target_ids[(target_ids < NO_TOKEN) | (target_ids >= vocab_size)]
+    if len(wrong):
+        raise AlignmentError(f"target_ids must be from -1 to {vocab_size - 1} (got {int(wrong[0])})")
+    return target_ids.long().flatten(0, -2)
 
 
 def _sealed(found: Any) -> Any:
@@ -657,11 +729,6 @@ def _parts(model: Any, spec: DecoderSpec) -> Iterator[tuple[Any, Callable[..., A
         yield copy, _norm_forward, -1
     for copy in copies_of(model.lm_head):
         yield copy, _head_forward, -1
-
-
-def _divisor(temperature: float) -> float:
-    """Return the number that a worker divides logits by: 1 for greedy samples, else at least LOWEST_TEMPERATURE."""
-    return max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
 
 
 def _check_aligned(model: Any) -> Any:
