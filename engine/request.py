@@ -128,7 +128,7 @@ MAX_LOGIT_BIAS = 4096
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
-MAX_REPETITION_PENALTY = 1e4
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
 MAX_TOP_LOGPROBS = 128
 MAX_SPANS = 1024
 HASH_BYTES = 32
@@ -200,7 +200,7 @@ class Distribution(BaseModel):
     top_k: int = Field(default=-1, ge=-1, lt=2**63)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=MAX_REPETITION_PENALTY)
+    repetition_penalty: float = Field(default=1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     logit_bias: Annotated[tuple[tuple[TokenId, Bias], ...], FailFast(), Field(max_length=MAX_LOGIT_BIAS)] = Field(
@@ -249,7 +249,7 @@ class Distribution(BaseModel):
     @classmethod
     def _each_bias_is_given_once(cls, biases: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
         tokens = [token for token, _ in biases]
-        if twice := next((token for token, count in Counter(tokens).items() if count > 1), None):
+        if (twice := next((token for token, count in Counter(tokens).items() if count > 1), None)) is not None:
             raise ValueError(f"token {twice} is given more than once; give one bias for each token")
         return tuple(sorted(biases))
 
@@ -271,9 +271,9 @@ class Distribution(BaseModel):
 
     @property
     def num_numbers(self) -> int:
-        """How many numbers the lists of the parameters have."""
-        words = sum(map(len, self.bad_words_token_ids))
-        return len(self.stop_token_ids) + 2 * len(self.logit_bias) + len(self.allowed_token_ids or ()) + words
+        """How many numbers the lists of the parameters have. A list within a list counts as two more."""
+        words = sum(len(word) + 2 for word in self.bad_words_token_ids)
+        return len(self.stop_token_ids) + 4 * len(self.logit_bias) + len(self.allowed_token_ids or ()) + words
 
     @property
     def _filters(self) -> list[str]:

@@ -104,7 +104,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     fields = given(body)
     if (most := fields.pop("max_completion_tokens", None)) is not None:
         fields["max_tokens"] = most
-    params, seed = take_sampling(fields, None)
+    params, seed = await take_sampling(fields, None, served.encode_words)
     own = checked(ChatFields, fields)
     served.check_name(own.model)
     if own.top_logprobs is not None and not own.logprobs:

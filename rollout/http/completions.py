@@ -11,7 +11,7 @@ from pydantic import Field
 
 from trueroll.errors import InvalidRequestError
 
-from ...engine.request import ScoreOutput, TokenId
+from ...engine.request import Distribution, SamplingParams, ScoreOutput, TokenId
 from .answers import Rows, TokenBytes
 from .fields import NumTop, TextFields, TokenIds, checked, given, recording, take_sampling, unsupported
 from .images import ImageList, Prompt
@@ -112,7 +112,7 @@ class CompletionForm:
 async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Task, CompletionForm]:
     """Parse a request for completions. Raise InvalidRequestError or HttpError if the request is not supported."""
     fields = given(body)
-    params, seed = take_sampling(fields, DEFAULT_MAX_TOKENS)
+    params, seed = await take_sampling(fields, DEFAULT_MAX_TOKENS, served.encode_words)
     own = checked(CompletionFields, fields)
     served.check_name(own.model)
     given_prompts = _prompts(own.prompt)
@@ -177,12 +177,13 @@ def _token_bytes(own: CompletionFields) -> TokenBytes:
 
 
 async def _prefixes(
-    own: CompletionFields, prompts: list[Prompt], params: Any, served: ServedModel
+    own: CompletionFields, prompts: list[Prompt], params: SamplingParams, served: ServedModel
 ) -> list[dict[str, Any]]:
     """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
     A prefix contains the text of the prompt. If `logprobs` is set, a prefix also contains the log-probs of the prompt's
-    tokens. The first token of a prompt has no log-prob.
+    tokens, with the temperature and the filters of the request, but without its edits: the tokens of a prompt were not
+    drawn. The first token of a prompt has no log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}
@@ -192,7 +193,8 @@ async def _prefixes(
         return prefixes
     scored = [prompt for prompt in prompts if len(prompt.token_ids) > 1]
     sequences, media = [prompt.token_ids for prompt in scored], [prompt.images for prompt in scored]
-    scores = iter(await served.score(sequences, media, params) if scored else [])
+    distribution = Distribution(**{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")})
+    scores = iter(await served.score(sequences, media, params, distribution) if scored else [])
     for prefix, prompt in zip(prefixes, prompts, strict=True):
         prefix |= _prompt_columns(prompt.token_ids, next(scores) if len(prompt.token_ids) > 1 else None)
     return prefixes

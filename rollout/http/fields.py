@@ -6,17 +6,27 @@ names the field.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trueroll.errors import brief
 
-from ...engine.request import MAX_TOP_LOGPROBS, SamplingParams, TokenId, about_fault, describe_validation_error
+from ...engine.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+    TokenId,
+    about_fault,
+    describe_validation_error,
+)
 from .errors import HttpError
 
 SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
     *("stop", "stop_token_ids", "ignore_eos", "cache_salt"),
 )
 """The fields with the same name and meaning in `SamplingParams`."""
@@ -28,14 +38,8 @@ IGNORED = {
 endpoint returns routed experts.
 """
 OFF: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "best_of": (1,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -81,6 +85,11 @@ accepted.
 F = TypeVar("F", bound="Fields")
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+EncodeWords: TypeAlias = Callable[[Sequence[str]], Awaitable[list[list[int]]]]
+"""Returns the token sequences that stand for words."""
+MAX_BAD_WORD_CHARS = 1024
+_JsonTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
+_BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
 
 class Fields(BaseModel):
@@ -111,6 +120,16 @@ class StreamOptions(Fields):
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
     include_obfuscation: Literal[False] = False
+
+
+class EditFields(Fields):
+    """Fields that edit logits and differ from those of `SamplingParams`.
+
+    `logit_bias`: what is added to the logits of some tokens. `bad_words`: texts that a sample must not contain.
+    """
+
+    logit_bias: Annotated[dict[_JsonTokenId, float], Field(max_length=MAX_LOGIT_BIAS, fail_fast=True)] = {}
+    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS // 2, fail_fast=True)] = []
 
 
 class GenerationFields(Fields):
@@ -174,15 +193,24 @@ def checked(kind: type[F], fields: dict[str, Any]) -> F:
         raise HttpError(400, describe_validation_error(error), code=code, **about_fault(error, num_parts=1)) from None
 
 
-def take_sampling(fields: dict[str, Any], max_tokens: int | None) -> tuple[SamplingParams, int | None]:
+async def take_sampling(
+    fields: dict[str, Any], max_tokens: int | None, encode_words: EncodeWords
+) -> tuple[SamplingParams, int | None]:
     """Remove the sampling parameters and the seed from `fields`, and return the parameters and the seed.
 
-    `max_tokens`: the default of `max_tokens`. The returned parameters request log-probs under the sampling
-    distribution. Raise InvalidRequestError if a value is invalid.
+    `max_tokens`: the default of `max_tokens`. `encode_words`: encodes `bad_words`. The returned parameters request
+    log-probs under the sampling distribution. Raise InvalidRequestError or HttpError if a value is invalid.
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if is_same(named.get("top_k"), 0):
         named["top_k"] = -1  # 0 means off in vLLM, too
+    if named.get("allowed_token_ids") == []:
+        del named["allowed_token_ids"]
+    edits = checked(EditFields, {name: fields.pop(name) for name in EditFields.model_fields if name in fields})
+    if edits.logit_bias:
+        named["logit_bias"] = {int(token_id): bias for token_id, bias in edits.logit_bias.items()}
+    if edits.bad_words:
+        named["bad_words_token_ids"] = await encode_words(edits.bad_words)
     seed = SamplingParams(seed=fields.pop("seed", None)).seed
     return SamplingParams(**named), seed
 

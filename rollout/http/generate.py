@@ -86,7 +86,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     fields = given(own.sampling_params)
     if own.cache_salt is not None:
         fields["cache_salt"] = own.cache_salt
-    params, seed = take_sampling(fields, None)
+    params, seed = await take_sampling(fields, None, served.encode_words)
     wanted = checked(SamplingFields, fields)
     served.check_lengths([own.token_ids], params.max_tokens, "token_ids")
     if not own.stream:

@@ -10,7 +10,7 @@ from typing import Any
 from trueroll.errors import InvalidRequestError, brief
 
 from ...engine.media import ImageInput
-from ...engine.request import SamplingParams, ScoreOutput
+from ...engine.request import MAX_BAD_WORD_TOKENS, Distribution, SamplingParams, ScoreOutput
 from ..client.client import AsyncRolloutClient
 from ..protocol import new_id
 from ..text import ANY, TooMany, num_chars
@@ -110,6 +110,29 @@ class ServedModel:
         except TooMany as error:
             raise self._too_long("prompt", error) from None
 
+    async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
+        """Return token sequences that stand for each of the words: as the word begins a text, and as it follows a
+        space.
+
+        Raise InvalidRequestError if a word has more than `MAX_BAD_WORD_TOKENS` tokens.
+        """
+        found = dict[tuple[int, ...], None]()
+        for index, word in enumerate(words):
+            bare = word.lstrip(" ")
+            for text in dict.fromkeys((bare, f" {bare}") if bare else (word,)):
+                try:
+                    token_ids = await self.texts.encode(text, False, MAX_BAD_WORD_TOKENS)
+                except TooMany as error:
+                    raise InvalidRequestError(
+                        f"bad_words: {brief(word)} has {error.count} {error.what} (limit {MAX_BAD_WORD_TOKENS} "
+                        "tokens); give a shorter word",
+                        field=f"bad_words[{index}]",
+                        value=error.count,
+                        limit=MAX_BAD_WORD_TOKENS,
+                    ) from None
+                found[tuple(token_ids)] = None
+        return [list(token_ids) for token_ids in found if token_ids]
+
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], most: int | None
     ) -> list[int]:
@@ -167,18 +190,22 @@ class ServedModel:
         check_answer(prompts, params, self.max_model_len, token_bytes, self.max_answer_bytes)
 
     async def score(
-        self, sequences: list[list[int]], media: list[tuple[ImageInput, ...]], params: SamplingParams
+        self,
+        sequences: list[list[int]],
+        media: list[tuple[ImageInput, ...]],
+        params: SamplingParams,
+        distribution: Distribution,
+        start: int = 1,
     ) -> list[ScoreOutput]:
-        """Return the log-probs of the tokens in `sequences` under the sampling distribution of `params`. `media`: the
-        images of each sequence.
+        """Return the log-probs of the tokens in `sequences` from `start` on, under `distribution`. `media`: the images
+        of each sequence. `params`: the parameters of the request, which name its cache salt and its most probable
+        tokens.
         """
         return await self.client.score(
             sequences,
             media=media,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
+            distribution=distribution,
+            start=start,
             cache_salt=params.cache_salt,
             top_logprobs=params.top_logprobs,
         )

@@ -156,12 +156,12 @@ class Pages:
 
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
         sequence = group.prompt.tolist() + sample.token_ids.tolist()
-        [score] = await self._served.score([sequence], [group.images], group.params)
-        again = score.logprobs[len(group.prompt) - 1 :]
+        drawn = group.params.model_copy(update=dict(logprobs="processed")).recorded
+        [score] = await self._served.score([sequence], [group.images], group.params, drawn, len(group.prompt))
         told: dict[str, Any] = {"weight_versions": told_spans(score.weight_versions)}
         if sample.logprobs is None:
-            return told | {"logprobs": numbers(again)}
-        return told | compared(sample.logprobs, again, min(group.params.min_tokens, len(again)))
+            return told | {"logprobs": numbers(score.logprobs)}
+        return told | compared(sample.logprobs, score.logprobs)
 
     async def _preview(self, group: KeptGroup) -> str:
         """For a conversation, return the beginning of the last user message. For any other prompt, return its end."""
@@ -200,17 +200,17 @@ class Pages:
         raise HttpError(404, text, field="sample", value=index)
 
 
-def compared(before: np.ndarray, again: np.ndarray, first: int) -> dict[str, Any]:
-    """Compare the bits of two float32 arrays [num_tokens] from token `first` on.
+def compared(before: np.ndarray, again: np.ndarray) -> dict[str, Any]:
+    """Compare the bits of two float32 arrays [num_tokens].
 
     The returned `num_equal` is the number of equal elements. `difference` is None if all elements are equal. Otherwise,
     `difference` has the position of the first token that differs, and the two log-probs of this token.
     """
-    differing = before.view(np.uint32)[first:] != again.view(np.uint32)[first:]
-    told: dict[str, Any] = {"first": first, "num_compared": len(differing), "num_equal": int((~differing).sum())}
+    differing = before.view(np.uint32) != again.view(np.uint32)
+    told: dict[str, Any] = {"num_compared": len(differing), "num_equal": int((~differing).sum())}
     if not differing.any():
         return told | {"difference": None}
-    at = first + int(differing.argmax())
+    at = int(differing.argmax())
     return told | {"difference": [at, *numbers(before[at : at + 1]), *numbers(again[at : at + 1])]}
 
 
@@ -222,10 +222,11 @@ def _viewer(request: Request) -> str | None:
 
 def _further(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from their defaults, except for private parameters and parameters shown
-    elsewhere.
+    elsewhere. Of a list, return only the length.
     """
     hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
-    return params.model_dump(exclude=hidden, exclude_defaults=True)
+    found = params.model_dump(exclude=hidden, exclude_defaults=True)
+    return {name: f"{len(value)} given" if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:

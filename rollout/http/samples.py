@@ -23,6 +23,8 @@ MOST_GROUP_BYTES = 8 * 2**20
 """Maximum size of one group, in bytes. Samples beyond this size are not kept."""
 MOST_IMAGE_BYTES = 16 * 2**20
 """Maximum size of the images of one group, in bytes. Larger images are not kept, but their group is."""
+NUMBER_BYTES = 36
+"""Memory of a number in the lists of sampling parameters, in bytes."""
 OBJECT_BYTES = 2048
 """Upper bound on the memory of a sample or a group, excluding arrays, in bytes."""
 MESSAGE_CHARS = 200
@@ -57,7 +59,7 @@ class KeptGroup:
     """A kept group.
 
     `id`: number of the group, counted from 1. `seconds`: time at which the group finished, in seconds since 1970.
-    `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings and stop tokens. `seed`: seed of
+    `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings. `seed`: seed of
     the request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if
     clients have no names. `message`: the beginning of the last user message; None if the request is not a conversation
     or has no user message. `num_images`: number of images in the prompt. `images`: the images; empty if they need more
@@ -78,8 +80,8 @@ class KeptGroup:
     @property
     def num_bytes(self) -> int:
         """Size in memory, in bytes. Images that several groups share count for each of the groups."""
-        size = OBJECT_BYTES + self.prompt.nbytes + sum(sample.num_bytes for sample in self.samples)
-        return size + sum(map(num_bytes, self.images))
+        size = OBJECT_BYTES + self.prompt.nbytes + NUMBER_BYTES * self.params.num_numbers
+        return size + sum(sample.num_bytes for sample in self.samples) + sum(map(num_bytes, self.images))
 
 
 class SampleLog:
@@ -110,13 +112,12 @@ class SampleLog:
         If no sample fits into `MOST_GROUP_BYTES`, the group is not kept.
         """
         tokens = np.array(prompt, np.int32)
-        kept = _fitting(
-            sorted(samples, key=lambda sample: sample.index), MOST_GROUP_BYTES - OBJECT_BYTES - tokens.nbytes
-        )
+        rest = MOST_GROUP_BYTES - OBJECT_BYTES - tokens.nbytes - NUMBER_BYTES * params.num_numbers
+        kept = _fitting(sorted(samples, key=lambda sample: sample.index), rest)
         if not kept:
             return
         self._last_id += 1
-        plain = params.model_copy(update=dict(stop=(), stop_token_ids=(), top_logprobs=None))
+        plain = params.model_copy(update=dict(stop=(), top_logprobs=None))
         shown = images if sum(map(num_bytes, images)) <= MOST_IMAGE_BYTES else ()
         group = KeptGroup(
             self._last_id, time.time(), tokens, plain, seed, kept, user, message, num_images=len(images), images=shown

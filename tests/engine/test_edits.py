@@ -251,6 +251,12 @@ def test_a_sample_that_has_no_token_left_ends_alone(tiny_llama: Path) -> None:
     assert bits(found["good", 0]) == bits(run(make_engine(tiny_llama), [generate("good", PROMPT)])["good", 0])
 
 
+def test_two_biases_of_a_token_are_refused() -> None:
+    for token in (0, 7):
+        with pytest.raises(InvalidRequestError, match=f"token {token} is given more than once"):
+            Distribution(logit_bias=[(token, 1.0), (5, 1.0), (token, 2.0)])
+
+
 @pytest.mark.parametrize("start", [0, len(PROMPT), -1])
 def test_a_start_outside_the_tokens_is_refused(start: int, tiny_llama: Path) -> None:
     with pytest.raises(InvalidRequestError, check=about("start")):

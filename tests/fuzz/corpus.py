@@ -90,9 +90,14 @@ class Corpus:
         return [message | self._named() | self._demand()]
 
     def score(self) -> list[Message]:
+        rng = self.rng
         message = {"type": "score", "id": self._id(), "token_ids": self._tokens(2)}
         message["distribution"] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
-        return [message | {"cache_salt": self.rng.choice((None, "salt"))} | self._named() | self._demand()]
+        if rng.random() < 0.5:
+            message["distribution"] |= {name: rng.choice(choices) for name, choices in _EDITS.items()}
+        if rng.random() < 0.2:
+            message["start"] = rng.choice((1, 1, 2, 7, 2**63 - 1))
+        return [message | {"cache_salt": rng.choice((None, "salt"))} | self._named() | self._demand()]
 
     def _demand(self) -> Message:
         """Return, rarely, a demand for served weights, or for missing weights without a wait."""
@@ -232,7 +237,15 @@ class Corpus:
         return np.array([self.rng.randrange(MAX_TOKEN) for _ in range(least + self.rng.randrange(8))], "<i4").tobytes()
 
 
-_PARAMS: dict[str, tuple[Any, ...]] = {
+_EDITS: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0, 1.2, 0.5),
+    "presence_penalty": (0.0, -2.0),
+    "frequency_penalty": (0.0, 2),
+    "logit_bias": ([], [[3, 100.0]], [[5, -100], [7, 0.5]]),
+    "allowed_token_ids": (None, [3], list(range(0, 500, 7))),
+    "bad_words_token_ids": ([], [[3]], [[7, 8], [9]]),
+}
+_PARAMS: dict[str, tuple[Any, ...]] = _EDITS | {
     "min_tokens": (0, 1),
     "temperature": (0, 0.0, 0.5, 2.0),
     "top_k": (-1, 1, 40),

@@ -125,7 +125,11 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([], [3]),
     "ignore_eos": (True, False),
     "cache_salt": ("salt",),
-    "frequency_penalty": (0,),
+    "frequency_penalty": (0, 2),
+    "repetition_penalty": (1, 1.5),
+    "logit_bias": ({}, {"7": 100, "3": -100.0}),
+    "allowed_token_ids": ([], [3, 7, 9]),
+    "bad_words": ([], ["a", "say\nit"], ["\U0001f600", " "]),
     "user": ("somebody",),
     "skip_special_tokens": (True, False),
 }

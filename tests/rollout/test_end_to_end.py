@@ -72,6 +72,29 @@ def test_score_gives_the_bits_of_generate(client: RolloutClient, mode: LogprobsM
     assert [score.logprobs[start:].tobytes() for score in scores] == [logprobs for _, logprobs in bits(group.samples)]
 
 
+@pytest.mark.parametrize("mode", ["processed", "temperature", "raw"])
+def test_score_with_the_parameters_of_samples_gives_their_bits(client: RolloutClient, mode: LogprobsMode) -> None:
+    """The samples have penalties, a bias, bad words, bans and filters."""
+    params = SamplingParams(
+        **dict(n=2, max_tokens=10, seed=3, temperature=0.7, top_p=0.9, min_p=0.01, logprobs=mode),
+        **dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={9: 4.0, 8: -100}),
+        **dict(bad_words_token_ids=[[9, 9], [7]], min_tokens=3, stop_token_ids=[*range(100, 300)]),
+    )
+    groups = client.generate(PROMPTS, params.model_copy(update={"seed": None}), seed=3)
+    plain = client.generate(PROMPTS, SamplingParams(n=2, max_tokens=10, temperature=0.7), seed=3)
+    assert [bits(group.samples) for group in groups] != [bits(group.samples) for group in plain], "premise"
+    pairs = [
+        (len(prompt), [*prompt, *s.token_ids], s) for prompt, g in zip(PROMPTS, groups, strict=True) for s in g.samples
+    ]
+    starts, sequences, samples = zip(*pairs, strict=True)
+    scores = client.score(sequences, distribution=params, start=starts)
+    assert [score.logprobs.tobytes() for score in scores] == [logprobs for _, logprobs in bits(samples)]
+    temperature = {"processed": 0.7, "temperature": 0.7, "raw": 1.0}[mode]
+    again = client.score(sequences, temperature, start=starts)
+    are_equal = [score.logprobs.tobytes() for score in again] == [logprobs for _, logprobs in bits(samples)]
+    assert are_equal == (mode != "processed"), "premise: the distribution matters"
+
+
 def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None:
     params = SamplingParams(n=2, max_tokens=10, seed=3, temperature=0.7, top_k=20, top_logprobs=5)
     (group,) = client.generate([PROMPTS[0]], params)

@@ -183,16 +183,15 @@ class Sample {
       this.say("", `Nothing to compare: the request asked for no log-probs. Tokens are shaded by weights ${now}.`);
       return;
     }
-    const beyond = told.first ? ` The first ${told.first} tokens were subject to min_tokens and are not compared.` : "";
     const where = `weights ${now}`;
     if (told.difference === null) {
-      this.say("good", `✓ Same bits: ${plural(told.num_compared, "log-prob")}, ${where}.${beyond}`);
+      this.say("good", `✓ Same bits: ${plural(told.num_compared, "log-prob")}, ${where}.`);
       return;
     }
     const [at, before, again] = told.difference;
     this.tokens.point(at);
     const first = `Token ${at} is the first that differs: ${exact(before)} then, ${exact(again)} now.`;
-    const differs = `${told.num_equal} of ${told.num_compared} have the same bits. ${first}${beyond}`;
+    const differs = `${told.num_equal} of ${told.num_compared} have the same bits. ${first}`;
     if (then === now) this.say("bad", `✗ Different bits with the same ${where}: ${differs}`);
     else this.say("changed", `Sampled with weights ${then}, scored with ${now}: log-probs differ as expected. ${differs}`);
   }

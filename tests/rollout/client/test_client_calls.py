@@ -301,6 +301,30 @@ def test_an_asynchronous_client_raises_in_another_event_loop(worker: WorkerOnThr
 
 
 @pytest.mark.parametrize(
+    ("given", "field", "message"),
+    [
+        (
+            dict(temperature=0.5, distribution=SamplingParams()),
+            "temperature",
+            "must be left out if distribution is given",
+        ),
+        (dict(min_p=0.5, distribution=SamplingParams()), "min_p", "must be left out if distribution is given"),
+        (dict(start=[1, 1, 1]), "start", "there must be one, or one for each of 2"),
+        (dict(start=0), "start", "must be at least 1"),
+        (dict(start=[1, 2.5]), "start", "must be a valid integer"),
+    ],
+)
+def test_scores_refuse_invalid_distributions_and_starts(
+    client: RolloutClient, given: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        client.score([[1, 2], [3, 4, 5]], **given)
+    assert caught.value.field == field
+    with pytest.raises(ConfigError, match="logprobs is None"):
+        client.score([[1, 2]], distribution=SamplingParams(logprobs=None))
+
+
+@pytest.mark.parametrize(
     ("params", "expected"),
     [
         (dict(temperature=0.7), 0.7),
@@ -315,7 +339,12 @@ def test_trainer_temperature(params: dict[str, Any], expected: float) -> None:
 
 @pytest.mark.parametrize(
     ("params", "named"),
-    [(dict(top_p=0.9, min_p=0.1), "top_p, min_p"), (dict(top_k=3), "top_k"), (dict(min_tokens=2), "min_tokens")],
+    [
+        (dict(top_p=0.9, min_p=0.1), "top_p, min_p"),
+        (dict(top_k=3), "top_k"),
+        (dict(min_tokens=2), "min_tokens"),
+        (dict(logit_bias={3: 1}), "logit_bias"),
+    ],
 )
 def test_trainer_temperature_names_settings_that_no_trainer_computes(params: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^logprobs='processed' with {named} is .*logprobs='temperature'"):

@@ -68,6 +68,39 @@ def test_completions_have_the_bits_of_the_client(
     assert answer.usage.completion_tokens == sum(len(sample.token_ids) for sample in samples)
 
 
+def test_edits_have_the_bits_of_the_client(front: Front, client: RolloutClient, chat_model: Path) -> None:
+    """Each of `bad_words` is banned as it begins a text and as it follows a space."""
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    words = ["a", " time", "  "]
+    encoded_words = [tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a", "time", " time", "  ")]
+    shared: dict[str, Any] = dict(n=2, max_tokens=12, temperature=0.8, presence_penalty=0.5, frequency_penalty=-0.25)
+    extra: dict[str, Any] = dict(repetition_penalty=1.2, allowed_token_ids=[*range(20, 400)])
+    params = SamplingParams(**shared, **extra, logit_bias={70: 3.5, 30: -100}, bad_words_token_ids=encoded_words)
+    samples = flat(client.generate([PROMPT], params, seed=11))
+    plain = flat(client.generate([PROMPT], SamplingParams(n=2, max_tokens=12, temperature=0.8), seed=11))
+    assert [each.token_ids for each in samples] != [each.token_ids for each in plain], (
+        "premise: the edits had an effect"
+    )
+    fields: dict[str, Any] = dict(shared, seed=11, logit_bias={"70": 3.5, "30": -100})
+    own = IDS | extra | {"bad_words": words}
+    answer = front.openai().completions.create(model="tiny", prompt=PROMPT, logprobs=0, **fields, extra_body=own)
+    for choice, sample in zip(answer.choices, samples, strict=True):
+        check_same(choice, sample)
+    sampling = fields | extra | {"bad_words": words, "logprobs": 0}
+    answer = front.post("/inference/v1/generate", dict(token_ids=PROMPT, sampling_params=sampling)).json()
+    assert [choice["token_ids"] for choice in answer["choices"]] == [sample.token_ids for sample in samples]
+    messages: Any = [{"role": "user", "content": "once"}]
+    chat: Any = front.openai().chat.completions.create(
+        model="tiny", messages=messages, **fields, extra_body={"return_token_ids": True} | extra | {"bad_words": words}
+    )
+    expected = flat(client.generate([chat.prompt_token_ids], params, seed=11))
+    assert [choice.token_ids for choice in chat.choices] == [sample.token_ids for sample in expected]
+    neutral = dict(repetition_penalty=1, presence_penalty=0, logit_bias={}, allowed_token_ids=[], bad_words=[])
+    body = dict(prompt=PROMPT, n=2, max_tokens=12, temperature=0.8, seed=11) | neutral | IDS
+    answer = front.post("/v1/completions", body).json()
+    assert [choice["token_ids"] for choice in answer["choices"]] == [sample.token_ids for sample in plain]
+
+
 def test_a_cached_prompt_has_the_bits_of_a_cold_one(front: Front, client: RolloutClient) -> None:
     prompt = list(range(100, 164))
     client.invalidate_prefix_cache()
@@ -170,6 +203,10 @@ def test_echo_tells_the_prompt_and_its_log_probs(front: Front, client: RolloutCl
         assert logprobs[0] is None and logprobs[len(prompt) :] == without.logprobs.token_logprobs
         if prompt is PROMPT:
             assert bits(logprobs[1 : len(prompt)]) == score.logprobs.tobytes()
+    edited = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 0}
+    edited |= {"repetition_penalty": 3, "min_tokens": 1, "logit_bias": {str(i): -100 for i in PROMPT}}
+    told = front.post("/v1/completions", edited).json()["choices"][0]["logprobs"]["token_logprobs"]
+    assert bits(told[1 : len(PROMPT)]) == score.logprobs.tobytes(), "edits do not concern tokens of a prompt"
     filtered = front.post("/v1/completions", {"prompt": prompts[0], "echo": True, "logprobs": 1, "top_k": 1}).json()
     assert -9999.0 in filtered["choices"][0]["logprobs"]["token_logprobs"]
     assert front.openai().completions.create(model="tiny", prompt="ab", max_tokens=1, echo=True).choices[0].text[

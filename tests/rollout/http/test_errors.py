@@ -25,7 +25,7 @@ from trueroll.rollout.http.chat import ChatFields
 from trueroll.rollout.http.clients import api_key
 from trueroll.rollout.http.completions import CompletionFields
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
-from trueroll.rollout.http.fields import IGNORED, OFF, Fields
+from trueroll.rollout.http.fields import IGNORED, OFF, EditFields, Fields
 from trueroll.rollout.http.generate import GenerateFields
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
@@ -156,6 +156,8 @@ def plain(chat_model: Path) -> Iterator[Front]:
         (CompletionFields, {"prompt": [[1], *["a"] * 1000]}),
         (CompletionFields, {"prompt": "x", **{f"field{i}": 1 for i in range(1000)}}),
         (CompletionFields, {"prompt": "x", "stream_options": {f"field{i}": 1 for i in range(1000)}}),
+        (EditFields, {"logit_bias": {f"x{i}": "y" for i in range(1000)}}),
+        (EditFields, {"bad_words": [3] * 1000}),
         (ChatFields, {"messages": [3] * 1000}),
         (ChatFields, {"messages": [{"role": "user", "content": [3] * 1000}]}),
         (ChatFields, {"messages": [{"role": "user"}], "tools": [3] * 1000}),
@@ -180,7 +182,33 @@ def test_more_prompts_than_the_worker_takes_are_refused(
     assert "4 prompts are too many (limit 3, the worker's max_queued_requests)" in error_of(response)["message"]
 
 
-OTHERS = {"frequency_penalty": 0.5, "logit_bias": {"5": 1}, "response_format": {"type": "json_object"}}
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"logit_bias": {"x": 1}}, "logit_bias", "must match pattern"),
+        ({"logit_bias": {"05": 1}}, "logit_bias", "must match pattern"),
+        ({"logit_bias": {"5": True}}, "logit_bias", "must be a valid number"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[0][1]", "must be at most 100 (got 101.0)"),
+        ({"logit_bias": {str(2**31): 1}}, "logit_bias[0][0]", "must be less than"),
+        ({"logit_bias": {str(i): 1 for i in range(5000)}}, "logit_bias", "at most 4096 items"),
+        ({"logit_bias": [[5, 1]]}, "logit_bias", "must be a valid dictionary"),
+        ({"bad_words": "x"}, "bad_words", "must be a valid list"),
+        ({"bad_words": ["x", ""]}, "bad_words", "must have at least 1 character"),
+        ({"bad_words": ["x"] * 513}, "bad_words", "at most 512 items"),
+        ({"bad_words": ["x", "y" * 65]}, "bad_words[1]", "tokens (limit 64 tokens); give a shorter word"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be at least 0.0001 (got 0)"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "must be at most 2 (got 2.5)"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]", "must be at least 0 (got -1)"),
+    ],
+)
+def test_invalid_edits_are_refused(plain: Front, fields: dict[str, Any], param: str, message: str) -> None:
+    response = plain.post("/v1/completions", {"prompt": [1], "max_tokens": 2} | fields)
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (400, param, "invalid_request"), error
+    assert message in error["message"]
+
+
+OTHERS = {"response_format": {"type": "json_object"}}
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/inference/v1/generate"])

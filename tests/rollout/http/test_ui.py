@@ -23,7 +23,7 @@ from trueroll.engine.request import SampleOutput, SamplingParams, WeightSpan
 from trueroll.errors import WorkerLostError
 from trueroll.rollout import RolloutClient, WeightPublisher, WorkerProcess
 from trueroll.rollout.http import guard, pages, samples, watch
-from trueroll.rollout.http.samples import OBJECT_BYTES, SampleLog
+from trueroll.rollout.http.samples import NUMBER_BYTES, OBJECT_BYTES, SampleLog
 
 PROMPT = list(range(40, 80))
 FILES = guard.OPEN_PATHS - {"/", "/health"}
@@ -141,17 +141,23 @@ def test_live_data_is_returned_once(front: Front) -> None:
 
 @pytest.mark.parametrize(
     "sampling",
-    [dict(temperature=0.0), dict(temperature=0.7, n=2), dict(top_p=0.8, top_k=30), dict(min_tokens=3, stop="<300>")],
-    ids=["greedy", "sampled", "filtered", "not-ended"],
+    [
+        dict(temperature=0.0),
+        dict(temperature=0.7, n=2),
+        dict(top_p=0.8, top_k=30),
+        dict(min_tokens=3, stop="<300>", stop_token_ids=[*range(100, 400)]),
+        dict(repetition_penalty=1.3, frequency_penalty=1, logit_bias={"7": 2.5}, bad_words=["a", "once upon"]),
+    ],
+    ids=["greedy", "sampled", "filtered", "not-ended", "edited"],
 )
 def test_scoring_again_gives_the_same_bits(front: Front, sampling: dict[str, Any]) -> None:
     body = {"prompt": PROMPT, "max_tokens": 10, "seed": 5, "logprobs": 0} | sampling
     front.post("/v1/completions", body).raise_for_status()
     group = newest(front)
     for sample in group["samples"]:
-        told, first = score(front, group, sample["index"]), sampling.get("min_tokens", 0)
-        assert told["difference"] is None and told["first"] == first
-        assert told["num_compared"] == told["num_equal"] == sample["num_tokens"] - first > 0
+        told = score(front, group, sample["index"])
+        assert told["difference"] is None
+        assert told["num_compared"] == told["num_equal"] == sample["num_tokens"] > 0
         assert told["weight_versions"][0][0] == sample["weight_versions"][0][0]
 
 
@@ -178,7 +184,7 @@ def test_other_weights_give_other_bits_and_say_which(front: Front, worker: Worke
     told = score(front, group, 0)
     at, before, again = told["difference"]
     assert at == 0 and before != again and told["num_equal"] < 6
-    assert told["weight_versions"] == [[100, 0, len(PROMPT) + 5]] and group["samples"][0]["weight_versions"][0][0] < 100
+    assert told["weight_versions"] == [[100, 0, 6]] and group["samples"][0]["weight_versions"][0][0] < 100
     front.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 6, "logprobs": 0})
     assert score(front, newest(front), 0)["difference"] is None
 
@@ -264,17 +270,15 @@ def test_long_stop_strings_and_errors_are_cut() -> None:
     log.add([1], SamplingParams(stop=("x" * 1000,), stop_token_ids=(7,)), None, [stopped])
     [group] = log.after(0)
     assert len(str(group.samples[0].stop_reason)) == len(str(group.samples[0].error)) == 500
-    assert group.params.stop == () and group.params.stop_token_ids == ()
+    assert group.params.stop == () and group.num_bytes == 2 * OBJECT_BYTES + NUMBER_BYTES + 4 + 8
 
 
 def test_bits_are_compared_not_numbers() -> None:
     before = np.array([-1, 0.0, np.nan, -2, -np.inf], np.float32)
-    assert pages.compared(before, before.copy(), 0) == dict(first=0, num_compared=5, num_equal=5, difference=None)
+    assert pages.compared(before, before.copy()) == dict(num_compared=5, num_equal=5, difference=None)
     again = np.array([-1, -0.0, np.nan, -2, -np.inf], np.float32)
-    told = pages.compared(before, again, 1)
-    assert told == dict(first=1, num_compared=4, num_equal=3, difference=[1, 0.0, -0.0])
-    assert pages.compared(before, again, 2)["difference"] is None
-    assert pages.compared(before, again, 5)["num_compared"] == 0
+    assert pages.compared(before, again) == dict(num_compared=5, num_equal=4, difference=[1, 0.0, -0.0])
+    assert pages.compared(before[:0], again[:0])["num_compared"] == 0
 
 
 def test_looks_are_bounded_and_go_on_without_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:

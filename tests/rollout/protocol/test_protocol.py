@@ -26,6 +26,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
 ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=128)
 arrays = st.binary(max_size=40).map(lambda data: data[: len(data) // 4 * 4])
 counts = st.integers(0, 2**63)
+token_ids = st.integers(0, 2**31 - 1)
 params = st.builds(
     SamplingParams,
     n=st.integers(1, 2**31),
@@ -36,6 +37,11 @@ params = st.builds(
     stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3).map(tuple),
     stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     logprobs=st.sampled_from(["processed", "temperature", "raw", None]),
+    repetition_penalty=st.floats(1e-4, 1e4),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(token_ids, st.floats(-100, 100), max_size=3),
+    allowed_token_ids=st.none() | st.lists(token_ids, min_size=1, max_size=3),
+    bad_words_token_ids=st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=3),
     cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     return_routed_experts=st.booleans(),
 )
@@ -60,7 +66,11 @@ from_client = st.one_of(
         delta_seconds=st.floats(0, 60),
     ),
     st.builds(
-        protocol.GetScores, id=ids, token_ids=arrays, distribution=st.builds(Distribution, min_p=st.floats(0, 1))
+        protocol.GetScores,
+        id=ids,
+        token_ids=arrays,
+        distribution=st.builds(Distribution, min_p=st.floats(0, 1), presence_penalty=st.floats(-2, 2)),
+        start=st.integers(1, 2**63 - 1),
     ),
     st.builds(protocol.Abort, id=ids, request_id=ids, index=st.none() | counts),
     st.builds(protocol.Ack, ids=st.lists(ids).map(tuple)),
