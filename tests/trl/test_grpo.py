@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -35,6 +35,7 @@ from trueroll.rollout.integrations.trl import (
 )
 from trueroll.rollout.integrations.trl.common import check_samples
 
+T = TypeVar("T", bound=GRPOTrainer)
 CHATS = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"Name {n} animals."}] for n in range(2, 10)]})
 TEXTS = Dataset.from_dict({"prompt": [f"{n} animals are" for n in range(2, 10)]})
 DIFFERENCE = "sampling/sampling_logp_difference/max"
@@ -121,14 +122,22 @@ def small_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def aligned_training(
     served: ServedEngine, model: Path, output: Path, peft_config: Any = None, **changes: Any
 ) -> AlignedGRPOTrainer:
-    """Run a training that pushes the weights after each step, and return the trainer."""
+    """Run a training with an aligned trainer, and return the trainer."""
+    original = grpo_trainer.add_fused_lm_head
+    trainer = trained_by(AlignedGRPOTrainer, served, model, output, peft_config, **changes)
+    assert grpo_trainer.add_fused_lm_head is original
+    return trainer
+
+
+def trained_by(
+    kind: type[T], served: ServedEngine, model: Path, output: Path, peft_config: Any = None, **changes: Any
+) -> T:
+    """Run a training that pushes the weights after each step, and return the trainer, which is of class `kind`."""
     args = grpo_settings(output, use_vllm=True, vllm_mode="server", **changes)
     with RolloutClient(served.address) as client, WeightPublisher() as publisher:
         publisher.connect([served.address])
-        original = grpo_trainer.add_fused_lm_head
         with trueroll_generation(client, publisher):
-            trainer = AlignedGRPOTrainer(str(model), small_ids, args, TEXTS, peft_config=peft_config)
-        assert grpo_trainer.add_fused_lm_head is original
+            trainer = kind(str(model), small_ids, args, TEXTS, peft_config=peft_config)
         trainer.train()
     return trainer
 
@@ -152,6 +161,34 @@ def test_with_an_aligned_trainer_trl_finds_no_difference(
     assert unaligned[DIFFERENCE] > 0.0
     for name in ("entropy", "grad_norm"):  # TRL's own values are equal up to rounding
         assert aligned[name] == pytest.approx(unaligned[name], rel=1e-3), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(top_p=0.9),
+        dict(top_k=20),
+        dict(min_p=0.05, repetition_penalty=1.3),
+        dict(
+            temperature=0.8,
+            top_p=0.95,
+            generation_kwargs=dict(
+                min_tokens=4, frequency_penalty=0.5, logit_bias={7: 3.0}, bad_words_token_ids=[[9], [7, 7]]
+            ),
+        ),
+    ],
+    ids=["top_p", "top_k", "penalty", "kwargs"],
+)
+def test_filters_and_penalties_of_an_aligned_trainer_leave_ratios_of_one(
+    tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    ratios = "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max"
+    trainer = aligned_training(tiny_served, tiny_llama, tmp_path, max_steps=2, learning_rate=1e-2, **changes)
+    assert reported(trainer, DIFFERENCE) == [0.0, 0.0]
+    assert [reported(trainer, name) for name in ratios] == [[1.0, 1.0]] * 2
+    plain = trained_by(GRPOTrainer, tiny_served, tiny_llama, tmp_path, max_steps=1, **changes)
+    assert reported(plain, DIFFERENCE)[0] > 0.01, "premise: TRL computes log-probs at the temperature alone"
+    assert reported(plain, ratios[0])[0] < 0.99
 
 
 @pytest.mark.parametrize("is_adapted", [False, True])
@@ -182,7 +219,7 @@ def test_an_aligned_mixture_of_experts_trains_only_without_a_balancing_loss(tmp_
     [
         (dict(cast_lm_head_to_fp32=True), "cast_lm_head_to_fp32: True is not supported: no worker .* set it to False"),
         (dict(entropy_coef=0.1), "entropy_coef: 0.1 is not supported: entropies have no gradient; set it to 0.0"),
-        (dict(top_p=0.9), "'processed' with top_p"),
+        (dict(top_p=0.9, beta=0.1), "beta: 0.1 is not supported with top_k, top_p or min_p"),
     ],
 )
 def test_unsupported_settings_of_an_aligned_trainer_are_refused(
@@ -294,7 +331,7 @@ def test_samples_of_weights_from_another_trainer_are_refused(tiny_llama: Path, t
     ("changes", "message"),
     [
         (dict(num_processes=2), "must run in one process"),
-        (dict(repetition_penalty=1.1), r"repetition_penalty is not supported \(got 1.1\)"),
+        (dict(repetition_penalty=0.0), r"repetition_penalty: must be at least 0.0001 \(got 0.0\)"),
         (dict(generation_kwargs={"beams": 2}), "beams: unknown parameter"),
         (dict(generation_kwargs={"n": 2, "top_k": 3}), "generation_kwargs must not set n: TRL"),
         (dict(generation_kwargs={"logprobs": None, "seed": 1}), "generation_kwargs must not set seed, logprobs: TRL"),
@@ -320,14 +357,14 @@ def make_generation(client: RolloutClient, publisher: WeightPublisher, **changes
     [
         (dict(num_processes=2), "must run in one process"),
         (dict(structured_outputs_regex="a+"), "vllm_structured_outputs_regex is not supported"),
-        (dict(repetition_penalty=1.1), r"repetition_penalty is not supported \(got 1.1\)"),
+        (dict(repetition_penalty=-1.0), r"repetition_penalty: must be at least 0.0001 \(got -1.0\)"),
     ],
 )
 def test_unsupported_settings_for_vllm_are_refused(
     tiny_served: ServedEngine, changes: dict[str, Any], message: str
 ) -> None:
     with RolloutClient(tiny_served.address) as client, WeightPublisher() as publisher:
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(TruerollError, match=message):
             make_generation(client, publisher, **changes)
 
 

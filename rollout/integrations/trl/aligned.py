@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -22,7 +23,7 @@ from trueroll.errors import ConfigError
 from ....kernels.training import align, token_statistics
 from ....kernels.training_images import FROM_PROCESSORS
 from .common import sampling_params
-from .grpo import grpo_trainer
+from .grpo import TruerollGeneration, grpo_trainer
 
 
 class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
@@ -46,7 +47,7 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
         original = grpo_trainer.add_fused_lm_head
 
         def align_instead(model: Any, **_: Any) -> None:
-            self._temperature = _trainer_temperature(self)
+            _check_settings(self)
             align(model if model is self.ref_model else self.model)  # self.model is the PEFT model, if there is one
 
         grpo_trainer.add_fused_lm_head = align_instead
@@ -68,7 +69,9 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Return log-probs, entropies and None (no auxiliary loss) for the last `logits_to_keep` tokens of each row.
 
-        Log-probs and entropies are float32 [B, logits_to_keep]. Entropies have no gradient. Rows are computed in chunks
+        Log-probs and entropies are float32 [B, logits_to_keep]. Both are those of the distribution from which the
+        samples were drawn. A token that the current weights would filter has the log-prob -inf. Entropies have no
+        gradient. Rows are computed in chunks
         of `batch_size`. `inputs`: the images of all rows, as TRL's processor made them, and `num_images`, the number of
         images of each row.
         """
@@ -84,7 +87,7 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
                     model,
                     ids,
                     mask,
-                    temperature=self._temperature,
+                    **self._drawn,
                     completion_mask=chosen,
                     media=None if images is None else images.of(rows),
                     top_logprobs=0,
@@ -93,6 +96,14 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
             parts.append((found.logprobs[:, -logits_to_keep:], found.entropy[:, -logits_to_keep:]))
         log_probs, entropies = map(torch.cat, zip(*parts, strict=True))
         return log_probs, entropies, None
+
+    @cached_property
+    def _drawn(self) -> dict[str, Any]:
+        """The arguments of `token_statistics` that say how the samples were drawn."""
+        generation = getattr(self, "vllm_generation", None)
+        if isinstance(generation, TruerollGeneration):
+            return dict(distribution=generation.params, eos_token_ids=generation.eos_token_ids)
+        return dict(distribution=sampling_params(vars(self.args), []))
 
 
 @dataclass(frozen=True)
@@ -140,10 +151,8 @@ class _Images:
         return {"pixel_values": patches, "image_grid_thw": self.grids[first:last]} | types
 
 
-def _trainer_temperature(trainer: Any) -> float:
-    """Return the temperature with which the samples' log-probs are computed. Raise ConfigError if TRL would train on
-    log-probs other than the worker's.
-    """
+def _check_settings(trainer: Any) -> None:
+    """Raise ConfigError if TRL would train on log-probs other than the worker's."""
     args, coef = trainer.args, trainer.router_aux_loss_coef
     for name, is_off, found, why in (
         ("cast_lm_head_to_fp32", not args.cast_lm_head_to_fp32, True, "no worker does that"),
@@ -154,4 +163,20 @@ def _trainer_temperature(trainer: Any) -> float:
         if not is_off:
             text = f"{name}: {found} is not supported: {why}; set it to {type(found)()}, or use GRPOTrainer"
             raise ConfigError(text)
-    return sampling_params(vars(args), []).trainer_temperature
+    params = sampling_params(vars(args), [])
+    if params.has_filters and trainer.beta:
+        raise ConfigError(
+            f"beta: {trainer.beta} is not supported with top_k, top_p or min_p: the reference model may filter sampled "
+            "tokens, so the KL from it is infinite; set beta to 0.0, or turn the filters off"
+        )
+    if params.min_tokens and not trainer.use_vllm:
+        raise ConfigError(
+            f"min_tokens: {params.min_tokens} is supported only inside trueroll_generation; use it, or leave "
+            "min_tokens out of generation_kwargs"
+        )
+    counts = ("min_tokens", "presence_penalty", "frequency_penalty", "bad_words_token_ids")
+    if trainer.tools and (found := [name for name in counts if getattr(params, name)]):
+        raise ConfigError(
+            f"{', '.join(found)}: is not supported with tools, because each turn is a sample of its own to a worker, "
+            "but TRL scores all turns as one; leave it out of generation_kwargs"
+        )

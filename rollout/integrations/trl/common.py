@@ -39,9 +39,8 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
             f"generation_kwargs must not set {', '.join(refused)}: TRL's own settings and this adapter determine n, "
             "seed and logprobs"
         )
-    if settings["repetition_penalty"] != 1.0:
-        raise ConfigError(f"repetition_penalty is not supported (got {settings['repetition_penalty']}); set it to 1.0")
     fields = {
+        "repetition_penalty": settings["repetition_penalty"],
         "temperature": settings["temperature"],
         "top_p": settings["top_p"],
         "top_k": settings["top_k"] or -1,  # in TRL, 0 and -1 both mean off

@@ -91,6 +91,8 @@ class TruerollGeneration:
 
     TRL creates the object. All arguments except `client` and `publisher` come from TRL. Raise ConfigError for a trainer
     with several processes and for settings that a worker does not support.
+
+    `params`: the parameters of all samples, except for their number and seed.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class TruerollGeneration:
             raise ConfigError("vllm_structured_outputs_regex is not supported; set it to None")
         self._client, self._publisher, self._model, self._accelerator = client, publisher, model, accelerator
         self._processor = processing_class
-        self._params = sampling_params(settings, [tokenizer_of(processing_class).eos_token_id])
+        self.params = sampling_params(settings, [tokenizer_of(processing_class).eos_token_id])
         self._version = 0
         self.vllm_client = self
 
@@ -139,9 +141,14 @@ class TruerollGeneration:
         """
         with profiler:
             placed = [[] for _ in prompts] if images is None else self._images.place(prompts, images)
-            samples = _sample_each(self._client, prompts, placed, self._params, self._version)
+            samples = _sample_each(self._client, prompts, placed, self.params, self._version)
         of_each = [[[value] for value in values] for values in logprobs(samples)]
         return prompts, [sample.token_ids for sample in samples], of_each, None
+
+    @cached_property
+    def eos_token_ids(self) -> list[int]:
+        """The end-of-sequence tokens of the worker's model."""
+        return (self._client.health().engine or {})["eos_token_ids"]
 
     @cached_property
     def _images(self) -> TrainerImages:

@@ -20,7 +20,6 @@ ONLY = {
     "quantization": None,
     "enable_rollout_routing_replay": False,
 }
-NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 KV_SETTINGS = ("num_blocks", "kv_memory", "kv_memory_fraction")
 
 
@@ -77,10 +76,6 @@ def sampling_params(given: Mapping[str, Any], config: Any, prompt_len: int, seed
     prompt leaves no room for a response. The error names the parameter.
     """
     fields = {"ignore_eos": config.ignore_eos, "seed": seed, **given}
-    for name, value in NEUTRAL.items():
-        if (found := fields.pop(name, value)) != value:
-            text = f"{name} is not supported (got {found}); set it to {value}"
-            raise InvalidRequestError(text, field=name, value=found)
     if fields.get("n", 1) != 1:
         text = f"n: must be 1, because verl takes one sample per request (got {fields['n']})"
         raise InvalidRequestError(text, field="n", value=fields["n"], limit=1)

@@ -72,6 +72,10 @@ def test_unsupported_settings_are_refused_by_name(name: str, value: Any) -> None
 def test_the_parameters_of_an_agent_loop_are_taken() -> None:
     params = sampling_params(OF_AN_AGENT_LOOP, section(), prompt_len=10, seed=3)
     assert (params.temperature, params.logprobs, params.max_tokens, params.seed) == (0.7, "processed", 512, 3)
+    edits: dict[str, Any] = dict(repetition_penalty=1.1, presence_penalty=1, frequency_penalty=0.5, logit_bias={3: 2.0})
+    edited = sampling_params(OF_AN_AGENT_LOOP | edits, section(), prompt_len=10, seed=3)
+    assert (edited.repetition_penalty, edited.presence_penalty, edited.frequency_penalty) == (1.1, 1.0, 0.5)
+    assert edited.logit_bias == ((3, 2.0),)
     greedy = sampling_params({"temperature": 0}, section(logprobs_mode="raw_logprobs"), prompt_len=10, seed=None)
     assert greedy.is_greedy and greedy.logprobs is None and greedy.seed is None
 
@@ -88,9 +92,9 @@ def test_no_response_goes_beyond_the_context(given: dict[str, Any], prompt_len: 
 @pytest.mark.parametrize(
     ("given", "prompt_len", "field"),
     [
-        ({"repetition_penalty": 1.1}, 10, "repetition_penalty"),
+        ({"repetition_penalty": 0.0}, 10, "repetition_penalty"),
         ({"n": 2}, 10, "n"),
-        ({"logit_bias": {}}, 10, "logit_bias"),
+        ({"beam_width": 2}, 10, "beam_width"),
         ({}, 1024, "prompt"),
     ],
 )
