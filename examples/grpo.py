@@ -16,10 +16,14 @@ trainer that is continued with `--resume`.
 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.
+
+`--sampling '{"top_p": 0.9, "repetition_penalty": 1.1}'` samples with filters or penalties. The trainer computes the
+log-probs of the same distribution, so the difference is still 0.0, and no sample's ratio is biased.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import tempfile
@@ -70,6 +74,7 @@ from trueroll.rollout import (
 GROUP_SIZE = 8
 MAX_TOKENS = 12
 LEARNING_RATE, LORA_LEARNING_RATE = 2e-5, 3e-4
+PARAMS = SamplingParams(n=GROUP_SIZE, max_tokens=MAX_TOKENS)
 CLIP = 0.2
 CAP = 2.0  # upper limit of importance ratios
 CHUNK = 64  # samples per forward pass
@@ -108,7 +113,8 @@ def versions_of(output: SampleOutput) -> torch.Tensor:
 class Tasks:
     """The tasks of each step, and the rewards of their answers."""
 
-    def __init__(self, folder: Path, seed: int, per_step: int) -> None:
+    def __init__(self, folder: Path, seed: int, per_step: int, params: SamplingParams = PARAMS) -> None:
+        self.params = params
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         sizes = dict(min_terms=2, max_terms=2, min_digits=1, max_digits=1)
         self.tasks: Any = reasoning_gym.create_dataset("chain_sum", seed=seed * 10**6, size=10**6, **sizes)
@@ -124,7 +130,7 @@ class Tasks:
         """
         prompts = [self.tokenizer(task["question"])["input_ids"] for task in self.of(step)]
         seeds = [self.tasks.seed + task["metadata"]["source_index"] for task in self.of(step)]
-        return prompts, [SamplingParams(n=GROUP_SIZE, max_tokens=MAX_TOKENS, seed=seed) for seed in seeds]
+        return prompts, [self.params.model_copy(update=dict(seed=seed)) for seed in seeds]
 
     def score(self, step: int, groups: list[Group]) -> Iterator[Sample]:
         """Yield all samples, with rewards from 0 to 1 and advantages relative to the group."""
@@ -138,14 +144,15 @@ class Tasks:
 
 
 class Trainer:
-    """A model with its optimizer. The weights are float32, and the model computes in bfloat16. `version`: number of
-    steps so far.
+    """A model with its optimizer. The weights are float32, and the model computes in bfloat16. `params`: the parameters
+    of the samples. `version`: number of steps so far.
     """
 
     rank, num_ranks = 0, 1
     learning_rate, pushes_adapters = LEARNING_RATE, False
 
-    def __init__(self, folder: Path, is_aligned: bool, staleness: int) -> None:
+    def __init__(self, folder: Path, is_aligned: bool, staleness: int, params: SamplingParams = PARAMS) -> None:
+        self.params = params
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
         self._adapt()
         self.version, self.is_aligned, self.is_on_policy = 0, is_aligned, is_aligned and not staleness
@@ -231,7 +238,7 @@ class Trainer:
         is_own = pad_sequence([sample.is_own for sample in samples], batch_first=True)
         mask, ids = ids >= 0, ids.clamp(min=0)
         if self.is_aligned:
-            return token_log_probs(self.model, ids, mask, completion_mask=is_own)[is_own]
+            return token_log_probs(self.model, ids, mask, completion_mask=is_own, distribution=self.params)[is_own]
         logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_own[:, 1:]].float()
         return logits.log_softmax(-1).gather(1, ids[is_own][:, None])[:, 0]
 
@@ -561,6 +568,19 @@ def train(record: Record, tasks: Tasks, rollouts: Rollouts, steps: int, stalenes
             progress.advance(bar)
 
 
+def read_sampling(text: str) -> SamplingParams:
+    """Return the parameters of the samples. `text`: a JSON object with further parameters, or an empty string."""
+    try:
+        params = SamplingParams(**(json.loads(text or "{}") | PARAMS.model_dump(exclude_defaults=True)))
+    except (TypeError, ValueError, TruerollError) as error:
+        raise typer.BadParameter(f"--sampling: {error}") from None
+    if params.min_tokens and not params.ignore_eos:
+        raise typer.BadParameter(
+            "--sampling: min_tokens also needs ignore_eos, and stop_token_ids with all tokens that end a sample"
+        )
+    return params
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder for metrics.csv, plot.png and the last checkpoint (1.6 GB).")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps of the whole run.")] = 30,
@@ -575,11 +595,15 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="2 or more: a fleet on Ray, one thread per worker.")] = 1,
     fsdp: Annotated[int, typer.Option(min=1, max=2, help="Number of training processes (FSDP2).")] = 1,
     lora: Annotated[int, typer.Option(min=0, help="Rank of the LoRA adapter to train; 0: train all weights.")] = 0,
+    sampling: Annotated[str, typer.Option(help="More sampling parameters, as a JSON object.")] = "",
     beside: Annotated[
         Path | None, typer.Option(help="Folder of another run; the plot shows the mismatch of both runs.")
     ] = None,
 ) -> None:
     """Train a small language model to do sums."""
+    params = read_sampling(sampling)
+    if sampling and (unaligned or staleness):
+        raise typer.BadParameter("--sampling needs an aligned trainer and --staleness 0")
     if sleep and staleness:
         raise typer.BadParameter("--sleep needs --staleness 0: with --staleness 1 the worker generates during training")
     if lora and (sleep == 2 or fsdp > 1):
@@ -587,15 +611,15 @@ def main(
     if beside is not None and not (beside / "metrics.csv").exists():
         raise typer.BadParameter(f"--beside: {beside} has no metrics.csv; give the --out of a finished run")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
-    settings |= dict(lora=lora)
+    settings |= dict(lora=lora, sampling=sampling)
     folder = resolve_model(model)
     with ExitStack() as ranks, ExitStack() as resources:
-        arguments = folder, not unaligned, staleness
+        arguments = folder, not unaligned, staleness, params
         if fsdp > 1:
             trainer = start_ranks(ranks, fsdp, *arguments)
         else:
             trainer = AdapterTrainer(lora, *arguments) if lora else Trainer(*arguments)
-        tasks, record = Tasks(folder, seed, prompts), Record(out, trainer, settings)
+        tasks, record = Tasks(folder, seed, prompts, params), Record(out, trainer, settings)
         record.begin(resume)
         rollouts = Rollouts(resources, folder, trainer, tasks, workers, staleness)
         train(record, tasks, rollouts, steps, staleness, sleep, checkpoint_every)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import math
 import os
 import signal
@@ -140,6 +141,37 @@ def test_an_adapter_is_trained_and_pushed_alone(
     assert metrics[0] == metrics[1] != undisturbed
     with pytest.raises(typer.BadParameter, match="--lora needs --fsdp 1 and --sleep 0 or 1"):
         run(tmp_path, lora=4, sleep=2)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.05),
+        dict(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias=[[7, 2.0]], bad_words_token_ids=[[9], [7, 7]])
+        | dict(min_tokens=6, stop_token_ids=[*range(2, 60)], ignore_eos=True),
+    ],
+    ids=["filters", "edits"],
+)
+def test_filters_and_edits_leave_no_mismatch(
+    run: Run, undisturbed: bytes, tmp_path: Path, sampling: dict[str, Any]
+) -> None:
+    rows = run(tmp_path, steps=2, sampling=json.dumps(sampling))
+    assert [row["mismatch"] for row in rows] == ["0.0"] * 2 and all(float(row["grad_norm"]) > 0 for row in rows)
+    assert not undisturbed.startswith((tmp_path / "metrics.csv").read_bytes()), "premise: the samples differ"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(sampling="["), "--sampling: Expecting value"),
+        (dict(sampling='{"beams": 3}'), "--sampling: beams: unknown parameter"),
+        (dict(sampling='{"min_tokens": 3}'), "min_tokens also needs ignore_eos"),
+        (dict(sampling='{"top_p": 0.9}', staleness=1), "--sampling needs an aligned trainer and --staleness 0"),
+    ],
+)
+def test_invalid_sampling_is_refused(run: Run, tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(typer.BadParameter, match=message):
+        run(tmp_path, **settings)
 
 
 def test_another_seed_gives_another_run(run: Run, undisturbed: bytes, tmp_path: Path) -> None:
