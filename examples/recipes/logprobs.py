@@ -17,11 +17,11 @@ folder = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 TOP = 4
 prompt = [1, 2, 3]
 choices = [
-    # The default, `processed`, is the distribution that the tokens were drawn from. Use it if the request has no
-    # filters or bans.
+    # The default, `processed`, is the distribution that the tokens were drawn from.
     SamplingParams(n=4, max_tokens=16, temperature=0.7),
-    # If the request has filters, ask for the distribution before the filters. The importance ratio then ignores the
-    # filters.
+    # That includes filters, penalties and bans.
+    SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, repetition_penalty=1.1),
+    # The distribution before filters, penalties and bans. The importance ratio then ignores them.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, logprobs="temperature"),
     # The model's own distribution (temperature 1), whatever the sampling temperature.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_k=20, logprobs="raw"),
@@ -30,7 +30,8 @@ choices = [
 ]
 
 with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.address) as client:
-    dtype = getattr(torch, client.health().engine["dtype"])
+    engine = client.health().engine
+    dtype = getattr(torch, engine["dtype"])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     align(model)
 
@@ -39,25 +40,23 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         [group] = client.generate([prompt], params, seed=1)
         packed = torch.tensor([token for sample in group.samples for token in prompt + sample.token_ids])
         lengths = [len(prompt) + len(sample.token_ids) for sample in group.samples]
-        with torch.no_grad():
-            found = token_log_probs(model, packed, lengths=lengths, temperature=params.trainer_temperature)
         own = torch.cat([torch.arange(length) >= len(prompt) for length in lengths])
+        request = dict(lengths=lengths, completion_mask=own, distribution=params, eos_token_ids=engine["eos_token_ids"])
+        with torch.no_grad():
+            found = token_log_probs(model, packed, **request)
         assert found[own].numpy().tobytes() == b"".join(sample.logprobs.tobytes() for sample in group.samples)
 
         # Sample and trainer use the same field names. Token ids are int32 in samples and int64 in the trainer. On both
         # sides, entry i belongs to token i.
-        request = dict(lengths=lengths, temperature=params.trainer_temperature, top_logprobs=TOP)
-        statistics = token_statistics(model, packed, **request)
+        statistics = token_statistics(model, packed, **request, top_logprobs=TOP)
         for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs"):
             sampled = np.concatenate([getattr(sample, name) for sample in group.samples])
             assert getattr(statistics, name)[own].numpy().astype(sampled.dtype).tobytes() == sampled.tobytes()
         entropy = statistics.entropy[own].mean()
-        print(f"{params.logprobs!r} at temperature {params.temperature}: the trainer computes the same bits", end=" ")
-        print(f"with temperature={params.trainer_temperature};", end=" ")
+        print(f"{params.logprobs!r} at temperature {params.temperature}: the trainer computes the same bits,", end=" ")
         print(f"and the same entropies and {TOP} most probable tokens (mean entropy {entropy:.3f})")
 
-# A trainer cannot compute a distribution from which tokens were filtered or banned. Check the parameters before
-# generating.
+# A trainer that is not aligned divides logits by a temperature. Check that this describes the samples' log-probs.
 for settings in (dict(top_p=0.9), dict(min_tokens=4), dict(logprobs=None)):
     try:
         print(SamplingParams(**settings).trainer_temperature)
