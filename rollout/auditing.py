@@ -2,9 +2,9 @@
 
 An audit requests a few groups of samples from the worker, computes the log-probs of the samples as the trainer does,
 and compares both sets of log-probs bit by bit. The audit also compares everything that determines the bits: alignment,
-dtype, backend, instruction set, weights (by checksums of the tensors), version, and the token distribution (temperature
-and filters) under which log-probs are computed. Each cause comes with advice. An audit changes nothing, but the worker
-pauses between two steps while it computes checksums.
+dtype, backend, instruction set, weights (by checksums of the tensors), version, and the token distribution under which
+log-probs are computed. Each cause comes with advice. An audit changes nothing, but the worker pauses between two steps
+while it computes checksums.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ CauseName: TypeAlias = Literal[
 ]
 LogProbs: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(input_ids int64 [B, T], attention_mask bool [B, T]) -> log-prob of each token given the tokens before it [B, T]."""
+_Computation: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""As `LogProbs`, with a third argument: whether each token was sampled, bool [B, T]."""
 _BATCH = 8
 _MOST_NAMES = 5
 
@@ -110,7 +112,8 @@ def audit(
       an error.
     - `prompts`: token ids
     - `params`: sampling parameters; by default 4 samples of 32 tokens for each prompt
-    - `temperature`: the number by which the trainer divides the logits; by default `params.trainer_temperature`
+    - `temperature`: the number by which the trainer divides the logits. By default, an aligned model uses the
+      distribution of the samples, and any other model uses `params.trainer_temperature`
     - `version`: weight version of the trainer's last push; None if the trainer has not pushed
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
@@ -122,7 +125,6 @@ def audit(
     if not len(prompts):
         raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
     params = SamplingParams(n=4, max_tokens=32, ignore_eos=True) if params is None else params
-    asked, of_distribution = _temperature(params, temperature)
     # The seed is explicit, so that all ranks get the same samples. `generate` derives a seed for each prompt from it.
     unseeded, seed = params.model_copy(update={"seed": None}), params.seed or 0
     groups = client.generate(list(map(list, prompts)), unseeded, seed=seed)
@@ -133,7 +135,8 @@ def audit(
     ]
     engine = client.health().engine or {}
     _check_vocabulary(model, engine)
-    compute = _on_device(log_probs or _log_probs_of(model, asked), model)
+    compute, of_distribution = _computation(model, params, temperature, log_probs, engine)
+    compute = _on_device(compute, model)
     with _watched(model) as dtypes:
         computed = zip(_compute(compute, samples), samples, strict=True)
         rows = [_difference(found, sample) for found, (*_, sample) in computed]
@@ -205,6 +208,20 @@ _Sampled: TypeAlias = tuple[Sequence[int], int, int, SampleOutput]
 """(prompt, prompt index, sample index in the group, sample)."""
 
 
+def _computation(
+    model: Any, params: SamplingParams, temperature: float | None, log_probs: LogProbs | None, engine: dict[str, Any]
+) -> tuple[_Computation, list[Cause]]:
+    """Return how the trainer computes log-probs, and a cause if its distribution is not that of the samples. Arguments:
+    as in `audit`. `engine`: the worker's engine, as `health` describes it.
+    """
+    if log_probs is None and temperature is None and params.logprobs is not None and _is_aligned(model):
+        drawn = dict(distribution=params, eos_token_ids=engine["eos_token_ids"])
+        return lambda ids, mask, sampled: token_log_probs(model, ids, mask, completion_mask=sampled, **drawn), []
+    asked, causes = _temperature(params, temperature)
+    compute = log_probs or _log_probs_of(model, asked)
+    return lambda ids, mask, _: compute(ids, mask), causes
+
+
 def _temperature(params: SamplingParams, given: float | None) -> tuple[float, list[Cause]]:
     """Return the trainer's temperature, and a cause if the temperature does not match the samples' log-probs."""
     try:
@@ -238,15 +255,15 @@ def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
         )
 
 
-def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
-    """Return a function that moves the inputs to the model's device and calls `log_probs`. The function raises
+def _on_device(compute: _Computation, model: Any) -> _Computation:
+    """Return a function that moves the inputs to the model's device and calls `compute`. The function raises
     ConfigError if the shape of the result is not [B, T].
     """
     weight = next(iter(model.parameters()))
     device = torch.device(weight.device_mesh.device_type) if hasattr(weight, "device_mesh") else weight.device
 
-    def compute(ids: Tensor, mask: Tensor) -> Tensor:
-        found = log_probs(ids.to(device), mask.to(device))
+    def moved(ids: Tensor, mask: Tensor, is_sampled: Tensor) -> Tensor:
+        found = compute(ids.to(device), mask.to(device), is_sampled.to(device))
         if found.shape != ids.shape:
             raise ConfigError(
                 f"log_probs: must have the shape of input_ids, {list(ids.shape)} (got {list(found.shape)}); return "
@@ -254,7 +271,7 @@ def _on_device(log_probs: LogProbs, model: Any) -> LogProbs:
             )
         return found
 
-    return compute
+    return moved
 
 
 def _is_aligned(model: Any) -> bool:
@@ -276,14 +293,16 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
     return plain
 
 
-def _compute(log_probs: LogProbs, samples: list[_Sampled]) -> Iterator[Tensor]:
+def _compute(compute: _Computation, samples: list[_Sampled]) -> Iterator[Tensor]:
     """Yield a float32 tensor on the host for each sample, with the trainer's log-probs of the sample's tokens."""
     for start in range(0, len(samples), _BATCH):
         part = samples[start : start + _BATCH]
         rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, _, _, sample in part]
         ids = pad_sequence(rows, batch_first=True, padding_value=-1)
+        starts = torch.tensor([len(prompt) for prompt, *_ in part])
+        is_sampled = (ids >= 0) & (torch.arange(ids.shape[1]) >= starts[:, None])
         with torch.no_grad():
-            found = log_probs(ids.clamp(min=0), ids >= 0).float().cpu()
+            found = compute(ids.clamp(min=0), ids >= 0, is_sampled).float().cpu()
         for row, (prompt, _, _, sample) in zip(found, part, strict=True):
             yield row[len(prompt) : len(prompt) + len(sample.token_ids)]
 

@@ -213,6 +213,15 @@ def generate(
     min_p: Annotated[
         float, typer.Option(help="Exclude tokens less probable than min_p times the most probable token.")
     ] = SAMPLING["min_p"],
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens of prompt and sample become less likely.")
+    ] = SAMPLING["repetition_penalty"],
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted from a logit for each time that the sample has the token.")
+    ] = SAMPLING["frequency_penalty"],
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted from the logits of tokens that the sample has.")
+    ] = SAMPLING["presence_penalty"],
     seed: Annotated[
         int | None, typer.Option(help="Seed of the samples. Default: a random seed, which is printed.")
     ] = SAMPLING["seed"],
@@ -235,6 +244,9 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
         stop=tuple(stop),
     )
     keys = server_public_key, client_key_file

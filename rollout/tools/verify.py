@@ -115,7 +115,8 @@ Each row is a cell: the same requests, served under the circumstances it names.
     accepted, rejected  drafted tokens
     threads          CPU threads that computed
     ended by, held   requests of the baseline on which a stop token, a stop
-    back, other ...  string, min_tokens or other log-probs had an effect
+    back, edited,    string, min_tokens, penalties, biases and bans, or other
+    other ...        log-probs had an effect
 Circumstances: others are requests that run at the same time; budget is the
 limit of tokens per step, block the number of tokens in a block of the cache;
 score computes the log-probs of given tokens; drafts come from repeated text
@@ -359,7 +360,7 @@ class _Lab:
         spoken = next(sample for sample in run_together(engine, [subject]).samples if sample.index == 0)
         prompt = np.concatenate([subject.prompt_token_ids, spoken.token_ids[:num_reread]])
         second = with_params(subject, n=1, max_tokens=self.sizes.max_tokens - num_reread)
-        return run_together(engine, [dataclasses.replace(second, prompt_token_ids=prompt)])
+        return run_together(engine, [replace(second, prompt_token_ids=prompt, num_prior_tokens=num_reread)])
 
     def _texts(self, baseline: Baseline) -> Iterator[array[int]]:
         """Yield the tokens of each sample of the baseline, preceded by the tokens of its prompt."""

@@ -237,6 +237,11 @@ class _Variation:
         return not {*self.params.stop_token_ids}.isdisjoint(self.varied.token_ids[: self.params.min_tokens])
 
     @property
+    def was_edited(self) -> bool:
+        """Return whether edits of logits changed the tokens."""
+        return self.sample.token_ids != self.varied.token_ids
+
+    @property
     def has_other_logprobs(self) -> bool:
         """Return whether the same tokens have different log-probs in the two samples."""
         count = len(self.sample.token_ids)
@@ -256,7 +261,8 @@ def check_variations(runs: Sequence[Run]) -> list[Premise]:
     return [
         _showed("ended by a token", [v.was_ended for v in delayed]),
         _showed("held back by min_tokens", [v.was_delayed for v in delayed]),
-        _showed("other log-probs", [v.has_other_logprobs for v in variations if not v.params.stop_token_ids]),
+        _showed("edited", [v.was_edited for v in variations if v.params.logit_bias]),
+        _showed("other log-probs", [v.has_other_logprobs for v in variations if v.params.logprobs == "raw"]),
         # Without a tokenizer, no request has a stop string.
         *([_showed("ended by a string", in_text)] if in_text else []),
     ]

@@ -19,7 +19,7 @@ import numpy as np
 from trueroll.errors import InvalidRequestError
 
 from ...engine.outputs.stop_strings import Vocabulary, load_vocabulary
-from ...engine.request import Distribution, GenerateRequest, SampleOutput, SamplingParams, ScoreRequest
+from ...engine.request import GenerateRequest, SampleOutput, SamplingParams, ScoreRequest
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, seed=0, ignore_eos=True),
@@ -72,14 +72,16 @@ def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[G
 
 
 def make_variations(subjects: list[GenerateRequest], serve: Serve, folder: Path) -> Iterator[GenerateRequest]:
-    """Yield two variations.
+    """Yield three variations.
 
-    The first variation is the plain request with stop tokens and `min_tokens`. The second variation is the seeded
-    request for the same prompt, with raw log-probs and, if the model in `folder` has a tokenizer, with a stop string.
+    The first variation is the plain request with stop tokens and `min_tokens`. The second variation is the plain
+    request with edits of logits. The third variation is the seeded request for the same prompt, with raw log-probs and,
+    if the model in `folder` has a tokenizer, with a stop string.
     """
     plain = subjects[-1]
     (seeded,) = (s for s in subjects if s.id == f"seeded {len(plain.prompt_token_ids)}")
     yield _delay(plain, serve)
+    yield _edit(plain, serve)
     stop = () if stop_string_obstacle(folder) else (_find_text(load_vocabulary(folder), serve(seeded).token_ids),)
     # `min_tokens` keeps the request running until it has decoded in a step together with the next request.
     yield _vary(seeded, "raw", logprobs="raw", top_logprobs=4, min_tokens=2, stop=stop)
@@ -116,6 +118,15 @@ def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
         stop_tokens.add(sample.token_ids[-3])
 
 
+def _edit(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
+    """Return the plain request with penalties, biases and bad words, which change the sample from its first token."""
+    first, second, third, *_ = serve(plain).token_ids
+    penalties = dict(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.25)
+    biases = {second: 4.0} | {first: -100.0}
+    words = ((third,), (second, second))
+    return _vary(plain, "edits", **penalties, logit_bias=tuple(sorted(biases.items())), bad_words_token_ids=words)
+
+
 def _find_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
     """Decode all tokens except the last three, and return the last one or two characters of the text. If the text is
     empty, return a line break.
@@ -136,24 +147,15 @@ def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequ
 
 def make_score(subject: GenerateRequest, sample: SampleOutput) -> ScoreRequest:
     """Return a request that scores a sample under the distribution to which the sample's log-probs refer."""
-    token_ids = np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32)
-    asked = _distribution_of(subject.params)
     return ScoreRequest(
         f"{subject.id}/{sample.index}",
-        token_ids,
-        asked,
+        np.array([*subject.prompt_token_ids, *sample.token_ids], np.int32),
+        subject.params.recorded,
+        start=len(subject.prompt_token_ids),
         top_logprobs=subject.params.top_logprobs,
         return_routed_experts=subject.params.return_routed_experts,
         images=subject.images,
     )
-
-
-def _distribution_of(params: SamplingParams) -> Distribution:
-    """Return the distribution to which a sample's log-probs refer, without the effect of `min_tokens`."""
-    if params.logprobs == "raw":
-        return Distribution()
-    names = Distribution.model_fields if params.logprobs == "processed" else ("temperature",)
-    return Distribution(**{name: getattr(params, name) for name in names})
 
 
 def may_end_early(request: GenerateRequest) -> bool:

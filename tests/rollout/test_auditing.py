@@ -146,7 +146,15 @@ def test_another_temperature_and_another_distribution_are_found(model: Any, clie
     text = the_cause(run(model, client, params=cold, temperature=1.0), "distribution")
     assert "temperature 0.5 (logprobs='processed'), but the trainer divides logits by 1; use params" in text
     filtered = PARAMS.model_copy(update=dict(top_k=5))
-    assert "sample with logprobs='temperature'" in the_cause(run(model, client, params=filtered), "distribution")
+    assert "sample with logprobs='temperature'" in the_cause(
+        run(model, client, params=filtered, temperature=1.0), "distribution"
+    )
+
+
+def test_filters_and_edits_are_no_difference_for_an_aligned_model(model: Any, client: RolloutClient) -> None:
+    edits = dict(repetition_penalty=1.2, logit_bias=((7, 3.0),), bad_words_token_ids=((9,), (7, 7)), min_tokens=4)
+    found = run(model, client, params=PARAMS.model_copy(update=dict(top_p=0.9, temperature=0.8, **edits)))
+    assert (found.num_different, found.causes) == (0, ())
 
 
 def test_the_command_compares_a_checkpoint_with_the_served_weights(

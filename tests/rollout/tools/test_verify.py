@@ -412,7 +412,7 @@ def baseline(folder: Path) -> tuple[list[Run], list[str]]:
     return runs, [premise.name for premise in check_variations(runs) if premise.holds and premise.seen]
 
 
-SHOWN = ["ended by a token", "held back by min_tokens", "other log-probs", "ended by a string"]
+SHOWN = ["ended by a token", "held back by min_tokens", "edited", "other log-probs", "ended by a string"]
 
 
 def test_each_variation_of_a_request_has_an_effect(tiny_model: Path) -> None:
@@ -440,6 +440,7 @@ def vary(run: Run, sample: dict[str, Any], params: dict[str, Any]) -> Run:
     [
         ("min_tokens 64", dict(stop_reason=None), {}, "ended by a token"),
         ("min_tokens 64", {}, dict(min_tokens=0), "held back by min_tokens"),
+        ("edits 64", {}, dict(logit_bias=()), "edited"),
         ("raw 64", dict(stop_reason=None), {}, "ended by a string"),
         ("raw 64", dict(token_ids=[3] * 12), {}, "other log-probs"),
     ],
@@ -471,9 +472,9 @@ def test_the_report_shows_what_failed(tiny_llama: Path, tmp_path: Path, monkeypa
     assert not verify.verify(config, console, tmp_path / "report.json", SMALL)
     text = console.export_text()
     assert "PREMISE FAILED: preempted 0" in text
-    assert "FAILED: 3 cells" in text and "30 differences, 1 failed premises" in text
+    assert "FAILED: 3 cells" in text and "32 differences, 1 failed premises" in text
     report = json.loads((tmp_path / "report.json").read_text())
-    assert [cell["differences"] for cell in report] == [0, 15, 15], "one difference for each sample"
+    assert [cell["differences"] for cell in report] == [0, 16, 16], "one difference for each sample"
     assert [cell["cell"]["cache"] for cell in report] == ["cold", "warm", "cold"]
 
 
@@ -482,9 +483,9 @@ def test_the_report_says_when_all_is_well(tiny_llama: Path, monkeypatch: pytest.
     console = Console(record=True, width=160)
     assert verify.verify(EngineConfig(model=str(tiny_llama)), console, None, SMALL)
     text = console.export_text()
-    # 13 samples of 12 tokens, and two samples that end earlier.
+    # 14 samples of 12 tokens, and two samples that end earlier.
     found = re.search(r"passed: 2 cells, (\d+) tokens and log-probs compared, 0 differences, 0 failed premises", text)
-    assert found is not None and 13 * 12 < int(found[1]) < 15 * 12
+    assert found is not None and 14 * 12 < int(found[1]) < 16 * 12
     assert "PREMISE FAILED" not in text and "faster" not in text
     assert f"float32, cpu, backend cpu ({load_library().instruction_set()})" in text
 
