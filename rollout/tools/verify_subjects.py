@@ -97,8 +97,8 @@ def stop_string_obstacle(folder: Path) -> str:
 
 
 def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest:
-    """Return a copy of a request, with changed parameters and only one sample."""
-    return dataclasses.replace(with_params(request, n=1, **update), id=f"{name} {len(request.prompt_token_ids)}")
+    """Return a copy of a request, with changed parameters and by default only one sample."""
+    return dataclasses.replace(with_params(request, **dict(n=1) | update), id=f"{name} {len(request.prompt_token_ids)}")
 
 
 def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
@@ -123,8 +123,8 @@ def _edit(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
     first, second, third, *_ = serve(plain).token_ids
     penalties = dict(repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=-0.25)
     biases = {second: 4.0} | {first: -100.0}
-    words = ((third,), (second, second))
-    return _vary(plain, "edits", **penalties, logit_bias=tuple(sorted(biases.items())), bad_words_token_ids=words)
+    words = (third,), (second, second)
+    return _vary(plain, "edits", n=2, **penalties, logit_bias=tuple(sorted(biases.items())), bad_words_token_ids=words)
 
 
 def _find_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
