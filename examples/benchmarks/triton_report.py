@@ -315,8 +315,11 @@ def scan(spec: Mamba2Spec) -> None:
     convolution = empty(spec.channels, 1, spec.kernel_size), channels
     weights = Mamba2Weights(nothing, *convolution, heads, heads, heads, nothing, nothing)
     for starts in ([0, 1, 2], [0, 1, 100]):
-        x, steps = empty(starts[-1], spec.channels), empty(starts[-1], spec.num_heads)
-        batch = StateBatch(starts, slots, slots)
+        x, steps, batch = (
+            empty(starts[-1], spec.channels),
+            empty(starts[-1], spec.num_heads),
+            StateBatch(starts, slots, slots),
+        )
         xbc = backend.convolve(x, weights.convolution, empty(4, *spec.tail_shape), batch, channels)
         backend.state_space(xbc, steps, spec, weights, floats(4, *spec.state_shape), batch)
 
