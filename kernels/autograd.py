@@ -761,7 +761,7 @@ def _listed(columns: Tensor) -> Tensor:
     return columns if columns.dim() == 2 else columns[:, None]
 
 
-def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | float | None]:
     """Return the probabilities [m, V] of logits [m, V], and what the gradients of the processed logits are multiplied
     by, besides the temperature, to get those of the head's products; None for 1. May overwrite the logits.
     """

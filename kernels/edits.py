@@ -100,7 +100,7 @@ class Rules:
         allowed = distribution.allowed_token_ids
         mask = None if allowed is None else mask_of(allowed, vocab_size)
         bias, bad = dict(distribution.logit_bias), distribution.bad_words_token_ids
-        rules = cls(np.float32(penalties), bias, bans, distribution.min_tokens if bans else 0, bad, mask)
+        rules = cls(np.array(penalties, np.float32), bias, bans, distribution.min_tokens if bans else 0, bad, mask)
         return rules if bans or bias or bad or mask is not None or rules.has_penalties else None
 
     @property
@@ -139,8 +139,8 @@ class Rules:
     def row(self, entries: np.ndarray, bans: np.ndarray) -> RowEdits:
         """Return the edits of a row as copies. `entries`: `_ENTRY` [E]; `bans`: which tokens are banned, bool [E]."""
         bias = np.where(bans, np.float32(-np.inf), entries["bias"])
-        columns = (entries[name].copy() for name in ("count", "occurs"))
-        return RowEdits(entries["token_id"].copy(), bias, *columns, self.penalties, self.mask)
+        token_ids, counts, occurs = (entries[name].copy() for name in ("token_id", "count", "occurs"))
+        return RowEdits(token_ids, bias, counts, occurs, self.penalties, self.mask)
 
 
 def mask_of(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -257,15 +257,19 @@ class _Table:
 def edit(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
     """Return float32 logits [M, V] with the edits of `rows`, which maps rows to their edits. `logits` stays
     unchanged."""
+    return edit_(logits.clone(), rows) if rows else logits
+
+
+def edit_(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
+    """As `edit`, but overwrite `logits` and return them. Saves the time of a copy."""
     if not rows:
         return logits
-    out = logits.clone()
     entries = _Entries.of(rows, logits.device)
     if len(entries.token_ids):
         place = entries.rows, entries.token_ids
-        out[place] = entries.edited(logits[place])
-    _apply_masks(out, rows)
-    return out
+        logits[place] = entries.edited(logits[place])
+    _apply_masks(logits, rows)
+    return logits
 
 
 def edit_slopes(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:

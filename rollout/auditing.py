@@ -215,7 +215,7 @@ def _computation(
     as in `audit`. `engine`: the worker's engine, as `health` describes it.
     """
     if log_probs is None and temperature is None and params.logprobs is not None and _is_aligned(model):
-        drawn = dict(distribution=params, eos_token_ids=engine["eos_token_ids"])
+        drawn: dict[str, Any] = dict(distribution=params, eos_token_ids=engine["eos_token_ids"])
         return lambda ids, mask, sampled: token_log_probs(model, ids, mask, completion_mask=sampled, **drawn), []
     asked, causes = _temperature(params, temperature)
     compute = log_probs or _log_probs_of(model, asked)

@@ -286,8 +286,8 @@ class _Lab:
         return check_variations(runs)
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
-        # A starved cell gets the blocks of all prompts, and one more block for each request but one. So all requests can
-        # start together, but then they outgrow the blocks.
+        # A starved cell gets the blocks of all prompts, and one more block for each request but one. So all requests
+        # can start together, but then they outgrow the blocks.
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self.subjects) - 1

@@ -29,7 +29,7 @@ from trueroll.kernels.training import align, token_log_probs, token_statistics
 from .drive import drain, generate, make_engine, run, score, tokens
 
 PROMPT = np.concatenate((tokens(40), tokens(9, seed=1)))
-EVERYTHING = dict(
+EVERYTHING: dict[str, Any] = dict(
     repetition_penalty=1.2,
     frequency_penalty=0.3,
     presence_penalty=-0.4,
@@ -137,7 +137,9 @@ def test_a_trainer_computes_the_bits_of_the_samples(
     rows = [torch.tensor([*PROMPT, *sample.token_ids]).long() for sample in samples]
     packed, lengths = torch.cat(rows), [len(row) for row in rows]
     mask = torch.cat([torch.arange(length) >= len(PROMPT) for length in lengths])
-    asked = dict(lengths=lengths, completion_mask=mask, distribution=ask(name).params, eos_token_ids=eos)
+    asked: dict[str, Any] = dict(
+        lengths=lengths, completion_mask=mask, distribution=ask(name).params, eos_token_ids=eos
+    )
     found = token_log_probs(model, packed, **asked)
     statistics = token_statistics(model, packed, **asked, top_logprobs=3)
     expected = np.concatenate([sample.logprobs for sample in samples if sample.logprobs is not None])
@@ -210,6 +212,7 @@ def test_what_a_trainer_needs_is_asked_for(tiny_llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     align(model)
     ids = torch.tensor([[*PROMPT]]).long()
+    given: dict[str, Any]
     for error, given in (
         ("temperature must be left out", dict(temperature=0.5, distribution=SamplingParams())),
         ("logprobs is None", dict(distribution=SamplingParams(logprobs=None))),
@@ -218,9 +221,9 @@ def test_what_a_trainer_needs_is_asked_for(tiny_llama: Path) -> None:
     ):
         with pytest.raises(AlignmentError, match=error):
             token_log_probs(model, ids, **given)
-    raw = dict(presence_penalty=1.0, temperature=0.5)
     for mode, temperature in (("raw", 1.0), ("temperature", 0.5)):
-        found = token_log_probs(model, ids, distribution=SamplingParams(logprobs=mode, **raw))
+        asked: dict[str, Any] = dict(presence_penalty=1.0, temperature=0.5, logprobs=mode)
+        found = token_log_probs(model, ids, distribution=SamplingParams(**asked))
         assert torch.equal(found, token_log_probs(model, ids, temperature=temperature))
 
 

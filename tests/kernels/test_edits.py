@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ DISTRIBUTIONS = (
 )
 
 
-def plain(logits: Sequence[float], given: Distribution, prompt: Sequence[int], sample: Sequence[int]) -> list[float]:
+def plain(logits: Sequence[float], given: Distribution, prompt: np.ndarray, sample: np.ndarray) -> list[float]:
     """Compute the edits of one row, token by token, each operation in float32."""
     f32, out = np.float32, list[float]()
     banned = {
@@ -51,7 +52,7 @@ def plain(logits: Sequence[float], given: Distribution, prompt: Sequence[int], s
         value = f32(value - f32(given.frequency_penalty) * f32(count))
         value = f32(value - f32(given.presence_penalty) * f32(count > 0))
         is_out = token in banned or (given.allowed_token_ids is not None and token not in given.allowed_token_ids)
-        out.append(-math.inf if is_out else value)
+        out.append(-math.inf if is_out else float(value))
     return out
 
 
@@ -73,8 +74,9 @@ def test_edits_equal_plain_python(params: dict) -> None:
 
 def test_a_repetition_penalty_equals_that_of_transformers() -> None:
     editor = Editor(rules_of(Distribution(repetition_penalty=1.7)), PROMPT, SAMPLE)
-    text = torch.tensor([[*PROMPT, *SAMPLE]])
-    expected = RepetitionPenaltyLogitsProcessor(1.7)(text, LOGITS[:1])
+    text: Any = torch.tensor([[*PROMPT, *SAMPLE]])
+    logits: Any = LOGITS[:1]
+    expected = RepetitionPenaltyLogitsProcessor(1.7)(text, logits)
     assert torch.equal(edit(LOGITS[:1], {0: editor.row()}), expected)
 
 
@@ -103,7 +105,7 @@ def test_slopes_are_the_derivatives_of_the_edits() -> None:
     rows = {1: Editor(rules_of(given), PROMPT, SAMPLE).row()}
     logits = LOGITS.clone().requires_grad_()
     edit(logits, rows).sum().backward()
-    assert torch.equal(edit_slopes(LOGITS, rows), logits.grad)
+    assert logits.grad is not None and torch.equal(edit_slopes(LOGITS, rows), logits.grad)
 
 
 def test_neutral_values_make_no_rules() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,7 +130,7 @@ def aligned_training(
 
 
 def trained_by(
-    kind: type[T], served: ServedEngine, model: Path, output: Path, peft_config: Any = None, **changes: Any
+    kind: Callable[..., T], served: ServedEngine, model: Path, output: Path, peft_config: Any = None, **changes: Any
 ) -> T:
     """Run a training that pushes the weights after each step, and return the trainer, which is of class `kind`."""
     args = grpo_settings(output, use_vllm=True, vllm_mode="server", **changes)

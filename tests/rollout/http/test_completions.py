@@ -75,7 +75,8 @@ def test_edits_have_the_bits_of_the_client(front: Front, client: RolloutClient, 
     encoded_words = [tokenizer.encode(text, add_special_tokens=False) for text in ("a", " a", "time", " time", "  ")]
     shared: dict[str, Any] = dict(n=2, max_tokens=12, temperature=0.8, presence_penalty=0.5, frequency_penalty=-0.25)
     extra: dict[str, Any] = dict(repetition_penalty=1.2, allowed_token_ids=[*range(20, 400)])
-    params = SamplingParams(**shared, **extra, logit_bias={70: 3.5, 30: -100}, bad_words_token_ids=encoded_words)
+    edits: dict[str, Any] = dict(logit_bias={70: 3.5, 30: -100}, bad_words_token_ids=encoded_words)
+    params = SamplingParams(**shared, **extra, **edits)
     samples = flat(client.generate([PROMPT], params, seed=11))
     plain = flat(client.generate([PROMPT], SamplingParams(n=2, max_tokens=12, temperature=0.8), seed=11))
     assert [each.token_ids for each in samples] != [each.token_ids for each in plain], (
