@@ -23,6 +23,9 @@ from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
 from .pipeline import Ledger
 from .request import (
+    MAX_TARGETS,
+    NO_TARGET,
+    TARGETS,
     TOPS,
     ContentSpan,
     Distribution,
@@ -30,6 +33,7 @@ from .request import (
     GrowingColumns,
     Request,
     ScoreRequest,
+    Widths,
     check_length,
     check_spans,
     derive_seed,
@@ -98,6 +102,7 @@ class Admission:
         _check_top_logprobs(params.top_logprobs, info)
         _check_experts(params.return_routed_experts, info)
         _check_named_tokens(params, info)
+        _check_vocabulary("target_token_ids", "target_token_ids", np.asarray(params.target_token_ids, np.int64), info)
         return replace(request, params=params)
 
     def _rules(self, distribution: Distribution) -> Rules | None:
@@ -106,7 +111,7 @@ class Admission:
     def _sample(self, request: GenerateRequest, index: int, rules: Rules | None) -> OpenSample:
         params, prompt = request.params, request.prompt_token_ids
         assert params.seed is not None
-        start = len(prompt) - request.num_prior_tokens
+        start, num_targets = len(prompt) - request.num_prior_tokens, len(params.target_token_ids)
         seed = derive_seed(params.seed, index)
         return OpenSample(
             request,
@@ -118,7 +123,8 @@ class Admission:
             None if rules is None else Editor(rules, prompt[:start], prompt[start:]),
             self._watch(request),
             logprobs=None if params.logprobs is None else array("f"),
-            records=None if params.top_logprobs is None else GrowingColumns(TOPS, params.top_logprobs),
+            records=None if params.top_logprobs is None else GrowingColumns(TOPS, Widths(params.top_logprobs)),
+            targets=GrowingColumns((TARGETS,), Widths(targets=num_targets)) if num_targets else None,
         )
 
     def _watch(self, request: GenerateRequest) -> StopStrings | None:
@@ -180,6 +186,7 @@ class Admission:
         self._check_content("token_ids", request.token_ids, request.spans, 2, len(request.token_ids))
         self._check_images(request.images, request.token_ids[:-1], request.spans)
         _check_start(request)
+        _check_targets(request, self._info)
         _check_top_logprobs(request.top_logprobs, self._info)
         _check_experts(request.return_routed_experts, self._info)
         _check_named_tokens(request.distribution, self._info)
@@ -305,6 +312,20 @@ def _check_prior(request: GenerateRequest) -> None:
             value=request.params.n,
             limit=1,
         )
+
+
+def _check_targets(request: ScoreRequest, info: EngineInfo) -> None:
+    targets = request.target_token_ids
+    if targets is None:
+        return
+    rows = len(request.token_ids) - request.start
+    if targets.ndim != 2 or len(targets) != rows or not 1 <= targets.shape[1] <= MAX_TARGETS:
+        raise InvalidRequestError(
+            f"target_token_ids must have the shape [{rows}, K]: a row for each token from start on, with K from 1 to "
+            f"{MAX_TARGETS} (got {list(targets.shape)})",
+            field="target_token_ids",
+        )
+    _check_vocabulary("target_token_ids", "target_token_ids", targets[targets != NO_TARGET], info)
 
 
 def _check_vocabulary(field: str, what: str, token_ids: np.ndarray, info: EngineInfo) -> None:

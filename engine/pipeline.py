@@ -128,6 +128,8 @@ class Ledger:
             sample.logprobs.append(drawn.logprobs[row])
         if sample.records is not None:
             sample.records.append(drawn.records[row])
+        if sample.targets is not None:
+            sample.targets.append((drawn.targets[row],))
         if sample.num_told is not None:
             self.grown.note(sample)
         matched = None

@@ -31,33 +31,43 @@ from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, bri
 from .media import ImageInput
 
 
+class Widths(NamedTuple):
+    """How many elements each token has in listed columns: the most probable tokens, and the tokens asked for."""
+
+    tops: int = 0
+    targets: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Column:
     """A value that is recorded for each token. Each column is a single object, compared by identity.
 
     `name`: the name of the column's field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one
-    element. Each token has one element, or `top_logprobs` elements if `is_listed` is set.
+    element. `listed`: the field of `Widths` that says how many elements each token has; empty if a token has one
+    element.
     """
 
     name: str
     dtype: str
-    is_listed: bool = False
+    listed: str = ""
 
-    def shape(self, rows: int, k: int) -> tuple[int, ...]:
-        """Return the shape of the column for `rows` tokens. If `is_listed` is set, each token has `k` elements."""
-        return (rows, k) if self.is_listed else (rows,)
+    def shape(self, rows: int, widths: Widths) -> tuple[int, ...]:
+        """Return the shape of the column for `rows` tokens."""
+        return (rows, getattr(widths, self.listed)) if self.listed else (rows,)
 
-    def num_bytes(self, k: int) -> int:
-        """Return the number of bytes per token. If `is_listed` is set, each token has `k` elements."""
-        return np.dtype(self.dtype).itemsize * (k if self.is_listed else 1)
+    def num_bytes(self, widths: Widths) -> int:
+        """Return the number of bytes per token."""
+        return np.dtype(self.dtype).itemsize * (getattr(widths, self.listed) if self.listed else 1)
 
 
 TOKENS = Column("token_ids", "<i4")
 """The token ids themselves, for code that stores them next to the columns."""
 LOGPROBS = Column("logprobs", "<f4")
-TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", True), Column("top_logprobs", "<f4", True))
+TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", "tops"), Column("top_logprobs", "<f4", "tops"))
 """The columns that a request gets by setting `top_logprobs`."""
-COLUMNS = (LOGPROBS, *TOPS)
+TARGETS = Column("target_logprobs", "<f4", "targets")
+"""The column that a request gets by setting `target_token_ids`."""
+COLUMNS = (LOGPROBS, *TOPS, TARGETS)
 
 Columns: TypeAlias = dict[str, np.ndarray]
 """The columns of the same tokens, by name, in the order of `COLUMNS`."""
@@ -74,10 +84,13 @@ def as_fields(columns: Columns) -> dict[str, Any]:
     return {column.name: columns.get(column.name) for column in COLUMNS}
 
 
-def new_columns(has_logprobs: bool, top_logprobs: int | None, rows: int = 0) -> Columns:
-    """Return the requested columns for `rows` tokens, filled with zeros."""
-    asked = (LOGPROBS,) * has_logprobs + (TOPS if top_logprobs is not None else ())
-    return {column.name: np.zeros(column.shape(rows, top_logprobs or 0), column.dtype) for column in asked}
+def new_columns(has_logprobs: bool, top_logprobs: int | None, num_targets: int, rows: int = 0) -> Columns:
+    """Return the requested columns for `rows` tokens, filled with zeros. `num_targets`: tokens asked for at each
+    position.
+    """
+    asked = (LOGPROBS,) * has_logprobs + (TOPS if top_logprobs is not None else ()) + (TARGETS,) * (num_targets > 0)
+    widths = Widths(top_logprobs or 0, num_targets)
+    return {column.name: np.zeros(column.shape(rows, widths), column.dtype) for column in asked}
 
 
 def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns:
@@ -91,13 +104,10 @@ def join_columns(first: Columns, rest: Columns) -> Columns:
 
 
 class GrowingColumns:
-    """Columns to which tokens are appended one by one.
+    """Columns to which tokens are appended one by one."""
 
-    In columns with `is_listed` set, each token has `k` elements.
-    """
-
-    def __init__(self, columns: Sequence[Column], k: int) -> None:
-        self._columns, self._k = columns, k
+    def __init__(self, columns: Sequence[Column], widths: Widths) -> None:
+        self._columns, self._widths = columns, widths
         self._num_tokens = 0
         self._content = [bytearray() for _ in columns]
 
@@ -109,10 +119,12 @@ class GrowingColumns:
 
     def arrays(self, start: int = 0) -> Columns:
         """Return writable copies of the columns, from token `start` on."""
-        k, rows = self._k, self._num_tokens - start
+        widths, rows = self._widths, self._num_tokens - start
         pairs = zip(self._columns, self._content, strict=True)
-        parts = [(column, content[column.num_bytes(k) * start :]) for column, content in pairs]
-        return {column.name: np.frombuffer(part, column.dtype).reshape(column.shape(rows, k)) for column, part in parts}
+        parts = [(column, content[column.num_bytes(widths) * start :]) for column, content in pairs]
+        return {
+            column.name: np.frombuffer(part, column.dtype).reshape(column.shape(rows, widths)) for column, part in parts
+        }
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -129,8 +141,11 @@ MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 64
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
-MAX_TOP_LOGPROBS = 128
+MAX_TOP_LOGPROBS = 1024
+MAX_TARGETS = 1024
+"""The limit for the tokens whose log-probs are asked for at one position."""
 MAX_SPANS = 1024
+NO_TARGET = -1
 HASH_BYTES = 32
 """The length of the content hash of a span."""
 _MAX_SHOWN_FAULTS = 4
@@ -160,6 +175,15 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 def plain(value: Any) -> Any:
     """Convert a numpy scalar to a Python value, which strict validation accepts. Return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def _plain_ids(token_ids: Any) -> Any:
+    """Convert an array, or a list with numpy scalars, to a list of plain values. Return anything else unchanged."""
+    if isinstance(token_ids, np.ndarray):
+        return token_ids.tolist()
+    if isinstance(token_ids, list | tuple) and not {*map(type, token_ids)} <= {int}:
+        return [plain(token) for token in token_ids]
+    return token_ids
 
 
 def _as_tuples(parts: Any, most: int, most_each: int) -> Any:
@@ -229,11 +253,7 @@ class Distribution(BaseModel):
     @field_validator("stop_token_ids", "allowed_token_ids", mode="before")
     @classmethod
     def _token_ids_are_plain(cls, token_ids: Any) -> Any:
-        if isinstance(token_ids, np.ndarray):
-            return token_ids.tolist()
-        if isinstance(token_ids, list | tuple) and not {*map(type, token_ids)} <= {int}:
-            return [plain(token) for token in token_ids]
-        return token_ids
+        return _plain_ids(token_ids)
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -305,6 +325,7 @@ class SamplingParams(Distribution):
     model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens that are recorded
     for each token of the sample. The entropy of the distribution is recorded as well. If `top_logprobs` is 0, only the
     entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is recorded.
+    `target_token_ids`: tokens whose log-probs are recorded for each token of the sample, as `target_logprobs`.
     `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
     experts. `cache_salt`: only requests with the same salt share cached prefixes.
     """
@@ -317,8 +338,16 @@ class SamplingParams(Distribution):
     )
     logprobs: LogprobsMode | None = "processed"
     top_logprobs: TopLogprobs | None = None
+    target_token_ids: Annotated[tuple[TokenId, ...], FailFast(), Field(max_length=MAX_TARGETS)] = Field(
+        default=(), strict=False
+    )
     return_routed_experts: bool = False
     cache_salt: CacheSalt | None = None
+
+    @field_validator("target_token_ids", mode="before")
+    @classmethod
+    def _targets_are_plain(cls, token_ids: Any) -> Any:
+        return _plain_ids(token_ids)
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -337,13 +366,15 @@ class SamplingParams(Distribution):
         return self
 
     @model_validator(mode="after")
-    def _top_logprobs_have_a_distribution(self) -> SamplingParams:
-        if self.top_logprobs is not None and self.logprobs is None:
+    def _records_have_a_distribution(self) -> SamplingParams:
+        given = dict(top_logprobs=self.top_logprobs, target_token_ids=self.target_token_ids or None)
+        name = next((name for name, value in given.items() if value is not None), None)
+        if name is not None and self.logprobs is None:
             raise InvalidRequestError(
-                f"top_logprobs requires logprobs, but logprobs is None (got top_logprobs = {self.top_logprobs}); set "
-                "logprobs to the distribution you want, or top_logprobs to None",
-                field="top_logprobs",
-                value=self.top_logprobs,
+                f"{name} requires logprobs, but logprobs is None (got {name} = {brief(given[name])}); set logprobs to "
+                f"the distribution you want, or leave {name} out",
+                field=name,
+                value=given[name],
             )
         return self
 
@@ -530,6 +561,8 @@ class ScoreRequest:
     `token_ids`: int32 [num_tokens], at least two. `start`: the index of the first token with a log-prob, at least 1. If
     the distribution edits logits, the tokens before `start` are the prompt and the others are the sample. `spans`,
     `images`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in `SamplingParams`.
+    `target_token_ids`: tokens whose log-probs are also computed, int32 [num_tokens - start, K] with K at least 1, or
+    None. NO_TARGET fills up a row; its log-prob is 0.
     """
 
     id: str
@@ -539,6 +572,7 @@ class ScoreRequest:
     top_logprobs: int | None = None
     return_routed_experts: bool = False
     start: int = 1
+    target_token_ids: np.ndarray | None = None
     spans: tuple[ContentSpan, ...] = ()
     images: tuple[ImageInput, ...] = ()
 
@@ -572,7 +606,8 @@ class SampleOutput:
     `top_token_ids`: int32 [num_tokens, k], the most probable tokens in descending order of logit; tokens with equal
     logits are sorted by ascending id. `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the
     filters kept fewer than k tokens, the lists are filled up with dropped tokens, in ascending order of id. The
-    log-prob of a dropped token is -inf.
+    log-prob of a dropped token is -inf. `target_logprobs`: float32 [num_tokens, K], the log-probs of `target_token_ids`
+    in the same distribution; None if there are none.
 
     `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
     dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None
@@ -598,6 +633,7 @@ class SampleOutput:
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    target_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
 
     @classmethod
@@ -611,7 +647,7 @@ class SampleOutput:
             seed=seed,
             num_cached_tokens=0,
             weight_versions=(),
-            **as_fields(new_columns(params.logprobs is not None, params.top_logprobs)),
+            **as_fields(new_columns(params.logprobs is not None, params.top_logprobs, len(params.target_token_ids))),
         )
 
 
@@ -621,7 +657,7 @@ class SampleDelta:
 
     A delta without tokens occurs only if the sample restarted (`start` is 0) and then ended without a token.
 
-    `token_ids`, `logprobs`, `entropy`, `top_token_ids`, `top_logprobs`: as in `SampleOutput`, for the new tokens.
+    `token_ids` and the columns: as in `SampleOutput`, for the new tokens.
     """
 
     request_id: str
@@ -632,6 +668,7 @@ class SampleDelta:
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    target_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -640,8 +677,8 @@ class ScoreOutput:
 
     `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given the tokens before it.
     `finish_reason`: `stop`, or `abort` for an aborted score, which has empty `logprobs`. `entropy`, `top_token_ids`,
-    `top_logprobs` and `routed_experts`: as in `SampleOutput`, one row for each entry of `logprobs`. `routed_experts` is
-    None for an aborted score.
+    `top_logprobs` and `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`. `routed_experts`:
+    as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """
 
     request_id: str
@@ -651,6 +688,7 @@ class ScoreOutput:
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    target_logprobs: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
 
 

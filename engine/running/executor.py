@@ -44,8 +44,8 @@ class StepResults(NamedTuple):
     """The results of a step, on the host.
 
     `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score request in the step, a list
-    of columns, empty if the step has none of its scored tokens. The first column has the log-probs. With
-    `top_logprobs`, three columns follow: the entropy, and the ids and log-probs of the most probable tokens. `routes`:
+    of columns, empty if the step has none of its scored tokens. The columns are
+    those of `Sampler.score`. `routes`:
     the expert rows of the step's tokens (see `RouteFormat`); None if the step does not record them. Steps with drafted
     tokens always record routes. `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model without
     experts.
@@ -317,10 +317,8 @@ class LocalExecutor:
     def _score(self, rows: ScoredRows, hidden: Tensor) -> HostCopies:
         if not len(rows.token_ids):
             return HostCopies([])
-        targets = to_device(torch.from_numpy(rows.token_ids), hidden.device)
-        if rows.top_logprobs is None:
-            return HostCopies([self._sampler.score(hidden, targets, rows)])
-        return HostCopies(self._sampler.score_statistics(hidden, targets, rows, rows.top_logprobs))
+        token_ids = to_device(torch.from_numpy(rows.token_ids), hidden.device)
+        return HostCopies(self._sampler.score(hidden, token_ids, rows))
 
     def _draw(self, step: Step, hidden: Tensor, graphs: DecodeGraphs | None) -> Drawing:
         """Draw the tokens of a step. `graphs`: the CUDA graphs that computed the step, or None."""

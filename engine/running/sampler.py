@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.contract import SAMPLE, Backend, TokenStatistics, Wanted, Weight
-from ...kernels.edits import edit
+from ...kernels.edits import edit_
 from ...kernels.specs import HeadSpec
 from ...kernels.transfer import HostCopies, all_to_device, to_device
 from ..outputs.open_requests import BASES, DRAW, DrawRecord, divisor
-from ..request import Distribution
+from ..request import NO_TARGET, Distribution
 from .step import Draws, ScoredRows
 
 # The maximum number of rows with logits in memory at the same time.
@@ -28,26 +28,30 @@ _LOGITS_ROWS = 64
 
 # The result of `next_tokens` for some draws, and their statistics if requested.
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
+# The indices of some draws, and float32 [draws, K] with the log-probs of the tokens that they ask for.
+_Targets = tuple[list[int], Tensor]
 
 
 class Drawn(NamedTuple):
     """Drawn tokens, in the order of their draws.
 
     `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
-    statistics to the bytes of each column of `request.TOPS`.
+    statistics to the bytes of each column of `request.TOPS`. `targets`: maps the index of each draw with targets to the
+    bytes of their log-probs.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     is_finite: list[bool]
     records: Mapping[int, tuple[bytes, ...]]
+    targets: Mapping[int, bytes]
 
 
 class Drawing:
     """A draw of tokens; the draw may still be running on the device. `token_ids`: int64 [R], on the device.
 
     `recorded`: a pair for each row of `statistics`: the index of the draw, and the number of top tokens to record. The
-    number is -1 for a draw that requests no statistics.
+    number is -1 for a draw that requests no statistics. `targets`: for the draws that record them.
     """
 
     def __init__(
@@ -58,16 +62,23 @@ class Drawing:
         *,
         recorded: Sequence[tuple[int, int]] = (),
         statistics: Sequence[TokenStatistics] = (),
+        targets: Sequence[_Targets] = (),
     ) -> None:
         self.token_ids = token_ids
-        self._recorded = recorded
+        self._recorded, self._with_targets = recorded, [places for places, _ in targets]
         joined = [torch.cat(column) for column in list(zip(*statistics, strict=True))[1:]]
-        self._copies = HostCopies([token_ids, logprobs, is_finite, *joined])
+        self._copies = HostCopies([token_ids, logprobs, is_finite, *(found for _, found in targets), *joined])
 
     def wait(self) -> Drawn:
         """Wait for the device and return the tokens."""
-        token_ids, logprobs, is_finite, *statistics = self._copies.wait()
-        return Drawn(token_ids.tolist(), logprobs.tolist(), is_finite.tolist(), self._records(statistics))
+        (token_ids, logprobs, is_finite, *rest), count = self._copies.wait(), len(self._with_targets)
+        plain = token_ids.tolist(), logprobs.tolist(), is_finite.tolist()
+        targets = {
+            place: row.tobytes()
+            for places, found in zip(self._with_targets, rest, strict=False)
+            for place, row in zip(places, found.numpy(), strict=True)
+        }
+        return Drawn(*plain, self._records(rest[count:]), targets)
 
     def _records(self, statistics: Sequence[Tensor]) -> dict[int, tuple[bytes, ...]]:
         if not statistics:
@@ -81,8 +92,8 @@ class Sampler:
     """Draws tokens with the ops of one backend and a model's head [vocab_size, hidden_size]. `spec`: how the head's
     products become logits.
 
-    Rows that have neither filters nor edits are drawn by `next_tokens`, or by `next_token_statistics` if they have
-    `top_logprobs`. Neither op stores the logits. Rows with filters or edits are drawn by several separate ops.
+    Rows that have neither filters nor edits nor targets are drawn by `next_tokens`, or by `next_token_statistics` if
+    they have `top_logprobs`. Neither op stores the logits. Other rows are drawn by several separate ops.
     """
 
     def __init__(self, backend: Backend, head: Weight, spec: HeadSpec) -> None:
@@ -95,7 +106,11 @@ class Sampler:
         num_tops = draws.records["num_tops"]
         k = int(num_tops.max())  # draws that list fewer than k tokens use the first ones
         whole, processed, plain = _sorted_by_kind(draws)
-        parts: list[_Part] = [self._draw_processed(hidden, draws.take(part), k) for part in _cut(processed)]
+        targets, parts = list[_Targets](), list[_Part]()
+        for part in _cut(processed):
+            result, found, of_part = self._draw_processed(hidden, draws.take(part), k)
+            parts.append((result, found))
+            targets += [(part[places].tolist(), log_probs) for places, log_probs in of_part]
         if len(whole):
             parts.insert(0, self._draw_recorded(hidden, draws.take(whole), k))
         results = [result for result, _ in parts]
@@ -106,85 +121,126 @@ class Sampler:
         with_statistics = np.concatenate((whole, processed))
         recorded = list(zip(with_statistics.tolist(), num_tops[with_statistics].tolist(), strict=True))
         statistics = [found for _, found in parts if found is not None]
-        return Drawing(*columns, recorded=recorded, statistics=statistics)
+        return Drawing(*columns, recorded=recorded, statistics=statistics, targets=targets)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """Call the backend's `next_tokens` with the model's head."""
         return self.ops.next_tokens(hidden, self.head, wanted, self.spec)
 
-    def score(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> Tensor:
-        """Return the log-probs of `token_ids` (int64 [M], on the device of `hidden`): float32 [M].
+    def score(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> list[Tensor]:
+        """Return the columns of scored tokens: their log-probs (float32 [M]), what `TokenStatistics` has besides if
+        `rows` asks for it, and the log-probs of targets (float32 [M, K]) if `rows` has some.
 
-        `hidden`: [M, hidden_size], the hidden states of `rows`.
+        `hidden`: [M, hidden_size], the hidden states of `rows`. `token_ids`: int64 [M], on the device of `hidden`.
         """
-        if rows.is_cut:
-            parts = self._processed_parts(hidden, token_ids, rows)
-            return torch.cat([self.ops.log_probs(logits, tokens) for logits, tokens in parts])
-        return self.next_tokens(hidden, _make_wanted_of(token_ids, rows.distribution))[1]
-
-    def score_statistics(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows, k: int) -> TokenStatistics:
-        """Return the same log-probs as `score`, and also the entropy and the k most probable tokens of each row."""
+        k = rows.top_logprobs
         if not rows.is_cut:
-            wanted = _make_wanted_of(token_ids, rows.distribution)
-            return self.ops.next_token_statistics(hidden, self.head, wanted, k, self.spec)[1]
-        parts = self._processed_parts(hidden, token_ids, rows)
-        found = [self.ops.token_statistics(logits, tokens, k) for logits, tokens in parts]
-        return TokenStatistics._make(torch.cat(column) for column in zip(*found, strict=True))
+            asked = hidden, self.head, _make_wanted_of(token_ids, rows.distribution)
+            if k is None:
+                return [self.ops.next_tokens(*asked, self.spec)[1]]
+            return [*self.ops.next_token_statistics(*asked, k, self.spec)[1]]
+        parts = list[list[Tensor]]()
+        for part, logits in self._processed_parts(hidden, rows):
+            ids = token_ids[part]
+            found = [self.ops.log_probs(logits, ids)] if k is None else [*self.ops.token_statistics(logits, ids, k)]
+            if rows.targets is not None:
+                found.append(self._target_log_probs(logits, rows.targets[part]))
+            parts.append(found)
+        return [torch.cat(column) for column in zip(*parts, strict=True)]
 
-    def _processed_parts(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pairs (logits after edits, temperature and filters; token ids), each for at most `_LOGITS_ROWS`
-        rows.
+    def _target_log_probs(self, logits: Tensor, targets: np.ndarray) -> Tensor:
+        """Return the log-probs of `targets` (int64 [M, K]), with 0 for NO_TARGET: float32 [M, K]."""
+        ids = _tensor(targets, logits)
+        return self.ops.log_probs(logits, ids.clamp(min=0)).masked_fill(ids == NO_TARGET, 0.0)
+
+    def _processed_parts(self, hidden: Tensor, rows: ScoredRows) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of the rows, of at most `_LOGITS_ROWS` each, and their logits after edits, temperature and
+        filters.
         """
         record = DrawRecord.of_scores(rows.distribution)
         divisor = _divisors(rows.distribution, hidden.device)
-        for start in range(0, len(token_ids), _LOGITS_ROWS):
+        for start in range(0, len(hidden), _LOGITS_ROWS):
             part = slice(start, start + _LOGITS_ROWS)
             logits = self.ops.lm_head(hidden[part], self.head, self.spec)
-            scaled = edit(logits, rows.edits(part)) / divisor
-            yield self._filter(scaled, np.array([record] * len(scaled), DRAW)), token_ids[part]
+            scaled = edit_(logits, rows.edits(part)).div_(divisor)
+            yield part, self._filter(scaled, np.array([record] * len(scaled), DRAW))
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
         wanted = make_wanted(draws, hidden.device)
         token_ids, found, finite = self.ops.next_token_statistics(hidden, self.head, wanted, k, self.spec)
         return (token_ids, found.logprobs, finite), found
 
-    def _draw_processed(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
-        """Draw tokens as `next_tokens` does, but with edits and filters. Also compute statistics if k >= 0."""
+    def _draw_processed(
+        self, hidden: Tensor, draws: Draws, k: int
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None, list[_Targets]]:
+        """Draw tokens as `next_tokens` does, but with edits and filters. Also compute statistics if k >= 0, and the
+        log-probs of targets.
+        """
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head, self.spec)
-        divisors = wanted.temperatures[:, None]
-        processed = self._filter(edit(raw, draws.edits) / divisors, draws.records)
-        token_ids = processed.argmax(-1)
-        sampled = np.flatnonzero(draws.records["target"] == SAMPLE)
-        if len(sampled):
-            rows = _tensor(sampled, hidden)
-            token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
-        sources = {"raw": raw, "temperature": raw / divisors, "processed": processed}
-        basis = torch.stack([sources[BASES[place]][i] for i, place in enumerate(draws.records["basis"].tolist())])
+        is_one = bool((draws.records["basis"] == BASES.index("processed")).all())  # `raw` is not needed again
+        edited = edit_(raw if is_one else raw.clone(), draws.edits)
+        processed = self._filter(_scaled(edited, wanted, draws), draws.records)
+        token_ids = self._choose(processed, draws.records, wanted)
+        basis = processed if is_one else _basis(raw, processed, wanted, draws)
         found = None if k < 0 else self.ops.token_statistics(basis, token_ids, k)
         logprobs = self.ops.log_probs(basis, token_ids) if found is None else found.logprobs
         finite = processed.gather(1, token_ids[:, None]).isfinite().squeeze(1) & ~logprobs.isnan()
-        return (token_ids, logprobs, finite), found
+        targets = list[_Targets]()
+        for places in _of_equal_length(draws.targets):
+            ids = np.stack([draws.targets[i] for i in places])
+            targets.append((places, self._target_log_probs(basis[_tensor(places, basis)], ids)))
+        return (token_ids, logprobs, finite), found, targets
+
+    def _choose(self, processed: Tensor, records: np.ndarray, wanted: Wanted) -> Tensor:
+        """Return a token for each row of logits: the token with the highest logit, or a random one."""
+        sampled = np.flatnonzero(records["target"] == SAMPLE)
+        if len(sampled) == len(records):
+            return self.ops.sample(processed, wanted.seeds, wanted.positions)
+        token_ids = processed.argmax(-1)
+        if len(sampled):
+            rows = _tensor(sampled, processed)
+            token_ids[rows] = self.ops.sample(processed[rows], wanted.seeds[rows], wanted.positions[rows])
+        return token_ids
 
     def _filter(self, scaled: Tensor, records: np.ndarray) -> Tensor:
         """Apply the filters of each row. `records`: `DRAW`, one per row."""
         chosen = np.flatnonzero(records["has_filters"])
         if not len(chosen):
             return scaled
-        rows, filters = _tensor(chosen, scaled), records[chosen]
-        filtered = scaled.clone()
-        filtered[rows] = self.ops.filter_logits(
-            scaled[rows],
+        filters = records[chosen]
+        columns = (
             _tensor(filters["top_k"], scaled),
             _tensor(filters["top_p"], scaled, torch.float32),
             _tensor(filters["min_p"], scaled, torch.float32),
         )
+        if len(chosen) == len(records):
+            return self.ops.filter_logits(scaled, *columns)
+        rows, filtered = _tensor(chosen, scaled), scaled.clone()
+        filtered[rows] = self.ops.filter_logits(scaled[rows], *columns)
         return filtered
 
 
+def _scaled(logits: Tensor, wanted: Wanted, draws: Draws) -> Tensor:
+    """Return logits [M, V] divided by the temperatures."""
+    return logits if (draws.records["temperature"] == 1.0).all() else logits / wanted.temperatures[:, None]
+
+
+def _basis(raw: Tensor, processed: Tensor, wanted: Wanted, draws: Draws) -> Tensor:
+    """Return, for each row, the logits [M, V] of the distribution to which its log-probs refer."""
+    sources = {"raw": raw, "temperature": _scaled(raw, wanted, draws), "processed": processed}
+    return torch.stack([sources[BASES[place]][i] for i, place in enumerate(draws.records["basis"].tolist())])
+
+
+def _of_equal_length(targets: Mapping[int, np.ndarray]) -> list[list[int]]:
+    """Group the indices of draws by the number of their targets."""
+    lengths = {place: len(ids) for place, ids in targets.items()}
+    return [[i for i, found in lengths.items() if found == length] for length in sorted({*lengths.values()})]
+
+
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort draws into three groups, and return the indices of the draws in each group: draws with statistics, but
-    without filters or edits; draws with filters or edits; and plain draws.
+    """Sort draws into three groups, and return the indices of the draws in each group: draws with statistics that do
+    not need their logits; draws that need them; and plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)

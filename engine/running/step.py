@@ -9,9 +9,9 @@ one element per draw, and the draws of a sample are adjacent. The draw from a ro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from ..request import Distribution
 from ..scheduling.media import ImageRows
 from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
+T = TypeVar("T")
 NO_LANE = -1
 """The lane of a draw that is not stored on the device, because the host sees the token before the sequence continues.
 """
@@ -34,7 +35,7 @@ class Draws:
     `rows`: int64 [R], the row of the hidden states for each draw. `positions`: int64 [R], the absolute position of the
     drawn token. `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A
     lane occurs at most once in `lanes`. `records`: `DRAW` [R]. `edits`: maps the indices of some draws to the edits of
-    their logits.
+    their logits. `targets`: maps the indices of some draws to the tokens whose log-probs are recorded, int64 [K].
     """
 
     rows: np.ndarray
@@ -42,18 +43,19 @@ class Draws:
     lanes: np.ndarray
     records: np.ndarray
     edits: Mapping[int, RowEdits]
+    targets: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     @cached_property
     def is_cut(self) -> np.ndarray:
-        """A mask of the draws that have edits or filters: bool [R]."""
-        is_cut = self.records["has_filters"].copy()
+        """A mask of the draws that need their logits, for edits, filters or targets: bool [R]."""
+        is_cut = self.records["has_filters"] | self.records["has_targets"]
         if self.edits:
             is_cut[list(self.edits)] = True
         return is_cut
 
     @cached_property
     def is_plain(self) -> np.ndarray:
-        """A mask of the draws that have neither edits nor filters nor statistics: bool [R]."""
+        """A mask of the draws that have neither edits nor filters nor records besides log-probs: bool [R]."""
         return ~self.is_cut & ~self.records["is_special"]
 
     @cached_property
@@ -63,11 +65,18 @@ class Draws:
 
     def take(self, places: np.ndarray) -> Draws:
         """Return the draws at the given indices."""
-        edits = {i: self.edits[place] for i, place in enumerate(places.tolist()) if place in self.edits}
-        return Draws(self.rows[places], self.positions[places], self.lanes[places], self.records[places], edits)
+        edits, targets = _taken(self.edits, places), _taken(self.targets, places)
+        return Draws(
+            self.rows[places], self.positions[places], self.lanes[places], self.records[places], edits, targets
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
+
+
+def _taken(found: Mapping[int, T], places: np.ndarray) -> dict[int, T]:
+    """Return what `found` has at the given indices, by the new index."""
+    return {i: found[place] for i, place in enumerate(places.tolist()) if place in found}
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +84,7 @@ class ScoredRows:
     """Rows [start, end) of the hidden states, from which the log-probs of `token_ids` are computed.
 
     `token_ids`: int64 [end - start]. `top_logprobs`: as in `ScoreRequest`. `text`: the scored tokens and all tokens
-    before them, or None if no logit is edited.
+    before them, or None if no logit is edited. `targets`: int64 [end - start, K], as in `ScoreRequest`, or None.
     """
 
     start: int
@@ -84,11 +93,12 @@ class ScoredRows:
     distribution: Distribution
     top_logprobs: int | None
     text: EditedText | None = None
+    targets: np.ndarray | None = None
 
     @property
     def is_cut(self) -> bool:
-        """Return whether filters or edits change the distribution."""
-        return self.text is not None or self.distribution.has_filters
+        """Return whether the logits are needed, for edits, filters or targets."""
+        return self.text is not None or self.targets is not None or self.distribution.has_filters
 
     def edits(self, rows: slice) -> Mapping[int, RowEdits]:
         """Return the edits of some rows, counted from `start`, by their index in `rows`."""
@@ -290,8 +300,9 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
         owners = owners.repeat(counts)
         rows, positions = ranges(rows - counts + 1, counts), ranges(positions - counts + 1, counts)
         takes, records = takes[owners], records[owners]
-    edited = np.flatnonzero(positions < records["edits_end"])
-    return Draws(rows, positions, takes, records, _edits(edited, owners, chunks, takers))
+    edited, recorded = np.flatnonzero(positions < records["edits_end"]), np.flatnonzero(records["has_targets"])
+    targets = {i: np.array(takers.samples[owners[i]].request.params.target_token_ids) for i in recorded.tolist()}
+    return Draws(rows, positions, takes, records, _edits(edited, owners, chunks, takers), targets)
 
 
 def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Takers) -> dict[int, RowEdits]:
@@ -312,5 +323,7 @@ def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:
     first = min(max(chunk.start + 1, request.start), chunk.end + 1)
     token_ids = request.token_ids[first : chunk.end + 1].astype(np.int64)
     text = score.rules and EditedText(score.rules, request.token_ids[: chunk.end + 1], request.start)
-    rows = end - len(token_ids), end
-    return ScoredRows(*rows, token_ids, request.distribution, request.top_logprobs, text)
+    rows, targets = (end - len(token_ids), end), request.target_token_ids
+    if targets is not None:
+        targets = targets[first - request.start : chunk.end + 1 - request.start].astype(np.int64)
+    return ScoredRows(*rows, token_ids, request.distribution, request.top_logprobs, text, targets)

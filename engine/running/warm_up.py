@@ -87,9 +87,9 @@ class _Computation:
         """Compute tokens and log-probs from hidden states, with each sampler variant that a step may use."""
         count, token_ids = len(hidden), self._zeros(len(hidden))
         for distribution in (Distribution(), Distribution(top_k=1)):
-            rows = ScoredRows(0, count, np.zeros(count, np.int64), distribution, None)
-            self.sampler.score(hidden, token_ids, rows)
-            self.sampler.score_statistics(hidden, token_ids, rows, k=1)
+            for k in (None, 1):
+                rows = ScoredRows(0, count, np.zeros(count, np.int64), distribution, k)
+                self.sampler.score(hidden, token_ids, rows)
 
     def _decode(self, rows: int) -> None:
         """Run a decode batch in the form that CUDA graphs capture."""

@@ -359,6 +359,7 @@ class AsyncRolloutClient:
         *,
         distribution: Distribution | None = None,
         start: int | Sequence[int] = 1,
+        target_token_ids: Sequence[Any] | None = None,
         media: Media = None,
         return_routed_experts: bool = False,
         min_weight_version: int | None = None,
@@ -369,7 +370,9 @@ class AsyncRolloutClient:
         `distribution`: the distribution, in place of `temperature` and filters. With the `SamplingParams` of a sample,
         the scores have the bits of the sample's log-probs, if `start` is the length of its prompt. `start`: the first
         token with a log-prob, one number or one for each sequence. The tokens before it count as the prompt.
-        `ScoreOutput.logprobs` is float32 [num_tokens - start]. `top_logprobs`, `return_routed_experts`: as in
+        `target_token_ids`: for each sequence, tokens whose log-probs are also computed: integers [num_tokens - start,
+        K]. -1 fills up a row; its log-prob is 0. `ScoreOutput.logprobs` is float32 [num_tokens - start], and
+        `target_logprobs` float32 [num_tokens - start, K]. `top_logprobs`, `return_routed_experts`: as in
         `SamplingParams`. `media`, `min_weight_version`, `wait_for_weights`: see `generate`. Raise RequestAbortedError
         if a scoring request was aborted. Raise ConfigError for parameters whose `logprobs` is None.
         """
@@ -378,7 +381,7 @@ class AsyncRolloutClient:
         fields |= dict(top_logprobs=top_logprobs, return_routed_experts=return_routed_experts)
         fields |= dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         given = await self._prompts.make(sequences, media, "sequences")
-        requests = score_requests(given, start, fields)
+        requests = score_requests(given, start, target_token_ids, fields)
         scores: dict[int, Any] = {}
         async with aclosing(self.exchange(requests, "sequences", images=contents(given))) as replies:
             async for position, reply in replies:

@@ -93,14 +93,19 @@ def continue_requests(
 
 
 def score_requests(
-    sequences: Sequence[Prompt], start: int | Sequence[int], fields: dict[str, Any]
+    sequences: Sequence[Prompt],
+    start: int | Sequence[int],
+    targets: Sequence[Any] | None,
+    fields: dict[str, Any],
 ) -> dict[int, protocol.GetScores]:
     """Return a message for each sequence. The keys are the positions of the sequences. `start`: one for all sequences,
-    or one for each. `fields`: the other fields of each message.
+    or one for each. `targets`: target_token_ids for each, or None. `fields`: the other fields of each message.
     """
     fields = dict(caller=protocol.new_id(), **fields)
     starts = list(start) if isinstance(start, Sequence | np.ndarray) else [start] * len(sequences)
     _check_count("start", "one, or one for each of", len(starts), len(sequences))
+    targets = [None] * len(sequences) if targets is None else targets
+    _check_count("target_token_ids", "one array for each of", len(targets), len(sequences))
     return {
         i: message_of(
             protocol.GetScores,
@@ -108,10 +113,24 @@ def score_requests(
             token_ids=sequence.token_ids,
             images=sequence.refs,
             start=start,
+            target_token_ids=None if ids is None else _targets_to_bytes(ids, i),
             **fields,
         )
-        for i, (sequence, start) in enumerate(zip(sequences, starts, strict=True))
+        for i, (sequence, start, ids) in enumerate(zip(sequences, starts, targets, strict=True))
     }
+
+
+def _targets_to_bytes(target_token_ids: Any, position: int) -> bytes:
+    """Return the target_token_ids of one sequence, integers [rows, K], as the protocol's int32 array."""
+    name = f"target_token_ids[{position}]"
+    try:
+        found = np.asarray(target_token_ids)
+    except ValueError:  # rows of different lengths
+        found = np.empty(0)
+    if found.ndim != 2:
+        text = f"{name} must have the same number of token ids for each token (got {brief(target_token_ids)})"
+        raise InvalidRequestError(text, field=name)
+    return protocol.tokens_to_bytes(found.reshape(-1), name)
 
 
 def scored_distribution(distribution: Distribution | None, values: dict[str, Any]) -> Distribution:

@@ -88,6 +88,7 @@ from .messages import (
     Sleep,
     Stats,
     Status,
+    TargetArrays,
     TopArrays,
     WakeUp,
 )
@@ -140,6 +141,7 @@ __all__ = [
     "State",
     "Stats",
     "Status",
+    "TargetArrays",
     "TopArrays",
     "VerifyPush",
     "WakeUp",

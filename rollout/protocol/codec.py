@@ -23,6 +23,7 @@ from trueroll.errors import InvalidRequestError, ProtocolError, TruerollError, b
 from ...engine.request import (
     COLUMNS,
     LOGPROBS,
+    TARGETS,
     TOKENS,
     TOPS,
     Column,
@@ -31,6 +32,7 @@ from ...engine.request import (
     SampleOutput,
     ScoreOutput,
     WeightSpan,
+    Widths,
     as_fields,
     columns_of,
     from_validation,
@@ -38,7 +40,19 @@ from ...engine.request import (
 )
 from ...weight_sync.payload.messages import MAX_ID_CHARS
 from .error_codes import told
-from .messages import Delta, Done, Error, FinishedSample, FromClient, FromWorker, RoutedExperts, Scores, Span, TopArrays
+from .messages import (
+    Delta,
+    Done,
+    Error,
+    FinishedSample,
+    FromClient,
+    FromWorker,
+    RoutedExperts,
+    Scores,
+    Span,
+    TargetArrays,
+    TopArrays,
+)
 
 PROTOCOL_VERSION = 1
 MAX_DEPTH = 6
@@ -218,28 +232,33 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
     found = {} if message.logprobs is None else {LOGPROBS: message.logprobs}
     if message.tops is not None:
         found |= {column: getattr(message.tops, _TOP_FIELDS[column.name]) for column in TOPS}
+    if message.targets is not None:
+        found[TARGETS] = message.targets.logprobs
     return found
 
 
-def num_listed(message: Carrier) -> int:
-    """Return `k`, the number of most probable tokens that a message lists at each position; 0 without `tops`."""
-    return 0 if message.tops is None else message.tops.k
+def widths_of(message: Carrier) -> Widths:
+    """Return how many tokens a message lists at each position."""
+    tops, targets = message.tops, message.targets
+    return Widths(0 if tops is None else tops.k, 0 if targets is None else targets.k)
 
 
-def fields_of(content: Mapping[Column, bytes], k: int) -> dict[str, Any]:
-    """Convert columns to message fields. `content`: columns as bytes. `k`: the number of most probable tokens at each
-    position, which becomes the field `k` of `TopArrays`.
-    """
+def fields_of(content: Mapping[Column, bytes], widths: Widths) -> dict[str, Any]:
+    """Convert columns to message fields. `content`: columns as bytes."""
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
-    return {"logprobs": content.get(LOGPROBS), "tops": TopArrays(k=k, **tops) if tops else None}
+    return {
+        "logprobs": content.get(LOGPROBS),
+        "tops": TopArrays(k=widths.tops, **tops) if tops else None,
+        "targets": TargetArrays(k=widths.targets, logprobs=content[TARGETS]) if TARGETS in content else None,
+    }
 
 
 def columns_within(message: Carrier) -> Columns:
     """Return the columns of a message as writable arrays."""
-    found, k = bytes_within(message), num_listed(message)
-    rows = next((len(content) // column.num_bytes(k) for column, content in found.items()), 0)
+    found, widths = bytes_within(message), widths_of(message)
+    rows = next((len(content) // column.num_bytes(widths) for column, content in found.items()), 0)
     return {
-        column.name: np.frombuffer(content, column.dtype).reshape(column.shape(rows, k)).copy()
+        column.name: np.frombuffer(content, column.dtype).reshape(column.shape(rows, widths)).copy()
         for column, content in found.items()
     }
 
@@ -249,8 +268,8 @@ def fields_for(columns: Columns) -> dict[str, Any]:
     content = {
         column: columns[column.name].astype(column.dtype).tobytes() for column in COLUMNS if column.name in columns
     }
-    listed = [columns[column.name].shape[1] for column in content if column.is_listed]
-    return fields_of(content, max(listed, default=0))
+    widths = {column.listed: columns[column.name].shape[1] for column in content if column.listed}
+    return fields_of(content, Widths(**widths))
 
 
 _BOOLEANS = frozenset((bool, np.bool_))
@@ -401,8 +420,8 @@ class Growth:
 
     def __init__(self, first: Delta) -> None:
         self.id, self.index = first.id, first.index
-        self._k = num_listed(first)
-        self._widths = {column: column.num_bytes(self._k) for column in _columns(first)}
+        self._listed = widths_of(first)
+        self._widths = {column: column.num_bytes(self._listed) for column in _columns(first)}
         self._columns = {column: bytearray(content) for column, content in _columns(first).items()}
 
     @property
@@ -417,7 +436,7 @@ class Growth:
         return False.
         """
         found, num_known = _columns(delta), self.num_tokens - delta.start
-        if num_known < 0 or found.keys() != self._columns.keys() or num_listed(delta) != self._k:
+        if num_known < 0 or found.keys() != self._columns.keys() or widths_of(delta) != self._listed:
             return False
         known, widths = self._columns, self._widths
         if not all(_agree(known[column], new, widths[column] * delta.start) for column, new in found.items()):
@@ -437,7 +456,7 @@ class Growth:
             for column, known in self._columns.items()
         }
         token_ids = content.pop(TOKENS)
-        return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._k))
+        return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._listed))
 
 
 def delta_of(sample: FinishedSample) -> Delta:
@@ -449,6 +468,7 @@ def delta_of(sample: FinishedSample) -> Delta:
         token_ids=sample.token_ids,
         logprobs=sample.logprobs,
         tops=sample.tops,
+        targets=sample.targets,
     )
 
 

@@ -15,6 +15,7 @@ from trueroll.errors import MAX_FIELD_CHARS, MAX_VALUE_CHARS
 
 from ...engine.request import (
     MAX_SPANS,
+    MAX_TARGETS,
     CacheSalt,
     ContentSpan,
     Distribution,
@@ -119,6 +120,7 @@ class GetScores(_Request):
 
     - `token_ids`: int32 array
     - `start`: the first token with a log-prob
+    - `target_token_ids`: int32 array, row-major, with as many ids for each token from `start` on; see `ScoreRequest`
     - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
     - `images`: as in `Generate`
     - other fields: see `_Request`
@@ -129,6 +131,7 @@ class GetScores(_Request):
     token_ids: Array
     distribution: Distribution = Distribution()
     start: Annotated[int, Field(ge=1, lt=2**63)] = 1
+    target_token_ids: Array | None = None
     cache_salt: CacheSalt | None = None
     top_logprobs: TopLogprobs | None = None
     return_routed_experts: bool = False
@@ -266,6 +269,23 @@ class TopArrays(Message):
         return self
 
 
+class TargetArrays(Message):
+    """The data for `target_token_ids`: for each token, the log-probs of the `k` tokens that were asked for at its
+    position. `logprobs`: float32 [num_tokens, k].
+    """
+
+    k: Annotated[int, Field(ge=1, le=MAX_TARGETS)]
+    logprobs: Array
+
+    @model_validator(mode="after")
+    def _has_k_for_each(self) -> Self:
+        if len(self.logprobs) % (4 * self.k):
+            raise ValueError(
+                f"targets: logprobs must have {self.k} elements of 4 bytes per token (got {len(self.logprobs)} bytes)"
+            )
+        return self
+
+
 class RoutedExperts(Message):
     """The data for `return_routed_experts`: dtype, shape and row-major elements of `SampleOutput.routed_experts`."""
 
@@ -301,6 +321,7 @@ class FinishedSample(Message):
     num_drafted_tokens: Count = 0
     num_accepted_tokens: Count = 0
     tops: TopArrays | None = None
+    targets: TargetArrays | None = None
     routed_experts: RoutedExperts | None = None
     caller: Id | None = None
 
@@ -314,6 +335,7 @@ class Delta(Message):
     token_ids: Array
     logprobs: Array | None
     tops: TopArrays | None = None
+    targets: TargetArrays | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -323,6 +345,7 @@ class Delta(Message):
     def num_bytes(self) -> int:
         """Approximate size on the wire."""
         per_token = 4 + 4 * (self.logprobs is not None) + (0 if self.tops is None else 4 + 8 * self.tops.k)
+        per_token += 0 if self.targets is None else 4 * self.targets.k
         return _BYTES_BESIDE + per_token * self.num_tokens
 
 
@@ -358,6 +381,7 @@ class Scores(Message):
     finish_reason: FinishReason
     weight_versions: tuple[Span, ...]
     tops: TopArrays | None = None
+    targets: TargetArrays | None = None
     routed_experts: RoutedExperts | None = None
     caller: Id | None = None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from trueroll.errors import (
     InvalidRequestError,
     QueueFullError,
@@ -13,7 +15,7 @@ from trueroll.errors import (
 
 from ...engine.request import check_length
 from ..config import WorkerConfig
-from ..protocol import Generate, GetScores, State
+from ..protocol import Generate, GetScores, State, bytes_to_tokens
 from .ledger import Entry, Ledger, Submission, num_bytes_of
 
 MOST_CALLERS = 1024
@@ -57,6 +59,23 @@ def check_admission(
             raise too_old(message, version)
     if max_model_len is not None:
         check_length(*_length(message), max_model_len)
+    if isinstance(message, GetScores):
+        targets_of(message)
+
+
+def targets_of(message: GetScores) -> np.ndarray | None:
+    """Return the targets of a score, int32 [num_tokens - start, K]. Raise InvalidRequestError if they do not fit."""
+    if message.target_token_ids is None:
+        return None
+    ids, rows = bytes_to_tokens(message.target_token_ids), len(message.token_ids) // 4 - message.start
+    if rows > 0 and len(ids) and len(ids) % rows == 0:
+        return ids.reshape(rows, -1)
+    raise InvalidRequestError(
+        f"target_token_ids must have as many ids for each of the {max(rows, 0)} tokens from start on (got {len(ids)} "
+        "ids)",
+        field="target_token_ids",
+        value=len(ids),
+    )
 
 
 def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:

@@ -36,7 +36,7 @@ from ...engine.request import (
 from .. import protocol
 from ..config import WorkerConfig
 from ..protocol import Generate, GetScores
-from .admission import Conditions, check_admission, check_joining, check_succession, serves, too_old
+from .admission import Conditions, check_admission, check_joining, check_succession, serves, targets_of, too_old
 from .engine_thread import Add, Command, End, Ended, Run, Stream
 from .images import ImageStore, Supplier
 from .ledger import Calls, Entry, Ledger, Submission, asked_by, salt_of, scoped, submission_of
@@ -534,7 +534,7 @@ def _request_of(entry: Entry) -> Request:
     message, params = entry.message, entry.params
     if isinstance(message, protocol.GetScores):
         tokens, salt = protocol.bytes_to_tokens(message.token_ids), salt_of(entry.user, message.cache_salt)
-        recorded = message.top_logprobs, message.return_routed_experts, message.start
+        recorded = message.top_logprobs, message.return_routed_experts, message.start, targets_of(message)
         return ScoreRequest(entry.key, tokens, message.distribution, salt, *recorded, message.spans)
     assert params is not None
     salted = params.model_copy(update={"cache_salt": salt_of(entry.user, params.cache_salt)})

@@ -67,10 +67,13 @@ def num_bytes_of(message: Generate | GetScores) -> int:
     """
     beside = FIXED_BYTES + SPAN_BYTES * (len(message.spans) + len(message.images))
     if isinstance(message, GetScores):
+        arrays = len(message.token_ids) + len(message.target_token_ids or b"")
         numbers = INT_BYTES * message.distribution.num_numbers
-        return beside + _text_bytes(message.id, message.cache_salt) + 2 * len(message.token_ids) + numbers
+        return beside + _text_bytes(message.id, message.cache_salt) + 2 * arrays + numbers
     params = message.params
-    num_bytes = beside + 2 * len(message.prompt_token_ids) + INT_BYTES * params.num_numbers
+    num_bytes = (
+        beside + 2 * len(message.prompt_token_ids) + INT_BYTES * (params.num_numbers + len(params.target_token_ids))
+    )
     return num_bytes + _text_bytes(message.id, params.cache_salt, *params.stop)
 
 

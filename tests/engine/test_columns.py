@@ -17,6 +17,7 @@ from trueroll.engine.request import (
     SampleOutput,
     SamplingParams,
     ScoreOutput,
+    Widths,
     as_fields,
     columns_of,
     cut_columns,
@@ -32,8 +33,8 @@ def test_each_column_is_a_field_of_the_outputs(kind: type) -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_growing_columns_are_cut_and_joined_to_the_bit(k: int) -> None:
-    growing, rng = GrowingColumns(TOPS, k), np.random.default_rng(0)
-    rows = [tuple(rng.bytes(column.num_bytes(k)) for column in TOPS) for _ in range(5)]
+    growing, rng = GrowingColumns(TOPS, Widths(k)), np.random.default_rng(0)
+    rows = [tuple(rng.bytes(column.num_bytes(Widths(k))) for column in TOPS) for _ in range(5)]
     for row in rows:
         growing.append(row)
     whole = growing.arrays()
@@ -48,7 +49,7 @@ def test_growing_columns_are_cut_and_joined_to_the_bit(k: int) -> None:
 def test_an_empty_sample_has_the_requested_columns(logprobs: str | None, k: int | None) -> None:
     params = SamplingParams.model_validate(dict(logprobs=logprobs, top_logprobs=k))
     found = columns_of(SampleOutput.empty("r", 2, 7, params))
-    assert found.keys() == new_columns(logprobs is not None, k).keys()
+    assert found.keys() == new_columns(logprobs is not None, k, 0).keys()
     assert {name: values.shape[1:] for name, values in found.items() if values.ndim > 1} == (
         {} if k is None else dict(top_token_ids=(k,), top_logprobs=(k,))
     )

@@ -75,11 +75,10 @@ def test_score_gives_the_bits_of_generate(client: RolloutClient, mode: LogprobsM
 @pytest.mark.parametrize("mode", ["processed", "temperature", "raw"])
 def test_score_with_the_parameters_of_samples_gives_their_bits(client: RolloutClient, mode: LogprobsMode) -> None:
     """The samples have penalties, a bias, bad words, bans and filters."""
-    params = SamplingParams(
-        **dict(n=2, max_tokens=10, seed=3, temperature=0.7, top_p=0.9, min_p=0.01, logprobs=mode),
-        **dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={9: 4.0, 8: -100}),
-        **dict(bad_words_token_ids=[[9, 9], [7]], min_tokens=3, stop_token_ids=[*range(100, 300)]),
-    )
+    given: dict[str, Any] = dict(n=2, max_tokens=10, seed=3, temperature=0.7, top_p=0.9, min_p=0.01, logprobs=mode)
+    given |= dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=-0.5, logit_bias={9: 4.0, 8: -100})
+    given |= dict(bad_words_token_ids=[[9, 9], [7]], min_tokens=3, stop_token_ids=[*range(100, 300)])
+    params = SamplingParams(**given)
     groups = client.generate(PROMPTS, params.model_copy(update={"seed": None}), seed=3)
     plain = client.generate(PROMPTS, SamplingParams(n=2, max_tokens=10, temperature=0.7), seed=3)
     assert [bits(group.samples) for group in groups] != [bits(group.samples) for group in plain], "premise"
@@ -93,6 +92,25 @@ def test_score_with_the_parameters_of_samples_gives_their_bits(client: RolloutCl
     again = client.score(sequences, temperature, start=starts)
     are_equal = [score.logprobs.tobytes() for score in again] == [logprobs for _, logprobs in bits(samples)]
     assert are_equal == (mode != "processed"), "premise: the distribution matters"
+
+
+def test_score_gives_the_log_probs_of_the_tokens_that_generate_was_asked_for(client: RolloutClient) -> None:
+    params = SamplingParams(n=2, max_tokens=10, seed=3, temperature=0.7, top_k=300, target_token_ids=(7, 300, 9))
+    (group,) = client.generate([PROMPTS[0]], params)
+    sequences = [[*PROMPTS[0], *sample.token_ids] for sample in group.samples]
+    targets = [[[300, -1, sample.token_ids[i]] for i in range(len(sample.token_ids))] for sample in group.samples]
+    asked: dict[str, Any] = dict(distribution=params, start=len(PROMPTS[0]), target_token_ids=targets)
+    for sample, score in zip(group.samples, client.score(sequences, **asked), strict=True):
+        found, expected = score.target_logprobs, sample.target_logprobs
+        assert found is not None and expected is not None and expected.shape == (len(sample.token_ids), 3)
+        assert found[:, 0].tobytes() == expected[:, 1].tobytes() and not found[:, 1].any()
+        assert found[:, 2].tobytes() == score.logprobs.tobytes() == np.array(sample.logprobs).tobytes()
+
+
+@pytest.mark.parametrize("targets", [[[1]], [[1, 2], [3]], [[1.5], [2.0]], [[512], [1]], [[], []]])
+def test_wrong_targets_of_a_score_are_refused(client: RolloutClient, targets: list[list[Any]]) -> None:
+    with pytest.raises(InvalidRequestError, match="target_token_ids"):
+        client.score([[1, 2, 3]], target_token_ids=[targets])
 
 
 def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None:
@@ -112,8 +130,8 @@ def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None
 
 
 def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClient, tiny_llama: Path) -> None:
-    """The requests have a stop string and `top_logprobs`."""
-    params = SamplingParams(n=2, max_tokens=40, top_logprobs=2)
+    """The requests have a stop string, `top_logprobs` and targets."""
+    params = SamplingParams(n=2, max_tokens=40, top_logprobs=2, target_token_ids=(5, 6, 7))
     (free, *_) = client.generate(PROMPTS, params, seed=5)
     stop = load_vocabulary(tiny_llama).decode([free.samples[0].token_ids[9]])
     params = params.model_copy(update={"stop": (stop,)})
@@ -126,7 +144,7 @@ def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClie
             continue
         sample = expected[position].samples[event.index]
         assert sum((piece.token_ids for piece in found), []) == event.token_ids == sample.token_ids
-        for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs"):
+        for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs", "target_logprobs"):
             told = b"".join(getattr(piece, name).tobytes() for piece in found)
             assert told == getattr(event, name).tobytes() == getattr(sample, name).tobytes()
     reasons = {sample.finish_reason for group in expected for sample in group.samples}

@@ -57,7 +57,7 @@ def requests(has_experts: bool) -> list[GenerateRequest]:
         generate("group", prompt, n=3, temperature=1.0, max_tokens=37),
         generate("filters", tokens(20, seed=4), n=2, temperature=0.7, max_tokens=30, **filters),
         generate("hot", tokens(17, seed=5), temperature=1.5, max_tokens=33, top_logprobs=3, logprobs="raw"),
-        generate("tops", tokens(9, seed=6), temperature=0.7, max_tokens=21, top_logprobs=4, **filters),
+        generate("tops", tokens(9, seed=6), max_tokens=21, top_logprobs=4, target_token_ids=(5, 9), **filters),
         generate("one", tokens(40, seed=7), temperature=1.0, max_tokens=1),
         generate(
             "bans", tokens(5, seed=8), temperature=1.0, max_tokens=40, min_tokens=25, stop_token_ids=[*range(300)]
@@ -74,7 +74,8 @@ def parts(sample: SampleOutput) -> tuple[object, ...]:
     """Return everything of a sample that drafts must not change."""
     tops = top_bits(sample) if sample.top_token_ids is not None else None
     routes = None if sample.routed_experts is None else sample.routed_experts.tobytes()
-    return *bits(sample), sample.finish_reason, sample.stop_reason, sample.weight_versions, tops, routes
+    targets = None if sample.target_logprobs is None else sample.target_logprobs.tobytes()
+    return *bits(sample), sample.finish_reason, sample.stop_reason, sample.weight_versions, tops, routes, targets
 
 
 def make(loaded: LoadedModel, config: dict[str, Any], function: Callable[..., Any] | None, **more: Any) -> Engine:

@@ -153,7 +153,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Step, Step
 
 def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, StepResults]]:
     """Return the steps of an engine on one device, and their results. The steps have chunks of prompts, prefix hits,
-    groups, preemptions, filters, scores and top log-probs.
+    groups, preemptions, filters, penalties, scores, top log-probs and targets.
     """
     with recording(monkeypatch) as found:
         engine = Engine(config)
@@ -162,6 +162,7 @@ def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
             generate("a", np.concatenate((shared, tokens(9, seed=1))), n=3, max_tokens=24),
             generate("b", np.concatenate((shared, tokens(30, seed=2))), n=2, max_tokens=20, temperature=0.7, top_k=9),
             generate("c", tokens(70, seed=3), max_tokens=30, temperature=0.0, top_logprobs=3),
+            generate("e", tokens(9, seed=5), max_tokens=9, presence_penalty=0.5, target_token_ids=(7, 400)),
         ]
         run(engine, asked[:1])
         run(engine, [*asked[1:], ScoreRequest("d", tokens(50, seed=4))])
@@ -195,7 +196,8 @@ def bits(results: StepResults) -> tuple[Any, ...]:
     drawn = results.drawn
     found = None
     if drawn is not None:
-        found = drawn.token_ids, np.array(drawn.logprobs, np.float64).tobytes(), drawn.is_finite, drawn.records
+        logprobs = np.array(drawn.logprobs, np.float64).tobytes()
+        found = drawn.token_ids, logprobs, drawn.is_finite, drawn.records, drawn.targets
     scores = [[column.tobytes() for column in columns] for columns in results.scores]
     return found, scores, None if results.routes is None else bytes(results.routes), results.expert_tokens
 

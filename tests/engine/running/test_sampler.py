@@ -80,7 +80,8 @@ def draw(row: int = 0, seed: int = 3, position: int = 9, banned: Sequence[int] =
 
 def score(sampler: Sampler, token_ids: torch.Tensor, **distribution: Any) -> torch.Tensor:
     rows = ScoredRows(0, len(token_ids), token_ids.numpy(), Distribution(**distribution), None)
-    return sampler.score(LOGITS, token_ids, rows)
+    [found] = sampler.score(LOGITS, token_ids, rows)
+    return found
 
 
 MIXED = [

@@ -44,13 +44,16 @@ params = st.builds(
     bad_words_token_ids=st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=3),
     cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     return_routed_experts=st.booleans(),
-)
+) | st.builds(SamplingParams, target_token_ids=st.lists(token_ids, max_size=3))
 tops = st.integers(0, 4).flatmap(
     lambda k: st.integers(0, 3).map(
         lambda rows: protocol.TopArrays(
             k=k, entropy=bytes(4 * rows), token_ids=b"abcd" * (k * rows), logprobs=bytes(4 * k * rows)
         )
     )
+)
+targets = st.integers(1, 4).flatmap(
+    lambda k: st.integers(0, 3).map(lambda rows: protocol.TargetArrays(k=k, logprobs=b"abcd" * (k * rows)))
 )
 routed = st.integers(0, 3).map(
     lambda rows: protocol.RoutedExperts(dtype="uint16", shape=(rows, 2, 4), data=b"abcd" * (4 * rows))
@@ -71,6 +74,7 @@ from_client = st.one_of(
         token_ids=arrays,
         distribution=st.builds(Distribution, min_p=st.floats(0, 1), presence_penalty=st.floats(-2, 2)),
         start=st.integers(1, 2**63 - 1),
+        target_token_ids=st.none() | arrays,
     ),
     st.builds(protocol.Abort, id=ids, request_id=ids, index=st.none() | counts),
     st.builds(protocol.Ack, ids=st.lists(ids).map(tuple)),
@@ -92,6 +96,7 @@ from_worker = st.one_of(
         weight_versions=spans,
         error=st.none() | st.just("why"),
         tops=st.none() | tops,
+        targets=st.none() | targets,
         routed_experts=st.none() | routed,
     ),
     st.builds(
@@ -105,6 +110,7 @@ from_worker = st.one_of(
                 token_ids=arrays,
                 logprobs=st.none() | arrays,
                 tops=st.none() | tops,
+                targets=st.none() | targets,
             ),
             max_size=3,
         ).map(tuple),
