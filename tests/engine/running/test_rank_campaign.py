@@ -18,7 +18,7 @@ from ..drive import generate, tokens
 from .test_ranks import FAMILIES, config_of
 
 LEAST_TOKENS = int(os.environ.get("TRUEROLL_RANK_TOKENS", "0"))
-ROUND = 64 if LEAST_TOKENS else 16
+ROUND = 64 if LEAST_TOKENS else 8
 
 
 def random_requests(round: int) -> list[GenerateRequest | ScoreRequest]:
