@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from matrix import thinned
 from torch import Tensor
 
 from tiny import make_tiny_model
@@ -113,6 +114,7 @@ def test_engines_with_several_ranks_give_the_same_bits_and_statistics(model: str
     assert stats[1].preemptions > 0 and stats[1].prefix_hits > 0 and stats[1].checkpoints_restored > 0, "premise"
 
 
+@thinned(lambda size, stages: size == 2)
 @pytest.mark.parametrize(("size", "stages"), [(1, 4), (2, 2)])
 def test_engines_with_stages_give_the_same_bits(model: str, size: int, stages: int) -> None:
     with engine_of(model, 1) as one, engine_of(model, size, stages) as several:
@@ -134,6 +136,7 @@ def test_engines_with_stages_give_the_same_bits(model: str, size: int, stages: i
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.checkpoints_restored > 0, "premise"
 
 
+@thinned(lambda speculative, size, stages: speculative == "mtp")
 @pytest.mark.parametrize(("speculative", "size", "stages"), [("ngram", 2, 1), ("mtp", 2, 2)])
 def test_drafts_and_the_mtp_module_on_ranks(speculative: str, size: int, stages: int, tmp_path: Path) -> None:
     model = str(make_mtp_model("qwen3_5_moe", tmp_path / "model", **FAMILIES["qwen3_5_moe"]))

@@ -102,7 +102,7 @@ def asleep(engine: Engine, first: Tensors, second: Tensors) -> None:
 WAYS = [whole, in_place, some_tensors, elements, adapters, asleep]
 
 
-@thinned(lambda way: way not in (in_place, some_tensors))
+@thinned(lambda way: way in (whole, elements, asleep))
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_new_weights_give_the_same_bits_on_one_rank_and_on_several(
     engines: list[Engine], versions: list[Path], way: Callable[[Engine, Tensors, Tensors], None]
@@ -137,7 +137,7 @@ def test_weights_change_between_two_steps_of_running_requests(engines: list[Engi
     assert found[0] == found[1]
 
 
-@thinned(lambda stale: stale[0] is not Owner.ALL)
+@thinned(lambda stale: stale[0] is Owner.RANK)
 @pytest.mark.parametrize("stale", [(Owner.ALL, 0), (Owner.STAGE, 0), (Owner.RANK, 2)])
 def test_stale_weights_are_found(
     engines: list[Engine], versions: list[Path], stale: tuple[Owner, int], monkeypatch: pytest.MonkeyPatch
