@@ -747,7 +747,8 @@ def wide_linear(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    logits, token_ids, out = logits.contiguous(), token_ids.contiguous(), torch.empty(token_ids.shape)
+    logits, token_ids = logits.contiguous(), token_ids.contiguous()
+    out = torch.empty(token_ids.shape, dtype=torch.float32)
     sizes = *logits.shape, token_ids.data_ptr(), token_ids[:1].numel()
     _library.log_probs(get_num_threads(), logits.data_ptr(), *sizes, out.data_ptr())
     return out

@@ -294,7 +294,7 @@ def _log_probs_kernel(
     _list_log_probs(peak, total, found_ptr + row * count, log_probs_ptr + row * count, count, WIDTH)
 
 
-@exact_jit
+@device_function
 def _list_log_probs(
     peak: tl.tensor,
     total: tl.tensor,

@@ -59,7 +59,7 @@ def test_a_configuration_is_a_file_or_its_folder(tiny_llama: Path, tmp_path: Pat
         "~nobody/x",
         "x" * 5000,
     ):
-        with pytest.raises(ModelError, match="must be a config.json, .* or one of qwen2.5-7b, "):
+        with pytest.raises(ModelError, match="must be a config.json, .* or one of bamba-0.13b, "):
             find_config(nothing)
 
 

@@ -115,6 +115,6 @@ def test_the_error_for_too_little_memory_proposes_options_that_fit() -> None:
     text = str(caught.value)
     assert "kv_memory" not in text and "state_budget" not in text, "options that the command does not have"
     proposed = dict(re.findall(r"(--[a-z-]+) (\d+)", text))
-    assert proposed == {"--max-num-seqs": "10", "--memory": "2"}, "the model is in two pieces"
+    assert proposed == {"--max-num-seqs": "6", "--memory": "2"}, "the model is in two pieces"
     for option, value in proposed.items():
         assert int(rows(*asked, option, value)["KV blocks"][0].replace(",", "")) * 16 >= 8192, option

@@ -134,7 +134,7 @@ def test_the_result_of_a_request_acknowledged_while_it_runs_is_not_kept(raw: Raw
     assert raw.health()["requests"]["kept"] == 0
 
 
-@pytest.mark.parametrize("bound", [{"max_kept_results": 2}, {"max_kept_bytes": 5000}])
+@pytest.mark.parametrize("bound", [{"max_kept_results": 2}, {"max_kept_bytes": 7000}])
 def test_the_oldest_results_are_dropped_beyond_the_bound(engine: FakeEngine, bound: dict[str, int]) -> None:
     with serving(engine, **bound) as worker, RawClient(worker.address) as raw:
         for i in range(8):

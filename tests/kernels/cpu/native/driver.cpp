@@ -194,7 +194,7 @@ struct Run {
         digest->add(entropies), digest->add(top_ids), digest->add(top_logprobs);
         trueroll_logits(threads, bfloat16, x.data(), rows, k, weight.data(), vocab, 0.5f, 30.0f, logits.data());
         digest->add(logits);
-        trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), logprobs.data());
+        trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), 1, logprobs.data());
         trueroll_sample(threads, logits.data(), rows, vocab, seeds.data(), positions.data(), tokens.data());
         trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data());
         digest->add(logprobs), digest->add(tokens), digest->add(logits);
