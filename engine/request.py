@@ -160,6 +160,13 @@ _EDITS = (
     "min_tokens",
 )
 
+
+class _HashableFailFast(FailFast):
+    """`FailFast` for a type beside None: Python may hash the types of a union."""
+
+    __hash__ = object.__hash__
+
+
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**64)]
 CacheSalt: TypeAlias = Annotated[str, Field(max_length=1024)]
@@ -167,7 +174,7 @@ TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 Bias: TypeAlias = Annotated[float, Field(ge=-100.0, le=100.0)]
 BadWord: TypeAlias = Annotated[tuple[TokenId, ...], FailFast(), Field(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
 AllowedTokenIds: TypeAlias = Annotated[
-    tuple[TokenId, ...], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
+    tuple[TokenId, ...], _HashableFailFast(), Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)
 ]
 StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
