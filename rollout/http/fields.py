@@ -7,9 +7,10 @@ names the field.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trueroll.errors import brief
 
@@ -128,8 +129,14 @@ class EditFields(Fields):
     `logit_bias`: what is added to the logits of some tokens. `bad_words`: texts that a sample must not contain.
     """
 
-    logit_bias: Annotated[dict[_JsonTokenId, float], Field(max_length=MAX_LOGIT_BIAS, fail_fast=True)] = {}
+    logit_bias: Annotated[dict[_JsonTokenId, float], Field(max_length=MAX_LOGIT_BIAS)] = {}
     bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS // 2, fail_fast=True)] = []
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _one_bias_too_many_is_enough(cls, biases: Any) -> Any:
+        """Bound the number of errors: objects cannot fail fast."""
+        return dict(islice(biases.items(), MAX_LOGIT_BIAS + 1)) if isinstance(biases, dict) else biases
 
 
 class GenerationFields(Fields):
