@@ -164,7 +164,7 @@ _EDITS = (
 class _HashableFailFast(FailFast):
     """`FailFast` for a type beside None: Python may hash the types of a union."""
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
 
 TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
