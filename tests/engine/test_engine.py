@@ -123,7 +123,7 @@ def test_top_logprobs_of_a_sample_without_tokens(tiny_llama: Path) -> None:
 
 
 def test_top_logprobs_that_cannot_be_served_are_refused(tmp_path: Path, tiny_llama: Path) -> None:
-    for params in (dict(top_logprobs=129), dict(top_logprobs=-1), dict(top_logprobs=2, logprobs=None)):
+    for params in (dict(top_logprobs=1025), dict(top_logprobs=-1), dict(top_logprobs=2, logprobs=None)):
         with pytest.raises(InvalidRequestError, check=about("top_logprobs", value=params["top_logprobs"])):
             generate("r", tokens(5), **params)
     from tiny import make_tiny_model

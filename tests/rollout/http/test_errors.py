@@ -90,7 +90,7 @@ HELLO = [{"role": "user", "content": "hi"}]
         ("/v1/completions", {"prompt": "x", "top_p": 2}, 400, "top_p", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "seed": -1}, 400, "seed", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "invalid_request"),
-        ("/v1/completions", {"prompt": "x", "logprobs": 129}, 400, "logprobs", "invalid_request"),
+        ("/v1/completions", {"prompt": "x", "logprobs": 1025}, 400, "logprobs", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "stop": ["a"] * 65}, 400, "stop", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "stop": 3}, 400, "stop", "invalid_request"),
         ("/v1/completions", {"prompt": "x", "wat": 1}, 400, "wat", "unknown_parameter"),
