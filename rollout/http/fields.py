@@ -134,9 +134,13 @@ class EditFields(Fields):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _one_bias_too_many_is_enough(cls, biases: Any) -> Any:
-        """Bound the number of errors: objects cannot fail fast."""
-        return dict(islice(biases.items(), MAX_LOGIT_BIAS + 1)) if isinstance(biases, dict) else biases
+    def _one_wrong_bias_is_enough(cls, biases: Any) -> Any:
+        """Leave one fault of many, since objects cannot fail fast."""
+        if not isinstance(biases, dict):
+            return biases
+        few = dict(islice(biases.items(), MAX_LOGIT_BIAS + 1))
+        wrong = next((key for key, bias in few.items() if not key.isdecimal() or type(bias) not in (int, float)), None)
+        return few if wrong is None else {wrong: few[wrong]}
 
 
 class GenerationFields(Fields):
