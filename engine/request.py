@@ -143,7 +143,7 @@ MAX_BAD_WORD_TOKENS = 64
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-4, 1e4
 MAX_TOP_LOGPROBS = 1024
 MAX_TARGETS = 1024
-"""The limit for the tokens whose log-probs are asked for at one position."""
+"""The limit for the number of targets at one position."""
 MAX_SPANS = 1024
 NO_TARGET = -1
 HASH_BYTES = 32
@@ -332,7 +332,7 @@ class SamplingParams(Distribution):
     model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens that are recorded
     for each token of the sample. The entropy of the distribution is recorded as well. If `top_logprobs` is 0, only the
     entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is recorded.
-    `target_token_ids`: tokens whose log-probs are recorded for each token of the sample, as `target_logprobs`.
+    `target_token_ids`: for each token of the sample, record the log-probs of these tokens, as `target_logprobs`.
     `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
     experts. `cache_salt`: only requests with the same salt share cached prefixes.
     """
@@ -568,7 +568,7 @@ class ScoreRequest:
     `token_ids`: int32 [num_tokens], at least two. `start`: the index of the first token with a log-prob, at least 1. If
     the distribution edits logits, the tokens before `start` are the prompt and the others are the sample. `spans`,
     `images`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in `SamplingParams`.
-    `target_token_ids`: tokens whose log-probs are also computed, int32 [num_tokens - start, K] with K at least 1, or
+    `target_token_ids`: compute the log-probs of these tokens, too: int32 [num_tokens - start, K], K at least 1, or
     None. NO_TARGET fills up a row; its log-prob is 0.
     """
 

@@ -61,7 +61,7 @@ _NONE = np.array([1.0, 0.0, 0.0], np.float32)  # penalties that change nothing
 class RowEdits:
     """The changes of one row of logits.
 
-    `token_ids` (int64 [E], each id once): the tokens whose logits change. `bias` (float32 [E]): what is added; -inf
+    `token_ids` (int64 [E], each id once): the tokens with changed logits. `bias` (float32 [E]): what is added; -inf
     bans the token. `counts` (int64 [E]): how often each token occurs in the sample. `occurs` (bool [E]): whether each
     token occurs in prompt or sample. `penalties` (float32 [3]): for repetition, presence and frequency. `mask` (int32
     [ceil(V / 32)]): a bit for each token of the vocabulary, the lowest bit first; tokens without their bit get the
@@ -256,7 +256,8 @@ class _Table:
 
 def edit(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
     """Return float32 logits [M, V] with the edits of `rows`, which maps rows to their edits. `logits` stays
-    unchanged."""
+    unchanged.
+    """
     return edit_(logits.clone(), rows) if rows else logits
 
 

@@ -334,7 +334,7 @@ def token_log_probs(
     and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as `processed`.
     `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans.
 
-    `target_ids` (integers, [*input_ids.shape, K]): the tokens whose log-probs are returned in place of those of
+    `target_ids` (integers, [*input_ids.shape, K]): return the log-probs of these tokens in place of those of
     `input_ids`, for distillation. -1 fills up a list; its log-prob is 0. The result has the shape of `target_ids`.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` or `media` that do not fit the model

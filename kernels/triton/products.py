@@ -138,7 +138,7 @@ class Factor(NamedTuple):
 
     @property
     def tree(self) -> int:
-        """The number of pieces whose sums are added as a tree; 1 if the sums are added in the order of the pieces."""
+        """The number of pieces that are added as a tree; 1 if they are added in their order."""
         return self.most_pieces if self.is_tree else 1
 
 

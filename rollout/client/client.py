@@ -370,11 +370,11 @@ class AsyncRolloutClient:
         `distribution`: the distribution, in place of `temperature` and filters. With the `SamplingParams` of a sample,
         the scores have the bits of the sample's log-probs, if `start` is the length of its prompt. `start`: the first
         token with a log-prob, one number or one for each sequence. The tokens before it count as the prompt.
-        `target_token_ids`: for each sequence, tokens whose log-probs are also computed: integers [num_tokens - start,
+        `target_token_ids`: for each sequence, compute the log-probs of these tokens, too: integers [num_tokens - start,
         K]. -1 fills up a row; its log-prob is 0. `ScoreOutput.logprobs` is float32 [num_tokens - start], and
         `target_logprobs` float32 [num_tokens - start, K]. `top_logprobs`, `return_routed_experts`: as in
         `SamplingParams`. `media`, `min_weight_version`, `wait_for_weights`: see `generate`. Raise RequestAbortedError
-        if a scoring request was aborted. Raise ConfigError for parameters whose `logprobs` is None.
+        if a scoring request was aborted. Raise ConfigError for parameters without `logprobs`.
         """
         values: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=scored_distribution(distribution, values), cache_salt=cache_salt)
