@@ -125,6 +125,7 @@ class Admission:
             logprobs=None if params.logprobs is None else array("f"),
             records=None if params.top_logprobs is None else GrowingColumns(TOPS, Widths(params.top_logprobs)),
             targets=GrowingColumns((TARGETS,), Widths(targets=num_targets)) if num_targets else None,
+            target_ids=np.array(params.target_token_ids, np.int64) if num_targets else None,
         )
 
     def _watch(self, request: GenerateRequest) -> StopStrings | None:

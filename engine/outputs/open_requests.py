@@ -132,8 +132,8 @@ class OpenSample:
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
     that end the sample. `editor`: edits the logits of the next token; None without edits. `logprobs`: None if not
-    requested. `records`: the columns requested by `top_logprobs`, or None. `targets`: the column requested by
-    `target_token_ids`, or None. `commits`: the commits under which tokens
+    requested. `records`: the columns requested by `top_logprobs`, or None. `targets`, `target_ids`: the column
+    requested by `target_token_ids`, and these tokens (int64 [K]), or None. `commits`: the commits under which tokens
     were drawn. Each commit comes with the index of the first token that was drawn under it. `error`: a description of
     the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence of an earlier
     request. `num_told`: the number of tokens that deltas have reported; None if deltas were not requested.
@@ -155,6 +155,7 @@ class OpenSample:
     stop_reason: int | str | None = None
     records: GrowingColumns | None = None
     targets: GrowingColumns | None = None
+    target_ids: np.ndarray | None = None
     joined: bool = False
     num_told: int | None = None
     num_drafted: int = 0

@@ -35,7 +35,7 @@ class Draws:
     `rows`: int64 [R], the row of the hidden states for each draw. `positions`: int64 [R], the absolute position of the
     drawn token. `lanes`: int64 [R], the lane that stores the drawn token on the device (`LaneState`), or NO_LANE. A
     lane occurs at most once in `lanes`. `records`: `DRAW` [R]. `edits`: maps the indices of some draws to the edits of
-    their logits. `targets`: maps the indices of some draws to the tokens whose log-probs are recorded, int64 [K].
+    their logits. `targets`: maps the indices of some draws to tokens, int64 [K], to record their log-probs.
     """
 
     rows: np.ndarray
@@ -301,7 +301,8 @@ def _draws(chunks: Chunks, lanes: Lanes, takers: Takers, last_rows: np.ndarray) 
         rows, positions = ranges(rows - counts + 1, counts), ranges(positions - counts + 1, counts)
         takes, records = takes[owners], records[owners]
     edited, recorded = np.flatnonzero(positions < records["edits_end"]), np.flatnonzero(records["has_targets"])
-    targets = {i: np.array(takers.samples[owners[i]].request.params.target_token_ids) for i in recorded.tolist()}
+    found = ((i, takers.samples[owners[i]].target_ids) for i in recorded.tolist())
+    targets = {i: ids for i, ids in found if ids is not None}
     return Draws(rows, positions, takes, records, _edits(edited, owners, chunks, takers), targets)
 
 
