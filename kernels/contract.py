@@ -59,6 +59,7 @@ from .specs import (
 KV_SPLIT = 128  # split length of the backends reference and cpu; triton uses another length
 
 LOGITS_ROWS = 256  # ops that join the head to later steps hold the logits of at most this many rows at once
+MASK_BITS = 32  # tokens in one word of a mask
 L2_EPS = 1e-6  # keeps the norm of an all-zero query or key from giving NaN
 NO_SLOT = -1
 CLAMP, CLAMPED_SLOPE = 7.0, 1.702
@@ -836,6 +837,14 @@ class Backend(Protocol):
 
         `k`: from 0 to V. The log-prob of a listed token has the same bits as the token's result from `log_probs`. If a
         row has NaN or no finite maximum, its log-probs and entropy are NaN and its ids are arbitrary.
+        """
+        ...
+
+    def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Set the logits of excluded tokens to -inf, in place. `logits`: float32 [M, V], contiguous.
+
+        `masks` (int32 [N, ceil(V / MASK_BITS)]) has a bit for each token, the lowest bit first; a token without its bit
+        is excluded. Mask i applies to row `rows[i]` (int64 [N]) of the logits. No row occurs twice in `rows`.
         """
         ...
 

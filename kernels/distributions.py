@@ -80,7 +80,7 @@ class Processing:
     def apply(self, ops: Backend, logits: Tensor, rows: slice) -> Tensor:
         """Return the logits [m, V] of the tokens in `rows`, after edits, temperature and filters: float32 [m, V]."""
         given = self._distribution
-        scaled = edit(logits, self._edits(rows)) / torch.tensor(self._divisor, dtype=torch.float64).to(logits)
+        scaled = edit(ops, logits, self._edits(rows)) / torch.tensor(self._divisor, dtype=torch.float64).to(logits)
         if not given.has_filters:
             return scaled
         filters = (given.top_k, torch.int64), (given.top_p, torch.float32), (given.min_p, torch.float32)

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .contract import MASK_BITS, Backend
 from .transfer import all_to_device
 
-_BITS = 32  # tokens in one word of a mask
 # A token, its bias, whether it ends a sample, how often it occurs in the sample, and whether it occurs at all.
 _ENTRY = np.dtype([("token_id", "i8"), ("bias", "f4"), ("ends", "?"), ("count", "i8"), ("occurs", "?")])
 
@@ -145,7 +145,7 @@ class Rules:
 
 def mask_of(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
     """Return the mask of allowed tokens: int32 [ceil(vocab_size / 32)], as in `RowEdits`."""
-    bits = np.zeros(-(-vocab_size // _BITS) * _BITS, np.uint8)
+    bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, np.uint8)
     bits[np.asarray(allowed, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
 
@@ -254,22 +254,22 @@ class _Table:
         return other
 
 
-def edit(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
+def edit(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
     """Return float32 logits [M, V] with the edits of `rows`, which maps rows to their edits. `logits` stays
     unchanged.
     """
-    return edit_(logits.clone(), rows) if rows else logits
+    return edit_(ops, logits.clone(), rows) if rows else logits
 
 
-def edit_(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
-    """As `edit`, but overwrite `logits` and return them. Saves the time of a copy."""
+def edit_(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
+    """As `edit`, but overwrite `logits`, which must be contiguous, and return them. Saves the time of a copy."""
     if not rows:
         return logits
     entries = _Entries.of(rows, logits.device)
     if len(entries.token_ids):
         place = entries.rows, entries.token_ids
         logits[place] = entries.edited(logits[place])
-    _apply_masks(logits, rows)
+    _apply_masks(ops, logits, rows)
     return logits
 
 
@@ -323,13 +323,9 @@ class _Entries(NamedTuple):
         return torch.where(self.occurs, slope, 1.0)
 
 
-def _apply_masks(out: Tensor, rows: Mapping[int, RowEdits]) -> None:
+def _apply_masks(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> None:
     """Set the logits of tokens that masks exclude to -inf."""
-    masked = {row: each.mask for row, each in rows.items() if each.mask is not None}
-    if not masked:
-        return
-    found = np.array([*masked], np.int64), np.stack([mask for mask in masked.values() if mask is not None])
-    places, masks = all_to_device(map(torch.from_numpy, found), out.device)
-    shifts = torch.arange(_BITS, dtype=torch.int32, device=out.device)
-    allowed = (masks[..., None] >> shifts & 1).bool().flatten(1)[:, : out.shape[1]]
-    out[places] = out[places].masked_fill(~allowed, -torch.inf)
+    masks = {row: each.mask for row, each in rows.items() if each.mask is not None}
+    if masks:
+        found = np.array([*masks], np.int64), np.stack([*masks.values()])
+        ops.mask_logits(logits, *all_to_device(map(torch.from_numpy, found), logits.device))

@@ -29,6 +29,7 @@ from .contract import (
     GREEDY,
     KV_SPLIT,
     L2_EPS,
+    MASK_BITS,
     NO_SLOT,
     SAMPLE,
     AttentionBatch,
@@ -753,6 +754,12 @@ def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatisti
     at_token = log_probs.gather(1, token_ids[:, None]).squeeze(1)
     # A plain sum of one row is split among threads; a running sum adds its elements in order.
     return TokenStatistics(at_token, terms.cumsum(-1)[:, -1], ids, log_probs.gather(1, ids))
+
+
+def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    shifts = torch.arange(MASK_BITS, dtype=torch.int32, device=logits.device)
+    is_allowed = (masks[..., None] >> shifts & 1).bool().flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill(~is_allowed, -torch.inf)
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

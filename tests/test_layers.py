@@ -65,7 +65,7 @@ KERNELS = {
     "ranks": SPEC | {"layer"},
     "families": {"families", "pieces", "specs"},
     "transfer": set(),
-    "edits": {"transfer"},
+    "edits": {"contract", "transfer"},
     "distributions": SPEC | {"edits", "packed"},
     "reference": SPEC | {"layer"},
     "cpu": SPEC | {"cpu", "layer", "reference"},

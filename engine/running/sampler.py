@@ -162,7 +162,7 @@ class Sampler:
         for start in range(0, len(hidden), _LOGITS_ROWS):
             part = slice(start, start + _LOGITS_ROWS)
             logits = self.ops.lm_head(hidden[part], self.head, self.spec)
-            scaled = edit_(logits, rows.edits(part)).div_(divisor)
+            scaled = edit_(self.ops, logits, rows.edits(part)).div_(divisor)
             yield part, self._filter(scaled, np.array([record] * len(scaled), DRAW))
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:
@@ -179,7 +179,7 @@ class Sampler:
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head, self.spec)
         is_one = bool((draws.records["basis"] == BASES.index("processed")).all())  # `raw` is not needed again
-        edited = edit_(raw if is_one else raw.clone(), draws.edits)
+        edited = edit_(self.ops, raw if is_one else raw.clone(), draws.edits)
         processed = self._filter(_scaled(edited, wanted, draws), draws.records)
         token_ids = self._choose(processed, draws.records, wanted)
         basis = processed if is_one else _basis(raw, processed, wanted, draws)

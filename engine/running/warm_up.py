@@ -18,6 +18,7 @@ from torch import Tensor
 from trueroll.errors import ConfigError
 
 from ...kernels.contract import LOGITS_ROWS, AttentionBatch, Pages
+from ...kernels.edits import EditedText, Rules
 from ...kernels.specs import Stage
 from ..config import EngineConfig
 from ..models.decoder import Decoder
@@ -86,9 +87,11 @@ class _Computation:
     def heads(self, hidden: Tensor) -> None:
         """Compute tokens and log-probs from hidden states, with each sampler variant that a step may use."""
         count, token_ids = len(hidden), self._zeros(len(hidden))
-        for distribution in (Distribution(), Distribution(top_k=1)):
+        for distribution in (Distribution(), Distribution(top_k=1, allowed_token_ids=[0])):
+            rules = Rules.of(distribution, (), self.runner.model.spec.vocab_size)
+            text = rules and EditedText(rules, np.zeros(count + 1, np.int64), 1)
             for k in (None, 1):
-                rows = ScoredRows(0, count, np.zeros(count, np.int64), distribution, k)
+                rows = ScoredRows(0, count, np.zeros(count, np.int64), distribution, k, text)
                 self.sampler.score(hidden, token_ids, rows)
 
     def _decode(self, rows: int) -> None:

@@ -28,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from trueroll.kernels.contract import (
+    MASK_BITS,
     SAMPLE,
     AttentionBatch,
     AttentionWeights,
@@ -288,6 +289,8 @@ class Calls:
         backend.log_probs(logits, ids)
         backend.token_statistics(logits, ids, 8)
         backend.sample(logits, ids, ids)
+        masks = torch.empty(rows, -(-m.vocab_size // MASK_BITS), dtype=torch.int32, device="meta")
+        backend.mask_logits(logits, ids, masks)
         backend.filter_logits(logits, ids, floats(rows), floats(rows))
 
     def next_tokens(self, hidden: torch.Tensor) -> None:

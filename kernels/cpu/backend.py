@@ -764,6 +764,12 @@ def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatisti
     return out
 
 
+def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    rows, masks = rows.contiguous(), masks.contiguous()
+    pointers = rows.data_ptr(), len(rows), masks.data_ptr()
+    _library.mask_logits(get_num_threads(), logits.data_ptr(), logits.shape[1], *pointers)
+
+
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     out = logits.clone(memory_format=torch.contiguous_format)
     filters = [column.contiguous() for column in (top_k, top_p, min_p)]

@@ -39,6 +39,7 @@ from .head import fold_sections as fold_sections
 from .head import head_sections as head_sections
 from .head import lm_head as lm_head
 from .head import log_probs as log_probs
+from .head import mask_logits as mask_logits
 from .head import next_token_statistics as next_token_statistics
 from .head import next_tokens as next_tokens
 from .head import sample as sample

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..contract import LOGITS_ROWS, SAMPLE, FoldedHead, TokenStatistics, Wanted
+from ..contract import LOGITS_ROWS, MASK_BITS, SAMPLE, FoldedHead, TokenStatistics, Wanted
 from ..specs import PLAIN_HEAD, HeadSpec
 from . import products
 from .launch import aligned, device_function, exact_jit, launch
@@ -140,6 +140,12 @@ def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatisti
     sizes = dict(V=logits.shape[1], SECTION=SECTION, WIDTH=_LISTED)
     launch(_statistics_kernel, (len(logits),), *args, warps=4, **sizes)
     return TokenStatistics(log_probs, entropy, top_ids, top_log_probs)
+
+
+def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    sections = -(-logits.shape[1] // SECTION)
+    sizes = dict(V=logits.shape[1], WORDS=masks.shape[1], SECTION=SECTION, BITS=MASK_BITS)
+    launch(_mask_kernel, (len(rows), sections), logits, aligned(rows), aligned(masks), warps=4, **sizes)
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -308,6 +314,23 @@ def _list_log_probs(
         places = start + tl.arange(0, WIDTH)
         found = tl.load(found_ptr + places, mask=places < count, other=0.0)
         tl.store(log_probs_ptr + places, found - peak - tl.log(total), mask=places < count)
+
+
+@exact_jit
+def _mask_kernel(
+    logits_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    masks_ptr: tl.tensor,
+    V: tl.constexpr,
+    WORDS: tl.constexpr,
+    SECTION: tl.constexpr,
+    BITS: tl.constexpr,
+) -> None:
+    """One program per section of a masked row: set the logits of tokens without their bit to -inf. Reads no logit."""
+    mask, ids = tl.program_id(0).to(tl.int64), tl.program_id(1) * SECTION + tl.arange(0, SECTION)
+    words = tl.load(masks_ptr + mask * WORDS + ids // BITS, mask=ids < V, other=-1)
+    place = tl.load(rows_ptr + mask) * V + ids
+    tl.store(logits_ptr + place, -float("inf"), mask=(ids < V) & ((words >> (ids % BITS) & 1) == 0))
 
 
 @exact_jit

@@ -24,6 +24,7 @@ from trueroll.engine.request import (
 from trueroll.errors import AlignmentError, InvalidRequestError
 from trueroll.kernels import reference
 from trueroll.kernels.edits import EditedText, Rules, edit
+from trueroll.kernels.selection import select_backend
 from trueroll.kernels.training import align, token_log_probs, token_statistics
 
 from .drive import drain, generate, make_engine, run, score, tokens
@@ -165,7 +166,8 @@ def test_gradients_agree_with_plain_torch(alone: dict[tuple[str, int], SampleOut
     rules = Rules.of(params, sorted({2, *params.stop_token_ids}), 512)
     assert rules is not None
     rows = EditedText(rules, ids[0].numpy(), len(PROMPT)).rows(len(PROMPT), ids.shape[1])
-    scaled = edit(logits, dict(enumerate(rows))) / params.temperature
+    ops = select_backend("reference", logits.device, torch.float32).ops
+    scaled = edit(ops, logits, dict(enumerate(rows))) / params.temperature
     kept = reference.filter_logits(
         scaled.detach(), *(torch.full((len(scaled),), each) for each in (-1, params.top_p, 0.0))
     )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trueroll.kernels.contract import AttentionBatch, Backend, ExpertsWeights, Layer, Rotation, Weight
+from trueroll.kernels.contract import MASK_BITS, AttentionBatch, Backend, ExpertsWeights, Layer, Rotation, Weight
 from trueroll.kernels.layer import make_layer, turn
 from trueroll.kernels.pieces import with_pieces
 from trueroll.kernels.specs import (
@@ -53,6 +53,14 @@ def stored(ops: Backend, matrix: Tensor) -> Weight:
     weight = ops.new_weight(*matrix.shape, empty=partial(torch.empty, dtype=matrix.dtype))
     weight.copy_(matrix)
     return weight
+
+
+def some_masks(rows: int, vocab_size: int) -> Tensor:
+    """Return masks of `mask_logits`. Every third word has all bits, and every third word has none."""
+    words = -(-vocab_size // MASK_BITS)
+    masks = torch.randint(-(2**31), 2**31, (rows, words), generator=torch.Generator().manual_seed(8)).int()
+    kind = (torch.arange(rows)[:, None] + torch.arange(words)) % 3
+    return masks.masked_fill(kind == 1, -1).masked_fill(kind == 2, 0)
 
 
 def strided(x: Tensor) -> Tensor:

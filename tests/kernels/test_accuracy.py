@@ -18,7 +18,7 @@ from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, NormS
 
 from .accuracy import EPSILON, FLOAT32, check, check_mean, check_products
 from .backends import Served, for_served
-from .inputs import NORM, ZERO_CENTERED, Paged, make_experts, randn, same_bits, stored
+from .inputs import NORM, ZERO_CENTERED, Paged, make_experts, randn, same_bits, some_masks, stored
 
 # The shapes of weights.
 PRODUCTS = [(700, 576), (300, 1536), (513, 130)]
@@ -481,6 +481,20 @@ def test_masked_tokens_are_never_drawn(quick_ops: Backend) -> None:
         logits = torch.full((500, vocab_size), -torch.inf)
         logits[:, kept] = -1e4
         assert (quick_ops.sample(logits, torch.arange(500), torch.arange(500)) == kept).all()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 32, 1001, 4100])
+def test_masks(ops: Backend, vocab_size: int) -> None:
+    """Bit t % 32 of word t // 32 allows token t. Rows without a mask stay unchanged."""
+    logits, rows = randn(6, vocab_size, seed=4), torch.tensor([4, 0, 5])
+    logits[0], logits[5, ::2] = torch.nan, torch.inf
+    masks = some_masks(3, vocab_size)
+    words = (masks.long() & 0xFFFFFFFF).tolist()
+    expected = logits.clone()
+    for row, mask in zip(rows.tolist(), words, strict=True):
+        expected[row, [t for t in range(vocab_size) if not mask[t // 32] >> t % 32 & 1]] = -torch.inf
+    ops.mask_logits(logits, rows, masks)
+    assert same_bits(logits, expected)
 
 
 def filter_in_python(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[int]:

@@ -46,6 +46,7 @@ from .inputs import (
     make_rotations,
     randn,
     same_bits,
+    some_masks,
     stored,
     strided,
 )
@@ -260,6 +261,15 @@ def token_statistics(vocab_size: int, rows: int, served: Served) -> RowOp:
     )
 
 
+def mask_logits(vocab_size: int, rows: int, served: Served) -> RowOp:
+    def compute(logits: Tensor, masks: Tensor) -> Tensor:
+        out = logits.clone(memory_format=torch.contiguous_format)
+        served.ops.mask_logits(out, torch.arange(len(out)), masks)
+        return out
+
+    return RowOp(compute, (randn(rows, vocab_size), some_masks(rows, vocab_size)))
+
+
 def filter_logits(vocab_size: int, rows: int, served: Served) -> RowOp:
     inputs = (
         (randn(rows, vocab_size) * 8).round() / 4,  # rounded, so that rows have many ties
@@ -327,6 +337,7 @@ FLOAT32_OPS: dict[str, Callable[[Served], RowOp]] = {
     **{
         f"token_statistics {v}": partial(token_statistics, v, rows) for v, rows in ((1, ROWS), (1001, ROWS), (49153, 7))
     },
+    **{f"mask_logits {v}": partial(mask_logits, v, ROWS) for v in (17, 1001)},
     **{f"filter_logits {v}": partial(filter_logits, v, rows) for v, rows in ((17, ROWS), (1001, ROWS), (49153, 7))},
     **{f"sample {v}": partial(sample, v, rows) for v, rows in ((1, ROWS), (17, ROWS), (1001, ROWS), (49153, 7))},
 }
@@ -353,6 +364,7 @@ INTERPRETED = (
         "rotation",
         "log_probs 512",
         "token_statistics 1001",
+        "mask_logits 1001",
         "filter_logits 1001",
         "sample 1001",
     ),

@@ -13,8 +13,10 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from trueroll.engine.request import Distribution
 from trueroll.kernels.edits import EditedText, Editor, Rules, edit, edit_slopes
+from trueroll.kernels.selection import select_backend
 
 VOCAB_SIZE = 50
+OPS = select_backend("reference", torch.device("cpu"), torch.float32).ops
 LOGITS = torch.randn(6, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)) * 3
 PROMPT, SAMPLE = np.array([7, 3, 7, 9], np.int32), np.array([3, 11, 11, 20, 11], np.int32)
 ENDING = (1, 2)
@@ -66,7 +68,7 @@ def rules_of(given: Distribution) -> Rules:
 def test_edits_equal_plain_python(params: dict) -> None:
     given = Distribution(**params)
     rows = EditedText(rules_of(given), np.concatenate((PROMPT, SAMPLE, [0])), len(PROMPT)).rows(4, 4 + len(SAMPLE) + 1)
-    edited = edit(LOGITS, dict(enumerate(rows)))
+    edited = edit(OPS, LOGITS, dict(enumerate(rows)))
     expected = [plain(LOGITS[i].tolist(), given, PROMPT, SAMPLE[:i]) for i in range(len(rows))]
     assert torch.equal(edited.view(torch.int32), torch.tensor(expected).view(torch.int32))
     assert not torch.equal(edited, LOGITS), "premise"
@@ -77,14 +79,14 @@ def test_a_repetition_penalty_equals_that_of_transformers() -> None:
     text: Any = torch.tensor([[*PROMPT, *SAMPLE]])
     logits: Any = LOGITS[:1]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(text, logits)
-    assert torch.equal(edit(LOGITS[:1], {0: editor.row()}), expected)
+    assert torch.equal(edit(OPS, LOGITS[:1], {0: editor.row()}), expected)
 
 
 def test_rows_without_edits_keep_their_bits_and_the_logits_stay() -> None:
     before, editor = LOGITS.clone(), Editor(rules_of(Distribution(logit_bias={3: 1.0})), PROMPT, SAMPLE)
-    edited = edit(LOGITS, {2: editor.row()})
+    edited = edit(OPS, LOGITS, {2: editor.row()})
     assert torch.equal(LOGITS, before) and (edited != LOGITS).nonzero().tolist() == [[2, 3]]
-    assert edit(LOGITS, {}) is LOGITS
+    assert edit(OPS, LOGITS, {}) is LOGITS
 
 
 @pytest.mark.parametrize("params", DISTRIBUTIONS, ids=lambda params: "-".join(params))
@@ -95,7 +97,7 @@ def test_an_editor_that_grows_equals_a_new_one(params: dict) -> None:
     ahead = growing.rows(SAMPLE.tolist())
     for i, token in enumerate(SAMPLE.tolist()):
         new = Editor(rules, PROMPT, SAMPLE[:i], num_new=i)
-        each = [edit(LOGITS, {0: row}) for row in (growing.row(), new.row(), ahead[i])]
+        each = [edit(OPS, LOGITS, {0: row}) for row in (growing.row(), new.row(), ahead[i])]
         assert torch.equal(each[0], each[1]) and torch.equal(each[0], each[2])
         growing.append(token)
 
@@ -104,7 +106,7 @@ def test_slopes_are_the_derivatives_of_the_edits() -> None:
     given = Distribution(repetition_penalty=1.3, frequency_penalty=0.5, logit_bias={3: 2.0, 9: -1.0})
     rows = {1: Editor(rules_of(given), PROMPT, SAMPLE).row()}
     logits = LOGITS.clone().requires_grad_()
-    edit(logits, rows).sum().backward()
+    edit(OPS, logits, rows).sum().backward()
     assert logits.grad is not None and torch.equal(edit_slopes(LOGITS, rows), logits.grad)
 
 

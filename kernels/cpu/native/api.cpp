@@ -70,6 +70,21 @@ const std::vector<const InstructionSet*>& available() {
 
 const InstructionSet* chosen = available()[0];
 
+constexpr long MASK_BITS = 32;  // as in kernels/contract.py
+
+// Sets the logits without their bit in `word` to -inf.
+inline void mask_word(float* logits, long n, uint32_t word) {
+    for (long i = 0; i < n; ++i) logits[i] = word & 1u << i ? logits[i] : -INFINITY;
+}
+
+void mask_row(float* logits, long n, const uint32_t* mask) {
+    constexpr uint32_t ALL = 0xFFFFFFFFu;
+    for (long i = 0; i + MASK_BITS <= n; i += MASK_BITS)
+        if (mask[i / MASK_BITS] != ALL) mask_word(logits + i, MASK_BITS, mask[i / MASK_BITS]);
+    const long whole = n / MASK_BITS * MASK_BITS;
+    if (whole < n) mask_word(logits + whole, n - whole, mask[whole / MASK_BITS]);
+}
+
 // Yields a row's ids by descending logit, ties by ascending id. No logit is NaN.
 class Ranking {
   public:
@@ -861,6 +876,14 @@ void trueroll_sample(
 ) {
     const Call call(threads);
     parallel(count, [&](long row) { chosen->sample(logits + row * n, n, seeds[row], positions[row], out + row); });
+}
+
+void trueroll_mask_logits(
+    long threads, float* logits, long n, const int64_t* rows, long count, const uint32_t* masks
+) {
+    const Call call(threads);
+    const long words = round_up(n, MASK_BITS) / MASK_BITS;
+    parallel(count, [&](long i) { mask_row(logits + rows[i] * n, n, masks + i * words); });
 }
 
 void trueroll_filter(

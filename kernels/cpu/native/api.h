@@ -317,6 +317,12 @@ void trueroll_sample(
     long threads, const float* logits, long count, long n, const int64_t* seeds, const int64_t* positions, int64_t* out
 );
 
+// Sets logits to -inf in rows of float32 logits [any number, n]. `masks`: [count, ceil(n / 32)], as in `mask_logits` of
+// kernels/contract.py. Mask i applies to row rows[i].
+void trueroll_mask_logits(
+    long threads, float* logits, long n, const int64_t* rows, long count, const uint32_t* masks
+);
+
 // Filters float32 logits [count, n] in place.
 void trueroll_filter(
     long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p

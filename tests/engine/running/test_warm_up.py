@@ -170,7 +170,7 @@ KERNELS: tuple[ModuleType, ...] = (attention, experts, head, products, recurrenc
 
 def requests() -> list[Request]:
     """All kinds of draws and scores, and prompts in chunks of several lengths."""
-    both = dict(top_k=5, min_tokens=2, stop_token_ids=[7], top_logprobs=0)
+    both = dict(top_k=5, min_tokens=2, stop_token_ids=[7], allowed_token_ids=range(60), top_logprobs=0)
     return [
         generate("plain", prompt(20), n=2, max_tokens=2),
         generate("recorded", prompt(3, seed=2), top_logprobs=40, max_tokens=2),
@@ -233,6 +233,7 @@ def test_steps_launch_no_kernel_that_was_not_prepared_and_capture_nothing(
         engine.add(request)
     drain(engine)
     assert launched <= set(prepared) and len(launched) > 12
+    assert any(form.kernel is head._mask_kernel for form in launched)
     forms = {dict(form.constants)["LISTED"] for form in launched if form.kernel is recurrence._delta_rule_kernel}
     assert forms == ({True, False} if family == "qwen3_5" else set())
     tiles = {dict(form.constants)["TOKENS"] for form in launched if form.kernel is experts._down_kernel}

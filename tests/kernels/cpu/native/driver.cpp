@@ -196,6 +196,9 @@ struct Run {
         digest->add(logits);
         trueroll_log_probs(threads, logits.data(), rows, vocab, tokens.data(), 1, logprobs.data());
         trueroll_sample(threads, logits.data(), rows, vocab, seeds.data(), positions.data(), tokens.data());
+        std::vector<uint32_t> masks(static_cast<size_t>(rows * ((vocab + 31) / 32)));
+        for (size_t i = 0; i < masks.size(); ++i) masks[i] = i % 3 ? 0xFFFF0F71u : 0xFFFFFFFFu;
+        trueroll_mask_logits(threads, logits.data(), vocab, order.data(), rows, masks.data());
         trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data());
         digest->add(logprobs), digest->add(tokens), digest->add(logits);
         for (const long best : {0l, 1l, std::min(7l, vocab), std::min(40l, vocab)}) statistics(logits, tokens, vocab, best);
