@@ -72,9 +72,17 @@ const InstructionSet* chosen = available()[0];
 
 constexpr long MASK_BITS = 32;  // as in kernels/contract.py
 
+struct EachBit {
+    uint32_t value[MASK_BITS];
+    constexpr EachBit() : value() {
+        for (long i = 0; i < MASK_BITS; ++i) value[i] = 1u << i;
+    }
+};
+constexpr EachBit BIT;  // vectors have no shift by different numbers of bits on every machine
+
 // Sets the logits without their bit in `word` to -inf.
 inline void mask_word(float* logits, long n, uint32_t word) {
-    for (long i = 0; i < n; ++i) logits[i] = word & 1u << i ? logits[i] : -INFINITY;
+    for (long i = 0; i < n; ++i) logits[i] = (word & BIT.value[i]) != 0 ? logits[i] : -INFINITY;
 }
 
 void mask_row(float* logits, long n, const uint32_t* mask) {
