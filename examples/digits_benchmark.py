@@ -1,8 +1,8 @@
 """Run an image benchmark on a model that examples/grpo_digits.py trained: `python examples/digits_benchmark.py FOLDER`.
 
-Each document of the benchmark has an image, a question, the choices and the index of the right choice, as the
-multiple-choice tasks of lm-eval have. The worker scores all choices after the image and the question. The answer is the
-choice with the highest log-prob.
+Each document of the benchmark has an image, a question, the choices and the index of the right choice, like a document
+of lm-eval's multiple-choice tasks. The worker scores each choice after the image and the question. The model's answer
+is the choice with the highest log-prob.
 """
 
 import sys

@@ -1,18 +1,18 @@
 """A complete GRPO trainer: `python examples/grpo.py --out FOLDER`. `--help` lists the options.
 
-SmolLM2-135M learns to complete questions that end in a sum, such as `4 - 9 =`, with the number alone. At each step a
-worker samples a group of answers for each of several reasoning-gym tasks. The trainer scores the answers and computes
-advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer pushes the new
-weights. Each step prints the largest difference between the log-probs of worker and trainer: 0.0, unless `--unaligned`
-selects the plain forward pass.
+SmolLM2-135M learns to answer questions that end in a sum, such as `4 - 9 =`, with nothing but the number. At each step,
+a worker samples a group of answers for each of several reasoning-gym tasks. The trainer computes the rewards of the
+answers, and their advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer
+pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer: 0.0, unless
+`--unaligned` selects the plain forward pass.
 
 `--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). The metrics are the same as with one worker.
 
 `--staleness 1` generates the next batch while the trainer computes. Each sampled token records its weight version. A
 token's importance ratio is relative to the log-prob at sampling time. Ratios are truncated. With `--staleness 1` or
 `--unaligned`, ratios can differ from 1, and each step also prints the difference between trainer and rollout. Without
-`--staleness 1`, a run is reproducible to the bit. A killed worker does not change the run, and neither does a killed
-trainer that is continued with `--resume`.
+`--staleness 1`, a run is reproducible to the bit. The results of a run are the same if a worker is killed, or if the
+trainer is killed and continued with `--resume`.
 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.

@@ -7,8 +7,8 @@ those of the vision tower, are pushed. The client processes each image once, and
 that the worker got. Each step prints the largest difference between the log-probs of worker and trainer: 0.0. A run is
 reproducible to the bit.
 
-The run ends with the accuracy on images that were never trained on. The folder has the model for
-examples/digits_benchmark.py.
+At the end, the run prints the accuracy on images that it did not train on. FOLDER then contains the model that
+examples/digits_benchmark.py evaluates.
 """
 
 from __future__ import annotations

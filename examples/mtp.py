@@ -1,9 +1,9 @@
 """Train a tiny Qwen3.5 with a module for multi-token prediction (MTP), and draft with it: `python examples/mtp.py`.
 
 The model learns the documentation of this repository byte by byte. The module then learns to guess the byte after the
-next one, from the frozen model's hidden states. At the end, the same samples are generated with drafts of the module
-and with drafts of repeated text, in every step. Every sample has the same bits as without drafts. The whole example
-takes a few minutes on two cores.
+next one, from the frozen model's hidden states. At the end, the example generates the same samples without drafts, with
+drafts from repeated text, and with drafts from the module, and checks that all three have the same bits. The whole
+example takes a few minutes on two cores.
 """
 
 import json
