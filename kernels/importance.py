@@ -48,9 +48,9 @@ class Diagnostics(NamedTuple):
 
     `k1`, `k2`, `k3`: Schulman's estimators of KL[rollout, trainer], averaged over the tokens, in nats per token
     (Schulman 2020, "Approximating KL Divergence", joschu.net/blog/kl-approx.html). `k1` = -log r is unbiased and can be
-    negative. `k2` = (log r)^2 / 2 is biased and has a lower variance. `k3` = (r - 1) - log r is unbiased and never
-    negative, but a single large ratio dominates the mean. `perplexity_gap`: the perplexity of the tokens under the
-    trainer minus their perplexity under the rollout. `clipped_share`: the share of tokens with a ratio outside the
+    negative. `k2` = (log r)^2 / 2 is biased and has a lower variance than `k1`. `k3` = (r - 1) - log r is unbiased and
+    never negative, but a single large ratio dominates the mean. `perplexity_gap`: the perplexity of the tokens under
+    the trainer minus their perplexity under the rollout. `clipped_share`: the share of tokens with a ratio outside the
     bounds. `largest_ratio`: the largest ratio. If a ratio exceeds e^709, the limit of float64, `largest_ratio` and `k3`
     are inf.
     """

@@ -516,8 +516,8 @@ def _capped(scores: Tensor, soft_cap: float | None) -> Tensor:
 
 
 def _read_rows(cache: Tensor, rows: Tensor) -> Tensor:
-    """Gather rows of a cache: float32 [*rows.shape, D]. `rows` holds indices into a flattened cache, in which the
-    dimensions block, offset and key-value head are one dimension.
+    """Gather rows of a cache. Return float32 [*rows.shape, D]. `rows` has indices into the flattened cache, in which
+    the dimensions block, offset and key-value head are one dimension.
     """
     return cache.flatten(0, 2).index_select(0, rows.flatten()).unflatten(0, rows.shape).float()
 

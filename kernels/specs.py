@@ -801,7 +801,7 @@ class DecoderSpec:
 
     @property
     def head_range(self) -> tuple[int, int]:
-        """The first token id of this rank's part of the head, and the number of ids."""
+        """This rank's part of the LM head: the first token id, and the number of token ids."""
         part = self.held.get(HEAD_ROLE, PLAIN).part
         return (0, self.vocab_size) if part is None else part.ranges[0]
 

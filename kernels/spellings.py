@@ -24,9 +24,9 @@ _NUMBERED = re.compile(r"(.*\.)(0|[1-9][0-9]{0,5})(\..*)", re.DOTALL)
 class Names(Protocol):
     """How a model names its tensors.
 
-    `renamed`: maps the beginnings of names in checkpoints and pushes to the beginnings of the model's names.
-    `respelled`: maps texts inside such names to the texts that the model's names have instead. `left_out`: the
-    beginnings of the model's names for tensors that it does not use, such as those of a vision tower.
+    `renamed`: maps prefixes of names in checkpoints and pushes to prefixes of the model's names. `respelled`: maps
+    substrings of these names to substrings of the model's names. `left_out`: prefixes of the names of tensors that the
+    model does not use, such as the tensors of a vision tower.
     """
 
     @property
@@ -40,7 +40,8 @@ class Names(Protocol):
 def own_name(name: str, names: Names) -> str | None:
     """Return the model's name for a tensor of a checkpoint or push; None if the model does not use the tensor.
 
-    At most one beginning is renamed, the first that fits. Then all texts of `respelled` are replaced in turn.
+    At most one prefix is replaced: the first key of `renamed` with which the name begins. Then each key of `respelled`
+    is replaced, in order.
     """
     beginning = next((other for other in names.renamed if name.startswith(other)), "")
     own = names.renamed.get(beginning, "") + name.removeprefix(beginning)

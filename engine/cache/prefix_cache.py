@@ -13,9 +13,9 @@ decisions about when to allocate, fork or preempt (`scheduler`).
 
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group, the entry names the
-block with the KV of the prefix's last `block_size` tokens, until that block is reused. A sequence releases a block when
-no later token of the sequence can attend to the block. A released block that was published can still be hit until it is
-reused.
+block that holds the KV of the prefix's last `block_size` tokens. When such a block is reused for other tokens, the
+entry no longer names it. A sequence releases a block when no later token of the sequence can attend to the block. Until
+a released block is reused, other sequences can still hit the prefix that was published for it.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
 holds the KV of tokens [L - W + 1, L). In a group of window W, the token at position L attends to tokens [L - W + 1, L].

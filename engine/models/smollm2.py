@@ -63,9 +63,10 @@ def _check_private(path: Path) -> None:
         is_link = stat.S_ISLNK(status.st_mode)  # the mode of a link has no meaning
         if status.st_uid not in (user, 0) or not is_link and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ModelError(
-                f"{path}: the cache of smollm2 must belong to user {user} and must not be writable by others (got "
-                f"owner {status.st_uid} and mode {stat.filemode(status.st_mode)}); if you trust its content, run "
-                "`chmod -R go-w` on it, otherwise set TRUEROLL_CACHE to a folder of your own"
+                f"{path}: the cache of smollm2 must belong to user {user} or root and must not be writable by others "
+                f"(got owner {status.st_uid} and mode {stat.filemode(status.st_mode)}); if you trust its content, "
+                "correct its owner (chown -R) or its mode (chmod -R go-w), otherwise set TRUEROLL_CACHE to a folder "
+                "of your own"
             )
 
 

@@ -79,10 +79,10 @@ class StopStrings:
         return min(ends)[2] if ends else None
 
     def _is_short(self, token_ids: Sequence[int]) -> bool:
-        """Return whether `feed_prior` must also decode tokens before `token_ids`.
+        """Return whether `token_ids` are too few tokens for `feed_prior` to start from.
 
-        Tokens before `token_ids` are needed if a stop string may begin before `token_ids`, or if the text of
-        `token_ids` begins within a character. A partial character is decoded as one or more replacement characters.
+        Earlier tokens are needed if a stop string may begin before `token_ids`, or if the text of `token_ids`
+        begins within a character. A partial character is decoded as one or more replacement characters.
         """
         with _explained():
             text = self._vocabulary.decode(list(token_ids))

@@ -1,8 +1,9 @@
 """A follower: computes the steps that the leader sends. `python -m trueroll.engine.parallel.follower SOCKET SEGMENT
 RANK`.
 
-SOCKET and SEGMENT are descriptors that the process inherits: an end of a socket pair, and the memory for exchanges. The
-process ignores signals that ask it to end, and ends when the leader closes its end of the socket, or has ended itself.
+SOCKET and SEGMENT are file descriptors that the process inherits: one end of a socket pair, and the shared memory
+through which the ranks exchange tensors. The process ignores signals that ask it to exit. It exits when the leader
+closes the other end of the socket pair, or when the leader has exited.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class LeaderGone(Exception):
 
 
 def follow(channel: Channel, file: int, index: int) -> None:
-    """Compute what the leader sends to the rank with this index, until it closes the channel. `file`: the descriptor of
-    the memory for exchanges.
+    """Compute the steps that the leader sends to the rank `index`, until the leader closes the channel. `file`: the
+    file descriptor of the shared memory through which the ranks exchange tensors.
     """
     _, (settings, folder, has_copies) = channel.receive()
     whole = EngineConfig(**settings)

@@ -141,7 +141,8 @@ class Step:
 
     `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
     the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`
-    [C, 2]: source and destination of each block that is copied before the computation.
+    [C, 2]: the pairs of source block and destination block; each source is copied to its destination before the step
+    computes.
     """
 
     token_ids: np.ndarray
@@ -173,7 +174,7 @@ def plan_step(
 ) -> Step:
     """Return the step that computes `chunks`. There must be at least one chunk.
 
-    `block_copies`: for each attention window, maps each destination block to its source block.
+    `block_copies`: one map for each attention window, from each destination block to its source block.
     """
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()

@@ -81,7 +81,9 @@ class Library:
         """
         if not self.set_isa(name.encode()):
             available = ", ".join(self.instruction_sets())
-            raise ConfigError(f"{ISA_VARIABLE} must be an instruction set of this machine, {available} (got {name!r})")
+            raise ConfigError(
+                f"{ISA_VARIABLE} must be one of this machine's instruction sets: {available} (got {name!r})"
+            )
 
     if TYPE_CHECKING:
 

@@ -114,7 +114,9 @@ def read_token_again() -> None:
 
     raylet: Any = _raylet  # compiled, without types
     if not hasattr(raylet, "Config") or not hasattr(raylet, "AuthenticationTokenLoader"):
-        raise ConfigError("ray: the installed version does not allow setting a token; install 'trueroll[ray]'")
+        raise ConfigError(
+            "ray: the installed version does not allow setting an authentication token; install 'trueroll[ray]'"
+        )
     raylet.Config.initialize("")
     raylet.AuthenticationTokenLoader.instance().reset_cache()
 

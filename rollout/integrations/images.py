@@ -70,7 +70,7 @@ class TrainerImages:
 
 
 def _key(picture: Any) -> Any:
-    """Return a value that is equal only for images that are processed equally."""
+    """Return a key. If two images have the same key, the processor gives the same result for both."""
     Image, _ = pillow()
     if not isinstance(picture, Image.Image):
         raise InvalidRequestError(

@@ -27,7 +27,7 @@ class QwenProcessor(ProcessorMixin):
         self.image_token_id = tokenizer.convert_tokens_to_ids(self.image_token)
         if self.image_token_id in (None, tokenizer.unk_token_id):
             raise ModelError(
-                f"tokenizer: has no token {self.image_token}; use the tokenizer of a Qwen model with images"
+                f"tokenizer: has no token {self.image_token}; use the tokenizer of a Qwen model that takes images"
             )
 
     @classmethod

@@ -392,7 +392,9 @@ class WeightPublisher:
         nothing was pushed yet, or if the transport is `disk` (call `push_folder` instead). Raise PushError for the same
         reasons as `push`.
         """
-        _check(self._transport != "disk", "restore", "called with shared or collective; call push_folder", "disk")
+        _check(
+            self._transport != "disk", "restore", "used with shared or collective; for disk, call push_folder", "disk"
+        )
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
@@ -498,7 +500,7 @@ class WeightPublisher:
         """
         adapters = _adapters_of(tensors, alone)
         in_place = self._settings.in_place and adapters is not None
-        _check(not in_place, "in_place", "False with a PEFT model, or push its merged_weights", in_place)
+        _check(not in_place, "in_place", "False with a PEFT model; push its merged_weights instead", in_place)
         source = tensors if adapters is None else adapters.tensors
         return push_on_all_ranks(source, self._has_workers, lambda found: push(found, adapters))
 

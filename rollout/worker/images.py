@@ -209,8 +209,8 @@ class ImageStore:
             self._check_size(refs)
 
     def add(self, key: str, id: str, user: str | None, refs: tuple[ImageRef, ...]) -> None:
-        """Add request `id` of a user, which has passed `check` and needs images. `offer` adds the clients that can
-        supply them.
+        """Add a request that needs images and has passed `check`. `id`: the id that `user` gave to the request. `offer`
+        adds the clients that can supply the images.
         """
         self._requests[key] = _Wanting(id, key, refs, tuple(_Key.of(ref, user) for ref in refs))
         self._roomless[key] = None
