@@ -24,8 +24,8 @@ class WorkerConfig(BaseModel):
       `zmq.auth.create_certificates`. The second file has the public keys of the admitted clients (see `network.keys`).
       Set both settings or neither. A tcp address beyond loopback needs both the secret key file and the clients file. A
       tcp address on loopback uses this user's own keys by default.
-    - `max_connections`: maximum number of connections. A number above half of the process's descriptor limit is lowered
-      to half of the limit.
+    - `max_connections`: maximum number of connections. A number above half of the process's limit on file descriptors
+      is lowered to half of this limit.
     - `max_message_bytes`: maximum size of a message
     - `max_n`: maximum number of samples per request
     - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of unfinished requests, of their
@@ -34,8 +34,8 @@ class WorkerConfig(BaseModel):
     - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and their maximum total size in
       bytes, including the names of their callers. The oldest results are evicted first.
     - `max_unread_bytes`: maximum total size, in bytes, of the replies that clients have not read yet
-    - `max_image_bytes`: maximum size of the pixels of all images, in bytes, as the image processor made them. Requests
-      wait until there is room for all their images. Pixels of ended requests are kept while there is room.
+    - `max_image_bytes`: maximum size, in bytes, of all preprocessed images in memory. A request waits until there is
+      room for all its images. The images of ended requests are kept while there is room.
     - `image_seconds`: if a client that was asked for an image sends nothing for this many seconds, its requests that
       wait for images fail
     - `drain_seconds`: time for running requests to finish when the worker shuts down

@@ -1,8 +1,9 @@
-"""Images for prompts: opened within bounds, and processed once by the model's own image processor.
+"""Images for prompts: opened within limits, and preprocessed once by the model's own image processor.
 
-A trainer and a worker that process an image themselves get different values with another version or implementation of
-the processor. So an image is processed once, where it enters, and everyone gets the result: `ImageInput`. Never runs
-Python code from a model's folder. Needs Pillow (`pip install "trueroll[vision]"`), but not torchvision.
+If trainer and worker each preprocessed an image, different versions or implementations of the processor could give them
+different values. Therefore each image is preprocessed only once, where it enters trueroll, and all others use the
+result, an `ImageInput`. Never runs Python code from a model's folder. Needs Pillow (`pip install "trueroll[vision]"`),
+but not torchvision.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Videos for prompts: sampled and resized within bounds, and processed once, as the model's video processor does.
+"""Videos for prompts: sampled and resized within limits, and preprocessed once, as by the model's video processor.
 
-A video becomes parts of a few successive frames (two in all supported models). Each part is an `ImageInput` of its own,
-with its own hash, and the time of the part precedes it as text. So workers encode and cache a long video part by part.
+A video is divided into parts of a few successive frames (two in all supported models). Each part is a separate
+`ImageInput` with its own hash. In the prompt, the time of a part precedes the part as text. So workers encode and cache
+a long video part by part.
 
-The settings are those of the model's files. These results are the same as those of transformers' video processor:
-which frames are sampled, times and tokens, sizes, the order of patches, and the value of each 8-bit level. Pillow
-resizes the frames here, as it does images, but transformers uses torchvision. So the levels can differ from
-transformers' if the size of a frame changes. Files of videos are not opened: the caller decodes them. Needs Pillow
-(`pip install "trueroll[vision]"`), but not torchvision.
+The settings come from the model's files. Sampled frames, times, tokens, sizes, the order of patches, and the value of
+each 8-bit level are the same as with transformers' video processor. This module resizes frames with Pillow, as it
+resizes images; transformers uses torchvision. The levels can therefore differ from transformers' levels if a frame is
+resized. This module does not open video files: the caller decodes them. Needs Pillow (`pip install
+"trueroll[vision]"`), but not torchvision.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Video:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings of a video processor. The names are those of the model's files, and the defaults are transformers'.
-    `shortest_edge` and `longest_edge`: limits on the pixels of all frames after resizing.
+    """The settings of a video processor, with the names of the model's files and the defaults of transformers.
+    `shortest_edge`, `longest_edge`: minimum and maximum number of pixels of all frames together, after resizing.
     """
 
     shortest_edge: int = 2**17
@@ -184,7 +185,7 @@ def _is_number(value: Any) -> bool:
 class VideoProcessor:
     """Processes videos for a model, and places them in prompts.
 
-    Raise ModelError if the model takes no videos, or if its settings of videos or its tokenizer cannot be used, and
+    Raise ModelError if the model takes no videos, or if its video settings or its tokenizer cannot be used. Raise
     ConfigError if Pillow is missing.
     """
 

@@ -9,8 +9,8 @@ Guarantees:
   With `errors="return"`, the call returns errors instead of raising them.
 - If a call raises an error, is cancelled or is interrupted, or if a stream is closed early, the client abandons the
   unfinished requests. The worker then aborts every abandoned request that no other client waits for.
-- If the worker or its replies are lost, the client does not abort the requests. The caller can submit the requests
-  again.
+- If the worker or its replies are lost, the client does not abort the affected requests. The caller can submit these
+  requests again.
 - The client acknowledges results, so that the worker can drop them.
 """
 
@@ -109,8 +109,8 @@ class AsyncRolloutClient:
       `zmq.auth.create_certificates` (`.key`, `.key_secret`).
     - `while_connected`: when the connection or this process ends, the worker aborts this client's requests for samples.
       Set `while_connected` if the client does not submit lost requests again.
-    - `image_processor`: the processor for images that are not processed. None: the processor in the folder of the
-      worker's model, which must be on this machine.
+    - `image_processor`: the processor for images that are not preprocessed yet. None: the processor in the folder of
+      the worker's model; the folder must be on this machine.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Prompts and their images: what callers may pass as `media`, and what workers get.
 
-Owns: the check of `media`, and that an image is processed once. Does not own: how an image is processed
-(`rollout.images`), or when its pixels are sent (`connection`). Imports torch and transformers only for an image that
-must be processed.
+Owns: the check of `media`, and the guarantee that an image is preprocessed only once. Does not own: how an image is
+preprocessed (`rollout.images`), or when its pixels are sent (`connection`). Imports torch and transformers only when an
+image must be preprocessed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def contents(prompts: Iterable[Prompt | TruerollError]) -> dict[bytes, ImageInpu
 
 
 class PromptMaker:
-    """Makes the prompts of a client's calls. Processes images with the processor of the worker's model, which is loaded
-    for the first image.
+    """Makes the prompts of a client's calls. Preprocesses images with the image processor of the worker's model. The
+    image processor is loaded for the first image.
 
-    `processor`: the processor to use instead; None: the processor in the folder of the worker's model. `health`:
+    `processor`: the image processor to use; None: the image processor in the folder of the worker's model. `health`:
     returns the worker's health.
     """
 

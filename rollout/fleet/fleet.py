@@ -47,7 +47,7 @@ class Fleet:
 
     - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine. None uses the cluster that
       this process is already connected to, or else starts a local cluster.
-    - `ray_without_authentication`: also join clusters that do not require a token, and log a warning
+    - `ray_without_authentication`: also join clusters that do not require an authentication token, and log a warning
     - `cpus`, `gpus`, `resources`: the resources that Ray reserves for each worker
     - `file`: file with the current members, for clients in other processes
     - `weights_folder`: a folder that all machines share; by default a folder on this machine. Joining workers read

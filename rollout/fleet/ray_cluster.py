@@ -3,7 +3,7 @@
 Owns: the connection to the cluster, and the cluster itself if this process started it. Only the settings, the address,
 the process ids, the error and the exit code of a worker are sent through Ray. A worker ends when its actor ends, even
 if the actor is killed, because the worker reads from a pipe that the actor holds open. A cluster that does not require
-a token is joined only if the settings permit it.
+an authentication token is joined only if the settings permit it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Cluster:
     """A connection to a Ray cluster. If this process is already connected to a cluster, that cluster is used.
 
     `address`: address of a cluster to join, or `auto` for the cluster on this machine; None starts a local cluster.
-    `without_authentication`: True joins a cluster that does not require a token, and logs a warning. False raises
-    ConfigError for a cluster that does not require a token.
+    `without_authentication`: what to do with a cluster that does not require an authentication token. True joins the
+    cluster and logs a warning; False raises ConfigError.
     """
 
     def __init__(self, address: str | None, without_authentication: bool = False) -> None:

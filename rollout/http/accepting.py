@@ -1,7 +1,7 @@
 """The listening socket. Accepts a bounded number of connections at a time, even if file descriptors run out.
 
 Owns: the registration of the listener with the event loop, and a spare file descriptor. Guarantees that pending
-connections never starve the event loop, however many arrive. If no descriptor is free, the acceptor closes an old
+connections never starve the event loop, however many arrive. If no file descriptor is free, the acceptor closes an old
 connection to make room for a new connection.
 """
 

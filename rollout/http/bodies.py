@@ -110,7 +110,7 @@ class Bodies:
 
 
 class _Body:
-    """A body that was not parsed yet.
+    """A body that has not been parsed yet.
 
     `content`: the bytes received so far. `num_bytes`: how many bytes of the budget the body uses. `limit`: timeout for
     reading the body. `gives_way`: whether the body was evicted. `let_go`: called with the number of bytes that the body

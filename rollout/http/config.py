@@ -33,11 +33,12 @@ class HttpConfig(BaseModel):
     generate, score, tokenize or detokenize. `drain_seconds`: time for which open requests may continue after SIGTERM or
     Ctrl-C.
 
-    `max_connections`: maximum number of open connections; None means half of the descriptors that the process may open,
-    minus 64, but at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a request's head
-    in bytes and in lines, and maximum time until the head has arrived. `keep_alive_seconds`: time for which an idle
-    connection stays open. `write_seconds`: a connection is cut if the client reads less than 64 KiB of a pending answer
-    within this time. `linger_seconds`: time for which a refused connection discards incoming data before it closes.
+    `max_connections`: maximum number of open connections; None means half of the file descriptors that the process may
+    open, minus 64, but at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a request's
+    head in bytes and in lines, and maximum time until the head has arrived. `keep_alive_seconds`: time for which an
+    idle connection stays open. `write_seconds`: a connection is cut if the client reads less than 64 KiB of a pending
+    answer within this time. `linger_seconds`: time for which a refused connection discards incoming data before it
+    closes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

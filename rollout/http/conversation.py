@@ -1,7 +1,7 @@
-"""Conversations: from messages to the prompt that the model's chat template gives, with images in their places.
+"""Conversations: render the messages with the model's chat template, and place the images in the prompt.
 
-A part `image_url` becomes `{"type": "image"}` for the template. The template writes a placeholder for each of these
-parts, and each placeholder is replaced by as many as its image has tokens.
+A part `image_url` becomes `{"type": "image"}` for the template. The template writes one placeholder for each of these
+parts. Each placeholder is then repeated, once for each token of its image.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class StreamOptions(Fields):
 class EditFields(Fields):
     """Fields that edit logits and differ from those of `SamplingParams`.
 
-    `logit_bias`: what is added to the logits of some tokens. `bad_words`: texts that a sample must not contain.
+    `logit_bias`: numbers to add to the logits of some tokens. `bad_words`: texts that a sample must not contain.
     """
 
     logit_bias: Annotated[dict[_JsonTokenId, float], Field(max_length=MAX_LOGIT_BIAS)] = {}

@@ -1,8 +1,8 @@
-"""The images of a trainer's prompts, as a worker takes them.
+"""Convert the images of a trainer's prompts to the form that a worker takes.
 
-A trainer gives prompts in which each image already has all its placeholders, and PIL images that the trainer processes
-once more for its own forward pass. So images are processed here by the trainer's own processor. A processor makes the
-same values of an image alone and in a batch.
+In a trainer's prompts, each image already has all its placeholders. The trainer preprocesses the PIL images again for
+its own forward pass. Therefore this module preprocesses the images with the trainer's own processor, so that worker and
+trainer get the same values. A processor gives the same values for an image alone and in a batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COMPARED_BY_PIXELS = ("L", "RGB")
 
 
 class TrainerImages:
-    """Processes the images of prompts with a trainer's processor.
+    """Preprocesses the images of prompts with a trainer's processor.
 
     `processor`: a processor of transformers with an image processor and a tokenizer. `tower`: the vision tower of the
     trainer's model.

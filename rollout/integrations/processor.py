@@ -1,6 +1,6 @@
 """`QwenProcessor`: a processor of prompts with images that needs Pillow, but not torchvision.
 
-transformers' processors of Qwen3-VL, Qwen3.5 and Qwen2.5-VL also process videos, for which they need torchvision.
+The processors in transformers for Qwen3-VL, Qwen3.5 and Qwen2.5-VL also process videos, and therefore need torchvision.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from trueroll.errors import ModelError
 class QwenProcessor(ProcessorMixin):
     """The argument for TRL's `GRPOTrainer(processing_class=...)` with the models Qwen3-VL, Qwen3.5 and Qwen2.5-VL.
 
-    Made of a model's image processor and its tokenizer. Does not process videos. Raise ModelError if the tokenizer has
-    no placeholder of images.
+    Combines a model's image processor with its tokenizer. Does not process videos. Raise ModelError if the tokenizer
+    has no placeholder token for images.
     """
 
     def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """The resident memory of this process, cached so that callers can query it often.
 
-Owns a descriptor of `/proc/self/statm`. The file is opened only once, so that queries work even when the process has no
-free descriptor left.
+Owns a file descriptor of `/proc/self/statm`. The file is opened only once, so that queries work even when the process
+has no free file descriptor left.
 """
 
 from __future__ import annotations

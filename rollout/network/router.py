@@ -65,12 +65,12 @@ class Gate:
 
     - There are at most `max_connections` connections. At most `MAX_SILENT` connections are silent: they have not sent a
       message yet. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens connections
-      without authentication cannot exhaust the descriptors of the process, and cannot lock out other clients.
+      without authentication cannot exhaust the file descriptors of the process, and cannot lock out other clients.
     - If a client has sent more than `MAX_AHEAD_BYTES` bytes that are not part of a received message, its TCP connection
       is closed within about `LOOK_SECONDS`. A connection reaches this limit if its client sends faster than the worker
       receives, or sends an endless message.
 
-    ZMQ provides incomplete information about connections. With each message, ZMQ reports the descriptor of the
+    ZMQ provides incomplete information about connections. With each message, ZMQ reports the file descriptor of the
     connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger
     number. When a connection begins or ends, ZMQ's monitor reports only the descriptor. The monitor reports a new
     connection before its first message can be received. The monitor reports an ended connection before the descriptor

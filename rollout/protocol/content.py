@@ -1,10 +1,10 @@
 """Images in messages: a request names its images, and the worker asks for the pixels that it lacks.
 
-A request contains an `ImageRef` for each image: the place in the prompt, the size, and a hash of the content. If the
-worker lacks the content, it sends a `NeedImage` for each part of the content, and the client answers each of them with
-a `PutImage`. So a repeated image costs only the bytes of its `ImageRef`, and no message is large.
+A request contains an `ImageRef` for each image: the position in the prompt, the size, and a hash of the content. If the
+worker lacks the content, it sends a `NeedImage` for each part of the content, and the client answers each `NeedImage`
+with a `PutImage`. So a repeated image costs only the bytes of its `ImageRef`, and no message is large.
 
-The content of an image is its table, float32, followed by its levels, uint8: see `ImageInput`.
+The content of an image is its float32 table, followed by its uint8 levels (see `ImageInput`).
 """
 
 from __future__ import annotations

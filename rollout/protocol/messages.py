@@ -119,8 +119,9 @@ class GetScores(_Request):
     """Request the log-probs of two or more given tokens.
 
     - `token_ids`: int32 array
-    - `start`: the first token with a log-prob
-    - `target_token_ids`: int32 array, row-major, with as many ids for each token from `start` on; see `ScoreRequest`
+    - `start`: index of the first token with a log-prob
+    - `target_token_ids`: int32 array, row-major, with the same number of ids for each token from `start` on; see
+      `ScoreRequest`
     - `spans`, `top_logprobs`, `return_routed_experts`: see `ScoreRequest`
     - `images`: as in `Generate`
     - other fields: see `_Request`
@@ -270,7 +271,7 @@ class TopArrays(Message):
 
 
 class TargetArrays(Message):
-    """The data for `target_token_ids`: for each token, the log-probs of the `k` tokens that were asked for at its
+    """The data for `target_token_ids`: for each token of the sample, the log-probs of the `k` target tokens at its
     position. `logprobs`: float32 [num_tokens, k].
     """
 

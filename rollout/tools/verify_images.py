@@ -1,7 +1,7 @@
 """Prompts with images in the exactness matrix: the requests, the cells and their premises. Runs no engine.
 
-The images have random levels. Two of them have the same number of placeholders and, if the tower takes images of any
-size, the same levels, but other sizes.
+The images have random levels. Two of the images have the same number of placeholders. If the tower takes images of any
+size, these two images also have the same levels but different sizes.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ Cells with images add premises:
 class ImageCell(Cell):
     """Circumstances of prompts with images.
 
-    - `encoder`: whether the images have been encoded before (`hit`), or not (`miss`), or whether there is memory for
-      one image only (`evicted`)
-    - `cuts`: chunks of prompts end inside images; if images must be whole, such chunks end before the image
+    - `encoder`: `hit` if the images have been encoded before, `miss` if not, `evicted` if there is memory for only one
+      encoded image
+    - `cuts`: some chunks of prompts end inside images; if the model needs whole images, these chunks end before the
+      image instead
     - `asks_again`: another question about the same image follows the first one
     - `is_refused`: the budget is too small for an image
     """

@@ -34,8 +34,8 @@ class Cell:
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
     - `routes`: for models with experts, whether a warm cache stores the experts chosen for each token: `unknown` (no)
       or `added` (yes, because a later request has added the experts)
-    - `event`: what happens while the requests run, after which all of them are computed again: an `interruption`; a
-      `push` of equal weights; a push of `adapters` that change nothing; or a `sleep`
+    - `event`: the event that happens while the requests run: an `interruption`; a `push` of equal weights; a push of
+      `adapters` that change nothing; or a `sleep`. After the event, all requests are computed again
     - `drafts`: how tokens are drafted: `repeats`, `mtp`, or `adversarial` (see `verify_drafts`)
     - `ranks`: number of processes among which the model is divided
     - `stages`: number of stages into which the layers are divided; each has the same number of ranks

@@ -102,7 +102,7 @@ class Add:
 
 @dataclass(frozen=True)
 class Stream:
-    """Stream a request: from now on, `Finished` events contain deltas of the request's samples.
+    """Begin to stream a request: from now on, `Finished` events contain deltas of the request's samples.
 
     The first delta of a sample contains all tokens so far. No-op if the request has ended.
     """

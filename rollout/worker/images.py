@@ -1,21 +1,22 @@
-"""The pixels of images in requests: asked for, checked, and kept within a budget.
+"""The preprocessed images of requests: ask clients for images, check their content, and keep it within a memory budget.
 
-A request names its images by their hashes. The store asks a client for the content that it lacks, part by part, and
-says when a request has all of it. The content stays until the request ends, because the engine may need it again, and
-after that until other images need the room. So a repeated image is sent once.
+A request names its images by their hashes. If the store lacks the content of an image, it asks a client for the
+content, part by part, and reports when a request has all its images. The store keeps the content until the request
+ends, because the engine may need it again, and then until other images need the memory. So a repeated image is sent
+only once.
 
-Owns: the content, the requests that wait for it, and the questions to clients. Does not own: the requests (`book`), the
-connections, or encoded images (the engine).
+Owns: the content, the requests that wait for content, and the questions to clients. Does not own: the requests
+(`book`), the connections, or encoded images (the engine).
 
 Guarantees:
 
-- All content together has at most `max_image_bytes`. Requests get room in the order of their arrival, each for all its
-  images at once, so requests cannot wait for each other's room.
-- A request gets the content that its hashes name. Wrong content fails only the requests that no other client can
-  supply. Users do not share content.
+- All content together takes at most `max_image_bytes`. Memory is reserved in the order in which requests arrive, and
+  for all images of a request at once. So two requests never wait for each other's memory.
+- A request gets exactly the content that its hashes name. If a client sends wrong content, only those requests fail for
+  which no other client can send the content. Users do not share content.
 - Content is accepted only from the connection that was asked. Each connection is asked for one part at a time.
-- A client that is silent for `image_seconds`, or slower than `SLOWEST` on the whole, fails its own requests only. So no
-  request waits forever, and no client holds room forever.
+- If a client is silent for `image_seconds`, or slower than `SLOWEST` on average, only its own requests fail. So no
+  request waits forever, and no client occupies memory forever.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ SLOWEST = 2**16
 
 
 class _Key(NamedTuple):
-    """Names the content of a user. The hash alone does not: a client may name a wrong size, and a user that only knows
-    the hash of another user's image must not get answers about it.
+    """The key of an image's content. The hash alone is not enough: a client may name a wrong size, and a user that only
+    knows the hash of another user's image must not get answers about this image.
     """
 
     user: str | None
@@ -97,10 +98,10 @@ class _Content:
 class _Wanting:
     """A request and its images.
 
-    `names`: the content of the images, in the order of the prompt and of the references `refs`. `suppliers`: the
-    clients that wait for the request and can send its images. `missing`: the content that has not arrived. `has_room`:
-    there is room for all images. `deadline`: if no client has waited for the request since it got its room, the time at
-    which it fails.
+    `names`: the keys of the images' content, in the order of the prompt and of `refs`. `suppliers`: the clients that
+    wait for the request and can send its images. `missing`: the content that has not arrived. `has_room`: memory for
+    all images is reserved. `deadline`: if no client has waited for the request since its memory was reserved, the time
+    at which the request fails.
     """
 
     id: str
@@ -122,7 +123,9 @@ class _Wanting:
 
 
 class _Question(NamedTuple):
-    """A part that a client was asked for. `begun`: when the first part of the same content was asked for."""
+    """A question to a client for one part of an image. `begun`: the time of the first question for this image's
+    content.
+    """
 
     content: _Content
     supplier: Supplier

@@ -1,4 +1,4 @@
-"""Runs a worker in its own process: signals, exit codes, descriptors, and the pipe to the parent process.
+"""Runs a worker in its own process: signals, exit codes, file descriptors, and the pipe to the parent process.
 
 `launch_worker` starts `python -m trueroll.rollout.worker.process` as a child. `trueroll serve` calls `serve`, without a
 parent process.

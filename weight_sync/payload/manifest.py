@@ -151,7 +151,7 @@ class LentSource(_Part):
     """The staged weights of another worker with the same `kin`. The other worker lends its weights, so that this worker
     can map them without a copy.
 
-    The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as
+    The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as file
     descriptor `fd`. `has_optional`: whether the weights include the optional parameters. The source has no buckets.
     """
 

@@ -10,7 +10,8 @@ Does not own: where pieces are written (`assembly`), the live weights, the commi
 Guarantees:
 
 - The receiver writes into live weights only after it has opened the push's source and `proceed` was called.
-- A method call blocks at most until one piece is written, or until one weight is merged with its adapter.
+- A method call waits for the push's thread at most until one piece is written, or until one weight is merged with its
+  adapter.
 - The receiver publishes `Reached` for each call that succeeds. After `Broken`, the receiver publishes no more events.
 - The receiver ends by itself if no call comes for `begin.timeout` seconds (plus `begin.drain_timeout` while other
   workers drain).

@@ -108,9 +108,9 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
 
 @dataclass(frozen=True)
 class _Images:
-    """The images of a batch's rows. `ends`: the number of images up to each row, and 0 before the first row. `pixels`,
-    `grids`: what the processor made of the images; `grids` is None if all images have the same size. `types`: the token
-    types of each row.
+    """The images of a batch's rows. `ends`: 0, then for each row the number of images up to the end of this row.
+    `pixels`, `grids`: the outputs of the processor for the images; `grids` is None if all images have the same size.
+    `types`: the token types of each row.
     """
 
     ends: list[int]

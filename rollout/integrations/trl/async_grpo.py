@@ -99,8 +99,8 @@ class TruerollWorker:
     When TRL trains on a token, the trainer's weights are at most `args.max_staleness` versions newer than the weights
     that generated the token. TRL takes samples from the queue some time before it trains on them. Samples that would be
     too old at training time are dropped. Raise ConfigError if every sample would be too old, if `token_budget` is None,
-    or for settings that a worker does not support. AsyncGRPOTrainer has no images: a row with images ends the training
-    with ConfigError.
+    or for settings that a worker does not support. AsyncGRPOTrainer does not support images: a row with images ends the
+    training with ConfigError.
     """
 
     def __init__(
