@@ -91,7 +91,7 @@ class ImageProcessor:
             raise ModelError(f"{folder}: the model's image processor does not load: {said(error)}") from None
 
     def process(self, image: Any, most_pixels: int = MOST_PIXELS) -> ImageInput:
-        """Process a PIL image, or an array uint8 [rows, columns, 3]. The result has start 0.
+        """Preprocess a PIL image, or an array uint8 [rows, columns, 3]. The result has start 0.
 
         Raise InvalidRequestError for an image with more pixels than `most_pixels`, and for an image that the processor
         refuses.
@@ -107,9 +107,8 @@ class ImageProcessor:
         return image_of(made, self.tower)
 
     def expand(self, token_ids: Sequence[int], images: Sequence[ImageInput]) -> tuple[np.ndarray, list[ImageInput]]:
-        """Replace each placeholder in `token_ids` by as many as its image has tokens, in order. Return the tokens,
-        int32, and the images with their starts. Raise InvalidRequestError unless there is one placeholder for each
-        image.
+        """Repeat each placeholder in `token_ids`, once for each token of its image, in order. Return the tokens, int32,
+        and the images with their starts. Raise InvalidRequestError unless there is one placeholder for each image.
         """
         tokens, placeholder = np.asarray(token_ids, np.int32), self.tower.placeholder
         if (found := int((tokens == placeholder).sum())) != len(images):
@@ -135,9 +134,9 @@ class ImageProcessor:
 
 
 def image_of(made: Mapping[str, Any], tower: TowerSpec) -> ImageInput:
-    """Return what a processor of transformers made of one image, as an image with start 0.
+    """Convert the output of a transformers processor for one image to an `ImageInput` with start 0.
 
-    `made`: its output: `pixel_values`, and `image_grid_thw` if the tower takes images of any size. Raise
+    `made`: the output: `pixel_values`, and also `image_grid_thw` if the tower takes images of any size. Raise
     InvalidRequestError for several crops of an image, for frames that differ, and for more than 256 values per channel.
     """
     pixels = np.asarray(made["pixel_values"], np.float32)
@@ -146,7 +145,7 @@ def image_of(made: Mapping[str, Any], tower: TowerSpec) -> ImageInput:
         return ImageInput(0, rows, columns, *_as_levels(_first_frames(pixels, tower)))
     if len(pixels) != 1:
         raise InvalidRequestError(
-            f"image: the processor made {len(pixels)} images of it; turn off do_pan_and_scan", field="image"
+            f"image: the processor split the image into {len(pixels)} images; turn off do_pan_and_scan", field="image"
         )
     rows, columns, patches = patches_of_whole(pixels[0], tower)
     return ImageInput(0, rows, columns, *_as_levels(patches))

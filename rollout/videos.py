@@ -77,7 +77,9 @@ class _Settings:
 
     @classmethod
     def read(cls, folder: Path, tower: TowerSpec) -> _Settings:
-        """Return the settings in a model's folder. Raise ModelError if there are none, or if they are not valid."""
+        """Return the video settings in a model's folder. Raise ModelError if the folder has none, or if they are not
+        valid.
+        """
         raw = _read(folder)
         fixed = {
             "video_processor_type": _KIND,
@@ -108,7 +110,7 @@ class _Settings:
         return (levels - mean * scale) / (std * scale)
 
     def sample(self, total: int, fps: float) -> np.ndarray:
-        """Return the indices of the frames to use, of a video with `total` frames and `fps` frames per second."""
+        """Return the indices of the frames to use from a video with `total` frames and `fps` frames per second."""
         if not self.do_sample_frames:
             return np.arange(total)
         count = min(max(int(total / fps * self.fps), self.min_frames), self.max_frames, total)
@@ -218,16 +220,16 @@ class VideoProcessor:
         times: Sequence[float] | None = None,
         most_pixels: int = MOST_VIDEO_PIXELS,
     ) -> Video:
-        """Process a video: a list of PIL images or arrays uint8 [rows, columns, 3], or an array uint8 [frames, rows,
-        columns, 3]. All frames have the same size.
+        """Preprocess a video. `frames`: a list of PIL images or arrays uint8 [rows, columns, 3], or an array uint8
+        [frames, rows, columns, 3]. All frames must have the same size.
 
-        Give either `fps`, the frames per second, and frames are sampled as the model's settings say; or `times`, the
-        time of each frame in seconds, and all frames are used. If the number of frames is odd, the last frame is used
-        twice.
+        Give either `fps` or `times`. `fps`: the frames per second of the video; frames are sampled as the model's
+        settings say. `times`: the time of each frame in seconds; all frames are used. If the number of used frames is
+        odd, the last frame is used twice.
 
-        Raise InvalidRequestError for other values, for more than `MOST_FRAMES` frames, and for too large frames: more
-        than `MOST_PIXELS` pixels of a frame, or `most_pixels` pixels of all used frames, before or after they are
-        resized. All sizes are checked before pixels are read.
+        Raise InvalidRequestError for other values, for more than `MOST_FRAMES` frames, for a frame with more than
+        `MOST_PIXELS` pixels, and if all used frames together have more than `most_pixels` pixels before or after
+        resizing. All sizes are checked before pixels are read.
         """
         used, moments = self._chosen(frames, fps, times)
         width, height = _common_size(used, most_pixels)
@@ -243,9 +245,9 @@ class VideoProcessor:
     def expand(
         self, token_ids: Sequence[int], videos: Sequence[Video], images: Sequence[ImageInput] = ()
     ) -> tuple[np.ndarray, list[ImageInput]]:
-        """Replace each video placeholder in `token_ids` by the tokens of its video, in order. Return the tokens, int32,
-        and all parts and images with their starts, in order. `images`: the images of the prompt, already placed by
-        `ImageProcessor.expand`.
+        """Replace each video placeholder in `token_ids` with the tokens of its video, in order. Return the tokens,
+        int32, and all video parts and images with their starts, in order. `images`: the images of the prompt, as
+        `ImageProcessor.expand` has returned them.
 
         Each part becomes its time, such as "<0.5 seconds>", the token that begins an image, one placeholder for each
         token of the part, and the token that ends an image. The tokens around the placeholder stay, as with

@@ -177,11 +177,12 @@ class AsyncRolloutClient:
         - `params`: parameters for all prompts, or a list with one entry per prompt. None: the defaults. If there are
           several prompts, a single `params` must not have a seed, because all prompts would draw the same noise.
         - `media`: for each prompt, a list of its images, which may be empty. None: no prompt has images. Images may be
-          PIL images, or arrays, uint8 [rows, columns, 3]. The client processes each image once, as the model's own
-          image processor does, and expands the prompt, which has one placeholder for each of its images. Images may
-          also be `ImageInput` objects, such as those of `Group.images`. Then the prompt is already expanded, as
-          `Group.prompt_token_ids` is. All images of a prompt are processed, or none. The worker gets the pixels of an
-          image only if it does not have them.
+          PIL images, or arrays, uint8 [rows, columns, 3]. The client preprocesses each image once, as the model's own
+          image processor does. The prompt has one placeholder for each image, and the client expands each placeholder
+          to the tokens of its image. Images may also be preprocessed `ImageInput` objects, such as those in
+          `Group.images`; the prompt must then be expanded already, like `Group.prompt_token_ids`. The images of a
+          prompt are either all preprocessed or all not. The client sends the pixels of an image only if the worker does
+          not have them.
         - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
           For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
@@ -280,9 +281,9 @@ class AsyncRolloutClient:
         sample are merged into one. If another client already runs the same request, the first delta has all tokens so
         far.
 
-        `delta_seconds`: minimum time between two messages with deltas for this call, in seconds, from 0 to 60. All
-        samples of the call share it. The worker applies it only while it streams to more than 8 callers. A finished
-        sample is never delayed.
+        `delta_seconds`: minimum time between two messages with deltas for this call, in seconds, from 0 to 60. One
+        message may contain deltas of all samples of the call. The worker applies `delta_seconds` only while it streams
+        to more than 8 callers. Finished samples are never delayed.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas, delta_seconds=delta_seconds)
@@ -315,8 +316,8 @@ class AsyncRolloutClient:
         - `params`: the parameters of the original call, or `Group.params`. `n` and `seed` in `params` are ignored,
           because each sample continues with its own noise. `max_tokens` and `min_tokens` include the existing tokens of
           a sample. A stop string may begin in the existing tokens.
-        - `media`: the images of the prompts, as in the original call; or the processed images in `Group.images`,
-          together with `Group.prompt_token_ids`.
+        - `media`: the images of the prompts, as in the original call; or the preprocessed images in `Group.images`,
+          together with `Group.prompt_token_ids` as prompts.
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
@@ -367,14 +368,16 @@ class AsyncRolloutClient:
     ) -> list[ScoreOutput]:
         """Compute the log-probs of given tokens under a distribution. Return one ScoreOutput per sequence, in order.
 
-        `distribution`: the distribution, in place of `temperature` and filters. With the `SamplingParams` of a sample,
-        the scores have the bits of the sample's log-probs, if `start` is the length of its prompt. `start`: the first
-        token with a log-prob, one number or one for each sequence. The tokens before it count as the prompt.
-        `target_token_ids`: for each sequence, compute the log-probs of these tokens, too: integers [num_tokens - start,
-        K]. -1 fills up a row; its log-prob is 0. `ScoreOutput.logprobs` is float32 [num_tokens - start], and
-        `target_logprobs` float32 [num_tokens - start, K]. `top_logprobs`, `return_routed_experts`: as in
-        `SamplingParams`. `media`, `min_weight_version`, `wait_for_weights`: see `generate`. Raise RequestAbortedError
-        if a scoring request was aborted. Raise ConfigError for parameters without `logprobs`.
+        `distribution`: sampling parameters that specify the distribution, in place of `temperature` and filters. If
+        `distribution` is the `SamplingParams` of a sample and `start` is the length of its prompt, the scores have the
+        same bits as the sample's log-probs. `start`: the index of the first token with a log-prob; one index for all
+        sequences, or one for each. The tokens before `start` count as the prompt. `target_token_ids`: for each
+        sequence, integers [num_tokens - start, K]: the ids of K further tokens at each position, for which log-probs
+        are also computed. Pad short rows with -1, which gets the log-prob 0. `ScoreOutput.logprobs` is float32
+        [num_tokens - start], and `target_logprobs` is float32 [num_tokens - start, K]. `top_logprobs`,
+        `return_routed_experts`: as in `SamplingParams`. `media`, `min_weight_version`, `wait_for_weights`: see
+        `generate`. Raise RequestAbortedError if a scoring request was aborted. Raise ConfigError for parameters without
+        `logprobs`.
         """
         values: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=scored_distribution(distribution, values), cache_salt=cache_salt)

@@ -565,8 +565,8 @@ class Connection:
         self.calls.fail(error)
 
     def _put_image(self, need: protocol.NeedImage) -> None:
-        """Send the part of an image that the worker asks for. If that is impossible, end the call, and tell the worker
-        that the part will not come.
+        """Send the part of an image that the worker asks for. If the part cannot be sent, end the call, and tell the
+        worker not to wait for the part.
         """
         if not self._window.is_open:  # on the next connection, the worker asks again
             return

@@ -73,10 +73,10 @@ class PromptMaker:
     async def make(self, prompts: Prompts, media: Media, field: str, errors: str = "raise") -> list[Any]:
         """Return a prompt for each element of `prompts`.
 
-        `media`: None, or for each prompt a sequence of its images. The images of a prompt are either all processed, or
-        all PIL images or arrays, uint8 [rows, columns, 3]. Images that are not processed need one placeholder each in
-        the prompt. An object that occurs several times is processed once. `field`: the name of the argument `prompts`,
-        for error texts.
+        `media`: None, or for each prompt a sequence of its images. The images of a prompt are either all preprocessed
+        (`ImageInput`), or all PIL images or arrays, uint8 [rows, columns, 3]. In the prompt, an image that is not
+        preprocessed has one placeholder. An object that occurs several times is preprocessed once. `field`: the name of
+        the argument `prompts`, for error texts.
 
         Raise InvalidRequestError for an invalid prompt or image; unless `errors` is `raise`, return the error instead.
         Raise ConfigError if the worker's model is not on this machine, WorkerFailedError if the worker could not load
@@ -195,8 +195,8 @@ def _of_raw(
     processor: ImageProcessor,
     processed: dict[int, ImageInput],
 ) -> Prompt:
-    """`processed`: the processed images of the call, by the identity of the given object. The call holds the objects,
-    so that an identity is not used again.
+    """Preprocess the images of a prompt, and return the expanded prompt. `processed`: the preprocessed images of the
+    call so far, by the `id` of the caller's object. The call keeps the objects alive, so that no `id` is reused.
     """
     for j, picture in enumerate(pictures):
         try:
@@ -222,8 +222,8 @@ def _prompt_of(i: int, token_ids: bytes, images: Sequence[ImageInput]) -> Prompt
 
 
 def _check_arrays(image: ImageInput, where: str, field: str) -> None:
-    """Raise InvalidRequestError unless the arrays of a processed image agree with its size. The worker checks the rest,
-    which depends on its model.
+    """Raise InvalidRequestError unless the arrays of a preprocessed image match its size. The worker checks everything
+    that depends on its model.
     """
     levels, table = (
         (each.dtype, each.shape) if isinstance(each, np.ndarray) else (None, ()) for each in (image.levels, image.table)

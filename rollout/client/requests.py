@@ -98,8 +98,9 @@ def score_requests(
     targets: Sequence[Any] | None,
     fields: dict[str, Any],
 ) -> dict[int, protocol.GetScores]:
-    """Return a message for each sequence. The keys are the positions of the sequences. `start`: one for all sequences,
-    or one for each. `targets`: target_token_ids for each, or None. `fields`: the other fields of each message.
+    """Return a message for each sequence. The keys are the positions of the sequences. `start`: the index of the first
+    token with a log-prob; one for all sequences, or one for each. `targets`: the target_token_ids of each sequence, or
+    None. `fields`: the other fields of each message.
     """
     fields = dict(caller=protocol.new_id(), **fields)
     starts = list(start) if isinstance(start, Sequence | np.ndarray) else [start] * len(sequences)

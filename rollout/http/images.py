@@ -96,7 +96,7 @@ class ImageMemory:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that are counted now."""
+        """The number of bytes that images use now."""
         return sum([*self._held.values()])
 
     def hold(self, array: np.ndarray, num_bytes: int) -> None:
@@ -181,7 +181,7 @@ class Images:
 
     @property
     def placeholder(self) -> int:
-        """The token id that the tokens of an image have. Raise HttpError if the model's tower is not known."""
+        """The token id of the model's image placeholder. Raise HttpError if the model's vision tower is not known."""
         return self._found(self._tower).placeholder
 
     def check_count(self, num_images: int, where: str) -> None:
@@ -196,8 +196,8 @@ class Images:
         raise HttpError(400, f"{where}: {text}", field=where, value=num_images, limit=most)
 
     async def open(self, urls: Sequence[ImageUrl], salt: str | None) -> list[ImageInput]:
-        """Return the processed images of `data:` URLs. An image that was processed a short time ago is not processed
-        again. `salt`: only requests with the same salt share processed images.
+        """Return the preprocessed images of `data:` URLs. An image that was preprocessed a short time ago is not
+        preprocessed again. `salt`: only requests with the same salt share preprocessed images.
 
         Raise HttpError for other URLs, for data that is not an image, and for too many pixels, patches or bytes.
         """
@@ -206,7 +206,7 @@ class Images:
             return [await self._in_thread(partial(self._opened, processor, each, salt or "")) for each in urls]
 
     async def expand(self, token_ids: list[int], images: list[ImageInput]) -> Prompt:
-        """Return the prompt in which each placeholder is replaced by as many as its image has tokens.
+        """Return the prompt in which each placeholder is repeated, once for each token of its image.
 
         Raise InvalidRequestError if the images do not fit the model.
         """
@@ -240,7 +240,7 @@ class Images:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _found(self, part: T | None) -> T:
-        """Return a part that is needed for images. Raise HttpError if the front end could not load it."""
+        """Return `part`, which is needed for images. Raise HttpError if the front end could not load the part."""
         if part is None:
             raise HttpError(501, f"images: {self._fault}", code="images_unavailable")
         return part

@@ -111,8 +111,7 @@ class ServedModel:
             raise self._too_long("prompt", error) from None
 
     async def encode_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return token sequences that stand for each of the words: as the word begins a text, and as it follows a
-        space.
+        """For each word, return its token sequence at the beginning of a text, and its token sequence after a space.
 
         Raise InvalidRequestError if a word has more than `MAX_BAD_WORD_TOKENS` tokens.
         """

@@ -39,11 +39,11 @@ class TrainerImages:
         images: Sequence[Sequence[Any] | None],
         options: Mapping[str, Any] | None = None,
     ) -> list[list[ImageInput]]:
-        """Return the processed images of each prompt, with their starts.
+        """Return the preprocessed images of each prompt, with their starts.
 
         `images`: the PIL images of each prompt, in order; None is the same as no images. `options`: further arguments
-        for the processor. Equal images are processed once. Raise InvalidRequestError for an image that is not a PIL
-        image or that the processor refuses, and for a prompt with placeholders that do not fit its images.
+        for the processor. Equal images are preprocessed once. Raise InvalidRequestError if an image is not a PIL image,
+        if the processor refuses an image, or if the placeholders of a prompt do not match its images.
         """
         made: dict[Any, ImageInput] = {}
         placed = []
@@ -82,7 +82,7 @@ def _key(picture: Any) -> Any:
 
 
 def _placed(name: str, token_ids: np.ndarray, images: Sequence[ImageInput], tower: TowerSpec) -> list[ImageInput]:
-    """Return the images with the starts of their placeholders, which must be the only placeholders."""
+    """Return the images with the starts of their placeholders. The prompt must have no other placeholders."""
     places = np.flatnonzero(token_ids == tower.placeholder)
     counts = [tower.num_tokens(image.rows, image.columns) for image in images]
     if sum(counts) != len(places):

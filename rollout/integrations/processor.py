@@ -32,8 +32,8 @@ class QwenProcessor(ProcessorMixin):
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> QwenProcessor:  # type: ignore[override]
-        """Load the image processor and the tokenizer of a model. `options`: those of transformers' `from_pretrained`.
-        TRL's trainers need a tokenizer with `padding_side="left"`, which is the default here.
+        """Load the image processor and the tokenizer of a model. `options`: the options of transformers'
+        `from_pretrained`. By default, the tokenizer has `padding_side="left"`, which TRL's trainers need.
         """
         tokenizer = AutoTokenizer.from_pretrained(model, **{"padding_side": "left", **options})
         return cls(AutoImageProcessor.from_pretrained(model, backend="pil", **options), tokenizer)
@@ -44,9 +44,9 @@ class QwenProcessor(ProcessorMixin):
             part.save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
 
     def __call__(self, images: Any = None, text: Any = None, **options: Any) -> Any:
-        """Return `input_ids`, `attention_mask` and `mm_token_type_ids` of texts, in which each image has one
-        placeholder, and `pixel_values` and `image_grid_thw` of the images. `images`: the PIL images of each text, which
-        may be an empty list or None.
+        """Return `input_ids`, `attention_mask` and `mm_token_type_ids` of texts, and `pixel_values` and
+        `image_grid_thw` of their images. In a text, each image has one placeholder. `images`: the PIL images of each
+        text; for a text without images, an empty list or None.
         """
         return super().__call__(images=_flat(images), text=text, return_mm_token_type_ids=True, **options)
 

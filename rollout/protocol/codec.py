@@ -238,7 +238,7 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
 
 
 def widths_of(message: Carrier) -> Widths:
-    """Return how many tokens a message lists at each position."""
+    """Return the number of top tokens and of target tokens that a message lists at each position."""
     tops, targets = message.tops, message.targets
     return Widths(0 if tops is None else tops.k, 0 if targets is None else targets.k)
 

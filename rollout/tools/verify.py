@@ -224,7 +224,7 @@ def _run_cells(lab: _Lab, first: Cell, cells: Sequence[Cell]) -> Iterator[CellRe
 
 def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = False) -> Sequence[Cell]:
     """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts, plus
-    `image_cells` if the model serves a vision tower.
+    MTP_CELLS if the model has an MTP module, plus `image_cells` if the model serves a vision tower.
 
     `topology`: with more than one rank, all cells have these ranks. Cells that set `threads` are then left out, and all
     RANK_CELLS are added. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
@@ -433,7 +433,7 @@ class _ImageLab(_Lab):
 
 
 def _is_refused(engine: Engine, subject: GenerateRequest) -> bool:
-    """Add a request, and return whether the engine refuses it because a step has no room for its image."""
+    """Add a request, and return whether the engine refuses the request because its image does not fit into a step."""
     try:
         engine.add(subject)
     except InvalidRequestError as error:

@@ -124,7 +124,7 @@ class ImageSubjects:
 
     @property
     def most_positions(self) -> int:
-        """The number of tokens of the longest request, including others."""
+        """The number of tokens of the longest request, whether compared or a filler."""
         return max(self.sizes.num_positions, _FILLER_PROMPT + _FILLER_TOKENS)
 
     def row_bytes(self, itemsize: int) -> int:
@@ -177,10 +177,10 @@ def _images(tower: TowerSpec, generator: np.random.Generator) -> list[ImageInput
 def check_image_premises(
     cell: ImageCell, runs: Sequence[Run], num_threads: int, topology: Topology, tower: TowerSpec
 ) -> list[Premise]:
-    """Check the premises of a cell with images against its `runs`, and return all of them. The other arguments are
-    those of `check_premises`.
+    """Check the premises of a cell with images against its `runs`, and return all premises. Other arguments: see
+    `check_premises`.
 
-    Requests that run together share the beginnings of prompts, so that a cold cache may have hits.
+    Requests that run together share prefixes of their prompts, so that even a cold cache may have hits.
     """
     found = check_premises(cell, runs, num_threads, topology, cuts=True)
     if cell.others and cell.cache == "cold":
@@ -215,8 +215,9 @@ def _is_encoded_before(cell: ImageCell) -> bool:
 
 
 def _cuts(run: Run, budget: int, tower: TowerSpec) -> int:
-    """Return the number of chunks that ended inside an image or, if the model's images must be whole, that ended before
-    an image for which the budget had no room. The run has one request, which found nothing in the cache.
+    """Return the number of chunks that ended inside an image. If the model needs whole images, return the number of
+    chunks that ended before an image because the image did not fit into the budget. The run has one request, which
+    found nothing in the cache.
     """
     (request,) = _requests(run)
     counts = [prompt for prompt, _ in run.steps if prompt]

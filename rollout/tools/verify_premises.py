@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def topology(self) -> Topology:
-        """The places of the ranks."""
+        """The topology of the cell's ranks and stages."""
         return Topology(self.ranks // self.stages, self.stages)
 
     @property
@@ -363,8 +363,8 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
 
 
 def _company_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
-    """Return the premise about how many samples or score requests shared a step. Cells with `is_starved` or
-    `is_score` claim only that several requests shared a step. With stages, the samples are divided among as many steps.
+    """Return the premise about how many samples or score requests shared a step. Cells with `is_starved` or `is_score`
+    claim only that several requests shared a step. With several stages, the samples are divided among that many steps.
     """
     together = [run.together for run in runs]
     if cell.others == 0:

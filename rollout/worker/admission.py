@@ -64,7 +64,9 @@ def check_admission(
 
 
 def targets_of(message: GetScores) -> np.ndarray | None:
-    """Return the targets of a score, int32 [num_tokens - start, K]. Raise InvalidRequestError if they do not fit."""
+    """Return the target token ids of a score request, int32 [num_tokens - start, K]. Raise InvalidRequestError if their
+    number does not match.
+    """
     if message.target_token_ids is None:
         return None
     ids, rows = bytes_to_tokens(message.target_token_ids), len(message.token_ids) // 4 - message.start

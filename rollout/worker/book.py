@@ -317,8 +317,8 @@ class RequestBook:
         self.images.put(identity, message)
 
     def follow_images(self) -> None:
-        """Admit the requests that have got their images, and end the requests that cannot get them. Call this method
-        regularly, at the latest when `images.deadline` has passed.
+        """Admit the requests with images that have all arrived, and end the requests with images that cannot arrive.
+        Call this method regularly, at the latest when `images.deadline` has passed.
         """
         self.images.follow()
         for key, error in self.images.take_failed().items():
@@ -358,8 +358,8 @@ class RequestBook:
             self.end(key, error)
 
     def _ask_for_images(self, key: str, waiting: Waiting) -> None:
-        """Get the images of a request before the engine gets the request. Only a request that the current weights serve
-        takes room for images.
+        """Get the images of a request before the request is sent to the engine. Memory for images is reserved only if
+        the current weights are new enough for the request.
         """
         if not self.images.has_limits:
             self.waiting_room.postpone(key, waiting)  # until the model has loaded
@@ -519,7 +519,7 @@ class RequestBook:
 
 
 def _shown_tokens(message: Generate | GetScores) -> np.ndarray:
-    """Return the tokens that the model reads. The last token of a scored sequence is not one of them."""
+    """Return the tokens that the model reads, which do not include the last token of a scored sequence."""
     if isinstance(message, GetScores):
         return protocol.bytes_to_tokens(message.token_ids)[:-1]
     return protocol.bytes_to_tokens(message.prompt_token_ids)

@@ -174,12 +174,14 @@ class ImageStore:
         return min(*questions, *(self._requests[key].deadline for key in self._orphans), inf, inf)
 
     def take_ready(self) -> list[str]:
-        """Return the keys of the requests that have got all their images since the last call."""
+        """Return the keys of the requests for which the last image has arrived since the last call."""
         ready, self._ready = self._ready, {}
         return list(ready)
 
     def take_failed(self) -> dict[str, TruerollError]:
-        """Return the requests that cannot get their images, since the last call. The caller must end them."""
+        """Return the requests for which it became clear since the last call that their images cannot arrive. The caller
+        must end these requests.
+        """
         failed, self._failed = self._failed, {}
         return failed
 
@@ -285,7 +287,7 @@ class ImageStore:
         self._ask_next(identity)
 
     def follow(self) -> None:
-        """Give up clients that are silent or too slow, and requests that have had no client for too long."""
+        """Drop clients that are silent or too slow, and fail requests that have had no client for too long."""
         now = self._now()
         for identity, question in list(self._questions.items()):
             if now >= question.deadline and self._questions.get(identity) is question:
@@ -311,7 +313,7 @@ class ImageStore:
         return num_content_bytes(ref, self._limits.tower)
 
     def _give_room(self) -> None:
-        """Give room to requests, in order, until one of them does not fit."""
+        """Reserve memory for the images of requests, in order, until the images of a request do not fit."""
         while self._roomless:
             request = self._requests[key := next(iter(self._roomless))]
             sizes = {name: self._size_of(ref) for name, ref in zip(request.names, request.refs, strict=True)}
@@ -327,7 +329,9 @@ class ImageStore:
                 self._queue(request, supplier)
 
     def _make_room(self, sizes: dict[_Key, int]) -> bool:
-        """Evict content until content with these sizes fits. Evict nothing and return False if it cannot fit."""
+        """Evict content until there is room for content with these sizes. If eviction cannot make enough room, evict
+        nothing and return False.
+        """
         excess = self.num_bytes + sum(size for name, size in sizes.items() if name not in self._contents)
         excess -= self._most_bytes
         if excess > self._num_unheld_bytes:
@@ -373,7 +377,7 @@ class ImageStore:
         self.num_bytes -= content.num_bytes
 
     def _use(self, content: _Content) -> None:
-        """Mark content as held, or as dropped."""
+        """Remove content from the evictable content, because a request holds it or because it is dropped."""
         if content.key in self._unheld:
             del self._unheld[content.key]
             self._num_unheld_bytes -= content.num_bytes
@@ -381,7 +385,7 @@ class ImageStore:
     # Questions.
 
     def _queue(self, request: _Wanting, supplier: Supplier) -> None:
-        """Ask a client for what a request lacks, now or later."""
+        """Ask a client, now or later, for the content that a request lacks."""
         queue = self._queues[supplier.identity]
         for name in request.names:
             if name in request.missing:
@@ -459,8 +463,8 @@ class ImageStore:
     # Clients that leave or fail.
 
     def _reject(self, identity: bytes, content: _Content) -> None:
-        """Handle content with another hash. The connection no longer supplies the requests that need this content.
-        Fail the requests that no other connection can supply.
+        """Handle content that does not have the requested hash. The connection no longer supplies the requests that
+        need this content. Fail the requests that no other connection can supply.
         """
         content.restart()
         for key in list(content.holders):
@@ -472,7 +476,9 @@ class ImageStore:
         self._ask_anyone(content)
 
     def _remove(self, request: _Wanting, supplier: Supplier) -> None:
-        """Remove a client of a request, and ask another one for what it was sending for the request."""
+        """Remove a client of a request. If the client was sending content for the request, ask another client for this
+        content.
+        """
         del request.suppliers[supplier]
         if not request.suppliers and request.has_room and request.missing:
             request.deadline, self._orphans[request.key] = self._now() + self._seconds, None
@@ -483,8 +489,8 @@ class ImageStore:
             self._ask_next(supplier.identity)
 
     def _leave(self, identity: bytes, silence: str | None = None) -> None:
-        """Remove a connection from all requests. `silence`: why the requests that have no other client fail; None if
-        they may wait for the client to come back.
+        """Remove a connection from all requests. `silence`: the error text for requests that have no other client; None
+        if these requests may wait until the client reconnects.
         """
         question = self._questions.get(identity)
         if question is not None:

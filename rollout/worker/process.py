@@ -74,7 +74,8 @@ def serve(
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's limit on open descriptors to the hard limit, because every client needs descriptors.
+    """Raise this process's limit on open file descriptors to the hard limit, because every client needs file
+    descriptors.
 
     If the system refuses to raise the limit, log a warning.
     """

@@ -257,7 +257,9 @@ def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
     try:
         text = file.read(max_bytes + 1)
         if len(text) > max_bytes:
-            raise PushError(f"disk: {path} has more than {max_bytes} bytes; check that it belongs to this model")
+            raise PushError(
+                f"disk: {path} has more than {max_bytes} bytes; check that the folder belongs to this model"
+            )
         return FolderManifest.model_validate(_manifest_fields(text))
     except (OSError, ValueError, RecursionError) as error:
         cause = first_fault(error) if isinstance(error, ValidationError) else f"{error!s:.300}"

@@ -143,9 +143,8 @@ class Destination(Parameters, Protocol):
     def new_lendable(self) -> LendableStagingArea: ...
 
     def borrow(self, lent: tuple[int, int, int, int], has_optional: bool) -> StagingArea:
-        """Return the weights that another worker of the same `kin` lends. `has_optional`: whether they include the
-        optional ones. Raise OSError if the lent memory no longer
-        exists.
+        """Return the weights that another worker of the same `kin` lends. `has_optional`: whether these weights include
+        the optional parameters. Raise OSError if the lent memory no longer exists.
         """
         ...
 

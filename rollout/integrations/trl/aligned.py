@@ -69,11 +69,10 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Return log-probs, entropies and None (no auxiliary loss) for the last `logits_to_keep` tokens of each row.
 
-        Log-probs and entropies are float32 [B, logits_to_keep]. Both are those of the distribution from which the
-        samples were drawn. A token that the current weights would filter has the log-prob -inf. Entropies have no
-        gradient. Rows are computed in chunks
-        of `batch_size`. `inputs`: the images of all rows, as TRL's processor made them, and `num_images`, the number of
-        images of each row.
+        Log-probs and entropies are float32 [B, logits_to_keep]. Both refer to the distribution from which the samples
+        were drawn. If the filters drop a token under the current weights, its log-prob is -inf. Entropies have no
+        gradient. Rows are computed in chunks of `batch_size`. `inputs`: the images of all rows, as TRL's processor has
+        returned them, and `num_images`, the number of images of each row.
         """
         images = _Images.read(inputs, len(input_ids))
         wanted, size = attention_mask.bool(), batch_size or len(input_ids)
@@ -120,8 +119,8 @@ class _Images:
 
     @classmethod
     def read(cls, inputs: dict[str, Any], num_rows: int) -> _Images | None:
-        """Return the images among TRL's inputs for `num_rows` rows; None without images. Raise ConfigError for inputs
-        of other models, and for images that are not those of the rows.
+        """Return the images in TRL's inputs for `num_rows` rows; None if there are no images. Raise ConfigError if an
+        input is not supported, or if the images do not match the rows.
         """
         given = {name: value for name, value in inputs.items() if value is not None}
         if others := [*given.keys() - {"num_images", *FROM_PROCESSORS}]:
@@ -139,7 +138,7 @@ class _Images:
         return cls([0, *accumulate(counts)], pixels, grids, types)
 
     def of(self, rows: slice) -> dict[str, Tensor] | None:
-        """Return the arguments `media` for some rows; None if they have no images."""
+        """Return the argument `media` for some rows; None if these rows have no images."""
         first, *_, last = self.ends[rows.start : rows.stop + 1]
         if first == last:
             return None

@@ -52,7 +52,9 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
 
 
 def tokenizer_of(processing_class: Any) -> Any:
-    """Return the tokenizer of a trainer's `processing_class`, which is a tokenizer or a processor with one."""
+    """Return the tokenizer of a trainer's `processing_class`, which is either a tokenizer or a processor that contains
+    a tokenizer.
+    """
     return getattr(processing_class, "tokenizer", processing_class)
 
 

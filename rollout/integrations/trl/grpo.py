@@ -131,9 +131,10 @@ class TruerollGeneration:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], None]:
         """Return one sample for each of the B prompts. Each prompt is repeated `num_generations` times in a row.
 
-        `images`: None, or the PIL images of each prompt. TRL has already expanded their placeholders. They are
-        processed by the trainer's processor. Raise InvalidRequestError for images that do not fit the placeholders, and
-        AlignmentError or ModelError for images if the model has no vision tower that a worker serves.
+        `images`: None, or the PIL images of each prompt. TRL has already expanded the placeholders of the images. The
+        trainer's processor preprocesses the images. Raise InvalidRequestError if the images do not match the
+        placeholders. Raise AlignmentError or ModelError if there are images but the model has no vision tower that a
+        worker can serve.
 
         Return (prompts, token ids, log-probs, None). The token ids are [B][T], where T is the length of each sample.
         The log-probs are [B][T][1]: TRL expects vLLM's format, which can have several log-probs per position. The last
@@ -174,7 +175,7 @@ def _sample_each(
     params: SamplingParams,
     version: int,
 ) -> list[SampleOutput]:
-    """Return one sample for each prompt, generated with the weights of `version`. `images`: those of each prompt.
+    """Return one sample for each prompt, generated with the weights of `version`. `images`: the images of each prompt.
 
     Equal adjacent prompts with equal images form one group. The seed of each group comes from torch's random number
     generator, so the seeds depend on TRL's seed. The sequence of seeds continues when training resumes from a

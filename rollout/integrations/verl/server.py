@@ -96,11 +96,11 @@ class TruerollServer:
     ) -> TokenOutput:
         """Generate one sample for the prompt `prompt_ids`. While the gate is closed, wait or return an empty sample.
 
-        `image_data`: the PIL images of the prompt, in which verl has expanded the placeholders. verl's processor
-        processes them with `mm_processor_kwargs`. If the model samples a placeholder of images or videos, the sample
-        ends before it, because verl's trainer would take it for an image.
+        `image_data`: the PIL images of the prompt. verl has already expanded their placeholders in `prompt_ids`. verl's
+        processor preprocesses the images with `mm_processor_kwargs`. If the model samples a placeholder token for
+        images or videos, the sample ends before this token, because verl's trainer would treat the token as an image.
 
-        Raise InvalidRequestError for other media, for images that do not fit the prompt or the model, and for
+        Raise InvalidRequestError for other media, for images that do not match the prompt or the model, and for
         parameters that a worker does not support. Raise StaleWeightsError if the worker was restarted.
         """
         if given := [name for name, value in others.items() if value]:
@@ -162,8 +162,8 @@ class TruerollServer:
         return derive_seed(seed_of(name, content), self._asked[request_id, content])
 
     def _steps(self, versions: Sequence[int]) -> dict[str, int]:
-        """Each token of a sample comes from weights that were pushed at a global step. Return the step for the last
-        token, the smallest step and the largest step.
+        """Return the global steps at which the weights of a sample were pushed: the step for the last token, the
+        smallest step and the largest step.
 
         Return an empty map for a sample without tokens, because verl treats the first step that it gets as the start of
         the sample.
@@ -214,7 +214,7 @@ class TruerollServer:
 
 
 def _processor_of(model_config: Any) -> Any:
-    """Return the processor with which verl makes prompts of texts and images, or None if the model has none."""
+    """Return the processor with which verl converts texts and images to prompts; None if the model has no processor."""
     path = model_config.get("tokenizer_path", None) or model_config.path
     folder = copy_to_local(path, use_shm=model_config.get("use_shm", False))
     return hf_processor(folder, trust_remote_code=model_config.get("trust_remote_code", False))
