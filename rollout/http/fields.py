@@ -135,7 +135,7 @@ class EditFields(Fields):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _one_wrong_bias_is_enough(cls, biases: Any) -> Any:
-        """If a bias is invalid, return only this bias, because pydantic would report every invalid bias of an object."""
+        """If biases are invalid, return only one of the invalid biases, because pydantic would report all of them."""
         if not isinstance(biases, dict):
             return biases
         few = dict(islice(biases.items(), MAX_LOGIT_BIAS + 1))
