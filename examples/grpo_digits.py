@@ -99,8 +99,8 @@ def make_model(folder: Path) -> Path:
 
 
 def log_probs(model: Any, answers: list[tuple[list[int], list[int], tuple[ImageInput, ...]]]) -> torch.Tensor:
-    """Return the log-probs of the answers' tokens, concatenated: float32. `answers`: the prompt, the answer and the
-    images of each.
+    """Return the log-probs of the answers' tokens, concatenated: float32. `answers`: for each answer, the prompt, the
+    answer itself and the images.
     """
     rows = [torch.tensor([*prompt, *answer]) for prompt, answer, _ in answers]
     is_own = [torch.arange(len(row)) >= len(prompt) for row, (prompt, *_) in zip(rows, answers, strict=True)]

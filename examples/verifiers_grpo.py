@@ -34,7 +34,7 @@ RUN_SEED, GROUP, TEMPERATURE, MAX_TOKENS = 1, 4, 1.0, 24
 
 
 class Question(vf.Task[vf.TaskData]):
-    """A question. The reward is the share of letters in the answer. Replace it with your reward."""
+    """A question. The reward is the share of letters in the answer. Replace this reward with your own."""
 
     @vf.reward
     async def letters(self, trace: vf.Trace) -> float:

@@ -1,11 +1,11 @@
 """Report where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
 The report first measures the machine's best rates for matrix products, memory reads, and in-place updates of memory. If
-the model has gated delta nets, state spaces, experts or latent attention, the recurrence, the experts or the attention
-are measured alone. Then each workload of `trueroll bench` runs on the in-process engine. A table shows for every op its
-time, its arithmetic, and the bytes that it must read at least once per step. Arithmetic and bytes are also shown as
-shares of the best rate. The bytes of a recurrence include the states that it writes. The remaining time of a step is
-Python: scheduling, bookkeeping, and preparing the step's tensors.
+the model has gated delta nets, state spaces, experts or latent attention, the report also measures their recurrence,
+experts or attention alone. Then each workload of `trueroll bench` runs on an engine in this process. For every op, a
+table shows the time, the rate of arithmetic, and the rate of the bytes that the op must read at least once per step.
+Both rates are also shown as shares of the machine's best rates. The bytes of a recurrence include the states that it
+writes. The remaining time of a step is Python: scheduling, bookkeeping, and preparing the step's tensors.
 
 With `--dummy-weights` MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
 by op. A normal engine runs all layers in one native call, which makes its steps a few percent faster.
@@ -206,7 +206,9 @@ def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], objec
 
 
 def mixtures(loaded: LoadedModel) -> dict[str, Rates]:
-    """Return the rate of the experts of all layers in a step with 64 decoding rows, which the model's router routes."""
+    """Return the rate of the experts of all layers in a step with 64 decoding rows. The model's router chooses the
+    experts.
+    """
     ops, model, calls = loaded.backend.ops, loaded.model, []
     x = torch.randn(64, model.spec.hidden_size).to(model.dtype)
     for layer in model.layers:
@@ -218,7 +220,9 @@ def mixtures(loaded: LoadedModel) -> dict[str, Rates]:
 
 
 def latents(loaded: LoadedModel) -> dict[str, Rates]:
-    """Return the rates of one layer's latent attention: a decode at 8k tokens of context, and a 2k-token prompt."""
+    """Return the rates of one layer's latent attention: in a decode step with 8k tokens of context, and in a prompt of
+    2k tokens.
+    """
     mixer = next((each for each in loaded.model.spec.attentions if isinstance(each, LatentSpec)), None)
     if mixer is None:
         return {}

@@ -1,12 +1,14 @@
 """Measure what drafts gain: `python examples/benchmarks/drafts_report.py [MODEL]`.
 
-An engine with drafts (`speculative="ngram"`) and one without generate the same samples in turn. Every run with drafts
-must have the tokens and log-prob bits of the run without. The first table has the speed of the engine with drafts, as a
-multiple of the speed without: the median and the range of several pairs of runs. "again" means that the same requests
-with the same seeds were served before, and that weights were committed since which differ by about 1e-5.
+An engine with drafts (`speculative="ngram"`) and an engine without drafts take turns and generate the same samples.
+Every run with drafts must have the same tokens and log-prob bits as the run without. The first table shows the speed of
+the engine with drafts as a multiple of the speed without drafts: the median and the range of several pairs of runs.
+"again" means that the same requests with the same seeds were served before, and that a commit since then changed the
+weights by about 1e-5.
 
-The second table shows that the index of the drafter stays in its budget, and that a hostile prompt, one token a million
-times, costs time in proportion to its length. Run the report on an otherwise idle machine.
+The second table shows that the index of the drafter stays within its memory budget, and that the time for a hostile
+prompt (a single token, repeated a million times) is proportional to the length of the prompt. Run the report on an
+otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -170,7 +172,7 @@ class Report:
 
 
 def index_rows() -> Iterator[tuple[str, str]]:
-    """Yield what is measured of the drafter's index, and the figure."""
+    """Yield pairs for the table about the drafter's index: the name of a measurement and its result."""
     drafter, most, start = RepeatsDrafter(), 0, time.perf_counter()
     rng = np.random.default_rng(0)
     for i in range(100_000):

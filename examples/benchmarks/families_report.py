@@ -1,14 +1,14 @@
 """Compare trueroll with transformers on several families: `python examples/benchmarks/families_report.py [FAMILY ...]`.
 
-For each family, the report makes a model with random weights and few layers. Heads, states and latents have the sizes
-of published models. trueroll and transformers load the same files, use the same dtype and one thread, and run in turn
-in one process:
+For each family, the report makes a model with random weights and few layers. Heads, states and latent rows have the
+sizes of published models. trueroll and transformers load the same files, use the same dtype and one thread, and run in
+turn in one process:
 
 - prompts: one prompt of 2,048 tokens
-- decodes: steps of eight sequences with 2,048 tokens of context. In trueroll, the sequences have different prompts and
-  share no memory. In transformers, the sequences start as copies of one prompt's cache.
+- decodes: decode steps of eight sequences with 2,048 tokens of context each. In trueroll, the sequences have different
+  prompts and share no memory. In transformers, the sequences start as copies of one prompt's cache.
 
-The report measures transformers' forward pass and the choice of the largest logit, without the rest of `generate`.
+For transformers, the report measures the forward pass and the choice of the largest logit, not all of `generate`.
 transformers uses its default attention, its default experts and its own cache. On a CPU, transformers computes state
 spaces with torch's ops. The first run of each system is a warm-up. The table, in Markdown, shows median rates in tokens
 per second of CPU time, and medians of the ratios of consecutive runs. The report fails if the two systems disagree on
@@ -173,7 +173,7 @@ class Ours:
         return float(output.logprobs[0])
 
     def start(self, prompts: Tensor) -> None:
-        """Compute prompts of sequences, which then decode."""
+        """Compute the prompts of sequences, so that the following steps decode."""
         done = self.engine.stats().computed_prompt_tokens + prompts.numel()
         for prompt in prompts:
             self.add(prompt, 2 * PROMPT - prompts.shape[1])
@@ -195,7 +195,7 @@ class Theirs:
         self.last, self.context = torch.zeros(0), 0
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Compute tokens [sequences, tokens] after the cached ones. Return the log-probs of the next tokens."""
+        """Compute tokens [sequences, tokens] that follow the cached tokens. Return the log-probs of the next tokens."""
         positions = torch.arange(self.context, self.context + ids.shape[1])[None].expand(len(ids), -1)
         with torch.inference_mode():
             out = self.model(ids, past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)

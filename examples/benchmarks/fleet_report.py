@@ -1,5 +1,5 @@
-"""Report what a fleet costs: `python examples/benchmarks/fleet_report.py [MODEL]`. The report compares three pairs; the
-two sides of a pair are measured alternately:
+"""Report the overhead of a fleet: `python examples/benchmarks/fleet_report.py [MODEL]`. The report compares three pairs
+of setups. The two setups of a pair are measured alternately:
 
 - the workload `group` of `trueroll bench` through a client of one worker, and through a fleet client of that worker;
 - one worker with two threads, and two workers with one thread each;

@@ -2,7 +2,7 @@
 
 `python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with torch and Triton from the Python
 interpreter that runs the command. Nothing is downloaded. Nothing is compiled, except Triton's kernels. Missing packages
-come from the folder of wheels given by `--wheels`. docs/gpu.md has the command that makes this folder. The folder
+come from the folder of wheels that `--wheels` names. docs/gpu.md has the command that creates this folder. The folder
 `--out` gets a log and the figures of `gpu_report.py` for each part. The subfolder `site` holds these packages and links
 to the checkout. The tables of `gpu_report.py` are printed too.
 

@@ -1,4 +1,4 @@
-"""Report what weight pushes and sleeps cost: `python examples/benchmarks/push_report.py [MODEL]`.
+"""Report how long weight pushes and sleeps take: `python examples/benchmarks/push_report.py [MODEL]`.
 
 The report pushes a model's own weights to a worker process over each transport, once while the worker is idle and once
 while the worker generates. The times are compared with plain memory copies of the same size. The report also measures

@@ -1,11 +1,11 @@
 """Measure what several ranks cost on a CPU: `python examples/benchmarks/ranks_report.py`.
 
-- Memory: the bytes that each of four ranks reads and holds for its own part, as a share of all weights. The common
-  weights (`docs/parallel.md`) are not included. The model has 1.1e9 parameters.
-- Pushes: the duration of a push to a worker with four ranks, as a multiple of the duration of a push to a worker with
-  one rank: the median and the range of several pairs of pushes, of the same model.
-- Host time: what four ranks add to a step of 256 rows of a model with four small layers, part by part, without the time
-  for which a rank waits for slower ranks.
+- Memory: the bytes of weights that each of four ranks reads and holds as its own part, as a share of all weights. The
+  common weights (`docs/parallel.md`) are not included. The model has 1.1e9 parameters.
+- Pushes: the duration of a push to a worker with four ranks, divided by the duration of a push of the same model to a
+  worker with one rank. The report prints the median and the range of several pairs of pushes.
+- Host time: the time that four ranks add to a step of 256 rows, listed by its parts, for a model with four small
+  layers. The time for which a rank waits for slower ranks is not included.
 
 Run the report on an otherwise idle machine with 12 GiB of free memory.
 """
@@ -179,8 +179,8 @@ def milliseconds(call: Callable[[], object], repeats: int = 200) -> float:
 
 
 def exchanging(folder: Path, step: Step) -> tuple[float, int]:
-    """Return how much longer a rank takes for a step because it adds the sums of all ranks, in milliseconds; and the
-    number of meetings.
+    """Return the milliseconds that a step takes longer because a rank adds the sums of all ranks. Also return the
+    number of meetings in the step.
     """
     exchange = Alone(0)
     several = LocalExecutor(config_of(folder), load_model(config_of(folder), links_of(exchange)))

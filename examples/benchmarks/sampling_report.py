@@ -1,10 +1,11 @@
 """Measure what filters, penalties and bans cost: `python examples/benchmarks/sampling_report.py [THREADS]`.
 
-Several engines share a small model with random weights and a vocabulary of 32,768 tokens. Each decodes 64 samples, and
-each has other sampling parameters. The engines step in turn, so they meet the same load of the machine. For each step,
-the table has the time of the engine's step divided by the time of the step of the engine with plain sampling: the
-median, and the middle half of all steps. THREADS: threads of the kernels, by default as in a worker. Run the report on
-an otherwise idle machine; on a busy machine, the CPU time with one thread says more.
+Several engines share a small model with random weights and a vocabulary of 32,768 tokens. Each engine decodes 64
+samples, and each has different sampling parameters. The engines take turns step by step, so that the load of the
+machine affects all engines equally. The table shows an engine's time for a step, divided by the time for the same step
+of the engine with plain sampling: the median over all steps, and the range of the middle half of all steps. THREADS:
+number of threads of the kernels, by default as in a worker. Run the report on an otherwise idle machine. On a busy
+machine, the CPU times with one thread are more reliable than the other times.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Report what a step costs besides the model: `python examples/benchmarks/step_report.py`.
+"""Report the host's time for a step, without the model: `python examples/benchmarks/step_report.py`.
 
-The first table times an engine with a model and a sampler that take no time, so a step is only work of the host. Groups
-of 8 samples decode and never end. As on a GPU, the engine queues a step before it sees the tokens of the previous step.
+The first table times an engine with a model and a sampler that take no time, so a step consists only of the host's
+work. Groups of 8 samples decode and never end. As on a GPU, the engine queues a step before it sees the tokens of the
+previous step.
 
 The second table calls the scheduler and the prefix cache in the engine's order, without a model. The table times the
 calls of a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The
 rows of the table differ in the size of the cache and in the waiting sequences. In the row where all waiting sequences
 wait for one prefix, the sequence that computes this prefix runs until the end of the measurement.
 
-Both tables show CPU time, so other processes on the machine matter little. An idle core gives the best figures.
+Both tables show CPU time, so other processes on the machine have little effect. The figures are the most accurate on an
+idle core.
 """
 
 import json

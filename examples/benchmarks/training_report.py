@@ -1,4 +1,4 @@
-"""Report what alignment costs a trainer: `python examples/benchmarks/training_report.py [MODEL]`.
+"""Report the overhead of alignment for a trainer: `python examples/benchmarks/training_report.py [MODEL]`.
 
 Takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes, the report shows the time of an aligned
 training step divided by the time of an unaligned step. A step is a forward and a backward pass, without the optimizer.
@@ -102,7 +102,7 @@ def main(
     shapes: Annotated[str, typer.Option(help="Comma-separated batches: sequences x tokens.")] = "1x128,8x128,4x512",
     fsdp: Annotated[int, typer.Option(min=1, help="Number of processes that share the weights.")] = 1,
 ) -> None:
-    """Compare training steps of an aligned model with steps of the same model unaligned."""
+    """Compare training steps of an aligned model with training steps of the same model without alignment."""
     table = Table("weights", "batch", "unaligned, s", "aligned, s", "ratio", title=f"Training steps of {model}")
     folder, sizes = resolve_model(model), [(int(rows), int(n)) for rows, n in (s.split("x") for s in shapes.split(","))]
 

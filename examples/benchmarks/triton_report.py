@@ -328,7 +328,7 @@ def scan(spec: Mamba2Spec) -> None:
 
 
 def absorb(heads: int, latent: int, rotated: int, size: int) -> None:
-    """Call latent attention, and the ops that other attentions do not have, for many numbers of rows."""
+    """Call latent attention, and the ops that only latent attention needs, for many numbers of rows."""
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     cache = empty(4, 16, 1, latent + rotated)
     for rows in ROWS:
@@ -361,7 +361,7 @@ def mix(spec: ExpertsSpec, hidden: int) -> None:
 
 
 def see(hidden: int, heads: int, inner: int) -> None:
-    """Call the ops of a vision tower that decoders do not have, for an image of 448 x 448 pixels."""
+    """Call the ops that only vision towers have, for an image of 448 x 448 pixels."""
     rows, size = 784, -(-hidden // heads // 16) * 16
     empty = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     backend.layer_norm(empty(rows, hidden), empty(hidden), empty(hidden), LayerNormSpec(1e-6))
@@ -491,7 +491,9 @@ def jobs_of(launches: Sequence[Launch]) -> list[Job]:
 
 
 def is_latent(launch: Launch) -> bool:
-    """Return whether the launch computes latent attention. Only its values are longer than a head may be."""
+    """Return whether the launch computes latent attention. Only latent attention has values that are longer than the
+    maximum head size.
+    """
     is_attention = name_of(launch.kernel).startswith("attention.")
     return is_attention and dict(launch.constants)["SIZE"] > MOST_HEAD_DIM
 

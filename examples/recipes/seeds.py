@@ -1,4 +1,5 @@
-"""Use seeds so that each prompt of each step has its own noise, and that a step can be repeated as a whole or in part.
+"""Use seeds so that each prompt of each step has its own noise, and so that a step can be repeated as a whole or in
+part.
 
 `python examples/recipes/seeds.py [MODEL]`
 """
