@@ -87,7 +87,7 @@ _MOST = {
 }
 # Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
 _MOST_SCALAR = 2.0**30
-_FP8_BLOCK = [128, 128]
+_FP8_BLOCK, _FP8_FORMATS = [128, 128], ("e4m3", "float8_e4m3fn")  # two names of the same format
 # Keys that `Settings` accepts in addition to its fields.
 _DTYPE_KEYS = {"dtype", "torch_dtype"}
 _ROPE_KEYS = {
@@ -494,13 +494,13 @@ def _check_quantization(found: Any, served: Collection[str]) -> None:
     if method != "fp8":
         return
     for name, value, wanted in (
-        ("weight_block_size", found.get("weight_block_size"), _FP8_BLOCK),
-        ("fmt", found.get("fmt", "e4m3"), "e4m3"),
+        ("weight_block_size", found.get("weight_block_size"), [_FP8_BLOCK]),
+        ("fmt", found.get("fmt", "e4m3"), _FP8_FORMATS),
     ):
-        if value != wanted:
+        if value not in wanted:
             raise ModelError(
-                f"{name} in quantization_config of config.json must be {wanted} (got {brief(value)}); serve a "
-                "checkpoint in bfloat16"
+                f"{name} in quantization_config of config.json must be {' or '.join(map(str, wanted))} (got "
+                f"{brief(value)}); serve a checkpoint in bfloat16"
             )
 
 

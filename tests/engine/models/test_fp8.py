@@ -283,7 +283,7 @@ def test_a_block_of_zeros_may_have_the_scale_0(of_fp8: Path, tmp_path: Path) -> 
             r"weight_block_size in .* must be \[128, 128\] \(got \[64, 128\]\); serve a",
         ),
         (dict(weight_block_size=None), r"weight_block_size in .* must be \[128, 128\] \(got None\)"),
-        (dict(fmt="e5m2"), r"fmt in quantization_config of config.json must be e4m3 \(got 'e5m2'\)"),
+        (dict(fmt="e5m2"), r"fmt in .* of config.json must be e4m3 or float8_e4m3fn \(got 'e5m2'\)"),
         (dict(quant_method="fbgemm_fp8"), r"quant_method .* must be none or fp8 \(got 'fbgemm_fp8'\)"),
         (dict(quant_method=["fp8"]), r"quant_method .* must be none or fp8 \(got \['fp8'\]\)"),
     ],
@@ -293,3 +293,9 @@ def test_other_quantizations_are_refused(of_fp8: Path, change: dict[str, Any], m
     describe(raw)
     with pytest.raises(ModelError, match=message):
         describe(raw | dict(quantization_config=CONFIG | change))
+
+
+def test_the_format_has_two_names(of_fp8: Path) -> None:
+    """The published files of MiniMax-M2 have the longer name."""
+    raw = read_config(of_fp8)
+    assert describe(raw | dict(quantization_config=CONFIG | dict(fmt="float8_e4m3fn"))) == describe(raw)
