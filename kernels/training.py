@@ -99,7 +99,7 @@ __all__ = [
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Settings that make the forward pass of a model in training random, unless they are 0.
-_NOISE = ("attention_dropout", "residual_dropout", "router_jitter_noise")
+_NOISE = ("attention_dropout", "residual_dropout", "resid_pdrop", "router_jitter_noise")
 
 _Question: TypeAlias = Callable[[GradientOps, Tensor, Tensor], Any]
 """question(ops, hidden, weight): compute what the head returns instead of logits, from hidden states [M, H] and the
