@@ -32,8 +32,8 @@ class Cell:
     - `threads`: number of threads; None: unchanged
     - `interval`, `checkpoints`: for models with recurrent layers, the engine's `state_interval` and `state_budget`
     - `states`: for models with recurrent layers, what must happen to checkpoints of recurrent states
-    - `routes`: for models with experts, whether a warm cache stores the experts chosen for each token: `unknown` (no)
-      or `added` (yes, because a later request has added the experts)
+    - `routes`: for models with experts, what a warm cache stores about the experts that were chosen for each token:
+      nothing (`unknown`), or the experts that a later request has added (`added`)
     - `event`: the event that happens while the requests run: an `interruption`; a `push` of equal weights; a push of
       `adapters` that change nothing; or a `sleep`. After the event, all requests are computed again
     - `drafts`: how tokens are drafted: `repeats`, `mtp`, or `adversarial` (see `verify_drafts`)

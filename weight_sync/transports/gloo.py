@@ -21,7 +21,7 @@ STORE_SECONDS = 30.0
 
 
 def connect(host: str, port: int, prefix: str, timeout: timedelta) -> Any:
-    """Return a client of the store at `host`:`port`, for the keys that begin with `prefix`.
+    """Return a client of the store at `host`:`port`. The client puts `prefix` before every key.
 
     The client waits for a key no longer than the timeout. Raise RuntimeError if no store listens at this address.
     """
