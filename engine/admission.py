@@ -23,6 +23,7 @@ from .outputs.routes import Routes
 from .outputs.stop_strings import StopStrings, TokenizerError, Vocabulary, load_vocabulary
 from .pipeline import Ledger
 from .request import (
+    KEPT,
     MAX_TARGETS,
     NO_TARGET,
     TARGETS,
@@ -126,6 +127,7 @@ class Admission:
             records=None if params.top_logprobs is None else GrowingColumns(TOPS, Widths(params.top_logprobs)),
             targets=GrowingColumns((TARGETS,), Widths(targets=num_targets)) if num_targets else None,
             target_ids=np.array(params.target_token_ids, np.int64) if num_targets else None,
+            kept=GrowingColumns(KEPT, Widths()) if params.return_sampling_mask else None,
         )
 
     def _watch(self, request: GenerateRequest) -> StopStrings | None:

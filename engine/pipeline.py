@@ -34,7 +34,7 @@ from .outputs.routes import RouteFormat
 from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output, SampleOutput, ScoreOutput
 from .running.executor import Computation, Executor
-from .running.sampler import Drawn
+from .running.sampler import WHOLE_VOCABULARY, Drawn
 from .running.step import plan_step, ranges
 from .scheduling.scheduler import Scheduler, SharedPrompts
 from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, takers_of
@@ -130,6 +130,8 @@ class Ledger:
             sample.records.append(drawn.records[row])
         if sample.targets is not None:
             sample.targets.append((drawn.targets[row],))
+        if sample.kept is not None:
+            sample.kept.append(drawn.kept.get(row, WHOLE_VOCABULARY))
         if sample.num_told is not None:
             self.grown.note(sample)
         matched = None

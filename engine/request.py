@@ -43,21 +43,25 @@ class Column:
     """A value that is recorded for each token. Each column is a single object, compared by identity.
 
     `name`: the name of the column's field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one
-    element. `listed`: the field of `Widths` that says how many elements each token has; empty if a token has one
-    element.
+    element. `listed`: the field of `Widths` that says how many elements each token has. `counts`: the name of the
+    column with the number of elements of each token, whose elements then follow each other. If both are empty, a token
+    has one element.
     """
 
     name: str
     dtype: str
     listed: str = ""
-
-    def shape(self, rows: int, widths: Widths) -> tuple[int, ...]:
-        """Return the shape of the column for `rows` tokens."""
-        return (rows, getattr(widths, self.listed)) if self.listed else (rows,)
+    counts: str = ""
 
     def num_bytes(self, widths: Widths) -> int:
-        """Return the number of bytes per token."""
+        """Return the number of bytes per token. The column must have the same number for each token."""
+        assert not self.counts
         return np.dtype(self.dtype).itemsize * (getattr(widths, self.listed) if self.listed else 1)
+
+    def array(self, content: bytes | bytearray, rows: int, widths: Widths) -> np.ndarray:
+        """Return the content of the column for `rows` tokens as an array, which shares the memory of `content`."""
+        found = np.frombuffer(content, self.dtype)
+        return found.reshape(rows, getattr(widths, self.listed)) if self.listed else found
 
 
 TOKENS = Column("token_ids", "<i4")
@@ -67,35 +71,60 @@ TOPS = (Column("entropy", "<f4"), Column("top_token_ids", "<i4", "tops"), Column
 """The columns that a request gets by setting `top_logprobs`."""
 TARGETS = Column("target_logprobs", "<f4", "targets")
 """The column that a request gets by setting `target_token_ids`."""
-COLUMNS = (LOGPROBS, *TOPS, TARGETS)
+KEPT = (
+    Column("kept_counts", "<i4"),
+    Column("kept_log_mass", "<f4"),
+    Column("kept_token_ids", "<i4", counts="kept_counts"),
+)
+"""The columns that a request gets by setting `return_sampling_mask`."""
+COLUMNS = (LOGPROBS, *TOPS, TARGETS, *KEPT)
+_BY_NAME = {column.name: column for column in COLUMNS}
 
 Columns: TypeAlias = dict[str, np.ndarray]
 """The columns of the same tokens, by name, in the order of `COLUMNS`."""
 
 
 def columns_of(output: Any) -> Columns:
-    """Return the columns of a `SampleOutput`, `SampleDelta` or `ScoreOutput`."""
-    found = ((column.name, getattr(output, column.name)) for column in COLUMNS)
+    """Return the columns of a `SampleOutput`, `SampleDelta` or `ScoreOutput`. The last has no `KEPT`."""
+    found = ((column.name, getattr(output, column.name, None)) for column in COLUMNS)
     return {name: values for name, values in found if values is not None}
 
 
 def as_fields(columns: Columns) -> dict[str, Any]:
-    """Return columns as the fields of an output. Fields of missing columns are None."""
-    return {column.name: columns.get(column.name) for column in COLUMNS}
+    """Return columns as the fields of an output, for which missing columns are None."""
+    return {LOGPROBS.name: None, **columns}
 
 
-def new_columns(has_logprobs: bool, top_logprobs: int | None, num_targets: int, rows: int = 0) -> Columns:
-    """Return the requested columns for `rows` tokens, filled with zeros. `num_targets`: tokens asked for at each
+def empty_columns(params: SamplingParams) -> Columns:
+    """Return the columns of a sample without tokens."""
+    targets = len(params.target_token_ids)
+    asked = (LOGPROBS,) * (params.logprobs is not None) + (TARGETS,) * (targets > 0)
+    asked += (TOPS if params.top_logprobs is not None else ()) + (KEPT if params.return_sampling_mask else ())
+    widths = Widths(params.top_logprobs or 0, targets)
+    return {column.name: column.array(b"", 0, widths).copy() for column in COLUMNS if column in asked}
+
+
+def new_columns(top_logprobs: int | None, num_targets: int, rows: int) -> Columns:
+    """Return the columns of a score for `rows` tokens, filled with zeros. `num_targets`: tokens asked for at each
     position.
     """
-    asked = (LOGPROBS,) * has_logprobs + (TOPS if top_logprobs is not None else ()) + (TARGETS,) * (num_targets > 0)
+    asked = (LOGPROBS, *(TOPS if top_logprobs is not None else ()), *(TARGETS,) * (num_targets > 0))
     widths = Widths(top_logprobs or 0, num_targets)
-    return {column.name: np.zeros(column.shape(rows, widths), column.dtype) for column in asked}
+    return {column.name: column.array(bytearray(rows * column.num_bytes(widths)), rows, widths) for column in asked}
 
 
 def cut_columns(columns: Columns, start: int, end: int | None = None) -> Columns:
     """Return the columns of tokens [start, end)."""
-    return {name: values[start:end] for name, values in columns.items()}
+    return {name: _cut(_BY_NAME[name], columns, start, end) for name in columns}
+
+
+def _cut(column: Column, columns: Columns, start: int, end: int | None) -> np.ndarray:
+    values = columns[column.name]
+    if not column.counts:
+        return values[start:end]
+    counts = columns[column.counts]
+    first = int(counts[:start].sum())
+    return values[first : first + int(counts[start:end].sum())]
 
 
 def join_columns(first: Columns, rest: Columns) -> Columns:
@@ -119,12 +148,9 @@ class GrowingColumns:
 
     def arrays(self, start: int = 0) -> Columns:
         """Return writable copies of the columns, from token `start` on."""
-        widths, rows = self._widths, self._num_tokens - start
         pairs = zip(self._columns, self._content, strict=True)
-        parts = [(column, content[column.num_bytes(widths) * start :]) for column, content in pairs]
-        return {
-            column.name: np.frombuffer(part, column.dtype).reshape(column.shape(rows, widths)) for column, part in parts
-        }
+        shared = {column.name: column.array(part, self._num_tokens, self._widths) for column, part in pairs}
+        return {name: values.copy() for name, values in cut_columns(shared, start).items()}
 
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
@@ -333,6 +359,8 @@ class SamplingParams(Distribution):
     for each token of the sample. The entropy of the distribution is recorded as well. If `top_logprobs` is 0, only the
     entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is recorded.
     `target_token_ids`: for each token of the sample, record the log-probs of these tokens, as `target_logprobs`.
+    `return_sampling_mask`: for each token of the sample, record which tokens filters and bans left to draw, as
+    `kept_token_ids`, and their probability, as `kept_log_mass`.
     `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
     experts. `cache_salt`: only requests with the same salt share cached prefixes.
     """
@@ -348,6 +376,7 @@ class SamplingParams(Distribution):
     target_token_ids: Annotated[tuple[TokenId, ...], FailFast(), Field(max_length=MAX_TARGETS)] = Field(
         default=(), strict=False
     )
+    return_sampling_mask: bool = False
     return_routed_experts: bool = False
     cache_salt: CacheSalt | None = None
 
@@ -616,6 +645,15 @@ class SampleOutput:
     log-prob of a dropped token is -inf. `target_logprobs`: float32 [num_tokens, K], the log-probs of `target_token_ids`
     in the same distribution; None if there are none.
 
+    `kept_counts`, `kept_log_mass` and `kept_token_ids` are None unless `return_sampling_mask` was requested.
+    `kept_token_ids`: int32 [sum of `kept_counts`], the tokens that could be drawn: for each token of the sample, all
+    ids that neither filters nor bans excluded, ascending. `kept_counts`: int32 [num_tokens], how many ids each token
+    has. A token has none if the whole vocabulary could be drawn. `kept_offsets` has the limits of each token's ids.
+    `kept_log_mass`: float32 [num_tokens], the natural logarithm of the probability of the kept tokens in the
+    distribution before `top_k`, `top_p` and `min_p`, which is after edits and temperature. The log-prob of a token in
+    the distribution from which it was drawn is its log-prob before these filters minus `kept_log_mass`: this float32
+    number is the rounded difference of the two.
+
     `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
     dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None
     unless `return_routed_experts` was requested and the sample has a token. Row t of `routed_experts` lists the experts
@@ -641,7 +679,17 @@ class SampleOutput:
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     target_logprobs: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
+    kept_log_mass: np.ndarray | None = None
+    kept_token_ids: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+
+    @property
+    def kept_offsets(self) -> np.ndarray | None:
+        """The limits of each token's part of `kept_token_ids`: int64 [num_tokens + 1], token i has the ids
+        [offsets[i], offsets[i + 1]). None unless `return_sampling_mask` was requested.
+        """
+        return None if self.kept_counts is None else np.concatenate(([0], self.kept_counts.cumsum(dtype=np.int64)))
 
     @classmethod
     def empty(cls, request_id: str, index: int, seed: int, params: SamplingParams) -> SampleOutput:
@@ -654,7 +702,7 @@ class SampleOutput:
             seed=seed,
             num_cached_tokens=0,
             weight_versions=(),
-            **as_fields(new_columns(params.logprobs is not None, params.top_logprobs, len(params.target_token_ids))),
+            **as_fields(empty_columns(params)),
         )
 
 
@@ -676,6 +724,9 @@ class SampleDelta:
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     target_logprobs: np.ndarray | None = None
+    kept_counts: np.ndarray | None = None
+    kept_log_mass: np.ndarray | None = None
+    kept_token_ids: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

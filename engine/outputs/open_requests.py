@@ -45,9 +45,9 @@ class DrawRecord(NamedTuple):
     `Distribution`. `basis`: the distribution under which log-probs are computed, given as an index into `BASES`.
     `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If -1, neither tokens nor
     the entropy are recorded. `is_special`: whether filters apply, or something besides log-probs is recorded.
-    `has_targets`: whether log-probs of given tokens are recorded. `edits_end`: the
-    first position at which no logit is edited. `reads_tokens`: whether the edits depend on the sample's earlier tokens.
-    `end`: the position after the last token that `max_tokens` allows.
+    `has_targets`: whether log-probs of given tokens are recorded. `has_mask`: whether the tokens that filters and
+    bans left are recorded. `edits_end`: the first position at which no logit is edited. `reads_tokens`: whether the
+    edits depend on the sample's earlier tokens. `end`: the position after the last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -61,6 +61,7 @@ class DrawRecord(NamedTuple):
     num_tops: int = -1
     is_special: bool = False
     has_targets: bool = False
+    has_mask: bool = False
     edits_end: int = 0
     reads_tokens: bool = False
     end: int = 2**62
@@ -86,6 +87,7 @@ class DrawRecord(NamedTuple):
             -1 if params.top_logprobs is None else params.top_logprobs,
             params.has_filters or params.top_logprobs is not None or bool(params.target_token_ids),
             bool(params.target_token_ids),
+            params.return_sampling_mask,
             num_prompt_tokens + rules.end if rules else 0,
             rules is not None and rules.reads_tokens,
             num_prompt_tokens + params.max_tokens,
@@ -100,7 +102,7 @@ class DrawRecord(NamedTuple):
         return cls(0, SAMPLE, divisor(distribution), *filters)
 
 
-DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q ? ? q ? q".split(), strict=True)), align=True)
+DRAW = np.dtype(list(zip(DrawRecord._fields, "q q f ? q f f b q ? ? ? q ? q".split(), strict=True)), align=True)
 """`DrawRecord` as a numpy dtype."""
 
 
@@ -133,7 +135,8 @@ class OpenSample:
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
     that end the sample. `editor`: edits the logits of the next token; None without edits. `logprobs`: None if not
     requested. `records`: the columns requested by `top_logprobs`, or None. `targets`, `target_ids`: the column
-    requested by `target_token_ids`, and these tokens (int64 [K]), or None. `commits`: the commits under which tokens
+    requested by `target_token_ids`, and these tokens (int64 [K]), or None. `kept`: the columns requested by
+    `return_sampling_mask`, or None. `commits`: the commits under which tokens
     were drawn. Each commit comes with the index of the first token that was drawn under it. `error`: a description of
     the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence of an earlier
     request. `num_told`: the number of tokens that deltas have reported; None if deltas were not requested.
@@ -156,6 +159,7 @@ class OpenSample:
     records: GrowingColumns | None = None
     targets: GrowingColumns | None = None
     target_ids: np.ndarray | None = None
+    kept: GrowingColumns | None = None
     joined: bool = False
     num_told: int | None = None
     num_drafted: int = 0
@@ -205,7 +209,7 @@ class OpenSample:
     def _columns(self, start: int = 0) -> Columns:
         """Return the columns of the tokens from `start` on."""
         columns = {} if self.logprobs is None else {LOGPROBS.name: np.array(self.logprobs[start:], LOGPROBS.dtype)}
-        for each in (self.records, self.targets):
+        for each in (self.records, self.targets, self.kept):
             columns |= {} if each is None else each.arrays(start)
         return columns
 
@@ -232,7 +236,7 @@ class OpenScore:
         rows = len(request.token_ids) - request.start
         targets = request.target_token_ids
         num_targets = 0 if targets is None else targets.shape[1]
-        return cls(request, new_columns(True, request.top_logprobs, num_targets, rows), rules)
+        return cls(request, new_columns(request.top_logprobs, num_targets, rows), rules)
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
         """Return the output of the score. A score that was aborted has no log-probs.

@@ -154,5 +154,5 @@ def _draws(records: np.ndarray, positions: np.ndarray) -> Draws:
     """Return the draws of drafted tokens, without statistics and bans."""
     records = records.copy()
     records["num_tops"] = -1
-    records["is_special"], records["has_targets"] = records["has_filters"], False
+    records["is_special"], records["has_targets"], records["has_mask"] = records["has_filters"], False, False
     return Draws(np.arange(len(positions)), positions, np.full(len(positions), NO_LANE), records, {})

@@ -8,6 +8,7 @@ the device.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,12 @@ _LOGITS_ROWS = 64
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 # The indices of some draws, and float32 [draws, K] with the log-probs of the tokens that they ask for.
 _Targets = tuple[list[int], Tensor]
+# The indices of some draws; uint8 [draws, ceil(V / 8)] with a bit for each token that could be drawn, the lowest bit
+# first, or no bit for the whole vocabulary; and float32 [draws] with the logarithm of the probability of these tokens.
+_Kept = tuple[list[int], Tensor, Tensor]
+
+WHOLE_VOCABULARY = np.int32(0).tobytes(), np.float32(0).tobytes(), b""
+"""The bytes of each column of `request.KEPT` for a token that was drawn from the whole vocabulary."""
 
 
 class Drawn(NamedTuple):
@@ -37,7 +44,8 @@ class Drawn(NamedTuple):
 
     `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
     statistics to the bytes of each column of `request.TOPS`. `targets`: maps the index of each draw with targets to the
-    bytes of their log-probs.
+    bytes of their log-probs. `kept`: maps the index of each draw that records the tokens that could be drawn to the
+    bytes of each column of `request.KEPT`; a missing one could draw the whole vocabulary.
     """
 
     token_ids: list[int]
@@ -45,13 +53,14 @@ class Drawn(NamedTuple):
     is_finite: list[bool]
     records: Mapping[int, tuple[bytes, ...]]
     targets: Mapping[int, bytes]
+    kept: Mapping[int, tuple[bytes, ...]]
 
 
 class Drawing:
     """A draw of tokens; the draw may still be running on the device. `token_ids`: int64 [R], on the device.
 
     `recorded`: a pair for each row of `statistics`: the index of the draw, and the number of top tokens to record. The
-    number is -1 for a draw that requests no statistics. `targets`: for the draws that record them.
+    number is -1 for a draw that requests no statistics. `targets`, `kept`: for the draws that record them.
     """
 
     def __init__(
@@ -63,22 +72,39 @@ class Drawing:
         recorded: Sequence[tuple[int, int]] = (),
         statistics: Sequence[TokenStatistics] = (),
         targets: Sequence[_Targets] = (),
+        kept: Sequence[_Kept] = (),
     ) -> None:
         self.token_ids = token_ids
         self._recorded, self._with_targets = recorded, [places for places, _ in targets]
+        self._with_kept = [places for places, _, _ in kept]
         joined = [torch.cat(column) for column in list(zip(*statistics, strict=True))[1:]]
-        self._copies = HostCopies([token_ids, logprobs, is_finite, *(found for _, found in targets), *joined])
+        given = [*(found for _, found in targets), *chain.from_iterable(found for _, *found in kept)]
+        self._copies = HostCopies([token_ids, logprobs, is_finite, *given, *joined])
 
     def wait(self) -> Drawn:
         """Wait for the device and return the tokens."""
-        (token_ids, logprobs, is_finite, *rest), count = self._copies.wait(), len(self._with_targets)
+        token_ids, logprobs, is_finite, *rest = self._copies.wait()
+        first = len(self._with_targets)
+        end = first + 2 * len(self._with_kept)
         plain = token_ids.tolist(), logprobs.tolist(), is_finite.tolist()
         targets = {
             place: row.tobytes()
             for places, found in zip(self._with_targets, rest, strict=False)
             for place, row in zip(places, found.numpy(), strict=True)
         }
-        return Drawn(*plain, self._records(rest[count:]), targets)
+        return Drawn(*plain, self._records(rest[end:]), targets, self._kept(rest[first:end]))
+
+    def _kept(self, found: Sequence[Tensor]) -> dict[int, tuple[bytes, ...]]:
+        kept = dict[int, tuple[bytes, ...]]()
+        for places, bits, log_mass in zip(self._with_kept, found[::2], found[1::2], strict=True):
+            counts, ids = kept_ids(bits.numpy())
+            parts = np.split(ids, counts.cumsum()[:-1])
+            columns = counts, log_mass.numpy(), parts
+            kept |= {
+                i: tuple(each.tobytes() for each in row)
+                for i, row in zip(places, zip(*columns, strict=True), strict=True)
+            }
+        return kept
 
     def _records(self, statistics: Sequence[Tensor]) -> dict[int, tuple[bytes, ...]]:
         if not statistics:
@@ -106,11 +132,12 @@ class Sampler:
         num_tops = draws.records["num_tops"]
         k = int(num_tops.max())  # draws that list fewer than k tokens use the first ones
         whole, processed, plain = _sorted_by_kind(draws)
-        targets, parts = list[_Targets](), list[_Part]()
+        targets, kept, parts = list[_Targets](), list[_Kept](), list[_Part]()
         for part in _cut(processed):
-            result, found, of_part = self._draw_processed(hidden, draws.take(part), k)
+            result, found, of_part, kept_of_part = self._draw_processed(hidden, draws.take(part), k)
             parts.append((result, found))
             targets += [(part[places].tolist(), log_probs) for places, log_probs in of_part]
+            kept += [(part[places].tolist(), *columns) for places, *columns in kept_of_part]
         if len(whole):
             parts.insert(0, self._draw_recorded(hidden, draws.take(whole), k))
         results = [result for result, _ in parts]
@@ -121,7 +148,7 @@ class Sampler:
         with_statistics = np.concatenate((whole, processed))
         recorded = list(zip(with_statistics.tolist(), num_tops[with_statistics].tolist(), strict=True))
         statistics = [found for _, found in parts if found is not None]
-        return Drawing(*columns, recorded=recorded, statistics=statistics, targets=targets)
+        return Drawing(*columns, recorded=recorded, statistics=statistics, targets=targets, kept=kept)
 
     def next_tokens(self, hidden: Tensor, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
         """Call the backend's `next_tokens` with the model's head."""
@@ -172,15 +199,16 @@ class Sampler:
 
     def _draw_processed(
         self, hidden: Tensor, draws: Draws, k: int
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None, list[_Targets]]:
-        """Draw tokens as `next_tokens` does, but with edits and filters. Also compute statistics if k >= 0, and the
-        log-probs of targets.
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None, list[_Targets], list[_Kept]]:
+        """Draw tokens as `next_tokens` does, but with edits and filters. Also compute statistics if k >= 0, the
+        log-probs of targets, and which tokens could be drawn.
         """
         wanted = make_wanted(draws, hidden.device)
         raw = self.ops.lm_head(hidden[wanted.rows], self.head, self.spec)
         is_one = bool((draws.records["basis"] == BASES.index("processed")).all())  # `raw` is not needed again
         edited = edit_(self.ops, raw if is_one else raw.clone(), draws.edits)
-        processed = self._filter(_scaled(edited, wanted, draws), draws.records)
+        scaled = _scaled(edited, wanted, draws)
+        processed = self._filter(scaled, draws.records)
         token_ids = self._choose(processed, draws.records, wanted)
         basis = processed if is_one else _basis(raw, processed, wanted, draws)
         found = None if k < 0 else self.ops.token_statistics(basis, token_ids, k)
@@ -190,7 +218,25 @@ class Sampler:
         for places in _of_equal_length(draws.targets):
             ids = np.stack([draws.targets[i] for i in places])
             targets.append((places, self._target_log_probs(basis[_tensor(places, basis)], ids)))
-        return (token_ids, logprobs, finite), found, targets
+        kept = self._kept(scaled, processed, token_ids, logprobs if is_one else None, draws)
+        return (token_ids, logprobs, finite), found, targets, kept
+
+    def _kept(
+        self, scaled: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None, draws: Draws
+    ) -> list[_Kept]:
+        """Return which tokens could be drawn, for the draws that record them. `scaled`: the logits before filters.
+        `logprobs`: the log-probs of the drawn tokens, float32 [M], or None if they have another basis.
+        """
+        places = np.flatnonzero(draws.records["has_mask"])
+        if not len(places):
+            return []
+        if logprobs is None:
+            logprobs = self.ops.log_probs(processed, token_ids)
+        if len(places) < len(draws):
+            rows = _tensor(places, scaled)
+            scaled, processed, token_ids, logprobs = (x[rows] for x in (scaled, processed, token_ids, logprobs))
+        log_mass = self.ops.log_probs(scaled, token_ids) - logprobs
+        return [(places.tolist(), packed_bits(~processed.isneginf()), log_mass)]
 
     def _choose(self, processed: Tensor, records: np.ndarray, wanted: Wanted) -> Tensor:
         """Return a token for each row of logits: the token with the highest logit, or a random one."""
@@ -219,6 +265,30 @@ class Sampler:
         rows, filtered = _tensor(chosen, scaled), scaled.clone()
         filtered[rows] = self.ops.filter_logits(scaled[rows], *columns)
         return filtered
+
+
+def packed_bits(mask: Tensor) -> Tensor:
+    """Return a bool mask [M, V] as bits: uint8 [M, ceil(V / 8)], the lowest bit first. A row that is true everywhere
+    gets no bit.
+    """
+    count = mask.shape[1]
+    padded = torch.ones(len(mask), -(-count // 8) * 8, dtype=torch.bool, device=mask.device)
+    padded[:, :count] = mask
+    # The factor moves bit 0 of byte i of the int64 to bit 56 + i. No two of the products overlap.
+    bits = (padded.view(torch.int64) * 0x0102040810204080 >> 56).to(torch.uint8)
+    bits *= (bits != 255).any(1, keepdim=True)
+    bits[:, -1] &= 255 >> -count % 8
+    return bits
+
+
+def kept_ids(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of ids in each row of `packed_bits`, int32 [M], and the ids of all rows, int32, ascending in
+    each row.
+    """
+    rows, groups = np.nonzero(bits)
+    found, offsets = np.nonzero(np.unpackbits(bits[rows, groups][:, None], axis=1, bitorder="little"))
+    counts = np.bincount(rows[found], minlength=len(bits)).astype(np.int32)
+    return counts, (groups[found] * 8 + offsets).astype(np.int32)
 
 
 def _scaled(logits: Tensor, wanted: Wanted, draws: Draws) -> Tensor:

@@ -14,7 +14,15 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
-from ...engine.request import SampleOutput, SamplingParams, WeightSpan, columns_of, join_columns, seed_before
+from ...engine.request import (
+    SampleOutput,
+    SamplingParams,
+    WeightSpan,
+    columns_of,
+    empty_columns,
+    join_columns,
+    seed_before,
+)
 
 
 def goes_on(sample: SampleOutput, params: SamplingParams) -> bool:
@@ -59,6 +67,13 @@ def continuation(position: int, prompt: bytes, sample: SampleOutput, params: Sam
             value=params.top_logprobs,
             limit=top_logprobs,
         )
+    asked, found = (
+        {name: values.shape[1:] for name, values in each.items()}
+        for each in (empty_columns(params), columns_of(sample))
+    )
+    if other := next((name for name in (*asked, *found) if asked.get(name) != found.get(name)), None):
+        text = f"{field}: the parameters do not record the same {other} as the sample; give those of the original call"
+        raise InvalidRequestError(text, field=field)
     if sample.token_ids and params.return_routed_experts != (sample.routed_experts is not None):
         raise InvalidRequestError(
             f"{field}: return_routed_experts = {params.return_routed_experts} would give routed experts to only one "

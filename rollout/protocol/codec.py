@@ -22,6 +22,7 @@ from trueroll.errors import InvalidRequestError, ProtocolError, TruerollError, b
 
 from ...engine.request import (
     COLUMNS,
+    KEPT,
     LOGPROBS,
     TARGETS,
     TOKENS,
@@ -47,6 +48,7 @@ from .messages import (
     FinishedSample,
     FromClient,
     FromWorker,
+    KeptArrays,
     RoutedExperts,
     Scores,
     Span,
@@ -223,6 +225,7 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
 
 
 _TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
+_KEPT_FIELDS = {"kept_counts": "counts", "kept_log_mass": "log_mass", "kept_token_ids": "token_ids"}
 
 Carrier: TypeAlias = FinishedSample | Delta | Scores
 
@@ -234,6 +237,8 @@ def bytes_within(message: Carrier) -> dict[Column, bytes]:
         found |= {column: getattr(message.tops, _TOP_FIELDS[column.name]) for column in TOPS}
     if message.targets is not None:
         found[TARGETS] = message.targets.logprobs
+    if not isinstance(message, Scores) and message.kept is not None:
+        found |= {column: getattr(message.kept, _KEPT_FIELDS[column.name]) for column in KEPT}
     return found
 
 
@@ -246,7 +251,8 @@ def widths_of(message: Carrier) -> Widths:
 def fields_of(content: Mapping[Column, bytes], widths: Widths) -> dict[str, Any]:
     """Convert columns to message fields. `content`: columns as bytes."""
     tops = {_TOP_FIELDS[column.name]: content[column] for column in TOPS if column in content}
-    return {
+    kept = {_KEPT_FIELDS[column.name]: content[column] for column in KEPT if column in content}
+    return ({"kept": KeptArrays(**kept)} if kept else {}) | {
         "logprobs": content.get(LOGPROBS),
         "tops": TopArrays(k=widths.tops, **tops) if tops else None,
         "targets": TargetArrays(k=widths.targets, logprobs=content[TARGETS]) if TARGETS in content else None,
@@ -257,10 +263,7 @@ def columns_within(message: Carrier) -> Columns:
     """Return the columns of a message as writable arrays."""
     found, widths = bytes_within(message), widths_of(message)
     rows = next((len(content) // column.num_bytes(widths) for column, content in found.items()), 0)
-    return {
-        column.name: np.frombuffer(content, column.dtype).reshape(column.shape(rows, widths)).copy()
-        for column, content in found.items()
-    }
+    return {column.name: column.array(content, rows, widths).copy() for column, content in found.items()}
 
 
 def fields_for(columns: Columns) -> dict[str, Any]:
@@ -421,7 +424,6 @@ class Growth:
     def __init__(self, first: Delta) -> None:
         self.id, self.index = first.id, first.index
         self._listed = widths_of(first)
-        self._widths = {column: column.num_bytes(self._listed) for column in _columns(first)}
         self._columns = {column: bytearray(content) for column, content in _columns(first).items()}
 
     @property
@@ -438,25 +440,37 @@ class Growth:
         found, num_known = _columns(delta), self.num_tokens - delta.start
         if num_known < 0 or found.keys() != self._columns.keys() or widths_of(delta) != self._listed:
             return False
-        known, widths = self._columns, self._widths
-        if not all(_agree(known[column], new, widths[column] * delta.start) for column, new in found.items()):
+        known = self._columns
+        starts, ends = self._sizes(known, delta.start), self._sizes(found, num_known)
+        if not all(_agree(known[column], new, starts[column]) for column, new in found.items()):
             return False
         for column, new in found.items():
-            known[column] += new[widths[column] * num_known :]
+            known[column] += new[ends[column] :]
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
         """Return a delta that begins with token `start`. It has as many tokens as fit into `max_bytes`, but at least
         one.
         """
-        widths = self._widths
-        room = self.num_tokens if max_bytes is None else max(1, max_bytes // sum(widths.values()))
-        content = {
-            column: bytes(known[widths[column] * start : widths[column] * (start + room)])
-            for column, known in self._columns.items()
-        }
+        room = self.num_tokens if max_bytes is None else self._room(start, max_bytes)
+        firsts, ends = self._sizes(self._columns, start), self._sizes(self._columns, start + room)
+        content = {column: bytes(known[firsts[column] : ends[column]]) for column, known in self._columns.items()}
         token_ids = content.pop(TOKENS)
         return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._listed))
+
+    def _room(self, start: int, max_bytes: int) -> int:
+        """Return how many tokens from `start` on fit into `max_bytes`, at least 1."""
+        fixed = sum(column.num_bytes(self._listed) for column in self._columns if not column.counts)
+        if not (kept := _counts(self._columns)):
+            return max(1, max_bytes // fixed)
+        sizes = fixed + _ID_BYTES * np.frombuffer(kept, "<i4")[start:]
+        return max(1, int(np.searchsorted(sizes.cumsum(dtype=np.int64), max_bytes, "right")))
+
+    def _sizes(self, columns: Mapping[Column, bytes | bytearray], num_tokens: int) -> dict[Column, int]:
+        """Return how many bytes the first `num_tokens` tokens have in each column."""
+        kept = np.frombuffer(_counts(columns), "<i4")[:num_tokens]
+        of_ids = _ID_BYTES * int(kept.sum(dtype=np.int64))
+        return {column: of_ids if column.counts else column.num_bytes(self._listed) * num_tokens for column in columns}
 
 
 def delta_of(sample: FinishedSample) -> Delta:
@@ -469,7 +483,16 @@ def delta_of(sample: FinishedSample) -> Delta:
         logprobs=sample.logprobs,
         tops=sample.tops,
         targets=sample.targets,
+        kept=sample.kept,
     )
+
+
+_ID_BYTES = 4
+
+
+def _counts(columns: Mapping[Column, bytes | bytearray]) -> bytes:
+    """Return the bytes of the column `kept_counts`; empty if it is missing."""
+    return bytes(columns.get(KEPT[0], b""))
 
 
 def _columns(delta: Delta) -> dict[Column, bytes]:

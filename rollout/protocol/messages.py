@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
+import numpy as np
 from pydantic import AfterValidator, FailFast, Field, ValidationInfo, field_validator, model_validator
 
 from trueroll.errors import MAX_FIELD_CHARS, MAX_VALUE_CHARS
@@ -287,6 +288,33 @@ class TargetArrays(Message):
         return self
 
 
+class KeptArrays(Message):
+    """The data for `return_sampling_mask`: for each token, which tokens could be drawn.
+
+    `counts`: int32 [num_tokens], how many ids each token has. `log_mass`: float32 [num_tokens]. `token_ids`: int32 [sum
+    of counts].
+    """
+
+    counts: Array
+    log_mass: Array
+    token_ids: Array
+
+    @model_validator(mode="after")
+    def _has_the_counted_ids(self) -> Self:
+        counts = np.frombuffer(self.counts, "<i4")
+        if len(self.log_mass) != len(self.counts):
+            raise ValueError(
+                f"kept: counts and log_mass must have the same size (got {len(self.counts)} and {len(self.log_mass)} "
+                "bytes)"
+            )
+        if (counts < 0).any() or int(counts.sum(dtype=np.int64)) * 4 != len(self.token_ids):
+            raise ValueError(
+                f"kept: counts must be the numbers of ids in token_ids, but add up to {counts.sum(dtype=np.int64)} for "
+                f"{len(self.token_ids) // 4} ids"
+            )
+        return self
+
+
 class RoutedExperts(Message):
     """The data for `return_routed_experts`: dtype, shape and row-major elements of `SampleOutput.routed_experts`."""
 
@@ -323,6 +351,7 @@ class FinishedSample(Message):
     num_accepted_tokens: Count = 0
     tops: TopArrays | None = None
     targets: TargetArrays | None = None
+    kept: KeptArrays | None = None
     routed_experts: RoutedExperts | None = None
     caller: Id | None = None
 
@@ -337,6 +366,7 @@ class Delta(Message):
     logprobs: Array | None
     tops: TopArrays | None = None
     targets: TargetArrays | None = None
+    kept: KeptArrays | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -347,7 +377,8 @@ class Delta(Message):
         """Approximate size on the wire."""
         per_token = 4 + 4 * (self.logprobs is not None) + (0 if self.tops is None else 4 + 8 * self.tops.k)
         per_token += 0 if self.targets is None else 4 * self.targets.k
-        return _BYTES_BESIDE + per_token * self.num_tokens
+        kept = 0 if self.kept is None else 8 * self.num_tokens + len(self.kept.token_ids)
+        return _BYTES_BESIDE + per_token * self.num_tokens + kept
 
 
 class Deltas(Message):

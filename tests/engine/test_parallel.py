@@ -170,7 +170,10 @@ class Disagreement:
 
 
 def test_a_rank_with_other_results_is_named() -> None:
-    agreement, results = Agreement(Disagreement(), 2), StepResults(Drawn([1], [-0.5], [True], {}, {}), [], None, b"")
+    agreement, results = (
+        Agreement(Disagreement(), 2),
+        StepResults(Drawn([1], [-0.5], [True], {}, {}, {}), [], None, b""),
+    )
     step: Any = SimpleNamespace(token_ids=tokens(3), positions=np.arange(3))
     for _ in range(63):
         agreement.add(step, results)

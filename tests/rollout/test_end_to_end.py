@@ -20,7 +20,7 @@ from serving import RawClient, WorkerOnThread
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.stop_strings import load_vocabulary
-from trueroll.engine.request import LogprobsMode, SampleDelta, SampleOutput
+from trueroll.engine.request import COLUMNS, LogprobsMode, SampleDelta, SampleOutput
 from trueroll.engine.running.loading import load_model
 from trueroll.errors import InvalidRequestError, ModelError, TruerollError, WorkerFailedError
 from trueroll.kernels.contract import Backend
@@ -130,8 +130,10 @@ def test_score_gives_the_top_logprobs_of_generate(client: RolloutClient) -> None
 
 
 def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClient, tiny_llama: Path) -> None:
-    """The requests have a stop string, `top_logprobs` and targets."""
-    params = SamplingParams(n=2, max_tokens=40, top_logprobs=2, target_token_ids=(5, 6, 7))
+    """The requests have a stop string, `top_logprobs`, targets and kept sets."""
+    params = SamplingParams(
+        n=2, max_tokens=40, top_k=40, top_logprobs=2, target_token_ids=(5, 6, 7), return_sampling_mask=True
+    )
     (free, *_) = client.generate(PROMPTS, params, seed=5)
     stop = load_vocabulary(tiny_llama).decode([free.samples[0].token_ids[9]])
     params = params.model_copy(update={"stop": (stop,)})
@@ -144,7 +146,8 @@ def test_the_pieces_of_a_stream_have_the_bits_of_its_samples(client: RolloutClie
             continue
         sample = expected[position].samples[event.index]
         assert sum((piece.token_ids for piece in found), []) == event.token_ids == sample.token_ids
-        for name in ("logprobs", "entropy", "top_token_ids", "top_logprobs", "target_logprobs"):
+        assert sample.kept_counts is not None and (sample.kept_counts == 40).all()
+        for name in (column.name for column in COLUMNS):
             told = b"".join(getattr(piece, name).tobytes() for piece in found)
             assert told == getattr(event, name).tobytes() == getattr(sample, name).tobytes()
     reasons = {sample.finish_reason for group in expected for sample in group.samples}

@@ -18,7 +18,7 @@ from trueroll.engine.drafting.repeats import RepeatsDrafter
 from trueroll.engine.drafting.rule import StepCosts
 from trueroll.engine.engine import Engine
 from trueroll.engine.outputs.stop_strings import load_vocabulary
-from trueroll.engine.request import GenerateRequest, SampleOutput
+from trueroll.engine.request import GenerateRequest, SampleOutput, columns_of
 from trueroll.engine.running.loading import LoadedModel, load_model
 from trueroll.engine.running.step import Step
 
@@ -55,7 +55,9 @@ def requests(has_experts: bool) -> list[GenerateRequest]:
     return [
         generate("greedy", prompt, temperature=0.0, max_tokens=40),
         generate("group", prompt, n=3, temperature=1.0, max_tokens=37),
-        generate("filters", tokens(20, seed=4), n=2, temperature=0.7, max_tokens=30, **filters),
+        generate(
+            "filters", tokens(20, seed=4), n=2, temperature=0.7, max_tokens=30, **filters, return_sampling_mask=True
+        ),
         generate("hot", tokens(17, seed=5), temperature=1.5, max_tokens=33, top_logprobs=3, logprobs="raw"),
         generate("tops", tokens(9, seed=6), max_tokens=21, top_logprobs=4, target_token_ids=(5, 9), **filters),
         generate("one", tokens(40, seed=7), temperature=1.0, max_tokens=1),
@@ -75,7 +77,8 @@ def parts(sample: SampleOutput) -> tuple[object, ...]:
     tops = top_bits(sample) if sample.top_token_ids is not None else None
     routes = None if sample.routed_experts is None else sample.routed_experts.tobytes()
     targets = None if sample.target_logprobs is None else sample.target_logprobs.tobytes()
-    return *bits(sample), sample.finish_reason, sample.stop_reason, sample.weight_versions, tops, routes, targets
+    kept = [values.tobytes() for name, values in columns_of(sample).items() if name.startswith("kept")]
+    return *bits(sample), sample.finish_reason, sample.stop_reason, sample.weight_versions, tops, routes, targets, kept
 
 
 def make(loaded: LoadedModel, config: dict[str, Any], function: Callable[..., Any] | None, **more: Any) -> Engine:

@@ -154,14 +154,21 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Step, Step
 
 def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, StepResults]]:
     """Return the steps of an engine on one device, and their results. The steps have chunks of prompts, prefix hits,
-    groups, preemptions, filters, penalties, scores, top log-probs and targets.
+    groups, preemptions, filters, penalties, scores, top log-probs, targets and kept sets.
     """
     with recording(monkeypatch) as found:
         engine = Engine(config)
         shared = tokens(40)
         asked = [
             generate("a", np.concatenate((shared, tokens(9, seed=1))), n=3, max_tokens=24),
-            generate("b", np.concatenate((shared, tokens(30, seed=2))), n=2, max_tokens=20, temperature=0.7, top_k=9),
+            generate(
+                "b",
+                np.concatenate((shared, tokens(30, seed=2))),
+                n=2,
+                max_tokens=20,
+                top_k=9,
+                return_sampling_mask=True,
+            ),
             generate("c", tokens(70, seed=3), max_tokens=30, temperature=0.0, top_logprobs=3),
             generate("e", tokens(9, seed=5), max_tokens=9, presence_penalty=0.5, target_token_ids=(7, 400)),
         ]
@@ -198,7 +205,7 @@ def bits(results: StepResults) -> tuple[Any, ...]:
     found = None
     if drawn is not None:
         logprobs = np.array(drawn.logprobs, np.float64).tobytes()
-        found = drawn.token_ids, logprobs, drawn.is_finite, drawn.records, drawn.targets
+        found = drawn.token_ids, logprobs, drawn.is_finite, drawn.records, drawn.targets, drawn.kept
     scores = [[column.tobytes() for column in columns] for columns in results.scores]
     return found, scores, None if results.routes is None else bytes(results.routes), results.expert_tokens
 

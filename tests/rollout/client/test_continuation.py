@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trueroll.engine.engine import Engine
-from trueroll.engine.request import GenerateRequest, SampleOutput, SamplingParams, WeightSpan, derive_seed, seed_before
+from trueroll.engine.request import (
+    GenerateRequest,
+    SampleOutput,
+    SamplingParams,
+    WeightSpan,
+    columns_of,
+    derive_seed,
+    seed_before,
+)
 from trueroll.errors import InvalidRequestError
 from trueroll.rollout import protocol
 from trueroll.rollout.client.continuation import continuation, goes_on, joined
@@ -66,7 +74,7 @@ def test_seed_before_inverts_derive_seed(seed: int) -> None:
 @pytest.mark.parametrize("num_tokens", [0, 1, 17])
 def test_the_whole_has_the_bits_of_an_uninterrupted_sample(engine: Engine, num_tokens: int) -> None:
     params = dict(max_tokens=24, min_tokens=18, seed=2**64 - 1, temperature=0.9, top_p=0.95, top_logprobs=4)
-    request = generate("g", PROMPT, n=3, **params)
+    request = generate("g", PROMPT, n=3, **params, return_sampling_mask=True)
     expected = run(engine, [request])
     samples = cut_short(engine, num_tokens, **request.params.model_dump())
     assert [len(sample.token_ids) for sample in samples] == 3 * [num_tokens]
@@ -74,6 +82,9 @@ def test_the_whole_has_the_bits_of_an_uninterrupted_sample(engine: Engine, num_t
         assert goes_on(sample, request.params)
         whole, uncut = gone_on(engine, sample, request.params), expected["g", sample.index]
         assert bits(whole) == bits(uncut) and top_bits(whole) == top_bits(uncut)
+        assert {name: values.tobytes() for name, values in columns_of(whole).items()} == {
+            name: values.tobytes() for name, values in columns_of(uncut).items()
+        }
         assert (whole.finish_reason, whole.seed, whole.index) == ("length", uncut.seed, sample.index)
         assert whole.weight_versions == (WeightSpan(0, 0, 24),)
 

@@ -44,6 +44,7 @@ params = st.builds(
     bad_words_token_ids=st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=3),
     cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     return_routed_experts=st.booleans(),
+    return_sampling_mask=st.booleans(),
 ) | st.builds(SamplingParams, target_token_ids=st.lists(token_ids, max_size=3))
 tops = st.integers(0, 4).flatmap(
     lambda k: st.integers(0, 3).map(
@@ -54,6 +55,11 @@ tops = st.integers(0, 4).flatmap(
 )
 targets = st.integers(1, 4).flatmap(
     lambda k: st.integers(0, 3).map(lambda rows: protocol.TargetArrays(k=k, logprobs=b"abcd" * (k * rows)))
+)
+kept = st.lists(st.integers(0, 3), max_size=3).map(
+    lambda counts: protocol.KeptArrays(
+        counts=np.array(counts, "<i4").tobytes(), log_mass=b"abcd" * len(counts), token_ids=b"abcd" * sum(counts)
+    )
 )
 routed = st.integers(0, 3).map(
     lambda rows: protocol.RoutedExperts(dtype="uint16", shape=(rows, 2, 4), data=b"abcd" * (4 * rows))
@@ -97,6 +103,7 @@ from_worker = st.one_of(
         error=st.none() | st.just("why"),
         tops=st.none() | tops,
         targets=st.none() | targets,
+        kept=st.none() | kept,
         routed_experts=st.none() | routed,
     ),
     st.builds(
@@ -111,6 +118,7 @@ from_worker = st.one_of(
                 logprobs=st.none() | arrays,
                 tops=st.none() | tops,
                 targets=st.none() | targets,
+                kept=st.none() | kept,
             ),
             max_size=3,
         ).map(tuple),
@@ -295,6 +303,25 @@ def test_the_page_lists_every_field(section: str, union: Any) -> None:
 def test_the_page_lists_every_error_code() -> None:
     codes = re.findall(r"^\| `(\w+)` ", PAGE.split("## Errors\n")[1].split("\n## ")[0], re.M)
     assert sorted(codes) == sorted(kind.code for kind in SENT_ERRORS)
+
+
+def test_the_parts_of_a_growing_sample_have_the_kept_sets_of_their_tokens() -> None:
+    ids, limits = np.arange(9, dtype="<i4"), [0, 3, 3, 8, 9]
+
+    def delta(start: int, end: int) -> protocol.Delta:
+        counts = np.diff(limits[start : end + 1]).astype("<i4").tobytes()
+        part = ids[limits[start] : limits[end]].tobytes()
+        kept = protocol.KeptArrays(counts=counts, log_mass=bytes(4 * (end - start)), token_ids=part)
+        tokens = ids[start:end].tobytes()
+        return protocol.Delta(id="a", index=0, start=start, token_ids=tokens, logprobs=None, kept=kept)
+
+    growth = protocol.Growth(delta(0, 1))
+    assert growth.put(delta(0, 3)) and growth.put(delta(2, 4))
+    assert growth.num_tokens == 4 and growth.part(0) == delta(0, 4)
+    # Token 0 takes 12 + 12 bytes, token 1 takes 12, and token 2 takes 12 + 20.
+    for room, end in ((1, 1), (35, 1), (36, 2), (67, 2), (68, 3), (1000, 4)):
+        assert growth.part(0, room) == delta(0, end)
+    assert growth.part(2, 31) == delta(2, 3) and growth.part(2, 48) == delta(2, 4)
 
 
 def test_the_page_lists_every_sampling_parameter() -> None:
