@@ -56,6 +56,8 @@ class FakeInfo:
     backend_note: str = ""
     eos_token_ids: tuple[int, ...] = (2,)
     max_model_len: int = MAX_MODEL_LEN
+    vocab_size: int = 512
+    route_bytes: int = 0
     live_states: int = 0
     checkpoints: int = 0
     expert_layers: int = 0

@@ -21,6 +21,7 @@ from trueroll.errors import TruerollError, UnknownRequestError
 from ...engine.media import ImageLimits
 from ...engine.request import InFlight, Output, Request, SampleDelta, Tag
 from ..monitoring.timings import Histogram
+from .reply_bytes import check_reply
 
 if TYPE_CHECKING:
     from ...weight_sync.worker.assembly import Destination
@@ -214,12 +215,16 @@ class EngineThread(threading.Thread):
     """Builds the engine, and then applies commands and runs steps until a `Stop` command arrives. Put each `Command`
     into `commands`.
 
-    `publish`: called on the engine thread with every event. `step_seconds`: histogram of step durations. `snapshot`:
-    None until the engine is built.
+    `publish`: called on the engine thread with every event. `step_seconds`: histogram of step durations.
+    `max_reply_bytes`: requests with larger replies are refused. `snapshot`: None until the engine is built.
     """
 
     def __init__(
-        self, make_engine: Callable[[], ServedEngine], publish: Callable[[Event], None], step_seconds: Histogram
+        self,
+        make_engine: Callable[[], ServedEngine],
+        publish: Callable[[Event], None],
+        step_seconds: Histogram,
+        max_reply_bytes: int,
     ) -> None:
         super().__init__(name="engine", daemon=True)
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -227,6 +232,7 @@ class EngineThread(threading.Thread):
         self._make_engine = make_engine
         self._publish = publish
         self._step_seconds = step_seconds
+        self._max_reply_bytes = max_reply_bytes
         self._is_held = False
 
     def run(self) -> None:
@@ -276,6 +282,7 @@ class EngineThread(threading.Thread):
         match command:
             case Add(request, ended):
                 try:
+                    check_reply(request, engine.info, self._max_reply_bytes)
                     engine.add(request)
                     for index in ended:
                         engine.abort(request.id, index)

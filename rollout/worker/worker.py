@@ -391,7 +391,7 @@ class Worker:
         self._flush_at = float("inf")  # the end of the next pause of a stream
         self._inbox: Inbox[Event | PushNews] = Inbox()
         timings = Timings()
-        self._engine_thread = EngineThread(make_engine, self.publish_event, timings.step)
+        self._engine_thread = EngineThread(make_engine, self.publish_event, timings.step, config.max_unread_bytes)
         self._router = Router(config, lambda identity: self._book.lose(identity))
         send, takes = self._router.send, self._router.takes
         self._book = RequestBook(

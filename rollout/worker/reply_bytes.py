@@ -1,0 +1,83 @@
+"""The bytes of a reply, planned before the request runs.
+
+A sample or score is one message. Its records grow with the number of tokens and with what is recorded for each token,
+so a request may ask for a reply that no connection may hold. Such a request is refused with both numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from trueroll.errors import InvalidRequestError
+
+from ...engine.request import (
+    COLUMNS,
+    TOKENS,
+    Columns,
+    Distribution,
+    Request,
+    ScoreRequest,
+    Widths,
+    empty_columns,
+    new_columns,
+)
+
+_BESIDE = 4096
+"""Bytes of a reply without its arrays, at most."""
+
+
+class ModelSizes(Protocol):
+    """The fields of `EngineInfo` on which the size of a reply depends."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def route_bytes(self) -> int: ...
+
+
+def check_reply(request: Request, sizes: ModelSizes, limit: int) -> None:
+    """Raise InvalidRequestError if the longest reply to a request exceeds `limit` bytes. Each sample is a reply."""
+    tokens, each, others = _sizes(request, sizes)
+    if (planned := _BESIDE + tokens * each + others) <= limit:
+        return
+    raise InvalidRequestError(
+        f"records: a reply may need {planned} bytes (limit {limit}, max_unread_bytes), for {tokens} tokens with "
+        f"{each} bytes each and {others} bytes of routed experts; record less, request fewer tokens, set top_k if "
+        "return_sampling_mask is set, or raise the worker's limit",
+        field="max_tokens" if not isinstance(request, ScoreRequest) else "token_ids",
+        value=planned,
+        limit=limit,
+    )
+
+
+def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
+    """Return the number of tokens with records, the most bytes of each token, and the bytes of all routed experts."""
+    if isinstance(request, ScoreRequest):
+        tokens, fed = len(request.token_ids) - request.start, len(request.token_ids) - 1
+        num_targets = 0 if request.target_token_ids is None else request.target_token_ids.shape[1]
+        each = _bytes_of_row(new_columns(request.top_logprobs, num_targets, 0))
+        return tokens, each, fed * sizes.route_bytes * request.return_routed_experts
+    params, prompt = request.params, len(request.prompt_token_ids)
+    room = max(1, sizes.max_model_len - prompt)
+    tokens = min(params.max_tokens or room, room)
+    each = TOKENS.num_bytes(Widths()) + _bytes_of_row(empty_columns(params))
+    if params.return_sampling_mask:
+        each += 4 * most_kept(params, sizes.vocab_size)
+    return tokens, each, (prompt + tokens) * sizes.route_bytes * params.return_routed_experts
+
+
+def _bytes_of_row(columns: Columns) -> int:
+    """Return the bytes of one token in columns without tokens, apart from those with a variable number of elements."""
+    fixed = (columns[column.name] for column in COLUMNS if column.name in columns and not column.counts)
+    return sum(values.itemsize * (values.shape[1] if values.ndim > 1 else 1) for values in fixed)
+
+
+def most_kept(distribution: Distribution, vocab_size: int) -> int:
+    """Return the maximum number of ids that are recorded for a token if `return_sampling_mask` is set."""
+    allowed = distribution.allowed_token_ids
+    if not (distribution.has_filters or distribution.min_tokens or distribution.bad_words_token_ids or allowed):
+        return 0  # the whole vocabulary, for which no ids are recorded
+    top_k = distribution.top_k if distribution.has_filters and distribution.top_k > 0 else vocab_size
+    return min(top_k, vocab_size if allowed is None else len(allowed), vocab_size)
