@@ -37,8 +37,8 @@ _OF_DEVICE: Any = None  # a placeholder until the device is known
 class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    Of the settings, only `model`, `dtype`, `device`, `backend` and `pieces` affect the bits of samples. The instruction
-    set that the backend uses also affects the bits of samples.
+    The only settings that affect the bits of samples are `model`, `dtype`, `device`, `backend` and `pieces`. The
+    instruction set that the backend uses also affects the bits.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
@@ -64,22 +64,23 @@ class EngineConfig(BaseModel):
     tokens of KV cache.
 
     `speculative`: how tokens are drafted for speculative decoding; drafting does not change the bits of samples.
-    `ngram` drafts tokens that repeat earlier text: the prompt, the sample itself or other samples of the prompt.
-    `mtp` drafts with the model's module for multi-token prediction. `auto` uses, for each sample and step, the drafter
-    with more expected accepted tokens; a model without a module gets repeats only.
-    `num_speculative_tokens`: the maximum number of tokens drafted for a sample in one step.
+    `ngram` drafts tokens that repeat earlier text: the prompt, the sample itself or other samples of the prompt. `mtp`
+    drafts with the model's module for multi-token prediction. For each sample and step, `auto` selects the drafter that
+    expects more accepted tokens; for a model without such a module, `auto` is `ngram`. `num_speculative_tokens`: the
+    maximum number of tokens drafted for a sample in one step.
 
     `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`.
     `pipeline_parallel_size`: the number of stages into which the layers are divided: at most 8, and at most the number
-    of layers. Each stage has `tensor_parallel_size` ranks. The bits do not depend on these two numbers. `devices`: the
-    device of each rank, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks. None: one GPU
-    for each rank, or the CPU; with a device such as `cuda:1`, all ranks share it. `exchange`: how ranks exchange
-    tensors: `shared` (memory of the host), `group` (a process group of torch: NCCL on GPUs, gloo on a CPU) or
-    `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each rank has a GPU of its own,
-    otherwise `shared`.
+    of layers. Each stage has `tensor_parallel_size` ranks. The bits of samples do not depend on these two numbers.
+    `devices`: the device of each rank, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks.
+    None: one GPU for each rank, or the CPU; if `device` is a single GPU such as `cuda:1`, all ranks share it.
+    `exchange`: how ranks exchange tensors: `shared` (memory of the host), `group` (a process group of torch: NCCL on
+    GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each rank has a
+    GPU of its own, otherwise `shared`.
 
-    `pieces`: the number of pieces in which sums that tensor parallelism splits are computed: 1, 2, 4 or 8. Other
-    numbers give other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the same number.
+    `pieces`: the number of pieces into which each sum that tensor parallelism splits is divided: 1, 2, 4 or 8. Another
+    number gives samples with other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the
+    same number.
 
     `max_images`: the maximum number of images in a prompt. 0: the vision tower is not loaded. Above 0, the model needs
     a vision tower. `max_image_patches`: the maximum number of patches of an image. `image_cache_bytes`: the maximum

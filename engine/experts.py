@@ -1,5 +1,5 @@
-"""Records the experts that steps chose. Sequences that requested routed experts get a row per token; tokens are counted
-per expert.
+"""Records the experts that steps chose. Sequences that requested routed experts get one row per token. For each expert,
+the recorder counts the tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images and frames of videos in requests: processed pixels, their place in the prompt, and the checks of both.
+"""Images and video frames in requests: preprocessed pixels, their place in the prompt, and the checks of both.
 
 Does not import torch, so that clients can use `ImageInput` without torch.
 """
@@ -22,14 +22,14 @@ _GRID = struct.Struct("<qqq")
 
 @dataclass(frozen=True, eq=False)
 class ImageInput:
-    """An image of a prompt, or a few successive frames of a video, as an image processor made it.
+    """A preprocessed image of a prompt, or a few consecutive frames of a preprocessed video.
 
     `start`: the index of the first token of the image; the tokens are placeholders, one for each block of patches.
     `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * frames *
     patch_size**2], the 8-bit pixels of each patch, channel by channel, frame by frame and row by row; the patches are
     in the tower's order (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the value that the tower
-    reads. Nothing is lost, because image processors map each 8-bit level of a channel to one value. `frames`: the
-    number of frames in `levels`: 1 for an image, and `TowerSpec.frames` for a part of a video.
+    reads. This format is lossless, because image processors map each 8-bit level of a channel to one value. `frames`:
+    the number of frames in `levels`: 1 for an image, and `TowerSpec.frames` for a part of a video.
     """
 
     start: int
@@ -41,8 +41,8 @@ class ImageInput:
 
     @cached_property
     def content_hash(self) -> bytes:
-        """A 32-byte hash of kind, size, table and levels. The size matters: images of 8 x 12 and 12 x 8 patches can
-        have the same levels.
+        """A 32-byte hash of the image's kind (image or video), size, table and levels. The size matters: images of 8 x
+        12 and 12 x 8 patches can have the same levels.
         """
         found = new_content_hash(self)
         for part in (self.table, self.levels):
@@ -69,15 +69,15 @@ class Placed(Protocol):
 
 
 def new_content_hash(image: Placed) -> Any:
-    """Return a SHA-256 object of hashlib with the kind and the size of an image. With the table and the levels, it
-    becomes `ImageInput.content_hash`.
+    """Return a SHA-256 object of hashlib with the kind and the size of an image. After an update with the table and the
+    levels, its digest is `ImageInput.content_hash`.
     """
     kind = b"image" if image.frames == 1 else b"video"
     return hashlib.sha256(kind + _GRID.pack(image.frames, image.rows, image.columns))
 
 
 class Tower(Protocol):
-    """What the checks need to know of a vision tower: see `kernels.specs.TowerSpec`."""
+    """The properties of a vision tower that the checks read: see `kernels.specs.TowerSpec`."""
 
     @property
     def placeholder(self) -> int: ...
@@ -113,7 +113,7 @@ class ImageLimits:
         """Raise InvalidRequestError unless the images of a prompt are sorted and disjoint, fit the tower, cover
         placeholders only, and are within the limits. Return the tower.
 
-        A patch counts once, however many frames it has, because the tower's work is the same.
+        A patch counts once, because the number of its frames does not change the tower's work.
         """
         if self.tower is None or len(images) > self.max_images:
             raise InvalidRequestError(

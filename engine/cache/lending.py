@@ -1,8 +1,8 @@
 """Memory that other processes on the same machine can map without a copy.
 
-The lender fills an arena and seals it. After the seal, writes are private: a process that writes gets its own copy of
-the pages, and other processes see no change. This module owns the mappings. It also owns the lender's file
-descriptor until the arena is dropped.
+The lender is the process that fills an arena and seals it. A borrower is a process that maps the arena. After the seal,
+writes are private: a process that writes gets its own copy of the pages, and other processes see no change. This module
+owns the mappings. It also owns the lender's file descriptor until the arena is dropped.
 
 Guarantees: the memory has no name in the file system. The system frees the memory when no process maps it any more,
 even if the processes were killed. A borrower maps exactly the memory that was lent.
@@ -30,7 +30,7 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class LentMemory(NamedTuple):
-    """A description of lent memory: an unnamed file of process `pid`, with its descriptor, inode and size."""
+    """A description of lent memory: an unnamed file of process `pid`, with its file descriptor, inode and size."""
 
     pid: int
     fd: int
@@ -101,11 +101,11 @@ def _check(file: int, lent: LentMemory) -> None:
 def place_to_lend() -> str | None:
     """Return an identifier shared by processes that can lend memory to each other; None if this process cannot lend.
 
-    Two processes get equal identifiers if they have the same machine, container, user, Linux capabilities and NUMA
-    nodes. The identifier includes the capabilities because the system hides a process's open files from processes with
-    fewer capabilities. The identifier includes the NUMA nodes because reading from another node is slower. A process
-    that would get only small pages cannot lend, because sharing weights in small pages costs more than a copy in huge
-    pages.
+    Two processes get equal identifiers if they run on the same machine and NUMA nodes, in the same container, as the
+    same user and with the same Linux capabilities. The identifier includes the capabilities because the system hides a
+    process's open files from processes with fewer capabilities. The identifier includes the NUMA nodes because reading
+    from another node is slower. A process that would get only small pages cannot lend, because sharing weights in small
+    pages costs more than a copy in huge pages.
     """
     if sys.platform != "linux":
         return None

@@ -2,7 +2,7 @@
 
 | class           | owns                                                                                            |
 |-----------------|-------------------------------------------------------------------------------------------------|
-| `Pool`          | the references to each block of a group, and its free blocks in order of reuse                  |
+| `Pool`          | the references to each block of a group, and the group's free blocks in order of reuse          |
 | `BlockTables`   | the blocks that a sequence needs of each group (`Table`), and their allocation                  |
 | `BlockIdentity` | the identity of blocks (`Chain`), the secret of their hashes, and the epoch                     |
 | `Claims`        | the blocks that running sequences are about to compute                                          |
@@ -341,7 +341,7 @@ class BlockTables:
         return max(0, num_tokens - window + 1) // self.block_size
 
     def can_hold(self, hits: Sequence[Entry], num_tokens: int, chunk: int) -> bool:
-        """Return whether enough blocks are free for a sequence of `num_tokens` tokens that resumes after `hits`.
+        """Return whether a sequence of `num_tokens` tokens that resumes after `hits` has enough free blocks.
 
         The tokens are computed in chunks of up to `chunk` tokens, or in shorter chunks if a group with a window has too
         few blocks.
@@ -357,7 +357,7 @@ class BlockTables:
 
     def check_fits(self, num_tokens: int, chunk: int = 1) -> None:
         """Raise InvalidRequestError if a sequence of `num_tokens` tokens does not fit even if it runs alone. `chunk`:
-        how many tokens may have to be computed in one step.
+        the number of tokens that may have to be computed in one step.
         """
         for needed, pool in zip(self.blocks_needed(num_tokens, chunk), self.pools, strict=True):
             if needed > pool.num_blocks:
@@ -443,7 +443,7 @@ class PrefixCache:
     """Finds published prefixes; each block holds `block_size` tokens.
 
     `num_blocks`: for each window, the number of blocks in its group. Window None, if any, comes first. `enabled`: if
-    False, nothing is published, so that no lookup has hits. `forget`: called with the entries that are removed from the
+    False, nothing is published, and no lookup has hits. `forget`: called with the entries that are removed from the
     index. `tables`: allocates blocks. `identity`: computes the hashes of blocks. `claims`: the blocks that are being
     computed.
     """

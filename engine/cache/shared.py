@@ -1,7 +1,8 @@
 """Host memory that several processes of one engine map, without a copy.
 
-One process owns the memory, and passes its descriptor to the others. The memory is an unnamed file. Guarantee: the
-system frees the memory when no process maps it any more, even if the processes were killed.
+One process owns the memory, and passes the file descriptor of the memory to the other processes. The memory is an
+unnamed file. Guarantee: the system frees the memory when no process maps it any more, even if the processes were
+killed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ _COLLAPSE, _POPULATE_READ = 25, 22  # advice of madvise
 
 
 class MemoryFile:
-    """Memory as an unnamed file. `descriptor`: the file's descriptor, which is closed with this object. Raise OSError
-    if the system cannot open another file.
+    """Memory as an unnamed file. `descriptor`: the file descriptor, which is closed with this object. Raise OSError if
+    the system cannot open another file.
     """
 
     def __init__(self) -> None:
@@ -41,8 +42,8 @@ class MemoryFile:
 class FileArena(HostArena):
     """Memory that this process owns and that other processes may map. Raise MemoryError if there is not enough memory.
 
-    All memory is allocated at once, in huge pages if the system has them. Each process would have to map small pages
-    one by one.
+    All memory is allocated at once, in huge pages if the system has them, because each process must map small pages one
+    by one.
 
     `take(other)` exchanges the files of both arenas, so other processes must then map the new file. `drop` frees the
     memory for all processes.
@@ -56,7 +57,7 @@ class FileArena(HostArena):
 
     @property
     def file(self) -> int:
-        """The descriptor of the memory."""
+        """The file descriptor of the memory."""
         return self._file.descriptor
 
     def drop(self, keep: bool) -> None:
@@ -91,8 +92,8 @@ class MappedArena(HostArena):
         super().__init__(num_bytes, huge_pages=True)
 
     def map(self, file: int) -> None:
-        """Map the memory with this descriptor, instead of what was mapped before. Raise OSError on failure, and if the
-        memory has another size.
+        """Map the memory with this file descriptor in place of the memory that was mapped before. Raise OSError if the
+        memory cannot be mapped or has another size.
         """
         if (found := os.fstat(file).st_size) != max(1, self._memory.nbytes):
             raise OSError(f"the shared memory must have {self._memory.nbytes} bytes (got {found})")

@@ -75,7 +75,7 @@ class Drafting:
         self._in_flight.drafters.pop(sequence, None)
 
     def begin_step(self, running: Running) -> bool:
-        """Return whether to draft in the next step: False if drafting pauses for all decoding sequences."""
+        """Return whether to draft in the next step. Drafting may pause for all decoding sequences."""
         lanes, order = running.lanes, running.in_order()
         pauses = [self._pauses.get(each) for each in lanes.sequences[order[lanes.is_decoding[order]]].tolist()]
         self._step += 1
@@ -90,7 +90,7 @@ class Drafting:
         running, fitting = scheduler.running, dict[Sequence, int]()
         rows = int((chunks.ends - chunks.starts).sum())
         if self._adapts and not self.costs.is_known(rows):
-            return chunks  # the rule compares the costs of drafts with those of a step without
+            return chunks  # the rule needs the measured cost of a step without drafts
         budget = scheduler.max_num_batched_tokens - rows
         for sequence, wanted in self._wanted(chunks, running).items():
             if count := running.extend_if_free(sequence, min(wanted, budget)):

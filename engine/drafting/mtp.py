@@ -19,7 +19,8 @@ class MtpDrafter:
     """Drafts for the sequences of `running`, on the device of `executor`. `most`: the maximum number of tokens drafted
     for a sequence in a step.
 
-    The probability that a token is right is estimated from earlier drafts, since it has to be known before the token.
+    The probability that a token is right is estimated from earlier drafts, since the engine needs the probability
+    before the token is drafted.
     """
 
     name = "mtp"

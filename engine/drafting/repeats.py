@@ -37,15 +37,17 @@ _KINDS = LONGEST_MATCH + 1
 """The kinds of guesses: the length of the match, or 0 for an earlier sample with the same seed."""
 _MOST_COMPARED = 16
 _LEAST_EQUAL = 4
-"""The last tokens in which a sample must equal an earlier one of the same seed, to be drafted from it."""
+"""An earlier sample with the same seed is used only if this many of the last tokens are the same in both samples."""
 _BITS = 32
-# Of an index, of a text in it with its odds, of a token, and of a pair in the dict of pairs.
+# Approximate sizes of an index, of a text in it (with its odds), of a token, and of an entry in the dict of pairs.
 _OVERHEAD_BYTES, _TEXT_BYTES, _TOKEN_BYTES, _PAIR_BYTES = 2560, 2560, 16, 150
 DEFAULT_BUDGET = 64 * 2**20
 
 
 class Guess(NamedTuple):
-    """Predicted tokens, and the length of the match before them. Length 0 stands for a sample with the same seed."""
+    """Predicted tokens, and the length of the match before them. Length 0 means that the tokens come from an earlier
+    sample with the same seed.
+    """
 
     tokens: AnySequence[int]
     length: int
@@ -140,8 +142,8 @@ class PromptIndex:
         text.links.extend([-1] * (len(text.tokens) - len(text.links)))
 
     def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
-        """Guess the tokens that follow in the earlier sample with this seed. Return None if the tokens before them
-        differ.
+        """Guess the tokens that follow in the earlier sample with this seed. Return None if the last tokens before the
+        guess differ from that sample.
         """
         twin, end = self._by_seed.get(seed), len(text.tokens)
         if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:
@@ -167,7 +169,7 @@ class PromptIndex:
 
     def _follow(self, found: Text, index: int, text: Text, most: int) -> AnySequence[int]:
         drafts = found.tokens[index : index + most]
-        if found is text:  # a text that repeats itself goes on behind its end
+        if found is text:  # the text repeats itself, so the guess may extend past its end
             period = len(text.tokens) - index
             for i in range(len(drafts), most):
                 drafts.append(drafts[i - period])
@@ -227,7 +229,9 @@ class RepeatsDrafter:
         return index
 
     def _counted(self, index: PromptIndex, call: Callable[[], T]) -> T:
-        """Run a call that may grow `index`, and drop the least recently used indexes that exceed the budget."""
+        """Run a call that may grow `index`, then drop the least recently used indexes until the rest fits into the
+        budget.
+        """
         before = index.num_bytes
         result = call()
         self.num_bytes += index.num_bytes - before

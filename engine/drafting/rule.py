@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 _MOST_KEPT = 15
-"""The number of durations of which the median is taken. Some steps take much longer, because the machine is busy."""
+"""The median is taken over this many durations, because some steps take much longer when the machine is busy."""
 _STEPS_UNTIL_FORGOTTEN, _STEPS_UNTIL_STALE = 512, 32
 _OPTIMISM = 0.25
 """An unmeasured row is assumed to cost this share of an average measured row, so that it is tried and then measured."""
 _STEPS_IN_VAIN, _STEPS_PER_TRIAL = 16, 16
 _KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
-"""The share of the tokens gained in earlier steps that counts after another step, and the least gain worth drafting."""
+"""The factor by which earlier gains are multiplied after each step, and the least gain in tokens that is worth
+drafting.
+"""
 _LEAST_CHANCE, _LEAST_SPEED_UP = 0.02, 1.03
 
 
@@ -47,7 +49,7 @@ class StepCosts:
         return self._measured_at.get(bucket_of(rows), -_STEPS_UNTIL_STALE) > self._steps - _STEPS_UNTIL_STALE
 
     def record(self, rows: int, started: float, ended: float) -> None:
-        """Record a step with `rows` rows. `started`: when its planning began. `ended`: when its results were there.
+        """Record a step with `rows` rows. `started`: when its planning began. `ended`: when its results arrived.
 
         The time before the previous step ended does not count.
         """
@@ -116,8 +118,8 @@ def choose(chances: Mapping[int, Sequence[float]], costs: StepCosts, rows: int, 
 
     `chances`: as `Drafter.expect` returns them. `tokens`: the number of tokens that the step yields without drafts.
     Rows of drafted tokens are added in descending order of their probability of acceptance, up to the number of rows
-    that yields the most tokens per second. Nothing is drafted unless that is at least `_LEAST_SPEED_UP` times as fast
-    as a step without drafts.
+    that yields the most tokens per second. Nothing is drafted unless the step with drafts yields at least
+    `_LEAST_SPEED_UP` times as many tokens per second as a step without drafts.
     """
     heap = [(-expected[0], lane, 0) for lane, expected in chances.items()]
     heapq.heapify(heap)
