@@ -43,7 +43,7 @@ class ModelInput:
     the M tokens, and where attention reads keys and values. `states`: for each sequence, where to read the recurrent
     states and where to write the new ones; None if no layer has recurrent states. `embedded`: embeddings that replace
     the embeddings of some tokens, or None; the same in all stages. The replacements are not scaled. `before`: the
-    output of the previous stage; None in the first stage. It is overwritten.
+    output of the previous stage, which the forward pass overwrites; None in the first stage.
 
     For a stage, `memories` and `pages` have the layers of the stage.
     """
@@ -61,8 +61,9 @@ class ModelOutput(NamedTuple):
     """The output of a forward pass.
 
     `hidden`: [M, hidden_size], after the last norm, or after the last layer of a stage that is not the last one.
-    `records`: further values for each token, by name. For a model with experts, `records[ROUTES]` is an int32 tensor
-    [layers with experts, M, top_k] that lists the experts of each token. The layers of later stages are uninitialized.
+    `records`: values for each token besides its hidden state, by name. For a model with experts, `records[ROUTES]` is
+    an int32 tensor [layers with experts, M, top_k] that lists the experts of each token. The entries for the layers of
+    later stages are uninitialized.
     """
 
     hidden: Tensor
@@ -186,7 +187,9 @@ class Decoder:
         }
 
     def tied_tensors(self) -> dict[str, str]:
-        """Return the tensors that a checkpoint may repeat: maps the name of each copy to the name of the original."""
+        """Return the tensors that a checkpoint may repeat, as a map from the name of each copy to the name of the
+        original.
+        """
         return {HEAD: self.spec.embedding} if self.spec.tie_word_embeddings else {}
 
     def ignored_tensors(self) -> frozenset[str]:

@@ -17,7 +17,7 @@ from trueroll.errors import ModelError, brief
 from .files import MAX_SETTINGS_BYTES, MAX_TOKENIZER_BYTES, read_json
 
 MAX_EOS_TOKENS = 256
-"""The limit for one file."""
+"""The maximum number of end-of-sequence tokens that one file may name."""
 _NAMING = ("tokenizer_config.json", "special_tokens_map.json")
 _TOKENIZER = "tokenizer.json"
 log = logging.getLogger(__name__)

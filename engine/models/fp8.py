@@ -51,8 +51,8 @@ def dequantize(stored: Tensor, scales: Tensor, row: int = 0, column: int = 0) ->
 
 
 def row_ranges(shape: tuple[int, ...], most_bytes: int) -> Iterator[range]:
-    """Yield ranges of rows that together are all rows of a matrix. A range is whole blocks, which need `most_bytes` in
-    float32, or is one row of blocks.
+    """Yield ranges of rows that together are all rows of a matrix. A range consists of whole rows of blocks. It takes
+    at most `most_bytes` bytes in float32, unless a single row of blocks takes more.
     """
     rows, columns = shape
     step = max(most_bytes // (4 * BLOCK * max(columns, 1)), 1) * BLOCK
@@ -61,7 +61,8 @@ def row_ranges(shape: tuple[int, ...], most_bytes: int) -> Iterator[range]:
 
 
 class Rows:
-    """Some rows of a matrix in a file. Indexed like the result of `get_slice`, it reads and dequantizes a part.
+    """Some rows of a matrix in a file. Indexing works as for the result of `get_slice`: it reads a part from the file
+    and dequantizes the part.
 
     `stored`: the matrix, as the result of `get_slice`. `scales`: the scales of the whole matrix.
     """

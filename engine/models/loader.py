@@ -64,8 +64,9 @@ class Checkpoint(NamedTuple):
     `files`: maps each file to the tensors to copy from it. Each tensor is listed as a pair (name in the file, name in
     the decoder). `scales`: maps the matrices in `files` that are stored in FP8 to their scales. `packed`: the stacks
     that are stored as MXFP4, with their blocks and scales. `spellings`: the decoder's names. `converted`: maps each
-    stored dtype to the number of tensors in `files` that must be converted from this dtype, without those in `scales`.
-    `swapped`: the stacks that are stored with rows and columns swapped, though not in the decoder's layout.
+    stored dtype to the number of tensors in `files` that must be converted from this dtype, not counting the matrices
+    in `scales`. `swapped`: the stacks that are stored with rows and columns swapped, compared with the decoder's
+    layout.
     """
 
     files: dict[Path, list[tuple[str, str]]]
@@ -77,9 +78,9 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or one expert's matrix in such a tensor, or rows of a matrix in FP8, with its destination.
-    `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: the rows, and the scales of the whole
-    matrix, for FP8.
+    """A tensor of a file, or one expert's matrix in such a tensor, or some rows of a matrix in FP8, each with the
+    destination of the values. `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: the rows,
+    and the scales of the whole matrix, for FP8.
     """
 
     name: str
@@ -218,8 +219,8 @@ def _destination(name: str, checkpoint: Checkpoint, destinations: Mapping[str, W
 
 
 def _pieces(name: str, weight: Any, is_swapped: bool, scales: torch.Tensor | None) -> list[_Piece]:
-    """Return the pieces in which a tensor is copied: the held experts' matrices if it is a stack, some rows each if it
-    is a matrix in FP8, else the whole tensor.
+    """Return the pieces in which a tensor is copied. A stack has a piece for each held expert's matrix, and a matrix in
+    FP8 has a piece for each range of rows. Any other tensor is one piece.
     """
     if scales is not None:
         ranges = row_ranges(tuple(weight.shape), _MAX_OPEN_BYTES)
@@ -248,7 +249,7 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
 
 
 def _dequantize(rows: Rows, weight: Any) -> int:
-    """Copy rows of a matrix in FP8. Return the number of bytes that were read: a stored number has one byte."""
+    """Copy rows of a matrix in FP8. Return the number of bytes that were read, which is the number of stored elements."""
     if isinstance(weight, Shard):
         return weight.read(rows) // torch.float32.itemsize
     values = rows[:]
@@ -314,11 +315,11 @@ def check_checkpoint(
 ) -> Checkpoint:
     """Find the tensors of `expected` in the folder's safetensors files, and check all tensors in these files.
 
-    Only the headers of files, and copies with their originals, are read. Only the shapes and dtypes of `expected` are
-    used. `ignored`: names of tensors to skip. `own_name(name)`: translates a tensor's name in a file to the name used
-    in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the tensor. `parts`: the parts in which stacks
-    may be stored. A stack may also be stored as MXFP4, and a matrix or a part in FP8. `tied`: maps the name of each
-    copy that a checkpoint may have to the name of the original. Copies are skipped.
+    Only the headers of files are read, and the values of copies and of their originals. Only the shapes and dtypes of
+    `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates a tensor's name in a file to
+    the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the tensor. `parts`: the parts
+    in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a part in FP8. `tied`: maps the
+    name of each copy that a checkpoint may have to the name of the original. Copies are skipped.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
     missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype, and if a copy differs from its

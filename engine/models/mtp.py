@@ -1,7 +1,7 @@
 """The module for multi-token prediction (MTP): guesses the token after the next one (DeepSeek-V3, arXiv 2412.19437).
 
-The module has a layer with a KV cache of its own. Row q gets token q, which is known, and the decoder's hidden state of
-token q - 1, and guesses token q + 1. The guess becomes a drafted token, which the decoder verifies.
+The module has a layer with a KV cache of its own. Row q reads token q, which is known, and the decoder's hidden state
+of token q - 1. From these, it guesses token q + 1. The guess becomes a drafted token, which the decoder verifies.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MTP_LAYER = f"{MTP_PREFIX}layers.0"
 class Mtp:
     """The weights and the forward pass. `layer`: the module's layer. `new`: allocates the weights, as in `make_layer`.
 
-    The embeddings and the head are those of the decoder, which `spec` describes.
+    The module uses the embeddings and the head of the decoder. `spec`: describes the decoder.
     """
 
     def __init__(self, spec: DecoderSpec, layer: LayerSpec, backend: Backend, new: Callable[..., Any]) -> None:

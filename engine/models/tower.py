@@ -1,4 +1,6 @@
-"""The vision tower of a decoder: its weights, the embeddings of images, and the layers that its rows are added to."""
+"""The vision tower of a decoder: the tower's weights, the embeddings of images, and the decoder layers after which rows
+of the tower are added to the hidden states.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ class EmbeddedRows(NamedTuple):
     """Embeddings of content other than text.
 
     `places`: int64 [R], the distinct indices of the tokens that get the embeddings in `rows`. `rows`: the embeddings,
-    [R, (1 + layers) * hidden_size], in the model's dtype. Each further part of a row is added to the token's hidden
-    state after a layer: the second part after the first layer, and so on.
+    [R, (1 + layers) * hidden_size], in the model's dtype. The first part of a row replaces the token's embedding. Each
+    further part is added to the token's hidden state after a layer: the second part after the first layer, and so on.
     """
 
     places: Tensor

@@ -19,10 +19,10 @@ STEPS = 64
 
 class Agreement:
     """Compares checksums every `STEPS` steps: of the inputs (token ids, positions and rows of images), and of the drawn
-    tokens and the bits of their log-probs. `exchange`: all ranks, of which the first `num_drawing` draw tokens.
+    tokens and the bits of their log-probs. `exchange`: connects all ranks; the first `num_drawing` ranks draw tokens.
 
-    The inputs are compared because ranks share the sums and the head: if one rank computes other inputs, all ranks draw
-    the same wrong tokens.
+    The inputs are compared because ranks share the sums and the head: if one rank computes with other inputs, all ranks
+    draw the same wrong tokens.
     """
 
     def __init__(self, exchange: Exchange, num_drawing: int) -> None:

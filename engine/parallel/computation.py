@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_CHECKS = 1e-4
 
 
 class RankComputation:
-    """The part of one rank in a step in flight. Construction computes or queues it, with `executor`.
+    """One rank's part of a step in flight. The constructor computes or queues this part with `executor`.
 
     `wait` checks the other ranks while it waits for a GPU, because a GPU that exchanges tensors with a rank that has
     ended never finishes.
@@ -41,7 +41,9 @@ class RankComputation:
 
 
 def wait_until(is_done: Callable[[], bool], segment: Segment) -> None:
-    """Wait, and check the other ranks meanwhile. Raise RankError after the time that `segment` allows."""
+    """Wait until `is_done` returns True, and check the other ranks meanwhile. Raise RankError after the time that
+    `segment` allows.
+    """
     end = time.monotonic() + segment.most_seconds
     while not is_done():
         segment.check()

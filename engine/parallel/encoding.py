@@ -1,7 +1,7 @@
 """Images on several ranks: each rank has the whole tower, and encodes every image itself.
 
-The leader sends the followers each image once, as 8-bit levels with their table, and the calls of its encoder in the
-order of the steps. So all ranks hold the same rows when they compute a step.
+The leader sends each image to the followers once, as 8-bit levels with their table. It also sends every call of its own
+encoder, in the order of the steps. All ranks therefore hold the same rows when they compute a step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..scheduling.encodings import EncodeTask
 
 class RankedEncoder:
     """The encoder of the leader. `tell(name, content)`: sends a command to the followers. `catch_up()`: computes this
-    rank's part of all steps in flight. `has_stages`: there are several stages, so this rank may compute its part of a
-    step later than others.
+    rank's part of all steps in flight. `has_stages`: whether there are several stages; this rank may then compute its
+    part of a step later than other ranks.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RankedEncoder:
 
 
 def obey(encoder: ImageEncoder | None, name: str, content: Any) -> bool:
-    """Make the encoder of a follower obey a command. Return whether it is a command to the encoder."""
+    """Make the encoder of a follower obey a command. Return False if the command is not for the encoder."""
     if encoder is None:
         return False
     match name:

@@ -1,10 +1,10 @@
 """Exchange of tensors between processes of one machine, through shared memory.
 
 The memory is an unnamed file that the leader creates and that the followers inherit. Each group of ranks has a region
-of the file: all ranks, the ranks of each stage, and each pair of ranks between which hidden states are passed. A region
-has one counter for each rank of the group, and two sides, each with one slot for each rank. A rank writes its tensor to
-its slot, sets its counter to the number of the call, and waits until all counters have reached this number. A rank can
-be at most one call ahead of another rank, so two sides suffice.
+of the file. The groups are all ranks together, the ranks of each stage, and each pair of ranks that pass hidden states.
+A region has one counter for each rank of the group, and two sides, each with one slot for each rank. A rank writes its
+tensor to its slot, sets its counter to the number of the call, and waits until all counters have reached this number. A
+rank can be at most one call ahead of another rank, so two sides suffice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...kernels.ranks import Finish, Rank, fold
 from ..running.ranks import Links, Topology
 
 MOST_SECONDS, MOST_SECONDS_TO_START = 60.0, 1800.0
-"""How long a rank waits for the others in a step, and while ranks load and warm up."""
+"""How long a rank waits for the other ranks in a step, and how long while ranks load and warm up."""
 SLOT_BYTES = 4 * 2**20
 _COUNTER_BYTES = 64  # a cache line each, so that ranks do not slow each other down
 
@@ -39,7 +39,8 @@ class RankError(RuntimeError):
 
 
 class Segment:
-    """The shared memory of all groups of `topology`. `file`: its descriptor, which the caller closes.
+    """The shared memory of all groups of `topology`. `file`: the file descriptor of the memory, which the caller
+    closes.
 
     `check()`: called while a rank waits; raises an exception if another rank has ended. `most_seconds`: how long a rank
     waits for the other ranks. After that, its call raises RankError.
@@ -77,7 +78,7 @@ class Segment:
         return self._regions[group]
 
     def absent(self) -> list[int]:
-        """Return the ranks for which other ranks wait and that wait for no other rank."""
+        """Return the ranks that other ranks wait for and that are not waiting themselves."""
         awaited, waiting = set[int](), set[int]()
         for group, region in self._regions.items():
             turns = region[: len(group) * _COUNTER_BYTES].view(torch.int64)[:: _COUNTER_BYTES // 8].tolist()
@@ -89,7 +90,7 @@ class Segment:
 
 class SharedExchange:
     """The `Exchange` of a rank with the ranks of `group`, and the `Link` between the two ranks of a pair. `index`: this
-    rank, which is in the group.
+    rank, a member of the group.
     """
 
     def __init__(self, segment: Segment, group: Group, index: int) -> None:
@@ -106,11 +107,13 @@ class SharedExchange:
         self._waiting = 0, 0.0
 
     def meet(self) -> None:
-        """Wait until all ranks have made this call. Raise RankError if a rank does not make it in time."""
+        """Wait until all ranks have made this call. Raise RankError if a rank does not make the call in time."""
         self.native.meet()
 
     def _check_patience(self, turn: int) -> None:
-        """Raise RankError if this rank has waited too long at the meeting `turn`, or the error of `check`."""
+        """Raise RankError if this rank has waited too long at the meeting `turn`. An error that `check` raises is
+        propagated.
+        """
         self._segment.check()
         waiting_for, since = self._waiting
         if waiting_for != turn:

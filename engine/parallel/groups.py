@@ -1,5 +1,5 @@
-"""Exchange of tensors between ranks by libraries, which only move bytes: process groups of torch.distributed (NCCL on
-GPUs, gloo on a CPU), and torch's symmetric memory, in which a GPU reads the memory of other GPUs.
+"""Exchange of tensors between ranks through libraries that only move bytes: process groups of torch.distributed (NCCL
+on GPUs, gloo on a CPU), and torch's symmetric memory, in which a GPU reads the memory of other GPUs.
 
 The ranks find each other through a file, not through a port. gloo connects through the loopback interface, and so does
 NCCL unless `NCCL_SOCKET_IFNAME` is set.
@@ -29,8 +29,8 @@ from .exchange import RankError
 c10d: Any = torch.distributed  # torch documents stores and groups, but does not export them
 MOST_SECONDS_TO_JOIN = 600.0
 ONE_SHOT_BYTES = 2**20
-"""Larger tensors are added in two steps: each rank adds and finishes a share of the rows, then the ranks gather the
-finished rows.
+"""Tensors with more bytes are added in two steps: each rank adds and finishes a share of the rows, then the ranks
+gather the finished rows.
 """
 BUFFER_BYTES = 64 * 2**20
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_SOCKET_IFNAME": "lo"}
@@ -94,8 +94,8 @@ class GroupExchange:
 
 
 def joined(exchange: GroupExchange | SymmetricExchange, own: Tensor, finish: Finish, rows: int) -> Tensor:
-    """Finish the rows that this rank has added, and gather those of all ranks. `own`: this rank's share of `rows` rows,
-    the last of which may be padding.
+    """Finish the rows that this rank has added, then gather the finished rows of all ranks. `rows`: the number of rows
+    of all ranks together. `own`: this rank's share, which may end with padding.
     """
     start = exchange.rank.index * len(own)
     made = finish(own[: max(0, min(len(own), rows - start))], start)
@@ -125,7 +125,9 @@ class SymmetricExchange:
         self.rank, self._name, self._fold, self._handle = rank, name, fold_peers, cast(Handle, None)
 
     def join(self, store: Any, device: torch.device) -> None:
-        """Allocate this rank's buffer, and map those of the other ranks. Raise ConfigError if torch cannot do this."""
+        """Allocate this rank's buffer, and map the buffers of the other ranks. Raise ConfigError if torch cannot do
+        this.
+        """
         try:
             memory: Any = cast(Any, torch._C)._distributed_c10d._SymmetricMemory
             memory.set_group_info(self._name, *self.rank, c10d.PrefixStore(self._name, store))
@@ -136,7 +138,7 @@ class SymmetricExchange:
             raise ConfigError(text, field="exchange", value="symmetric") from error
 
     def abort(self) -> None:
-        """Do nothing: a barrier ends with the process."""
+        """Do nothing, because a barrier in flight ends with the process."""
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """See `Exchange.gather`."""
@@ -156,7 +158,7 @@ class SymmetricExchange:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _add(self, own: Tensor, finish: Finish, start: int) -> Tensor:
-        """Add rows that fit into the buffer. `start`: the first of them."""
+        """Add rows that fit into the buffer. `start`: the index of the first row."""
         peers, rows = self._shared(own), len(own)
         if own.nbytes <= ONE_SHOT_BYTES:
             return finish(self._fold(peers), start)
@@ -168,17 +170,17 @@ class SymmetricExchange:
         return joined(self, mine, lambda total, at: finish(total, start + at), rows)
 
     def _shared(self, x: Tensor) -> list[Tensor]:
-        """Write a tensor to this rank's buffer, and return those of all ranks, which are valid until the next call."""
+        """Write a tensor to this rank's buffer. Return the tensors of all ranks, which are valid until the next call."""
         peers = [self._handle.get_buffer(index, x.shape, x.dtype) for index in range(self.rank.size)]
-        self._handle.barrier()  # the other ranks have read what is there now
+        self._handle.barrier()  # all ranks have finished reading the buffers
         peers[self.rank.index].copy_(x)
         self._handle.barrier()
         return peers
 
 
 class Connections:
-    """The exchanges of a rank by libraries, instead of those in `links`. `kind`: how the ranks of a stage exchange
-    tensors, `group` or `symmetric`. Stages are linked by process groups.
+    """A rank's exchanges through libraries, which replace the exchanges in `links`. `kind`: how the ranks of a stage
+    exchange tensors, `group` or `symmetric`. Stages are linked by process groups.
     """
 
     def __init__(self, links: Links, kind: str, check: Callable[[], object]) -> None:
@@ -194,14 +196,14 @@ class Connections:
         self.links = links._replace(stage=stage, before=self._before, after=self._after)
 
     def join(self, folder: Path, device: torch.device) -> None:
-        """Connect this rank with the others, which meet in a folder."""
+        """Connect this rank with the other ranks. The ranks find each other through a file in `folder`."""
         store = c10d.FileStore(str(folder / "store"), -1)
         store.set_timeout(timedelta(seconds=MOST_SECONDS_TO_JOIN))
         for exchange in self._all:
             exchange.join(store, device)
 
     def abort(self) -> None:
-        """End what is in flight."""
+        """End the exchanges in flight."""
         for exchange in self._all:
             exchange.abort()
 
@@ -247,8 +249,8 @@ def _nccl(store: Any, rank: Rank, device: torch.device) -> Any:
 @contextmanager
 def _variables(wanted: dict[str, str]) -> Iterator[None]:
     """Set these environment variables inside the `with` block, except those that are set already. NCCL reads them when
-    a group is created. They turn off its watchdog, which would kill the process if a rank hangs: the leader ends the
-    ranks instead.
+    a group is created. The variables turn off the watchdog of NCCL groups, which would kill the process if a rank
+    hangs. The leader ends the ranks instead.
     """
     with _environment:
         added = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -60,8 +60,8 @@ class Followers:
         self.close = weakref.finalize(self, _end, self._all)
 
     def start(self, config: EngineConfig, segment: int, folder: str, has_copies: bool) -> None:
-        """Start the followers. `segment`: the memory for exchanges. `folder`: where the ranks meet. `has_copies`:
-        whether each rank computes with a copy of its weights.
+        """Start the followers. `segment`: the shared memory through which ranks exchange tensors. `folder`: where the
+        ranks find each other. `has_copies`: whether each rank computes with a copy of its weights.
         """
         for index in range(1, self._size):
             own, other = socket.socketpair()
@@ -92,7 +92,7 @@ class Followers:
                 self._raise_failure(follower)
 
     def share(self, arena: RankedArena) -> None:
-        """Send each follower the descriptors of its memory in an arena."""
+        """Send each follower the file descriptors of the memory that it needs of an arena."""
         for follower in self._all:
             try:
                 follower.channel.send_files(arena.files_of(follower.index))
@@ -154,7 +154,7 @@ class _Computation:
         self._results: StepResults | None = None
 
     def begin(self) -> RankComputation:
-        """Compute or queue this rank's part, if that has not happened."""
+        """Compute or queue this rank's part, unless an earlier call has done so."""
         if self._own is None:
             self._own = self._compute(self._step)
         return self._own
@@ -166,7 +166,7 @@ class _Computation:
 
 
 class Ranks:
-    """The other ranks, in the process of rank 0. `followers`: the processes. `place`: how rank 0 reaches them."""
+    """Rank 0's connection to the other ranks. `followers`: the other processes. `place`: the place of rank 0."""
 
     def __init__(self, followers: Followers, place: RankPlace) -> None:
         self._followers, self._place, links = followers, place, place.links
@@ -209,8 +209,8 @@ class Ranks:
 
 
 class RankedExecutor:
-    """The executor of an engine with several ranks, in the process of rank 0. Construction starts the followers, after
-    it has checked that `config` can be served.
+    """The executor of an engine with several ranks, in the process of rank 0. The constructor checks that `config` can
+    be served, then starts the followers.
 
     Raise ConfigError or ModelError if `config` cannot be served, and RankError if a rank fails.
     """
@@ -285,8 +285,8 @@ class RankedExecutor:
         self._own.check_ready()
 
     def compute(self, step: Step) -> _Computation:
-        """See `Executor.compute`. The followers begin at once. With several stages, this rank, which computes the last
-        one, begins when the results are awaited, so that the first stage can begin another step meanwhile.
+        """See `Executor.compute`. The followers begin at once. With several stages, this rank computes the last stage,
+        and begins only when the results are awaited. The first stage can begin another step meanwhile.
         """
         self._ranks.tell("compute", step)
         computation = _Computation(step, self._compute)
@@ -331,7 +331,7 @@ class RankedExecutor:
         try:
             self._own.wake_up(tags)
         except BaseException:
-            self._ranks.close()  # the other ranks are awake, and no call can follow
+            self._ranks.close()  # the other ranks are awake, unlike this rank, so no further call can work
             raise
         self._place.everyone.meet()
 
@@ -342,8 +342,8 @@ class RankedExecutor:
 
 
 def _abort_after_a_failure(followers: Callable[[], Followers | None], place: Callable[[], RankPlace | None]) -> None:
-    """Wait until a follower has failed, then end what rank 0 exchanges on its GPU. Otherwise, this process could wait
-    for the GPU, and the GPU for the follower.
+    """Wait until a follower has failed, then abort rank 0's exchanges on its GPU. Otherwise, this process could wait
+    for the GPU for ever, because the GPU waits for the follower.
     """
     with suppress(OSError, ValueError):  # the channels are closed
         while (watched := followers()) is not None and not watched.has_news():

@@ -19,7 +19,7 @@ from .groups import Connections
 class RankPlace:
     """The place of rank `index`. `segment`: the memory that all ranks share.
 
-    `links`: how the rank reaches the others. `everyone`: all ranks, through the host's memory.
+    `links`: how the rank reaches the others. `everyone`: the exchange among all ranks through host memory.
     """
 
     def __init__(self, config: EngineConfig, index: int, segment: Segment) -> None:
@@ -36,8 +36,8 @@ class RankPlace:
         )
 
     def join(self, folder: str) -> None:
-        """Connect this rank with the others, which meet in a folder. All ranks call this. Raise ConfigError if torch
-        cannot exchange tensors in this way here.
+        """Connect this rank with the other ranks. The ranks find each other through `folder`. All ranks must make this
+        call. Raise ConfigError if torch cannot exchange tensors in the configured way on this machine.
         """
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -46,11 +46,11 @@ class RankPlace:
             self._connections.join(Path(folder), self._device)
 
     def total(self, count: int) -> int:
-        """Return the sum of the numbers of all ranks."""
+        """Return the sum of `count` over all ranks. All ranks must make this call."""
         return sum(int(each) for each in self.everyone.gather(torch.tensor([count])))
 
     def abort(self) -> None:
-        """End what this rank exchanges on a GPU. No call may follow."""
+        """Abort this rank's exchanges on a GPU. No further call is allowed."""
         if self._connections is not None:
             self._connections.abort()
 

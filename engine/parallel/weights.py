@@ -3,7 +3,7 @@
 The leader owns the memory of all weights: one arena for the embeddings, which several stages may use; one for the
 vision tower, which all ranks use; one per stage for the weights that all its ranks use whole (norms, routers); and one
 per rank for its part of the divided weights. A follower maps the arenas that its model needs. So the leader receives,
-reads, saves and drops weights as an engine in one process does. New weights reach a follower as one descriptor per
+reads, saves and drops weights as an engine in one process does. New weights reach a follower as one file descriptor per
 arena. Followers do not compute while the leader writes into live weights.
 
 This memory is in the host. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up to
@@ -29,7 +29,7 @@ from ..running.ranks import Topology
 from ..running.weight_memory import Build, WeightSet, empty_of
 
 _Place: TypeAlias = tuple[Owner, int]
-"""An owner of weights: ranks of all stages (number 0), a stage, or a rank."""
+"""An owner of weights and its number: the number of a stage or of a rank, or 0 for owners that span all stages."""
 
 
 def _sizes(build: Build, dtype: torch.dtype) -> dict[Owner, int]:
@@ -95,7 +95,7 @@ class RankedArena:
 
     @property
     def num_held(self) -> int:
-        """See `Arena`. If the ranks have copies, the memory of all copies."""
+        """See `Arena`. If the ranks have copies, this is the memory of all copies."""
         if self.copy is None:
             return sum(arena.num_held for arena in self.arenas.values())
         of_ranks = (self.arenas[place].num_bytes for places in self.of_ranks for place in places)
@@ -109,11 +109,11 @@ class RankedArena:
 
     @property
     def files(self) -> list[int]:
-        """The descriptors of all memory."""
+        """The file descriptors of all arenas."""
         return [arena.file for arena in self.arenas.values()]
 
     def files_of(self, index: int) -> list[int]:
-        """Return the descriptors of the memory that a rank needs, in the order of `Owner`."""
+        """Return the file descriptors of the arenas that a rank needs, in the order of `Owner`."""
         return [self.arenas[place].file for place in self.of_ranks[index]]
 
     def take(self, other: RankedArena) -> None:
@@ -138,7 +138,7 @@ class RankedArena:
             raise
 
     def restore(self) -> None:
-        """See `Arena.restore`. If there is not enough memory, none is restored."""
+        """See `Arena.restore`. If there is not enough memory, nothing is restored."""
         self.restore_host()
         if self.copy is not None:
             self.copy.restore()
@@ -218,7 +218,7 @@ def _noting(found: list[Tensor], empty: Empty, *shape: int, **dtype: torch.dtype
 
 class FollowerArena:
     """The memory of a follower's live weights, which the leader owns. `sizes`: the bytes of each owner's weights.
-    `files`: the descriptors from the leader. `copy`: as for `RankedArena`.
+    `files`: the file descriptors from the leader. `copy`: as for `RankedArena`.
     """
 
     copy_note, num_held = "", 0
@@ -228,7 +228,7 @@ class FollowerArena:
         self.map(files)
 
     def map(self, files: Sequence[int]) -> None:
-        """Map the memory with these descriptors, and close them. Raise OSError on failure."""
+        """Map the memory with these file descriptors, and close them. Raise OSError on failure."""
         for arena, file in zip(self.arenas.values(), files, strict=True):
             arena.map(file)
             os.close(file)
@@ -255,8 +255,9 @@ class FollowerArena:
 
 
 class FollowerWeights:
-    """The `WeightMemory` of a follower. `receive_files(count)`: waits for `count` descriptors from the leader.
-    `reads_stage`: whether this rank reads the weights of its stage. `copies_to`: as for `LeaderWeights`.
+    """The `WeightMemory` of a follower. `receive_files(count)`: waits for `count` file descriptors from the leader.
+    `reads_stage`: whether this rank reads from the checkpoint the weights that the ranks of its stage share.
+    `copies_to`: as for `LeaderWeights`.
     """
 
     num_bytes = 0  # the leader allocates the memory
