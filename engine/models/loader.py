@@ -249,7 +249,7 @@ def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
 
 
 def _dequantize(rows: Rows, weight: Any) -> int:
-    """Copy rows of a matrix in FP8. Return the number of bytes that were read, which is the number of stored elements."""
+    """Copy rows of a matrix in FP8. Return the number of bytes that were read: one byte for each element."""
     if isinstance(weight, Shard):
         return weight.read(rows) // torch.float32.itemsize
     values = rows[:]

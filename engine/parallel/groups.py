@@ -170,7 +170,7 @@ class SymmetricExchange:
         return joined(self, mine, lambda total, at: finish(total, start + at), rows)
 
     def _shared(self, x: Tensor) -> list[Tensor]:
-        """Write a tensor to this rank's buffer. Return the tensors of all ranks, which are valid until the next call."""
+        """Write a tensor to this rank's buffer. Return the tensors of all ranks. They are valid until the next call."""
         peers = [self._handle.get_buffer(index, x.shape, x.dtype) for index in range(self.rank.size)]
         self._handle.barrier()  # all ranks have finished reading the buffers
         peers[self.rank.index].copy_(x)

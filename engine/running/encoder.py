@@ -29,7 +29,9 @@ class Encoder(Protocol):
         ...
 
     def advance(self, most_layers: int | None) -> bool:
-        """Compute at most this many layers of the image under way; None: all. Return whether it is encoded now."""
+        """Compute at most `most_layers` layers of the image under way; None: all layers. Return whether the image is
+        now encoded.
+        """
         ...
 
     def clear(self) -> None:
@@ -85,7 +87,7 @@ class ImageEncoder:
         self._under_way = None
 
     def embedded(self, images: Sequence[ImageRows]) -> EmbeddedRows:
-        """Return the rows of a step. The places of `images` are indices of the step's tokens."""
+        """Return the encoded rows that a step reads. The places in `images` are indices of the step's tokens."""
         places = [np.arange(rows.place, rows.place + rows.end - rows.start) for rows in images]
         parts = [self._encoded[rows.key].rows[rows.start : rows.end] for rows in images]
         return EmbeddedRows(to_device(torch.from_numpy(np.concatenate(places)), self._model.device), torch.cat(parts))

@@ -44,8 +44,7 @@ class StepResults(NamedTuple):
     """The results of a step, on the host.
 
     `drawn`: the drawn tokens, or None if the step draws no token. `scores`: for each score request in the step, a list
-    of columns, empty if the step has none of its scored tokens. The columns are
-    those of `Sampler.score`. `routes`:
+    of the columns that `Sampler.score` returns; empty if the step has none of the request's scored tokens. `routes`:
     the expert rows of the step's tokens (see `RouteFormat`); None if the step does not record them. Steps with drafted
     tokens always record routes. `expert_tokens`: as in `EngineStats`, without drafted tokens; empty for a model without
     experts.
@@ -333,7 +332,7 @@ def _available_per_rank(available: int, links: Links) -> int:
 
 
 def _buckets(config: EngineConfig, info: EngineInfo) -> dict[str, int]:
-    """Return what an engine uses memory for, as a map from description to size in bytes."""
+    """Return the memory that an engine uses, as a map from the purpose to the size in bytes."""
     blocks = " + ".join(map(str, info.blocks_by_window))
     buckets = {"weights": info.weight_bytes, f"KV cache of {blocks} blocks": info.kv_bytes}
     if info.state_bytes:

@@ -48,10 +48,10 @@ class ModelRunner:
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
     `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
     and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `links`: how
-    this rank reaches the others, if the model is the part of a rank. `memories`: the memory of each layer. `encoder`:
+    this rank reaches the other ranks; None if there is only one rank. `memories`: the memory of each layer. `encoder`:
     encodes images; None for a model without a vision tower.
 
-    A stage has the memory of its layers only, but steps and `num_blocks` have the windows of all layers.
+    A stage has the memory of its own layers only, but steps and `num_blocks` list the windows of all layers.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class ModelRunner:
         return out
 
     def _received(self, rows: int) -> ModelOutput:
-        """Wait for the output of the previous stage. Without `links`, return an uninitialized output."""
+        """Wait for the output of the previous stage, and return it. Without `links`, return an uninitialized output."""
         spec, dtype = self.model.spec, self.model.dtype
         out = new_output(spec, torch.empty(rows, spec.hidden_size, dtype=dtype, device=self.device))
         if self._links is not None and self._links.before is not None:

@@ -58,9 +58,10 @@ class Sizes:
     stage in which it is largest.
 
     `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
-    group, and what an MTP module keeps for the block. `windows` has a pair for each further group: its window in
-    tokens, and the size of its blocks. `state`: the size of one sequence's state in all recurrent layers; 0 for models
-    without recurrent layers. `draft`: the size of the inputs that recurrent layers keep for a drafted token.
+    group, and the hidden states that an MTP module keeps for the block. `windows` has a pair for each further group:
+    its window in tokens, and the size of its blocks. `state`: the size of one sequence's state in all recurrent layers;
+    0 for models without recurrent layers. `draft`: the size of the inputs that recurrent layers keep for a drafted
+    token.
     """
 
     block_size: int
@@ -203,10 +204,10 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
 
 
 def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:
-    """Return approximately the peak memory of the largest step, in bytes.
+    """Return an estimate of the peak memory of the largest step, in bytes.
 
-    The estimate covers the hidden states, the intermediate values of an MLP, of a latent attention or of a recurrence,
-    and the logits of the decoding sequences.
+    The estimate covers the hidden states, the intermediate values of the MLP, latent attention or recurrence that needs
+    the most, and the logits of the decoding sequences.
     """
     widths = [2 * layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None]
     widths += [each.num_heads * sum(each.cached_sizes) for each in spec.attentions if isinstance(each, LatentSpec)]

@@ -1,4 +1,4 @@
-"""The places of an engine's ranks, and how a rank reaches the others.
+"""The places of an engine's ranks, and how a rank reaches the other ranks.
 
 A rank computes a part of each layer of one stage. Rank 0, the leader, belongs to the last stage, because the last stage
 draws the tokens.
@@ -45,7 +45,7 @@ class Topology(NamedTuple):
         return Rank(index % self.tensor, self.tensor)
 
     def of_stage(self, index: int) -> list[int]:
-        """Return the ranks that are in the same stage as a rank, in their order."""
+        """Return the ranks in the stage of a rank, itself included, in ascending order."""
         first = index - index % self.tensor
         return [*range(first, first + self.tensor)]
 
@@ -75,7 +75,7 @@ class Links(NamedTuple):
 
     `everyone`: all ranks. `stage`: the ranks of the same stage. `before`, `after`: the rank of the previous stage, and
     the rank of the next stage, if there is one. `num_sharers`: the number of ranks that share the memory of this rank's
-    device. `can_capture`: whether a CUDA graph can capture what the ranks of a stage exchange.
+    device. `can_capture`: whether a CUDA graph can capture the exchanges of a stage's ranks.
     """
 
     topology: Topology

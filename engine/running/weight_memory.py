@@ -1,4 +1,4 @@
-"""The memory in which sets of weights lie: the live weights, and weights that are being received.
+"""The memory of sets of weights: the live weights, and weights that are being received.
 
 `WeightMemory` is the interface. `LocalWeights` is the memory of an engine in one process.
 """
@@ -44,8 +44,8 @@ Place: TypeAlias = Callable[[Sequence[Build], torch.dtype, torch.device], "Weigh
 class WeightSet(NamedTuple):
     """A set of weights in memory.
 
-    `model`: the decoder that this process computes. `tensors`: the weights by their names in a checkpoint: of the whole
-    model, or of this rank's part in a follower. `to_load`: the weights that this process reads from the checkpoint.
+    `model`: the decoder that this process computes. `tensors`: the weights by their names in a checkpoint. A follower
+    has only the weights of its part of the model. `to_load`: the weights that this process reads from the checkpoint.
     """
 
     model: Decoder
@@ -71,7 +71,9 @@ class WeightMemory(Protocol):
         ...
 
     def weights_in(self, arena: Any) -> WeightSet:
-        """Return the set of weights in an arena, in the layout of the live weights. The arena is not written."""
+        """Return the set of weights in an arena, in the layout of the live weights. This call does not write to the
+        arena.
+        """
         ...
 
 

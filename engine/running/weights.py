@@ -45,7 +45,9 @@ class AdapterBase:
 
 
 class Factors(NamedTuple):
-    """An adapter that is being received: A [R, K] and B [N, R] for a weight [N, K], and the scale of their product."""
+    """An adapter that is being received: A [R, K] and B [N, R] for a weight [N, K], and the scale of the product of B
+    and A.
+    """
 
     a: Tensor
     b: Tensor
@@ -53,10 +55,11 @@ class Factors(NamedTuple):
 
 
 class OptionalWeights:
-    """The weights `names` of a model, which new weights may lack: those of an MTP module, on which no sample depends.
+    """The weights of a model's MTP module. `names`: their names. New weights may lack them, because no sample depends
+    on them.
 
     transformers drops the module when it loads a model, so most trainers cannot push it. The worker then keeps its own.
-    Owns what is known about the weights, and their values during a sleep.
+    Owns the record of whether the last commit replaced these weights, and their values during a sleep.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -73,7 +76,7 @@ class OptionalWeights:
 
     @property
     def note(self) -> str:
-        """Which weights the last commit did not replace; empty if it replaced all weights."""
+        """A text that tells which weights the last commit did not replace; empty if it replaced all weights."""
         if not self._is_stale:
             return ""
         return f"the last push had no {MTP_PREFIX}* tensors, so the MTP module keeps its earlier weights"
@@ -145,17 +148,19 @@ class WeightStore:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Maps the beginnings of names that trainers may use to the beginnings of names in `shapes`."""
+        """Maps prefixes of names that trainers may use to prefixes of names in `shapes`."""
         return self.model.spec.renamed
 
     @property
     def respelled(self) -> Mapping[str, str]:
-        """Maps texts inside names that trainers may use to the texts in the names in `shapes`."""
+        """Maps substrings of names that trainers may use to the substrings that names in `shapes` have instead."""
         return self.model.spec.respelled
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The prefixes of the names of tensors that trainers leave out of a push, such as an unused tower's."""
+        """Prefixes of tensor names. Trainers leave tensors with these names out of a push, for example those of an
+        unused tower.
+        """
         return self.model.spec.left_out
 
     @property
@@ -181,16 +186,15 @@ class WeightStore:
 
     @property
     def commit_note(self) -> str:
-        """The reason why commits are slow. `commit_note` is empty if commits are fast, and before the first commit."""
+        """The reason why commits are slow; empty if commits are fast, and before the first commit."""
         return self.arena.copy_note
 
     @property
     def kin(self) -> str | None:
         """An identifier of the group of processes that can share the memory of weights.
 
-        `kin` is None if this process cannot share memory.
-
-        Processes with equal `kin` can lend memory to each other, and have the same layout of weights.
+        Processes with equal `kin` can lend memory to each other, and have the same layout of weights. `kin` is None if
+        this process cannot share memory.
         """
         if not isinstance(self.memory, LocalWeights) or self.memory.device.type != "cpu":
             return None

@@ -1,8 +1,8 @@
 """Decides which images are encoded and evicted, within a budget in bytes. `running.encoder` owns the rows.
 
-An image is encoded once, and its rows serve all sequences with the same content until they are evicted, the least
-recently needed first. Rows that an older sequence needs now are never evicted for a newer one, so the oldest sequence
-always gets its next image.
+An image is encoded once. Its rows serve all sequences with the same image until the rows are evicted. The least
+recently needed rows are evicted first. Rows that an older sequence needs now are never evicted for a newer sequence, so
+the oldest sequence always gets its next image.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class EncodingStats:
 
 @dataclass(frozen=True)
 class EncodeTask:
-    """First drop the rows of the images with the hashes `evicted`, then encode an image."""
+    """A task for the encoder: drop the rows of the images with the hashes `evicted`, then encode an image."""
 
     image: ImageInput
     evicted: list[bytes]
@@ -46,11 +46,11 @@ class Encodings:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the rows that exist, and of those that are being computed."""
+        """The bytes of all rows, including the rows that are being computed."""
         return sum(self._ready.values()) + (0 if self.under_way is None else self.size_of(self.under_way.image))
 
     def begin_plan(self) -> None:
-        """Forget what the previous plan needed."""
+        """Forget which images the previous plan needed."""
         self._needed.clear()
 
     def need(self, image: ImageInput, order: tuple[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""The images of a sequence: the positions of the sequence's tokens, and where a step may end."""
+"""The images of a sequence: the positions of the sequence's tokens, and the places at which a chunk may end."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def spans_of(images: Sequence[ImageInput], tower: TowerSpec) -> list[ImageSpan]:
 class SequenceMedia:
     """The images of a sequence. There is at least one image.
 
-    `end`: the token after the last image. `shift`: the position minus the index of every token after the last image; at
-    most 0. `has_axes`: whether positions have the axes time, row and column.
+    `end`: the token after the last image. `shift`: for every token after the last image, its position minus its index;
+    at most 0. `has_axes`: whether positions have the axes time, row and column.
     """
 
     def __init__(self, images: Sequence[ImageInput], tower: TowerSpec, has_axes: bool) -> None:
@@ -70,9 +70,10 @@ class SequenceMedia:
                 yield ImageRows(image.content_hash, first - span.start, last - span.start, first - start)
 
     def cut(self, start: int, size: int, is_ready: Callable[[ImageInput], bool]) -> int:
-        """Return how many of the tokens [start, start + size) can be computed in one step: tokens before the first
-        image that is not ready, and whole images only if the tokens of an image see each other. `is_ready` is called
-        for each image of the tokens, up to the first one that is not ready.
+        """Return how many of the tokens [start, start + size) can be computed in one step. These tokens end before the
+        first image that is not ready. If the tokens of an image see each other, they also end before the first image
+        that does not fit as a whole. `is_ready` is called for each image of the tokens, up to the first one that is not
+        ready.
         """
         end = start + size
         for image, span in zip(self.images, self.spans, strict=True):
@@ -90,5 +91,5 @@ class SequenceMedia:
         return next(found, 0) if self._sees_span else 0
 
     def can_resume(self, num_tokens: int) -> bool:
-        """Return whether a sequence may continue after a cached prefix of this length."""
+        """Return whether a sequence may continue after a cached prefix of `num_tokens` tokens."""
         return not self._sees_span or not any(span.start < num_tokens < span.end for span in self.spans)

@@ -568,14 +568,14 @@ class Scheduler:
             size = self.running.with_images(sequence, size)
         size = self._reserve(sequence, start, size, plan, least)
         if media is not None and start < media.end:
-            size = self.running.with_images(sequence, size)  # there may be blocks for a part of an image only
+            size = self.running.with_images(sequence, size)  # too few blocks may be free for the whole image
         if size > 0:
             states = self.running.states
             plan.add(sequence.lane, size if states is None else states.cut(sequence, size))
 
     def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan, least: int = 0) -> int:
         """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible. For the
-        first `least` of them, and at least for one, newer sequences are preempted.
+        first `least` of them, or for one token if `least` is 0, newer sequences are preempted.
 
         Return how many of the `size` tokens have blocks afterwards.
         """

@@ -36,10 +36,10 @@ Purpose: TypeAlias = Generation | OpenScore
 
 
 class StateCounters:
-    """What every step needs to know of recurrent states: arrays with one element per lane, int64 [capacity].
+    """The counters of recurrent states that every step needs: arrays with one element per lane, int64 [capacity].
 
-    `slot`, `source`, `target`: the slots of the state (`recurrent`). `num_repeated`: how many of the computed tokens
-    are accepted drafts that the state does not include yet; the next step repeats them.
+    `slot`, `source`, `target`: the slots of the state (see the module `recurrent`). `num_repeated`: how many of the
+    computed tokens are accepted drafts that the state does not include yet; the next step repeats them.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -54,8 +54,8 @@ class Counters:
     number of tokens with KV in the sequence's blocks, counting the KV that the steps in flight are computing.
     `last_token`: the last token that the host has seen. `has_unseen` (bool): whether the sequence has an unseen token.
     An unseen token is a token that the step in flight draws and that the host does not know yet. `states`: the counters
-    of recurrent states. `shift`: what is added to the index of a token after the last image to get its position.
-    `media_end`: the token after the last image; 0 without images.
+    of recurrent states. `shift`: the position of each token after the last image, minus the token's index. `media_end`:
+    the token after the last image; 0 without images.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -74,9 +74,9 @@ class Sequence:
 
     `order`: (arrival of the request, sample index). Lower orders are served first, and higher orders are preempted
     first. `tokens`: the tokens that the host has seen. `purpose`: the samples for which tokens are drawn after the last
-    token, or the score that receives the log-probs. `claim`: the hash of a block that another sequence computes and for
-    which this sequence waits; None if this sequence waits for no block. `num_cached_tokens`: the number of tokens found
-    in the cache when the sequence first started; None before the first start. `branch`: the position at which the
+    token, or the score that receives the log-probs. `claim`: the hash of the block that this sequence waits for while
+    another sequence computes it; None if this sequence waits for no block. `num_cached_tokens`: the number of tokens
+    found in the cache when the sequence first started; None before the first start. `branch`: the position at which the
     sequence will take a checkpoint, because the cache lacks a checkpoint there. This position is the end of the tokens
     that the sequence found in the cache. 0 if the sequence will take no such checkpoint. `routes`: the recorded experts
     of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the recorded experts of
