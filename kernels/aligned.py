@@ -1,5 +1,5 @@
-"""Modules of transformers with a replaced forward pass: the class that holds it, the ops that it uses, and the
-parameters that it reads.
+"""Modules of transformers with a replaced forward pass: the class with the new forward pass, the ops that the forward
+pass uses, and the parameters that it reads.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def parameter(
 def place(owner: nn.Module, prefix: str, name: str) -> tuple[nn.Module, str]:
     """Find a parameter by name. Return the module that holds the parameter, and the parameter's name in that module.
 
-    `owner`: a layer, or another part of the model. `prefix`: the beginning of the names of its parameters.
+    `owner`: a layer, or another part of the model. `prefix`: the prefix of the names of its parameters.
     """
     path, _, leaf = name.removeprefix(prefix).rpartition(".")
     try:

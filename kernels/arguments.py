@@ -16,8 +16,8 @@ from trueroll.errors import AlignmentError, brief
 from trueroll.versions import untested
 
 SERVED = frozenset({"input_ids", "attention_mask", "position_ids"})
-# Arguments that are served if the original forward pass takes them. The last two have no effect without pixels, and the
-# models that take them are aligned without their towers.
+# Arguments that are served if the original forward pass takes them. `image_sizes` and `vision_feature_layer` have no
+# effect without pixels, and models that take these two are aligned without their towers.
 OF_IMAGES = frozenset({"pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids"})
 OF_IMAGES |= {"image_sizes", "vision_feature_layer"}
 # Arguments that transformers handles outside the decoder, for example to compute the loss from the logits.

@@ -59,7 +59,7 @@ from .specs import (
 )
 
 NO_TOKEN = -1
-"""Fills up a row of token ids that has fewer tokens than others."""
+"""The id that pads a row of token ids that is shorter than other rows."""
 # Tokens per chunk; any size gives the same gradients within rounding.
 _CHUNK = 64
 # Limit on the bytes of logits that a backward pass holds at once. A single row of logits may exceed the limit.
@@ -379,7 +379,7 @@ class _Attention(Function):
 def _packed_gradients(
     inputs: Sequence[Tensor], sinks: Tensor | None, grad: Tensor, packed: Packed, spec: AttentionSpec
 ) -> list[Tensor | None]:
-    """Return the gradients of the `inputs` q, k and v of an attention within each sequence, and of its sinks."""
+    """Return the gradients of an attention within each sequence: of its `inputs` q, k and v, and of its sinks."""
     lens = list(packed.lens)
     rows = [x.split(lens) for x in inputs]
     outputs = [torch.empty_like(x) for x in inputs]
@@ -388,7 +388,7 @@ def _packed_gradients(
     ends = None if packed.ends is None else packed.ends.split(lens)
     for group in packed.groups():
         padded = [pad_sequence([x[i] for i in group], batch_first=True) for x in (*rows, grads)]
-        # Padding sees the first row, since a row that sees nothing would have no softmax.
+        # Padded queries see the first row, since the softmax of a row that sees nothing is undefined.
         own = None if ends is None else pad_sequence([ends[i] for i in group], True, 1.0)
         found = _attention_gradients(padded, own, sinks, spec)
         for part, place in zip(found[:3], places, strict=True):
@@ -670,7 +670,7 @@ def _divisor(temperature: float, device: torch.device) -> Tensor:
 
 
 def _slopes(logits: Tensor, head: HeadSpec) -> Tensor | float:
-    """Return the derivatives of logits [M, V] by the products of the head."""
+    """Return the derivatives of logits [M, V] with respect to the head's products."""
     if head.soft_cap is None:
         return head.scale
     return (1.0 - (logits / head.soft_cap).square_()).mul_(head.scale)
@@ -715,7 +715,7 @@ class _LogProbs(Function):
 
         The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
         would turn a rounding difference in the logits into a large error. The gradients of logits are multiplied by the
-        slopes of edits, and by those of the head's scale and cap. A token that filters or edits dropped has no
+        slopes of edits, and by those of the head's scale and cap. A token that filters or edits have dropped gets no
         gradient.
         """
         hidden, weight, token_ids = ctx.saved_tensors
@@ -762,8 +762,9 @@ def _listed(columns: Tensor) -> Tensor:
 
 
 def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | float | None]:
-    """Return the probabilities [m, V] of logits [m, V], and what the gradients of the processed logits are multiplied
-    by, besides the temperature, to get those of the head's products; None for 1. May overwrite the logits.
+    """Return the probabilities [m, V] of logits [m, V], and the slopes: the factors that, together with the
+    temperature, convert gradients of the processed logits to gradients of the head's products. The slopes are None if
+    all are 1. May overwrite the logits.
     """
     slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
     if ctx.processing is None:

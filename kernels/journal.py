@@ -1,10 +1,9 @@
-"""The journal of a delta net: the inputs of drafted rows, so that a later step can repeat the accepted ones.
+"""The journal of recurrent layers: the inputs of drafted rows, so that a later step can repeat the accepted rows.
 
 A recurrent state cannot forget a row. The state in a slot therefore never includes drafted rows, and a step stores the
 inputs of its drafted rows in the journal. The next step of the sequence repeats the accepted rows before it computes
-new rows. The next step repeats only the convolution and recurrence of the accepted rows, on the same inputs, so the
-state gets the same bits as without drafts. Storing a state for each drafted row instead would take many times the
-memory and memory traffic.
+new rows. It repeats only the convolution and the recurrence, on the same inputs, so the state gets the same bits as
+without drafts. Storing a state for each drafted row instead would take many times the memory and memory traffic.
 """
 
 from __future__ import annotations

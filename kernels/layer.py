@@ -122,9 +122,7 @@ HEAD, LAYERS = "lm_head.weight", "model.layers"
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """Return a layer with the weights that `get` returns. Every call to `make_layer` requests the weights from `get` in
-    the same order.
-    """
+    """Return a layer with the weights that `get` returns. Every call requests them in the same order."""
     return layer_of(decoder, decoder.layers[index], f"{LAYERS}.{index}", get)
 
 
@@ -488,7 +486,8 @@ def project_latent(
     ops: LayerOps, x: Tensor, spec: LatentSpec, weights: LatentWeights, rotation: Rotation
 ) -> tuple[Tensor, Tensor]:
     """Compute the queries [M, heads, query_dim] and the keys [M, 1, head_dim] of a latent attention from hidden states
-    x [M, H]. A query consists of the part for `k_up` and the rotated part; a key of the latent row and the rotated key.
+    x [M, H]. A query consists of the part for `k_up` and the rotated part. A key consists of the latent row and the
+    rotated key.
     """
     rows = x
     if weights.q_a is not None and weights.q_norm is not None:
@@ -504,10 +503,10 @@ def project_latent(
 
 
 def absorb(ops: HeadOps, q: Tensor, k_up: Any, spec: LatentSpec) -> Tensor:
-    """Return the queries [M, heads, head_dim] of cached keys, for queries from `project_latent`.
+    """Convert queries from `project_latent` to queries [M, heads, head_dim] for the cached keys.
 
-    The query of the latent row is rounded to the dtype of q. So is a head's weighted sum of latent rows, which the
-    attention returns. Their products with the cached rows are in float32.
+    The query for the latent row is rounded to the dtype of q. The attention returns each head's weighted sum of latent
+    rows, which is rounded to the same dtype. Scores and sums are computed in float32.
     """
     of_latent, q_rope = q.tensor_split([spec.nope_dim], 2)
     return torch.cat((ops.head_linear(of_latent, k_up), q_rope), 2)

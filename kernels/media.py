@@ -1,7 +1,6 @@
 """Images of sequences: the values of their patches, the positions of all tokens, and which tokens each token sees.
 
-The tokens of an image are a span of the sequence, one token for each block of
-the image's patches, row by row.
+The tokens of an image are a span of the sequence: one token for each block of the image's patches, row by row.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ class Image(Protocol):
 
 
 def patches_of(image: Image, tower: TowerSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the values of an image's patches, [patches, patch_values]. All frames of a still image are the same."""
+    """Return the values of an image's patches, [patches, patch_values]. All frames of a still image have the same
+    values.
+    """
     table = to_device(_tensor_of(image.table), device).to(dtype)
     levels = to_device(_tensor_of(image.levels), device)
     levels = levels.unflatten(1, (tower.channels, image.frames, -1)).long()
@@ -84,8 +85,8 @@ def axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Tensor:
 
 
 def span_ends(num_tokens: int, spans: Sequence[ImageSpan]) -> Tensor:
-    """Return, for each token of a sequence, the end of the tokens that it sees if the tokens of an image see all of the
-    image: int64 [num_tokens] (`AttentionBatch.ends`).
+    """For each token of a sequence, return the end of the tokens that it sees, if the tokens of an image see the whole
+    image. The result is int64 [num_tokens] (`AttentionBatch.ends`).
     """
     ends = torch.arange(1, num_tokens + 1)
     for span in spans:

@@ -2,8 +2,8 @@
 
 Tensor parallelism splits some sums over the devices: the products that lead back to the hidden states, and the sum over
 a row's experts. A sum of float32 numbers depends on the order of the additions. Each of these sums is therefore cut
-into pieces, and the pieces are added as a balanced binary tree. With several devices, each
-device computes a subtree. The bits are the same.
+into pieces, and the pieces are added as a balanced binary tree. With several devices, each device computes a subtree,
+which gives the same bits.
 
 The number of pieces depends only on the decoder, so that a worker on several devices, a worker on one device and a
 trainer agree to the bit. A different number may give different bits. A decoder in n pieces can run on at most n
@@ -26,7 +26,7 @@ from .specs import DecoderSpec, Mamba2Spec, RecurrentSpec
 
 MOST_PIECES = 8
 _MULTIPLE = 16
-"""The native kernels multiply neighbouring columns together, so that a piece must not end between them."""
+"""The native kernels multiply neighbouring columns together, so a piece must not end between them."""
 _USUAL_PIECES = 4
 _LARGE = 40e9
 """Decoders with more parameters are cut into `MOST_PIECES`, because most of them need several devices."""
@@ -50,7 +50,7 @@ def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
 
 
 def requirement(spec: DecoderSpec, count: int) -> str:
-    """Return what the number of pieces of a decoder must be, if it cannot be `count`; empty if it can."""
+    """Return a text that tells what the number of pieces of a decoder must be; empty if the number may be `count`."""
     if count < 1 or count > MOST_PIECES or count & (count - 1):
         return "1, 2, 4 or 8"
     for mixer in spec.attentions:
@@ -70,7 +70,7 @@ def requirement(spec: DecoderSpec, count: int) -> str:
 
 
 def _requirement_of_recurrence(spec: RecurrentSpec, count: int) -> str:
-    """`requirement` for a mixer with a recurrent state. Heads that share keys, or a norm, stay together."""
+    """`requirement` for a mixer with a recurrent state. Heads that share keys or a norm stay in one piece."""
     is_mamba2 = isinstance(spec, Mamba2Spec)
     together, size = (spec.num_groups, spec.inner_size) if is_mamba2 else (spec.num_key_heads, spec.value_size)
     if together % count:

@@ -101,8 +101,8 @@ class Exchange(Protocol):
         ...
 
     def add(self, own: Tensor, finish: Finish) -> Tensor:
-        """Return what `finish` makes of the sum of all ranks' tensors [M, N], which `fold` adds. An exchange may divide
-        the rows among the ranks, and gather what they have made.
+        """Add the tensors [M, N] of all ranks as `fold` does, and return the result of `finish` for the sum. An
+        exchange may divide the rows among the ranks, and then gather the finished rows.
         """
         ...
 
@@ -122,8 +122,8 @@ def fold(sums: Sequence[Tensor]) -> Tensor:
 
 
 def part_of(spec: DecoderSpec, rank: Rank, section: int) -> DecoderSpec:
-    """Return the part of a decoder that a rank holds and computes. `held` says which part of a checkpoint's tensors it
-    is. `section`: as `Backend.HEAD_SECTION`.
+    """Return the part of a decoder that a rank holds and computes. The `held` of the result says which parts of a
+    checkpoint's tensors the rank holds. `section`: as `Backend.HEAD_SECTION`.
 
     Raise ConfigError if the decoder has too few pieces for this many ranks, or if layers with weights of the same role
     have different sizes.
@@ -159,7 +159,7 @@ def stage_of(spec: DecoderSpec, stage: Stage) -> DecoderSpec:
 
 
 def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, WeightSpec], whole: Any) -> LayerSpec:
-    """Return the rank's part of a layer, and add the parts of its weights to `held`. `whole`: how the whole decoder
+    """Return the rank's part of a layer, and add the parts of its weights to `held`. `whole`: how the undivided decoder
     holds its weights.
     """
     (mixer, of_mixer), (second, of_second) = (_part_of_mixer(x, rank) for x in (layer.mixer, layer.recurrent_mixer))
@@ -195,8 +195,8 @@ def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
 
 
 def _below(*parts: Slice) -> Slice:
-    """Return the rows of one tensor that hold `parts`, which are parts of the tensors that it holds one below the
-    other.
+    """Return the rows of a tensor that consists of several tensors, one below the other. `parts`: the rows of each of
+    these tensors.
     """
     starts = accumulate((part.total for part in parts), initial=0)
     ranges = [(first + start, n) for first, part in zip(starts, parts, strict=False) for start, n in part.ranges]
@@ -366,8 +366,8 @@ class RankedHead:
         return self.backend.fold_sections(found, wanted, k)
 
     def _joined(self, own: Tensor, kind: tuple[object, ...]) -> Tensor:
-        """Join the tensors of all ranks along their second axis, which may have different lengths. For each `kind`, a
-        rank passes tensors of the same length.
+        """Join the tensors of all ranks along their second axis, which may have a different length on each rank. In all
+        calls with the same `kind`, a rank must pass tensors of the same length.
         """
         if own.is_meta:
             return torch.cat([own] * self.exchange.rank.size, 1)
@@ -501,11 +501,11 @@ class RankedOps(RankedHead):
         return self.backend.rmsnorm(rows, whole, norm)[:, start : start + x.shape[1]]
 
     def _gathered(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the tensors of all ranks. Tensors without memory, of a dry run, are not exchanged."""
+        """Return the tensors of all ranks. In a dry run, tensors have no memory and are not exchanged."""
         return [x] * self.exchange.rank.size if x.is_meta else self.exchange.gather(x)
 
     def _added(self, own: Tensor, finish: Finish) -> Tensor:
-        """Add the sums of all ranks, and finish them."""
+        """Add the sums of all ranks, and return the result of `finish`."""
         return finish(own, 0) if own.is_meta else self.exchange.add(own, finish)
 
 
@@ -517,5 +517,5 @@ def _tiles(wanted: Wanted) -> list[Wanted]:
 
 
 def _has_norm_over_heads(layer: Layer) -> bool:
-    """Return whether the ranks exchange queries and keys."""
+    """Return whether the ranks exchange the queries and keys of this layer, because its norm covers all heads."""
     return isinstance(layer.spec.mixer, AttentionSpec) and layer.spec.mixer.qk_norm_over_heads

@@ -90,17 +90,16 @@ class AttentionSpec:
     """Attention with grouped heads, causal unless `AttentionBatch.ends` is set.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation for q and k. `window`: the number of
-    tokens up to and including its own that a query sees; None for all of them. `soft_cap`: a score
-    s becomes soft_cap * tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head
-    separately. If `qk_norm_over_heads` is set, the norm covers all heads at once. `output_gate`: a head's output is
-    multiplied by the sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate;
-    with `gate_apart`, a matrix of its own computes the gates.
-    `rotated`: the number of leading elements of a head that are rotated; None for all elements. `interleaved`: the
-    elements 2i and 2i + 1 form a pair, instead of an element of the first half of the rotated elements and its
-    counterpart in the second half. `sinks`: the softmax of each head includes an extra score, which is a learned
-    weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection has a bias. `joined`: one
-    matrix computes q, k and v. `out_scale`: multiplies the result of the output projection. `kv_sharers`: the number of
-    ranks that hold the same key-value heads.
+    tokens that a query sees, up to and including its own token; None for all. `soft_cap`: a score s becomes soft_cap *
+    tanh(s / soft_cap). `qk_norm`: the norm of q and k before rotation. The norm covers each head separately. If
+    `qk_norm_over_heads` is set, the norm covers all heads at once. `output_gate`: a head's output is multiplied by the
+    sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate; with `gate_apart`,
+    a matrix of its own computes the gates. `rotated`: the number of leading elements of a head that are rotated; None
+    for all elements. `interleaved`: the elements 2i and 2i + 1 form a pair, instead of an element of the first half of
+    the rotated elements and its counterpart in the second half. `sinks`: the softmax of each head includes an extra
+    score, which is a learned weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection
+    has a bias. `joined`: one matrix computes q, k and v. `out_scale`: multiplies the result of the output projection.
+    `kv_sharers`: the number of ranks that hold the same key-value heads.
     """
 
     num_heads: int
@@ -334,8 +333,8 @@ class RouterSpec:
     `softmax` the logits of all experts. `wide`: the logits are float32, and are not rounded to the model's dtype.
     `correction`: a float32 bias is added to the scores to choose experts, but not to compute gates (Wang et al. 2024,
     auxiliary-loss-free balancing). `groups`: the number of groups of neighbouring experts. Experts are chosen only from
-    the `kept_groups` best groups, ranked by the sum of their `group_best` highest scores, 1 or 2 (DeepSeek-AI 2024,
-    DeepSeek-V2 and V3).
+    the `kept_groups` best groups, ranked by the sum of their `group_best` highest scores; `group_best` is 1 or 2
+    (DeepSeek-AI 2024, DeepSeek-V2 and V3).
 
     `normed`: the scores of the chosen experts are divided by max(sum + `eps`, `floor`). `scale`: multiplies the gates.
     """
@@ -534,10 +533,10 @@ class TowerSpec:
     rows of the tower's input, and the blocks follow each other row by row.
 
     `channels`, `frames`, `patch_size`: a patch has channels * frames * patch_size**2 values. With several frames, each
-    frame of a still image has the same values, and the frames of a video are given in groups of this number.
-    `patch_bias`: whether the product that embeds the patches has a bias. `table_side`: the tower has a learned position
-    for each place of a square grid with this side, which is interpolated to the size of the image; 0 without such a
-    table. `rotation`: the rotation of q and k by the row and column of the patch, or None.
+    frame of a still image has the same values, and a video is given in groups of `frames` frames. `patch_bias`: whether
+    the product that embeds the patches has a bias. `table_side`: the tower has a learned position for each place of a
+    square grid with this side, which is interpolated to the size of the image; 0 without such a table. `rotation`: the
+    rotation of q and k by the row and column of the patch, or None.
 
     `norm`: the norms of the layers. `gated`: the MLP is gated, as an `MlpSpec`; otherwise, it is
     down(activation(up(x))). All products of a layer have biases. `joined`: one matrix computes q, k and v. `window`:
@@ -547,8 +546,8 @@ class TowerSpec:
     `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Otherwise, they are
     normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm in both cases.
     `deepstack`: after each of these layers, a further merger computes a row for each block, which is added to the
-    hidden states of a layer of the decoder: the first of them after the decoder's first layer, and so on (Meng et al.
-    2024). These mergers join the rows before they normalize them.
+    hidden states of a layer of the decoder: the row of the first merger after the decoder's first layer, and so on
+    (Meng et al. 2024). These mergers join the rows before they normalize them.
 
     `placeholder`: the rows of an image replace the embeddings of tokens with this id. `video_placeholder`: the same for
     the frames of a video; None if the model takes no videos. `sees_span`: in the decoder's attention, each
@@ -602,7 +601,7 @@ class TowerSpec:
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
-        """The beginnings of the names of the tower's weights: their first two components."""
+        """The prefixes of the names of the tower's weights: their first two components."""
         return tuple({".".join(name.split(".")[:2]) + "." for name in self.names.values()})
 
     def num_tokens(self, rows: int, columns: int) -> int:
@@ -644,8 +643,8 @@ class WeightSpec:
     """How a weight is held.
 
     `dtype`: the dtype of the weight; None for the model's dtype. `part`: the part of the checkpoint's tensor that the
-    weight holds; None for the whole tensor. `shape`: the shape of the checkpoint's tensor, if it is not that of the
-    weight; for vectors only.
+    weight holds; None for the whole tensor. `shape`: the shape of the checkpoint's tensor, if it differs from the shape
+    of the weight; for vectors only.
     """
 
     dtype: torch.dtype | None = None
@@ -793,7 +792,7 @@ class DecoderSpec:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """The beginnings of the names of tensors that do not belong to the decoder, such as those of a vision tower
+        """The prefixes of the names of tensors that do not belong to the decoder, such as the tensors of a vision tower
         that is not served.
         """
         others = tuple(other for other in self.others if not (self.serves_mtp and is_of_mtp(other))) + self.beside

@@ -23,7 +23,7 @@ class StackLayout:
 
     `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and of the second half
     alternate. Biases have rows only, so `transposed` does not affect them. `or_transposed`: the files of a checkpoint
-    may have all matrices as [E, C, R] instead, which the shapes tell. Pushes may not.
+    may instead store all matrices as [E, C, R], which the loader recognizes by their shapes. Pushes must not.
     """
 
     transposed: bool = False
@@ -82,8 +82,8 @@ class HeadLayout:
 
 
 class HeadMatrices:
-    """A `Weight` with the shape and element order of a checkpoint's matrix that `HeadLayout` describes, or of `rows`
-    rows of it from row `first` on. `matrix`: the two matrices that hold the elements of all rows.
+    """A `Weight` with the shape and element order of a checkpoint's matrix that `HeadLayout` describes, or of the rows
+    [first, first + rows) of such a matrix. `matrix`: the two matrices that hold the elements of all rows.
     """
 
     def __init__(self, matrix: tuple[Weight, Weight], layout: HeadLayout, first: int, rows: int) -> None:

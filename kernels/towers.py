@@ -192,7 +192,7 @@ def make_tower(spec: TowerSpec, ops: TowerOps, get: GetWeight) -> TowerParts:
 
 
 def describe_parts(spec: TowerSpec) -> TowerParts:
-    """Return the parts of a tower, as `Part`."""
+    """Return the parts of a tower as `Part` objects."""
     hidden, block = spec.hidden_size, spec.hidden_size * spec.merge**2
 
     def linear(get: GetWeight, role: str, rows: int, columns: int, number: int = 0) -> Linear:
@@ -245,9 +245,9 @@ def describe_parts(spec: TowerSpec) -> TowerParts:
 
 
 def encode(spec: TowerSpec, tower: TowerParts, patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, Tensor]:
-    """Compute the embeddings of images, [tokens, row_size], one after the other, from their patches [rows * columns of
-    each image, patch_values], which are in the tower's dtype. There is at least one image. The parts of `tower` can be
-    run. Yield after each layer, and return the embeddings when the generator ends.
+    """Compute the embeddings [tokens, row_size] of all images, image by image. `patches`: [patches of all images,
+    patch_values], in the tower's dtype. `grids`: one for each image, at least one. `tower`: parts that can be run.
+    Yield after each layer, and return the embeddings when the generator ends.
     """
     layout = _Layout(spec, grids, patches.device)
     x = tower.patch(lambda ops, own, x: ops.linear(x, ops.matrix(own.weight.flatten(1)), own.bias), patches)

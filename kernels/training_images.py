@@ -1,8 +1,8 @@
 """The images of a trainer's batch: where their tokens are, and the values of their patches.
 
-Owns the checks of images that come with a batch, from two sources: processed images, as workers get them
-(`read_images`), and what an image processor of transformers returns (`read_pixels`). The tokens of images are spans
-that the caller gives or that token types mark. A placeholder that the model sampled is text.
+Owns the checks of images that come with a batch, from two sources: preprocessed images, as workers get them, and the
+output of an image processor of transformers (`read_pixels`). The tokens of images are spans that the caller gives or
+that token types mark. A placeholder that the model sampled is text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from .packed import Packed
 from .specs import DecoderSpec, TowerSpec
 
 Media: TypeAlias = Sequence[Sequence[Image]] | Mapping[str, Tensor | None]
-"""The images of a batch: the processed images of each sequence, in order, with starts that count the tokens of the
-sequence; or what an image processor of transformers returned, by name: the arguments in `FROM_PROCESSORS`.
+"""The images of a batch, in one of two forms: a list of preprocessed images for each sequence, with starts that count
+the tokens of the sequence; or a map with the output of an image processor of transformers, by the names in
+`FROM_PROCESSORS`.
 """
 FROM_PROCESSORS = ("pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids")
 _NUM_LEVELS = 256
@@ -58,7 +59,7 @@ class PackedImages:
         return torch.cat([axis_positions(length, spans) for length, spans in pairs], 1).to(self.places.device)
 
     def see_spans(self) -> Packed:
-        """Return the sequences, in which the tokens of an image see all of the image."""
+        """Return the sequences with `ends` set so that the tokens of an image see the whole image."""
         pairs = zip(self._packed.lens, self.spans, strict=True)
         ends = torch.cat([span_ends(length, spans) for length, spans in pairs])
         return Packed(self._packed.lens, self._packed.positions, ends.to(self.places.device))
@@ -188,7 +189,7 @@ def read_pixels(
     packed: Packed,
     shape: torch.Size,
 ) -> PackedImages | None:
-    """Return the images that an image processor of transformers has made, or None if `given` has no pixels.
+    """Return the images that an image processor of transformers has preprocessed, or None if `given` has no pixels.
 
     `given`: the arguments in `FROM_PROCESSORS`. Token types say which tokens belong to images. Without token types, all
     placeholders must belong to images. The other arguments are those of `read_media`. Raise AlignmentError for pixels
@@ -251,7 +252,7 @@ def _patches_by_block(pixels: Tensor, tower: TowerSpec) -> tuple[Tensor, list[_G
 
 
 def _assigned(places: list[int], grids: Sequence[_Grid], tower: TowerSpec, packed: Packed) -> list[list[ImageSpan]]:
-    """Give each image the next of the `places` of images' tokens, in order. Return the spans of each sequence."""
+    """Assign the `places` of image tokens to the images, in order. Return the spans of each sequence."""
     if len(places) != (wanted := sum(tower.num_tokens(*grid) for grid in grids)):
         raise AlignmentError(
             f"the images have {wanted} tokens, but the sequences have {len(places)}: pass token types, which tell "

@@ -29,14 +29,14 @@ from .wrappers import unwrapped
 
 _Run: TypeAlias = Callable[[Any, Tensor], Tensor]
 _MODEL = "model."
-"""The beginning of the names of the tower's weights: the name of the module that holds the tower and the decoder."""
+"""The prefix of the names of the tower's weights: the name of the module that holds the tower and the decoder."""
 _ROOT_WORDS = 2
 """The number of words in the name of a tower or projector, such as `model.visual`."""
 
 
 def encode_images(model: Any, spec: TowerSpec, images: PackedImages | None, device: torch.device) -> Tensor:
-    """Return the embeddings of all images, [tokens, row_size]; without images, no row, on `device`. `model`: the
-    aligned module of transformers that holds the tower and the decoder.
+    """Return the embeddings of all images, [tokens, row_size]. Without images, the result has no rows and is on
+    `device`. `model`: the aligned module of transformers that holds the tower and the decoder.
     """
     parts = _trained_parts(model, spec)
 
@@ -57,7 +57,7 @@ def part_forward(self: Any, x: Tensor, run: _Run) -> Tensor:
 
 
 def tower_modules(model: Any, spec: TowerSpec) -> Iterator[nn.Module]:
-    """Yield, each once, the modules of a tower that get `part_forward` as their forward pass from `align`."""
+    """Yield the modules of a tower to which `align` gives `part_forward` as their forward pass, each module once."""
     modules = [_submodule(model, _root_of(spec.names["patch"])), *(part.module for part in _trained_parts(model, spec))]
     for module in dict.fromkeys(modules):
         yield from copies_of(unwrapped(module))
@@ -100,7 +100,7 @@ class _TrainedPart(NamedTuple):
         return self.module(x, inside)
 
     def _begin(self, module: Any, x: Tensor) -> tuple[Tensor, GradientTowerOps]:
-        """Return the input of the part and its ops. The input of the first part is float32 before."""
+        """Return the part's input and its ops. The input of the first part is converted from float32."""
         if self.part.role == "patch":
             x = x.to(forward_dtype(next(module.parameters())))
         return x, GradientTowerOps(ops_of(module, x).backend)

@@ -1,5 +1,5 @@
-"""AFMoE (Trinity): norms before and after mixer and MLP, an output gate with a matrix of its own, and experts with
-sigmoid scores and a correction bias beside a shared expert for all tokens. The first layers have no experts.
+"""AFMoE (Trinity): norms before and after mixer and MLP, an output gate with a matrix of its own, experts with sigmoid
+scores and a correction bias, and a shared expert for all tokens. The first layers have no experts.
 
 Three of every four layers have a window, and only these layers rotate q and k.
 """

@@ -1,5 +1,5 @@
 """DeepSeek V2 and V3 and their relatives (Moonlight, Kimi K2, GLM-4.7-Flash, Mistral 4, the text of Kimi K2.5): latent
-attention, and experts beside a shared expert for all tokens.
+attention, experts, and a shared expert for all tokens.
 
 Files may end with layers for multi-token prediction, which are not served.
 """

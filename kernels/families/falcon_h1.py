@@ -50,8 +50,8 @@ def _falcon_h1(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _attention(settings: Any, biased: bool) -> Any:
-    """Return the attention. The factors of its input and of its keys become a part of the scale of the scores, and of
-    the scale of the output, which is the same except for roundings.
+    """Return the attention. The scale of the scores includes the factors of the input and of the keys, and the scale of
+    the output includes the factor of the input. The result differs from transformers only in rounding.
     """
     of_input = float(settings.attention_in_multiplier)
     if biased and of_input != 1.0:
@@ -68,7 +68,7 @@ def _attention(settings: Any, biased: bool) -> Any:
 
 
 def _state_space(settings: Any, norm: NormSpec) -> Mamba2Spec:
-    """Return the state space. The factor of its input becomes a part of the factors of the projections."""
+    """Return the state space. The factors of the projections include the factor of the input."""
     of_inputs = [settings.ssm_in_multiplier * scale for scale in settings.ssm_multipliers or [1.0] * 5]
     return state_space(
         settings,

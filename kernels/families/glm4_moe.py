@@ -1,4 +1,4 @@
-"""GLM-4.5 and its relatives: experts with sigmoid scores and a correction bias, beside a shared expert for all tokens.
+"""GLM-4.5 and its relatives: experts with sigmoid scores and a correction bias, and a shared expert for all tokens.
 GLM-4.5 and dots.llm1 begin with layers without experts. Solar Open has experts in all layers.
 
 Files may end with layers for multi-token prediction, which are not served.

@@ -3,12 +3,12 @@
 Bamba: most layers have a state space, and the others have attention that rotates a half of each head. Every layer has
 an MLP.
 
-Granite 4: as Bamba, with the multipliers of Granite. Attention rotates whole heads, or does not rotate. Some models
-have experts beside an MLP for all tokens.
+Granite 4: like Bamba, with the multipliers of Granite. Attention rotates whole heads, or does not rotate. Some models
+have experts in addition to an MLP for all tokens.
 
 Nemotron-H (Nemotron Nano 2, Nemotron 3): a layer has one norm, and a state space, attention without rotation, an MLP
-with squared ReLU, or experts of such MLPs beside a shared expert. In some models, a product makes rows smaller before
-the experts read them.
+with squared ReLU, or experts. Each expert is such an MLP, and so is a shared expert for all tokens. In some models, a
+product converts hidden states to smaller rows, which the experts read.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def state_space(settings: Any, **others: Any) -> Mamba2Spec:
 
 def expect_state_space(settings: Any, heads: str = "mamba_n_heads", groups: str = "mamba_n_groups") -> None:
     """Raise ModelError for a state space that is not supported, or with groups that do not fit. `heads`, `groups`: the
-    names of the numbers of heads and of groups in the file.
+    names that the file uses for the number of heads and for the number of groups.
     """
     if settings.mamba_proj_bias:
         raise ModelError("mamba_proj_bias in config.json must be False (got True); serve another model")
@@ -85,8 +85,8 @@ def _expect_expanded(settings: Any) -> None:
 
 
 def fill_state_space(raw: dict[str, Any], size: int | None = None) -> dict[str, Any]:
-    """Return `raw` with numbers for sizes and limits that files write otherwise. `size`: the size of all heads; None if
-    `mamba_expand` determines it.
+    """Return `raw` with numbers in place of sizes and limits that files may omit or write in another form. `size`: the
+    size of all heads; None if `mamba_expand` determines it.
     """
     raw["time_step_limit"] = [_number(bound) for bound in raw.get("time_step_limit") or (0.0, float("inf"))]
     if raw["mamba_d_head"] == "auto":
@@ -96,7 +96,7 @@ def fill_state_space(raw: dict[str, Any], size: int | None = None) -> dict[str, 
 
 
 def _number(bound: Any) -> Any:
-    """Return a number as transformers reads it: it writes infinity as a map."""
+    """Return the number that `bound` stands for. transformers writes infinity as a map."""
     return float("inf") if bound == {"__float__": "Infinity"} else bound
 
 

@@ -85,7 +85,7 @@ _MOST = {
     "qk_rope_head_dim": 2**12,
     "v_head_dim": 2**12,
 }
-# Limit on a number that scales scores, so that neither the number nor its inverse exceeds float32.
+# Limit on a number that scales scores, so that the number and its inverse are both in the range of float32.
 _MOST_SCALAR = 2.0**30
 _FP8_BLOCK, _FP8_FORMATS = [128, 128], ("e4m3", "float8_e4m3fn")  # two names of the same format
 # Keys that `Settings` accepts in addition to its fields.
@@ -314,7 +314,9 @@ class Settings(PreTrainedConfig):
         return [experts if sparse else mlp for sparse in is_sparse]
 
     def mlps_beside_shared(self: Any, router: RouterSpec) -> list[MlpSpec | ExpertsSpec]:
-        """Return `mlps` with this router, and with `n_shared_experts` for all tokens, which are computed as one."""
+        """Return `mlps` with this router, and with `n_shared_experts` experts for all tokens, which are computed as one
+        expert.
+        """
         shared_size = self.n_shared_experts * self.moe_intermediate_size
         return self.mlps(router=router, shared_size=shared_size, shared_gated=False)
 
@@ -428,7 +430,7 @@ def original_length(parameters: Mapping[str, Any]) -> int:
 
 def _axes(parameters: Mapping[str, Any], num_pairs: int) -> tuple[int, ...]:
     """Return the axis of each pair (`RotationSpec.axes`), if positions have several axes. The pairs of an axis are a
-    range; or, if `mrope_interleaved` is set, the axes take turns, until an axis has as many pairs as it should.
+    range. If `mrope_interleaved` is set, the axes take turns instead, until an axis has all its pairs.
     """
     if (sections := parameters.get("mrope_section")) is None:
         return ()
@@ -538,14 +540,14 @@ def _broken(error: Exception, names: Mapping[str, str] | None = None) -> ModelEr
 
 
 def with_common_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return `raw` with some settings also under the names that related families give them. `names`: maps each name in
+    """Return `raw` with some settings repeated under the names that related families use. `names`: maps each name in
     `raw` to the common name.
     """
     return raw | {common: raw[name] for name, common in names.items() if name in raw}
 
 
 def without_rotation(rotation: RotationSpec) -> RotationSpec:
-    """Return a rotation with as many pairs that leaves q and k unchanged: all frequencies are 0."""
+    """Return a rotation with the same number of pairs, all with frequency 0, so that q and k stay unchanged."""
     return RotationSpec((0.0,) * len(rotation.inv_freq))
 
 

@@ -69,7 +69,7 @@ RENAMED_OLDER = {
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
-"""Prefixes of names in files, both older files and those that transformers saves now, with the model's prefixes."""
+"""Maps prefixes of names in files to the model's prefixes. Covers older files and files that transformers saves now."""
 _QWEN_LAYER = {
     "mixer_norm": "model.visual.blocks.{}.norm1",
     "qkv": "model.visual.blocks.{}.attn.qkv",
@@ -133,8 +133,8 @@ def wrapped(
 def wrapped_text(
     text_families: Mapping[str, str], beside: tuple[str, ...], renamed: Mapping[str, str], is_tied: bool = False
 ) -> Describe:
-    """Return the `Describe` function of a model of which only the text is served. The settings of its decoder are in
-    `text_config`.
+    """Return the `Describe` function of a model of which only the text decoder is served. The settings of its decoder
+    are in `text_config`.
 
     `text_families`: maps each `model_type` that `text_config` may have to the architecture of the text model; the first
     is the default. `beside`, `renamed`: as in `DecoderSpec`. `is_tied`: as for `wrapped`.
@@ -159,7 +159,7 @@ def _text_of(raw: dict[str, Any], is_tied: bool) -> dict[str, Any]:
 
 
 def qwen3_5_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
-    """Return the tower of Qwen3.5: that of Qwen3-VL, with other placeholders."""
+    """Return the tower of Qwen3.5, which is the tower of Qwen3-VL with other placeholders."""
     return qwen3_tower({"image_token_id": 248056, "video_token_id": 248057} | raw, decoder)
 
 
@@ -274,7 +274,7 @@ def _qwen_sizes(
 
 
 def _vision_of(raw: dict[str, Any], defaults: Mapping[str, int]) -> tuple[dict[str, Any], SimpleNamespace]:
-    """Return `vision_config`, and its sizes: those in `defaults`, which a file may omit."""
+    """Return `vision_config`, and the sizes named in `defaults`. A size that a file omits is the default."""
     vision = _map(raw, "vision_config")
     return vision, SimpleNamespace(**{name: _size(vision, name, default) for name, default in defaults.items()})
 

@@ -1,4 +1,4 @@
-"""Adds the sums of several ranks, which lie in the memory of their GPUs."""
+"""Adds the sums of several ranks. Each sum is in the memory of its rank's GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TILE, _MOST_RANKS = 1024, 8
 
 
 def fold_peers(sums: Sequence[Tensor]) -> Tensor:
-    """Add float32 tensors of the same shape as a balanced binary tree. Each is contiguous and may be in the memory of
-    another GPU that this GPU can read. Their number is a power of two, at most 8.
+    """Add float32 tensors of the same shape as a balanced binary tree. Each tensor is contiguous, and may be in the
+    memory of another GPU that this GPU can read. The number of tensors is a power of two, at most 8.
     """
     out = torch.empty_like(sums[0])
     places = [*sums, *[sums[0]] * (_MOST_RANKS - len(sums))]  # a pointer must be valid even if it is not read

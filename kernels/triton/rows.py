@@ -84,7 +84,7 @@ def rope(x: Tensor, rotation: tuple[Tensor, Tensor] | Rotation, interleaved: boo
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     """Store k and v [M, kv_heads, D] at `slots` (int64 [M]) of contiguous caches [blocks, block_size, kv_heads, D].
 
-    In latent attention, v [M, 1, V] is the beginning of k, and only the cache of keys is written.
+    In latent attention, v [M, 1, V] is the first part of k, and only the cache of keys is written.
     """
     if v.shape[2] < k.shape[2]:
         k, slots = aligned(k), aligned(slots)
