@@ -2,14 +2,15 @@
 
 SmolLM2-135M learns to call a calculator. A conversation begins with a question, such as `What is 37 * 24?`. In each
 turn the model either calls the calculator, as in `<calc>37 * 24</calc>`, or gives the final answer. The result of a
-call becomes the user's next turn. All conversations of a step run concurrently, and none waits for another. The
-conversations about one question form a group.
+call becomes the user's next turn. All conversations of a step run concurrently, and no conversation waits for another.
+The conversations about one question form a group.
 
-A conversation is one append-only sequence of token ids. The prompt of a turn is the prompt of the previous turn, the
-tokens sampled in that turn, and the tokens of the calculator's result. Sampled text is never retokenized. The trainer
-computes each whole conversation in one forward pass. The loss covers only sampled tokens. The trainer's log-probs of
-all turns equal the worker's, bit for bit. Each step prints, for each turn, how many prompt tokens came from the
-worker's prefix cache. Each turn has its own seed, so a run with the same seed gives the same metrics.
+A conversation is one append-only sequence of token ids. The prompt of a turn is the prompt of the previous turn,
+followed by the tokens sampled in that turn and the tokens of the calculator's result. Sampled text is never
+retokenized. The trainer computes each whole conversation in one forward pass. The loss covers only sampled tokens. The
+trainer's log-probs of all turns equal the worker's, bit for bit. Each step prints, for each turn, how many prompt
+tokens came from the worker's prefix cache. Each turn has its own seed, so a run with the same seed gives the same
+metrics.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Conversation:
         self.ids, self.is_own = list(prompt), [False] * len(prompt)
 
     def add(self, turn: Turn, seen: list[int]) -> None:
-        """Append a turn and `seen`, the tokens that show the turn's result to the policy."""
+        """Append a turn and `seen`. `seen`: the tokens that show the turn's result to the policy."""
         self.turns.append(turn)
         self.ids += turn.output.token_ids + seen
         self.is_own += [True] * len(turn.output.token_ids) + [False] * len(seen)
@@ -209,8 +210,8 @@ class Conversations(Rollouts):
 
 
 def hits(conversations: list[Conversation]) -> str:
-    """Return two sums for each turn, over all conversations: the prompt tokens found in the worker's cache, and all
-    prompt tokens.
+    """For each turn, return two sums over all conversations: the number of prompt tokens found in the worker's cache,
+    and the number of all prompt tokens.
     """
     rows = []
     for number in range(TURNS):

@@ -2,14 +2,14 @@
 
 The teacher is SmolLM2-135M-Instruct. The student is the same model without some of its layers, and learns to answer as
 the teacher does. At each step, a worker samples answers from the student, and a second worker scores these answers with
-the teacher: at each position, it returns the K most probable tokens and their log-probs. The trainer computes the
-student's log-probs of the same tokens, and minimises the KL divergence from teacher to student over K + 1 events: one
-for each of the K tokens, and one for all other tokens together. The new weights are then pushed to the student's
-worker. The method is GKD on samples of the student alone (Agarwal et al. 2024, arXiv:2306.13649).
+the teacher. At each position, the second worker returns the teacher's K most probable tokens and their log-probs. The
+trainer computes the student's log-probs of the same tokens, and minimises the KL divergence from teacher to student
+over K + 1 events: one for each of the K tokens, and one for all other tokens together. The new weights are then pushed
+to the student's worker. The method is GKD on samples of the student alone (Agarwal et al. 2024, arXiv:2306.13649).
 
-Each step prints the divergence on its samples, and the largest difference between the log-probs of the student's worker
-and the trainer: 0.0. A run is reproducible to the bit. Before and after the training, the example prints the divergence
-on answers to questions that are not used in training.
+Each step prints the divergence on the step's samples. It also prints the largest difference between the log-probs of
+the student's worker and of the trainer, which is 0.0. A run is reproducible to the bit. Before and after the training,
+the example prints the divergence on answers to questions that are not used in training.
 """
 
 from __future__ import annotations
@@ -70,15 +70,16 @@ def make_student(teacher: Path, folder: Path) -> None:
 def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Return the KL divergence from teacher to student over K + 1 events: float32 [num_positions].
 
-    `teacher`, `student`: the log-probs of the same K tokens, float32 [num_positions, K]. The last event is that another
-    token comes. By the log sum inequality, the result is at most the divergence over the whole vocabulary.
+    `teacher`, `student`: the log-probs of the same K tokens, float32 [num_positions, K]. The last event is that the
+    next token is none of the K tokens. By the log sum inequality, the result is at most the divergence over the whole
+    vocabulary.
     """
     p, q = (torch.cat([each, _log_rest(each)], dim=1) for each in (teacher, student))
     return (p.exp() * (p - q)).sum(1)
 
 
 def _log_rest(log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob that none of the K tokens comes: float32 [num_positions, 1], at least log(1e-6)."""
+    """Return the log-prob that the next token is none of the K tokens: float32 [num_positions, 1], at least log(1e-6)."""
     return (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=1e-6).log()
 
 
@@ -101,8 +102,8 @@ class Distillation:
         return dict(divergence=loss.item(), mismatch=mismatch, grad_norm=norm.item())
 
     def measure(self, prompts: list[list[int]], seed: int) -> tuple[torch.Tensor, float]:
-        """Return the mean divergence on answers of the student, and the largest difference of the log-probs that the
-        worker and the trainer compute for the answers' tokens.
+        """Return two values for answers of the student: the mean divergence, and the largest difference between the
+        log-probs that worker and trainer compute for the answers' tokens.
         """
         groups = self.client.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS), seed=seed)
         samples = [sample for group in groups for sample in group.samples]
@@ -118,8 +119,8 @@ class Distillation:
         return divergence(expected, found[:, :-1]).mean(), mismatch
 
     def _log_probs(self, sequences: list[list[int]], starts: list[int], targets: torch.Tensor) -> torch.Tensor:
-        """Return the student's log-probs of `targets` [num_positions, K], the tokens to look up at the positions of all
-        answers: float32 [num_positions, K].
+        """Return the student's log-probs of `targets`: float32 [num_positions, K]. `targets`: [num_positions, K], the
+        tokens to look up at the positions of all answers.
         """
         ids = pad_sequence([torch.tensor(row) for row in sequences], batch_first=True, padding_value=-1)
         wanted = (ids >= 0) & (torch.arange(ids.shape[1]) >= torch.tensor(starts)[:, None])

@@ -3,8 +3,8 @@
 SmolLM2-135M learns to answer questions that end in a sum, such as `4 - 9 =`, with nothing but the number. At each step,
 a worker samples a group of answers for each of several reasoning-gym tasks. The trainer computes the rewards of the
 answers, and their advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer
-pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer: 0.0, unless
-`--unaligned` selects the plain forward pass.
+pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer. It is 0.0,
+unless `--unaligned` selects the plain forward pass.
 
 `--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). The metrics are the same as with one worker.
 
@@ -375,8 +375,8 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
 
 class Rollouts:
     """Owns a worker process, or a fleet of `num_workers`, that serves the weights of `trainer`. Also owns the
-    connections. A dead worker is replaced. A fleet replaces its own workers. The new worker gives the same samples,
-    because a sample depends only on weights, prompt and seed.
+    connections. A dead worker is replaced; a fleet replaces its own workers. The new worker returns the same samples,
+    because a sample depends only on weights, prompt, parameters and seed.
     """
 
     max_model_len = 256

@@ -1,9 +1,9 @@
 """Train a tiny Qwen3.5 with a module for multi-token prediction (MTP), and draft with it: `python examples/mtp.py`.
 
 The model learns the documentation of this repository byte by byte. The module then learns to guess the byte after the
-next one, from the frozen model's hidden states. At the end, the example generates the same samples without drafts, with
-drafts from repeated text, and with drafts from the module, and checks that all three have the same bits. The whole
-example takes a few minutes on two cores.
+next one, from the frozen model's hidden states. At the end, the example generates the same samples in three ways:
+without drafts, with drafts from repeated text, and with drafts from the module. It checks that all three ways give the
+same bits. The whole example takes a few minutes on two cores.
 """
 
 import json
@@ -109,7 +109,7 @@ def save(model: nn.Module, module: Module, folder: Path) -> None:
 
 
 def generate(folder: Path, prompts: np.ndarray, speculative: str) -> tuple[list[SampleOutput], Engine]:
-    """Return the samples of the prompts, and their engine, which drafts in every step."""
+    """Return the samples of the prompts, and the engine that generated them. The engine drafts in every step."""
     engine = Engine(EngineConfig(model=str(folder), speculative=speculative, num_blocks=512), draft_always=True)
     params = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, seed=1)
     samples = list[SampleOutput]()

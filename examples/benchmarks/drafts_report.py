@@ -6,9 +6,9 @@ the engine with drafts as a multiple of the speed without drafts: the median and
 "again" means that the same requests with the same seeds were served before, and that a commit since then changed the
 weights by about 1e-5.
 
-The second table shows that the index of the drafter stays within its memory budget, and that the time for a hostile
-prompt (a single token, repeated a million times) is proportional to the length of the prompt. Run the report on an
-otherwise idle machine.
+The second table shows that the drafter's index stays within its memory budget. It also shows that the time to index a
+hostile prompt (a single token, repeated a million times) is proportional to the length of the prompt. Run the report on
+an otherwise idle machine.
 """
 
 from __future__ import annotations

@@ -110,11 +110,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PROMPT, SEQUENCES, STEPS = 2048, 8, 8
-"""The tokens of a prompt, the number of sequences that decode, and the steps of trueroll in a run of decodes. A run of
+"""The number of tokens of a prompt, of sequences that decode, and of trueroll's steps in a run of decodes. A run of
 transformers has one step.
 """
 MOST_APART = 0.1
-"""The largest difference of the two log-probs, in nats."""
+"""The largest allowed difference between the two log-probs, in nats."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Rates:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """Return the CPU time of `run`. With one thread, it hardly depends on what else the machine does."""
+    """Return the CPU time of `run`. With one thread, other work on the machine has little effect on the CPU time."""
     start = time.process_time()
     run()
     return time.process_time() - start

@@ -2,17 +2,17 @@
 
 `python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with torch and Triton from the Python
 interpreter that runs the command. Nothing is downloaded. Nothing is compiled, except Triton's kernels. Missing packages
-come from the folder of wheels that `--wheels` names. docs/gpu.md has the command that creates this folder. The folder
-`--out` gets a log and the figures of `gpu_report.py` for each part. The subfolder `site` holds these packages and links
-to the checkout. The tables of `gpu_report.py` are printed too.
+come from the folder of wheels that `--wheels` names. docs/gpu.md has the command that creates this folder. For each
+part, a log and the figures of `gpu_report.py` are written to the folder `--out`. Its subfolder `site` holds the
+packages and links to the checkout. The tables of `gpu_report.py` are printed too.
 
 The tests of each promise run in their own process, so a GPU fault ends only that process. A promise that exceeds its
-time limit is reported as broken. All promises of a part together take less than ten minutes. The promise about the
-machine, which always runs first, is included in this time. The last lines give the verdict of each promise. The exit
-code is 1 if a promise was broken, or if a test was skipped for an unexpected reason.
+time limit is reported as broken. All promises of a part together take less than ten minutes. This time includes the
+promise about the machine, which always runs first. The last lines give the verdict of each promise. The exit code is 1
+if a promise was broken, or if a test was skipped for an unexpected reason.
 
-`--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. A rehearsal shows that the check
-itself works, and nothing about a GPU.
+`--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. A rehearsal shows only that the
+check itself works. It shows nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def lay_out(site: Path, wheels: Path | None) -> None:
 
 
 def unmet(site: Path) -> list[str]:
-    """Return the unmet requirements: packages that trueroll, its tests or `site` need, and that neither `site` nor the
-    interpreter has in a suitable version.
+    """Return the unmet requirements: packages that trueroll, its tests or the packages in `site` need, but that neither
+    `site` nor the interpreter has in a suitable version.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name

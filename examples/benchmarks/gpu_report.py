@@ -14,8 +14,8 @@ Weights are random. If a section fails, its error is printed, the next section i
 1. A missed goal is not a failure. `--rehearse` runs all sections on a CPU, with tiny sizes and the reference kernels.
 The figures of a rehearsal mean nothing.
 
-Kernels are timed with CUDA events around replays of CUDA graphs. A graph contains several calls, and the report gives
-the median over several replays. Calls rotate through several copies of the weights, and of the decodes' keys and
+Kernels are timed with CUDA events around replays of CUDA graphs. A graph contains several calls, and the report shows
+the median time of several replays. Calls rotate through several copies of the weights, and of the decodes' keys and
 values, so that no call finds its inputs in the GPU's cache. "Of memory" is the achieved share of the bandwidth of a
 memory copy. "Of limit" is the least possible time divided by the measured time. The least possible time is the time to
 move the bytes at the bandwidth of a copy, or the time to do the arithmetic at the speed of a large cuBLAS product,

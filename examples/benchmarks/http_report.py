@@ -1,12 +1,12 @@
 """Report what HTTP costs compared with the client: `python examples/benchmarks/http_report.py [MODEL]`.
 
-The report requests the same samples from one worker alternately through `AsyncRolloutClient` and over HTTP. The
-requests are groups of samples in one request, many concurrent requests for one sample, streams, and small requests on
-kept and on new connections. Every HTTP response must have the same tokens and log-prob bits as the client's result.
-Then the report holds many connections open, and sends many malformed requests at the same time as valid requests.
+The report requests the same samples from one worker alternately through `AsyncRolloutClient` and over HTTP. It measures
+groups of samples in one request, many concurrent requests for one sample each, streams, and small requests on kept and
+on new connections. Every HTTP response must have the same tokens and log-prob bits as the client's result. Then the
+report holds many connections open, and sends many malformed requests at the same time as valid requests.
 
 The report has its own HTTP client, so that no HTTP library is measured. The front end and the report share the cores
-with the worker, as a trainer would.
+with the worker, as a trainer on the same machine would.
 """
 
 import asyncio

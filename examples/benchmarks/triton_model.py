@@ -4,7 +4,7 @@ A kernel takes as long as its slowest resource. The bandwidths of memory and L2 
 other resources belong to one SM: matrix units, shared memory, other instructions, and the time in which a program waits
 for its own loads and barriers. Other programs on the same SM can use this waiting time. The SM with the most work
 determines the kernel's time. The model does not include bank conflicts, the relative timing of programs, or a clock
-that the power limit lowers further.
+that is lowered further by the power limit.
 """
 
 from __future__ import annotations

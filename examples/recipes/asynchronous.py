@@ -1,8 +1,8 @@
-"""Overlap generation of the next batch with training; continue unfinished samples under newer weights.
+"""Generate the next batch during training, and continue unfinished samples under newer weights.
 
-`python examples/recipes/asynchronous.py [MODEL]`. Each token has the version of the weights that sampled it. Training
-and pushing block, so they run in threads. Any thread may call a WeightPublisher, but only one thread at a time. The
-parameters must not change during a push.
+`python examples/recipes/asynchronous.py [MODEL]`. Each token has the version number of the weights that sampled it.
+Training and pushing block, so they run in threads. Any thread may call a WeightPublisher, but only one thread at a
+time. The parameters must not change during a push.
 """
 
 import asyncio

@@ -34,7 +34,7 @@ def teaches(group):
 
 
 def is_whole(group):
-    """Return whether all samples of a group finished. Aborted samples also arrive, in any order."""
+    """Return whether all samples of a group finished. Aborted samples are delivered too, in any order."""
     return len(group) == params.n and all(sample.finish_reason != "abort" for sample in group)
 
 

@@ -19,11 +19,11 @@ prompt = [1, 2, 3]
 choices = [
     # The default, `processed`, is the distribution that the tokens were drawn from.
     SamplingParams(n=4, max_tokens=16, temperature=0.7),
-    # That includes filters, penalties and bans.
+    # `processed` includes filters, penalties and bans.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, repetition_penalty=1.1),
-    # The distribution before filters, penalties and bans. The importance ratio then ignores them.
+    # `temperature` is the distribution before filters, penalties and bans. Importance ratios then ignore them.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, logprobs="temperature"),
-    # The model's own distribution (temperature 1), whatever the sampling temperature.
+    # `raw` is the model's own distribution (temperature 1), whatever the sampling temperature.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_k=20, logprobs="raw"),
     # The log-probs of greedy samples always come from the model's own distribution.
     SamplingParams(n=4, max_tokens=16, temperature=0.0),

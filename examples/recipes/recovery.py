@@ -37,7 +37,7 @@ with torch.no_grad():
 
 
 def generate():
-    """Return the bits of the step's samples. The worker does not compute a request again if it already has the
+    """Return the bits of the step's samples. The worker does not compute a request again if it already knows the
     request's id.
     """
     request = dict(seed=derive_seed(RUN_SEED, STEP), request_ids=[f"step-{STEP}-{i}" for i in range(len(prompts))])
