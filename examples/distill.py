@@ -79,7 +79,7 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
 
 
 def _log_rest(log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob that the next token is none of the K tokens: float32 [num_positions, 1], at least log(1e-6)."""
+    """Return the log-prob of all other tokens together: float32 [num_positions, 1], at least log(1e-6)."""
     return (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=1e-6).log()
 
 
