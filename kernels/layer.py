@@ -65,8 +65,8 @@ weights are those of an attention or of a latent attention.
 """
 
 Recur: TypeAlias = Callable[..., Tensor]
-"""recur(spec, weights, x, *gates): return the recurrence of a mixer with a recurrent state, over the convolution of x
-[M, channels]: `delta_rule` with the gates b and a, or `state_space` with the time steps. The result is [M, heads, V].
+"""recur(spec, weights, x, *gates): return the outputs of a mixer's recurrence over the convolution of x [M, channels]:
+`delta_rule` with the gates b and a, or `state_space` with the time steps. The result is [M, heads, V].
 """
 
 Choose: TypeAlias = Callable[[Tensor, ExpertsSpec, Tensor | None], tuple[Tensor, Tensor]]

@@ -526,7 +526,8 @@ SHARED_EXPERTS_NAMES = {role: name.replace("shared_expert.", "shared_experts.") 
 
 @dataclass(frozen=True)
 class TowerSpec:
-    """A vision tower: a transformer that turns an image into embeddings, including the names of its weights.
+    """A vision tower: a transformer that turns an image into embeddings. The spec includes the names of the tower's
+    weights.
 
     An image is a grid of square patches. Neighbouring `merge` x `merge` patches form a block. Each block becomes one
     embedding of size `out_size`, which replaces the embedding of one token. The patches of a block are neighbouring
@@ -682,7 +683,7 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A decoder, including the names of the decoder's weights in a checkpoint.
+    """A decoder. The spec includes the names of the decoder's weights in a checkpoint.
 
     `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
     first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `head`: how logits are computed

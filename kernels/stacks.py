@@ -1,4 +1,5 @@
-"""Holds matrices that ops multiply one by one, such as those of a layer's experts, in few weights of the backend.
+"""Holds many matrices, such as the matrices of a layer's experts, in a few weights of the backend. Ops multiply the
+matrices one by one.
 
 A backend holds the E experts' matrices [R, C] as one matrix of E * R rows. A checkpoint has one tensor with the same
 elements, either in the shape [E, R, C] or in the order of a `StackLayout`. `Stack` accepts whole tensors, or single

@@ -1,4 +1,5 @@
-"""A drafter for repeated text: it finds a sequence's last tokens in earlier text, and guesses what follows there.
+"""A drafter for repeated text: it finds a sequence's last tokens in earlier text, and drafts the tokens that follow
+there.
 
 Earlier text is the prompt, the samples of the prompt, and the sequence itself. `PromptIndex` holds the tokens of one
 prompt and of its samples: running and finished samples, including samples drawn with earlier weights. `RepeatsDrafter`

@@ -51,8 +51,8 @@ def dequantize(stored: Tensor, scales: Tensor, row: int = 0, column: int = 0) ->
 
 
 def row_ranges(shape: tuple[int, ...], most_bytes: int) -> Iterator[range]:
-    """Yield ranges of rows that together are all rows of a matrix. A range consists of whole rows of blocks. It takes
-    at most `most_bytes` bytes in float32, unless a single row of blocks takes more.
+    """Yield ranges of rows that together are all rows of a matrix. A range consists of whole rows of blocks. A range
+    takes at most `most_bytes` bytes in float32, unless a single row of blocks takes more.
     """
     rows, columns = shape
     step = max(most_bytes // (4 * BLOCK * max(columns, 1)), 1) * BLOCK

@@ -79,8 +79,8 @@ class Checkpoint(NamedTuple):
 
 class _Piece(NamedTuple):
     """A tensor of a file, or one expert's matrix in such a tensor, or some rows of a matrix in FP8, each with the
-    destination of the values. `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: the rows,
-    and the scales of the whole matrix, for FP8.
+    destination of the values. `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: for a
+    matrix in FP8, the rows and the scales of the whole matrix.
     """
 
     name: str

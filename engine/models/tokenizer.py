@@ -83,7 +83,9 @@ def check_decoder(decoder: dict[str, Any]) -> None:
 
 
 def _growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a decoding step lengthens a text, counting one extra character per token."""
+    """Return the largest factor by which a decoding step lengthens a text. One extra character per token counts as the
+    factor 2.
+    """
     match step["type"]:
         case "Sequence":
             return 1

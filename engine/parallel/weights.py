@@ -199,8 +199,8 @@ class LeaderWeights:
     def _empties(
         self, arena: RankedArena, places: Sequence[_Place], allocated: dict[_Place, list[Tensor]]
     ) -> Iterator[tuple[Owner, Empty]]:
-        """Yield the functions that allocate a rank's weights. `allocated`: the tensors of earlier ranks, which later
-        ranks with the same owner get again.
+        """Yield the functions that allocate a rank's weights. `allocated`: the tensors that earlier ranks have
+        allocated. A later rank that shares an owner with them gets the same tensors.
         """
         for place in places:
             if place in allocated:

@@ -125,7 +125,7 @@ class Executor(Protocol):
 
     @property
     def encoder(self) -> Encoder | None:
-        """Encodes images, for a model with a vision tower."""
+        """The encoder of images, for a model with a vision tower."""
         ...
 
     def check_ready(self) -> None:

@@ -2,8 +2,8 @@
 
 Takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes, the report shows the time of an aligned
 training step divided by the time of an unaligned step. A step is a forward and a backward pass, without the optimizer.
-The ratio is the median over pairs of consecutive steps. With `--fsdp 2` two processes share the model by FSDP2, with
-float32 weights and bfloat16 compute. Each process gets half of the cores and half of the batch.
+The ratio is the median over pairs of consecutive steps. With `--fsdp 2`, two processes shard the model with FSDP2. The
+weights are float32, and the model computes in bfloat16. Each process gets half of the cores and half of the batch.
 """
 
 from __future__ import annotations

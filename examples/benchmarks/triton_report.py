@@ -74,8 +74,8 @@ class Model:
     """The sizes and the options of a decoder.
 
     Options of attention: biases and head norms of queries, keys and values, soft caps, sinks, and a bias after
-    attention. Other options: the norms, the activation, the number of layers if it matters, and the largest number of
-    pieces.
+    attention. Other options: the norms, the activation, the number of layers for models in which it matters, and the
+    largest number of pieces.
     """
 
     hidden: int

@@ -71,7 +71,9 @@ def expect_state_space(settings: Any, heads: str = "mamba_n_heads", groups: str 
 
 
 def expect_inner_size(settings: Any, size: int, name: str) -> None:
-    """Raise ModelError unless all heads of a state space have this size together. `name`: its name in the file."""
+    """Raise ModelError unless the heads of a state space have the total size `size`. `name`: the name of this size in
+    errors.
+    """
     if (found := settings.mamba_n_heads * settings.mamba_d_head) != size:
         raise ModelError(
             f"mamba_n_heads * mamba_d_head in config.json must be {name} = {size} (got {found}); correct the file"

@@ -64,9 +64,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 class _Inputs(NamedTuple):
     """The inputs of all kernels.
 
-    `groups`: the number of groups of heads; each group has its own programs. `value_size`: V. In latent attention, both
-    caches are that of the keys. `tables`: the block tables. `scale`: the factor of the scores, which includes log2(e),
-    since the kernels use scores as exponents of 2. `sinks`: [heads], or None.
+    `groups`: the number of groups of heads; each group has its own programs. `value_size`: V. In latent attention,
+    `k_cache` and `v_cache` are both the cache of the keys. `tables`: the block tables. `scale`: the factor of the
+    scores, which includes log2(e), since the kernels use scores as exponents of 2. `sinks`: [heads], or None.
     """
 
     q: Tensor

@@ -195,8 +195,8 @@ def _tile(pairs: int, num_experts: int, *columns: int) -> Tile:
 
 
 def most_tiles(pairs: int, num_experts: int, width: int) -> int:
-    """Return how many tiles of this width are needed at most for this many pairs. In the worst case, each expert's
-    last tile has a single pair.
+    """Return the maximum number of tiles of this width that this many pairs need. In the worst case, each expert's last
+    tile has a single pair.
     """
     begun = min(pairs, num_experts)
     return begun + (pairs - begun) // width

@@ -128,7 +128,7 @@ class Factor(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """`unit` of the columns and of the lengths of all pieces."""
+        """The largest unit (see `unit`) of the columns and of the lengths of all pieces."""
         return unit(math.gcd(self.columns, *(pieces.length for pieces in self.pieces)))
 
     @property
@@ -138,7 +138,7 @@ class Factor(NamedTuple):
 
     @property
     def tree(self) -> int:
-        """The number of pieces that are added as a tree; 1 if they are added in their order."""
+        """The number of pieces that are added as a tree; 1 if the pieces are added in order."""
         return self.most_pieces if self.is_tree else 1
 
 

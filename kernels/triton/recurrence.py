@@ -47,8 +47,8 @@ class _Places(NamedTuple):
     `listed` is true.
 
     `pieces` has the shape [n, 2], and holds the sequence and the first row that each program of a convolution takes.
-    `starts`: `query_starts`. `drafted` has the shape [num_sequences], and holds the number of drafted rows of each
-    sequence.
+    `starts`: the batch's `query_starts`. `drafted` has the shape [num_sequences], and holds the number of drafted rows
+    of each sequence.
     """
 
     listed: bool
