@@ -59,7 +59,7 @@ class Module(nn.Module):
         self.rotary = Qwen3_5TextRotaryEmbedding(CONFIG)
 
     def forward(self, embedded: Tensor, before: Tensor) -> Tensor:
-        """Return hidden states for tokens with these embeddings, after tokens with the hidden states `before`."""
+        """Return the hidden states of tokens. `before`: the hidden states of the tokens before them."""
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(before)), -1))
         places = torch.arange(x.shape[1])[None]
         mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]

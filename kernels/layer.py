@@ -257,8 +257,8 @@ def _attention_weights(spec: AttentionSpec, hidden: int, of: GetWeight) -> Atten
 
 
 def _parts_of_rows(joined: Any, counts: list[int], shares: list[int]) -> list[Any]:
-    """Cut a matrix into parts with these numbers of rows, which share its memory. `shares`: the proportions of the
-    parts in the whole weight, of which the matrix may hold some rows.
+    """Cut a matrix into parts that share its memory. `counts`: the number of rows of each part. The matrix may hold
+    only some rows of a whole weight. `shares`: the proportions of the parts in the whole weight.
     """
     ends, full = [*accumulate(counts)], full_rows_of(joined)
     parts = [joined.narrow(0, end - count, count) for end, count in zip(ends, counts, strict=True)]
@@ -419,7 +419,7 @@ def _added(
 
 
 def _with_residual(spec: LayerSpec, x: Tensor, product: Tensor) -> Tensor:
-    """Return x plus the output of a mixer or an MLP, multiplied by the layer's `residual_scale`."""
+    """Return x plus `residual_scale` times `product`, the output of a mixer or an MLP."""
     return x + _times(product, spec.residual_scale)
 
 

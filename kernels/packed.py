@@ -71,8 +71,8 @@ class Packed:
         return StateBatch(self.batch.query_starts, torch.full_like(slots, NO_SLOT), slots)
 
     def groups(self) -> list[list[int]]:
-        """Group the sequences by length. Within a group, each sequence is longer than half of the longest sequence, so
-        padding to the longest sequence does not double the number of tokens.
+        """Group the sequences by length. Each sequence of a group is longer than half of the group's longest sequence,
+        so padding a group does not double its number of tokens.
         """
         alike: dict[int, list[int]] = defaultdict(list)
         for i, length in enumerate(self.lens):

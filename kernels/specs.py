@@ -37,8 +37,8 @@ class Pieces:
     length: int = 0
 
     def bounds(self, columns: int) -> list[tuple[int, int]]:
-        """Return the first column of each piece, and the column after its last column, for a weight with this many
-        columns.
+        """For a weight with this many columns, return the bounds of each piece: its first column, and the column after
+        its last one.
         """
         if self.count == 1:
             return [(0, columns)]

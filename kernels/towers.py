@@ -138,7 +138,7 @@ class PatchWeights(NamedTuple):
 
 
 Compute: TypeAlias = Callable[[TowerOps, Any, Tensor], Tensor]
-"""compute(ops, weights, x): compute the rows that a part of a tower makes of the rows x."""
+"""compute(ops, weights, x): return the output rows of a part of a tower for the input rows x."""
 RunPart: TypeAlias = Callable[[Compute, Tensor], Tensor]
 """run(compute, x): call `compute` with the ops and the weights of a part, and return its result."""
 

@@ -2,8 +2,8 @@
 
 Each part of the tower belongs to a module that `align` changes. The module is called once, with the rows of all images
 of a batch, and reads its parameters during the call, so that hooks of wrappers run. All ranks of a trainer therefore
-call the same modules equally often, whatever images they have. A batch without images calls the modules too, and gives
-their parameters gradients of zeros.
+call the same modules equally often, whatever images they have. The modules are called for a batch without images too,
+and their parameters then get gradients of zeros.
 """
 
 from __future__ import annotations

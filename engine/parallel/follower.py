@@ -58,7 +58,7 @@ def follow(channel: Channel, file: int, index: int) -> None:
         if channel.is_closed():
             raise LeaderGone
 
-    # A follower waits without a limit. The leader waits for each follower too, and ends all if one hangs.
+    # A follower waits without a time limit, because the leader has one, and ends all followers if one hangs.
     place = RankPlace(whole, index, Segment(topology, file, check))
     os.close(file)
     everyone = place.everyone

@@ -92,7 +92,7 @@ class Followers:
                 self._raise_failure(follower)
 
     def share(self, arena: RankedArena) -> None:
-        """Send each follower the file descriptors of the memory that it needs of an arena."""
+        """Send each follower the file descriptors of its memory in an arena."""
         for follower in self._all:
             try:
                 follower.channel.send_files(arena.files_of(follower.index))

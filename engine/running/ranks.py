@@ -66,7 +66,7 @@ class Link(Protocol):
         ...
 
     def receive(self, out: Tensor) -> None:
-        """Wait for the next tensor from the other rank, and copy it to `out`, which has its shape and dtype."""
+        """Wait for the next tensor from the other rank, and copy it to `out`, which has the same shape and dtype."""
         ...
 
 

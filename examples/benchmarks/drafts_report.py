@@ -145,8 +145,8 @@ class Report:
         return np.array(ids, np.int32)
 
     def measure(self, work: Work) -> tuple[list[float], float, float]:
-        """Return the speeds with drafts as multiples of the speeds without, the mean number of tokens per draft, and
-        the share of drafted tokens that were accepted.
+        """Return the speeds with drafts as multiples of the speeds without drafts, the mean number of tokens per draft,
+        and the share of drafted tokens that were accepted.
         """
         prompts = [self.ids_of(PROMPTS[name]) for name in work.prompts]
         speeds, drafts, drafted, accepted = list[float](), 0, 0, 0

@@ -1,7 +1,7 @@
 """The supported families of decoders. Each family converts a config.json to a `DecoderSpec`.
 
-Each module here lists one family, or a few related families, in `FAMILIES`. If published files spell the name of an
-architecture in another way than transformers, the module maps their spelling to that of transformers in `SPELLINGS`.
+Each module here lists one family, or a few related families, in `FAMILIES`. If published files and transformers use
+different names for an architecture, the module maps the name in files to the name in transformers in `SPELLINGS`.
 Modules are discovered automatically. No other code contains the name of an architecture: worker, aligned trainer,
 random weights and tests read the spec.
 """

@@ -33,7 +33,7 @@ from ..specs import (
 MOST_HEAD_DIM = 256
 MOST_LATENT, MOST_ROPE = 512, 64  # for latent attention: a program holds whole keys and sums of latent rows
 MOST_KEY_HEAD_DIM = 256  # for a recurrence: a program holds whole columns of its state
-MOST_KERNEL_SIZE = 17  # for a delta net's convolution: one program reads all of the old tail
+MOST_KERNEL_SIZE = 17  # for a recurrent layer's convolution: one program reads all of the old tail
 MOST_GROUP = 64  # heads that share a key-value head; these heads are the rows of one tile
 MOST_EXPERTS = 1024  # one program reads all scores of a row
 LEAST_CAPABILITY = (8, 0)

@@ -164,8 +164,8 @@ def _mix(
     out: Tensor,
     held: int | None = None,
 ) -> None:
-    """Compute `experts` into `out`. `held`: the number of experts in `weights`, if a row may have other experts; these
-    have the id `held` in `experts`.
+    """Compute `experts` into `out`. `held`: the number of experts in `weights`, if a row may have other experts. In
+    `experts`, the id of every other expert is `held`.
     """
     (rows, hidden), inner, count = x.shape, spec.intermediate_size, held or spec.num_experts
     tile = _tile(experts.numel(), count, hidden, inner)
