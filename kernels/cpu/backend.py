@@ -14,6 +14,7 @@ import ctypes
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any, TypeGuard, cast
 
@@ -161,9 +162,16 @@ class PackedLayers(tuple[Layer, ...]):
         self.has_states = any(layer.spec.recurrent is not None for layer in layers)
         places = [_place(tensor) for layer in layers for tensor in _layer_tensors(layer)]
         numbers: dict[torch.UntypedStorage | None, int] = {None: 0}
-        owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
+        self._owners = torch.tensor([numbers.setdefault(storage, len(numbers)) for storage, _ in places])
         self._offsets = torch.tensor([offset for _, offset in places])
-        self._storages = [(storage, (owners == i).long()) for storage, i in numbers.items() if storage is not None]
+        self._indices = {storage: i for storage, i in numbers.items() if storage is not None}
+
+    @cached_property
+    def _storages(self) -> list[tuple[torch.UntypedStorage, Tensor]]:
+        """Each storage, with a mask of the tensors that lie there. The masks of layers that are never computed, with a
+        storage for each tensor, would take memory in proportion to the square of their number.
+        """
+        return [(storage, (self._owners == i).long()) for storage, i in self._indices.items()]
 
     def addresses(self) -> Tensor:
         """Return an int64 array of `LayerPointers` (native/api.h). The returned array is valid for one call of the

@@ -57,3 +57,12 @@ def test_packed_layers_are_made_of_contiguous_tensors() -> None:
         with pytest.raises(ValueError, match=r"must be contiguous .got shape \[\d+\] with strides \[2\]"):
             served.ops.new_layers([layer, changed])
     assert tuple(served.ops.new_layers([layer, layer])) == (layer, layer)
+
+
+def test_masks_of_storages_are_made_for_layers_that_are_computed() -> None:
+    """A model that is only described has a storage for each tensor, and may have a thousand layers."""
+    served = native([layer_spec()])
+    layers = served.ops.new_layers(make_layers(served, layer_spec()))
+    assert isinstance(layers, PackedLayers) and "_storages" not in vars(layers)
+    addresses = layers.addresses()
+    assert "_storages" in vars(layers) and torch.equal(layers.addresses(), addresses) and addresses.any()
