@@ -82,7 +82,8 @@ def test_the_scores_take_the_planned_bytes_at_most() -> None:
 
 def test_a_worker_refuses_what_no_connection_may_hold() -> None:
     with serving(FakeEngine(), max_unread_bytes=2**16) as worker, RolloutClient(worker.address) as client:
-        asked, text = SamplingParams(max_tokens=20, target_token_ids=range(1000)), r"may need 84256 bytes \(limit 65536,"
+        asked = SamplingParams(max_tokens=20, target_token_ids=range(1000))
+        text = r"may need 84256 bytes \(limit 65536,"
         with pytest.raises(InvalidRequestError, match=text) as error:
             client.generate([[1, 2, 3]], asked)
         assert (error.value.field, error.value.value, error.value.limit) == ("max_tokens", 4096 + 20 * 4008, 2**16)
