@@ -237,9 +237,7 @@ def test_a_tower_that_is_not_supported_is_left_alone(tmp_path: Path) -> None:
     ("family", "noise"),
     [("seed_oss", "attention_dropout"), ("seed_oss", "residual_dropout"), ("phi3", "resid_pdrop")],
 )
-def test_a_model_with_dropout_is_aligned_after_the_dropout_is_set_to_0(
-    tmp_path: Path, family: str, noise: str
-) -> None:
+def test_a_model_with_dropout_is_aligned_after_the_dropout_is_set_to_0(tmp_path: Path, family: str, noise: str) -> None:
     folder = make_tiny_model(family, tmp_path)
     config = read_config(folder)
     (folder / "config.json").write_text(json.dumps(config | {noise: 0.1}))
