@@ -324,7 +324,9 @@ class Distribution(BaseModel):
 
     @property
     def num_numbers(self) -> int:
-        """How many numbers the lists of the parameters have. A list within a list counts as two more."""
+        """How many numbers the lists of the parameters have. Each inner list counts as two numbers, in addition to the
+        numbers in it.
+        """
         words = sum(len(word) + 2 for word in self.bad_words_token_ids)
         return len(self.stop_token_ids) + 4 * len(self.logit_bias) + len(self.allowed_token_ids or ()) + words
 

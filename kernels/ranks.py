@@ -461,7 +461,9 @@ class RankedOps(RankedHead):
         shared: Tensor | None = None,
         groups: int = 1,
     ) -> Tensor:
-        """See `Backend.experts`. `weights` has the experts of this rank's `groups`."""
+        """See `Backend.experts`. `weights` holds only this rank's experts, and `groups` is the number of groups
+        that these experts form.
+        """
 
         def finish(total: Tensor, start: int) -> Tensor:
             rows = slice(start, start + len(total))

@@ -309,8 +309,8 @@ class KeptArrays(Message):
             )
         if (counts < 0).any() or int(counts.sum(dtype=np.int64)) * 4 != len(self.token_ids):
             raise ValueError(
-                f"kept: counts must be the numbers of ids in token_ids, but add up to {counts.sum(dtype=np.int64)} for "
-                f"{len(self.token_ids) // 4} ids"
+                f"kept: counts must not be negative and must add up to the number of ids in token_ids (got a sum of "
+                f"{counts.sum(dtype=np.int64)} for {len(self.token_ids) // 4} ids)"
             )
         return self
 
