@@ -3,9 +3,10 @@
 The forward pass of each op calls the backend's op, so the results are bit-identical to a rollout. The backward pass
 uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Three parts of the backward
 pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of
-a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens. Torch differentiates the closed form of
-a chunk, so one state is kept per chunk instead of one state per token. Forward and backward passes disable autocast,
-which would change dtypes inside an op. The caller casts instead.
+a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all tokens of a chunk
+give the chunk's outputs and final state, without a loop over tokens. Torch differentiates these products, and therefore
+keeps one state per chunk instead of one per token. Forward and backward passes disable autocast, which would change
+dtypes inside an op. The caller casts instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
 one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's

@@ -25,10 +25,11 @@ L2 once per tile of tokens. Each element of a token is read from L2 once per til
 programs finishes last. Matrix instructions and loads compete for the bandwidth of shared memory. With few tokens, the
 time of a product is the time to read the weights from memory. For up to 128 tokens, reading the weights from L2 takes
 most of the time. Each tile of tokens reads the weights once, so up to 128 tokens form one tile. Weights with at least
-8192 rows have enough tiles to occupy all SMs. Smaller weights are cut into at most four pieces of at least 768 columns,
-so that a program reads 96 KB or more. Each piece has its own program if this saves more time than it takes to store and
-fold the parts. A program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens,
-tiles are as large as registers allow.
+8192 rows have enough tiles to occupy all SMs. Weights with fewer rows are cut along their columns into up to four
+pieces, which gives programs to more SMs. No piece of a cut weight has fewer than 768 columns, so a program still reads
+at least 96 KB. Each piece has its own program if this saves more time than it takes to store and fold the parts. A
+program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large
+as registers allow.
 """
 
 from __future__ import annotations
