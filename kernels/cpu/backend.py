@@ -779,9 +779,10 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    out = logits.clone(memory_format=torch.contiguous_format)
-    filters = [column.contiguous() for column in (top_k, top_p, min_p)]
-    _library.filter(get_num_threads(), out.data_ptr(), *out.shape, *(column.data_ptr() for column in filters))
+    logits = logits.contiguous()
+    out, filters = torch.empty_like(logits), [column.contiguous() for column in (top_k, top_p, min_p)]
+    pointers = (column.data_ptr() for column in (*filters, out))
+    _library.filter(get_num_threads(), logits.data_ptr(), *logits.shape, *pointers)
     return out
 
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <thread>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -93,59 +94,7 @@ void mask_row(float* logits, long n, const uint32_t* mask) {
     if (whole < n) mask_word(logits + whole, n - whole, mask[whole / MASK_BITS]);
 }
 
-// Yields a row's ids by descending logit, ties by ascending id. No logit is NaN.
-class Ranking {
-  public:
-    Ranking(const float* logits, long n) : logits_(logits), ids_(static_cast<size_t>(n)) {
-        for (long i = 0; i < n; ++i) ids_[static_cast<size_t>(i)] = i;
-        std::make_heap(ids_.begin(), ids_.end(), worse());
-    }
-
-    long next() {
-        std::pop_heap(ids_.begin(), ids_.end(), worse());
-        const long id = ids_.back();
-        ids_.pop_back();
-        return id;
-    }
-
-  private:
-    struct Worse {
-        const float* logits;
-        bool operator()(long a, long b) const { return logits[a] != logits[b] ? logits[a] < logits[b] : a > b; }
-    };
-    Worse worse() const { return {logits_}; }
-
-    const float* logits_;
-    std::vector<long> ids_;
-};
-
-// Sets the logits that a row's filters drop to -inf. A row with NaN stays unchanged. `kept`: memory for n floats.
-void filter_row(float* logits, long n, long top_k, float top_p, float min_p, float* kept) {
-    float peak, total;
-    chosen->log_sum_exp(logits, n, &peak, &total);
-    if (std::isnan(total)) return;
-    Ranking ranking(logits, n);
-    std::vector<long> ids;
-    const long most = top_k < 0 ? n : larger(1, smaller(top_k, n));
-    if (top_k >= 0) {
-        while (static_cast<long>(ids.size()) < most) ids.push_back(ranking.next());
-        for (size_t i = 0; i < ids.size(); ++i) kept[i] = logits[ids[i]];
-        chosen->log_sum_exp(kept, most, &peak, &total);
-    }
-    float before = 0.0f, best = 0.0f;
-    size_t count = 0;
-    for (; static_cast<long>(count) < most; ++count) {
-        if (count == ids.size()) ids.push_back(ranking.next());
-        const float probability = std::exp(logits[ids[count]] - peak) / total;
-        if (count == 0) best = probability;
-        const bool stays = (top_p >= 1.0f || before < top_p) && probability >= min_p * best;
-        if (count > 0 && !stays) break;
-        before += probability;
-    }
-    for (size_t i = 0; i < count; ++i) kept[i] = logits[ids[i]];
-    std::fill(logits, logits + n, -INFINITY);
-    for (size_t i = 0; i < count; ++i) logits[ids[i]] = kept[i];
-}
+#include "filters.h"
 
 template <class T>
 T* as(const void* p) { return static_cast<T*>(const_cast<void*>(p)); }
@@ -895,11 +844,12 @@ void trueroll_mask_logits(
 }
 
 void trueroll_filter(
-    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
+    long threads, const float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p,
+    float* out
 ) {
     const Call call(threads);
     parallel(count, [&](long row) {
-        filter_row(logits + row * n, n, top_k[row], top_p[row], min_p[row], scratch<float>(ROW, n));
+        filter_row(logits + row * n, n, {top_k[row], top_p[row], min_p[row]}, out + row * n);
     });
 }
 

@@ -323,9 +323,10 @@ void trueroll_mask_logits(
     long threads, float* logits, long n, const int64_t* rows, long count, const uint32_t* masks
 );
 
-// Filters float32 logits [count, n] in place.
+// Filters float32 logits [count, n].
 void trueroll_filter(
-    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
+    long threads, const float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p,
+    float* out
 );
 )
 }

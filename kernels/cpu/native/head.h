@@ -80,12 +80,22 @@ inline void add_exponentials(F x, F shift, F& sums, F& weighted) {
     weighted = fma(e, bounded, weighted);
 }
 
+// Whether all values are -inf, if none is above -inf. Otherwise, some are NaN, which a maximum may ignore.
+inline bool is_nothing(const float* x, long n) {
+    F sums = set1(0.0f);
+    for (long i = 0; i + LANES <= n; i += LANES) sums = add(sums, load(x + i));
+    float all = sum(sums);
+    for (long i = n / LANES * LANES; i < n; ++i) all += x[i];
+    return all == all;
+}
+
 template <bool WEIGHTED = false>
 inline LogSumExp reduce_chunk(const float* x, long n) {
     F most = set1(-INFINITY);
     for (long i = 0; i + LANES <= n; i += LANES) most = max(most, load(x + i));
     float top = peak(most);
     for (long i = n / LANES * LANES; i < n; ++i) top = x[i] > top ? x[i] : top;
+    if (top == -INFINITY && is_nothing(x, n)) return {};
     const F shift = set1(top == -INFINITY ? 0.0f : top);
     F sums = set1(0.0f), weighted = set1(0.0f);
     long i = 0;

@@ -1,0 +1,159 @@
+// Filters: which tokens of a row stay. A part of api.cpp.
+
+// An integer for a float. Ascending integers are descending floats. The float is not NaN.
+inline uint32_t key_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits >> 31 ? bits : ~bits & 0x7FFFFFFFu;
+}
+inline float of_key(uint32_t key) {
+    const uint32_t bits = key >> 31 ? key : ~key & 0x7FFFFFFFu;
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+// Sorts n floats in descending order. No float is NaN.
+void sort_descending(float* x, long n) {
+    if (n < 256) return std::sort(x, x + n, [](float a, float b) { return a > b; });
+    constexpr long DIGITS = 3, BITS = 11, VALUES = 1l << BITS;
+    const auto digit = [](uint32_t key, long place) { return key >> place * BITS & (VALUES - 1); };
+    uint32_t counts[DIGITS][VALUES] = {}, *from = scratch<uint32_t>(SORTING, 2 * n), *to = from + n;
+    for (long i = 0; i < n; ++i) {
+        from[i] = key_of(x[i]);
+        for (long place = 0; place < DIGITS; ++place) ++counts[place][digit(from[i], place)];
+    }
+    for (long place = 0; place < DIGITS; ++place) {
+        uint32_t next = 0;
+        for (uint32_t& count : counts[place]) count = std::exchange(next, next + count);
+        for (long i = 0; i < n; ++i) to[counts[place][digit(from[i], place)]++] = from[i];
+        std::swap(from, to);
+    }
+    for (long i = 0; i < n; ++i) x[i] = of_key(from[i]);
+}
+
+// Appends the values in (low, high] to `out` and returns their number. `out` has space for one more value.
+long copy_band(const float* x, long n, float low, float high, float* out) {
+    constexpr long WIDTH = 4, STEP = 4 * WIDTH;
+    long count = 0;
+    const auto offer = [&](float value) {
+        out[count] = value;
+        count += (value > low) & (value <= high);  // without a branch
+    };
+    const auto greater = [](float a, float b) { return a > b ? a : b; };
+    for (long i = 0; i + STEP <= n; i += STEP) {
+        float most[WIDTH];
+        for (long j = 0; j < WIDTH; ++j) {
+            const float* at = x + i + j;
+            most[j] = greater(greater(at[0], at[WIDTH]), greater(at[2 * WIDTH], at[3 * WIDTH]));
+        }
+        if (!(greater(greater(most[0], most[1]), greater(most[2], most[3])) > low)) continue;
+        for (long j = i; j < i + STEP; ++j) offer(x[j]);
+    }
+    for (long i = n / STEP * STEP; i < n; ++i) offer(x[i]);
+    return count;
+}
+
+// A row's logits in descending order. No logit is NaN.
+//
+// Bands below the highest logit are copied and sorted when they are needed. Filters usually need the few logits near the
+// highest one.
+class Descending {
+  public:
+    // `peak`: the highest logit. `depth`: the width of the first band. `sorted`: memory for n + 1 floats.
+    Descending(const float* logits, long n, float peak, float depth, float* sorted)
+        : logits_(logits), n_(n), peak_(peak), depth_(depth), low_(peak), sorted_(sorted), count_(0) {}
+
+    float at(long rank) {
+        while (rank >= count_) add_band();
+        return sorted_[rank];
+    }
+
+    // The first `count` logits.
+    const float* first(long count) {
+        at(count - 1);
+        return sorted_;
+    }
+
+  private:
+    void add_band() {
+        if (low_ == -INFINITY) return std::fill(sorted_ + std::exchange(count_, n_), sorted_ + n_, -INFINITY);
+        const float high = std::exchange(low_, depth_ < 128.0f ? peak_ - depth_ : -INFINITY);
+        const long found = copy_band(logits_, n_, low_, high, sorted_ + count_);
+        sort_descending(sorted_ + count_, found);
+        count_ += found, depth_ *= 2.0f;
+    }
+
+    const float* logits_;
+    long n_;
+    float peak_, depth_, low_;
+    float* sorted_;
+    long count_;
+};
+
+// The highest of n values, or NaN if one of them is NaN.
+float highest(const float* x, long n) {
+    float most = -INFINITY;
+    bool has_nan = false;
+    for (long i = 0; i < n; ++i) {
+        most = x[i] > most ? x[i] : most;
+        has_nan |= x[i] != x[i];
+    }
+    return has_nan ? NAN : most;
+}
+
+struct Filters {
+    long top_k;
+    float top_p, min_p;
+
+    // A guess at how far the logits that stay lie below the highest one.
+    float depth() const {
+        return top_k < 0 && top_p >= 1.0f && min_p > 0.0f ? std::max(-std::log(min_p), 0.0f) + 0.1f : 2.0f;
+    }
+};
+
+// The number of logits that stay. `total`: the sum of e^(logit - peak) over all logits; not read with `top_k`.
+long count_kept(Descending& ordered, long n, const Filters& filters, float peak, float total) {
+    const long most = filters.top_k < 0 ? n : larger(1, smaller(filters.top_k, n));
+    if (filters.top_k >= 0) chosen->log_sum_exp(ordered.first(most), most, &peak, &total);
+    float before = 0.0f, best = 0.0f;
+    long count = 0;
+    for (; count < most; ++count) {
+        const float probability = std::exp(ordered.at(count) - peak) / total;
+        if (count == 0) best = probability;
+        const bool stays = (filters.top_p >= 1.0f || before < filters.top_p) && probability >= filters.min_p * best;
+        if (count > 0 && !stays) break;
+        before += probability;
+    }
+    return count;
+}
+
+// Copies the logits above `last`, and the first `ties` logits that equal it. The others become -inf.
+void keep(const float* logits, long n, float last, long ties, float* out) {
+    int equal = 0;
+    for (long i = 0; i < n; ++i) {
+        equal += logits[i] == last;
+        out[i] = logits[i] >= last ? logits[i] : -INFINITY;
+    }
+    for (long i = n - 1; equal > ties; --i)
+        if (out[i] == last) out[i] = -INFINITY, --equal;
+}
+
+// Copies a row, with -inf for the logits that the row's filters drop. A row with NaN is copied unchanged.
+void filter_row(const float* logits, long n, const Filters& filters, float* out) {
+    float peak, total = 0.0f;
+    if (filters.top_k < 0)
+        chosen->log_sum_exp(logits, n, &peak, &total);
+    else
+        peak = highest(logits, n);
+    if (!std::isfinite(peak) || std::isnan(total)) {
+        memcpy(out, logits, static_cast<size_t>(n) * sizeof(float));
+        return;
+    }
+    Descending ordered(logits, n, peak, filters.depth(), scratch<float>(SORTED, n + 1));
+    const long count = count_kept(ordered, n, filters, peak, total);
+    const float last = ordered.at(count - 1);
+    long ties = 1;
+    while (ties < count && ordered.at(count - 1 - ties) == last) ++ties;
+    keep(logits, n, last, ties, out);
+}
