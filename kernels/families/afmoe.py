@@ -15,7 +15,6 @@ from .settings import (
     fill_layer_types,
     grouped_router,
     read_settings,
-    with_common_names,
     without_rotation,
 )
 
@@ -33,11 +32,11 @@ _DEFAULTS: dict[str, Any] = dict(
     n_shared_experts=2,
     first_k_dense_replace=1,
 )
-_COMMON_NAMES = {
-    "num_dense_layers": "first_k_dense_replace",
-    "num_shared_experts": "n_shared_experts",
-    "route_scale": "routed_scaling_factor",
-    "global_attn_every_n_layers": "full_attention_interval",
+_IN_FILES = {
+    "first_k_dense_replace": "num_dense_layers",
+    "n_shared_experts": "num_shared_experts",
+    "routed_scaling_factor": "route_scale",
+    "full_attention_interval": "global_attn_every_n_layers",
 }
 _NAMES = SHARED_EXPERTS_NAMES | {
     "mixer_norm.after": "post_attention_layernorm.weight",
@@ -56,7 +55,7 @@ def _fill(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    settings = read_settings(_fill, with_common_names(raw, _COMMON_NAMES))
+    settings = read_settings(_fill, raw, names=_IN_FILES)
     expect(settings, hidden_act="silu")
     rotation, norm = settings.rotation(), NormSpec(settings.rms_norm_eps)
     mixer = settings.attention(qk_norm=norm, output_gate=True, gate_apart=True)

@@ -28,8 +28,9 @@ _V2: dict[str, Any] = dict(
     n_shared_experts=2,
     moe_intermediate_size=1407,
     topk_method="greedy",
-    rope_interleave=True,
 )
+_UNUSED_IN_V2 = dict(rope_interleave=True, norm_topk_prob=False)
+"""The values that transformers computes with in V2, whatever a file states."""
 _V3: dict[str, Any] = dict(
     max_position_embeddings=4096,
     num_attention_heads=128,
@@ -67,17 +68,22 @@ _MISTRAL: dict[str, Any] = dict(
     num_experts_per_tok=4,
     norm_topk_prob=True,
 )
+_NULLS = ("q_lora_rank", "norm_topk_prob", "rope_interleave")
 _MISTRAL_ROPE: dict[str, Any] = ROPE | dict(rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
 
 
-def _family(router: Callable[[Any], RouterSpec], grows: bool = False, **defaults: Any) -> Describe:
-    """Return the `Describe` function of a family. `grows`: queries grow with their position. `defaults`: the values
-    that transformers uses for settings that a file omits.
+def _family(
+    router: Callable[[Any], RouterSpec], grows: bool = False, fixed: dict[str, Any] | None = None, **defaults: Any
+) -> Describe:
+    """Return the `Describe` function of a family. `grows`: queries grow with their position. `fixed`: the values of
+    settings that the family does not read from a file. `defaults`: the values that transformers uses for settings that
+    a file omits.
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
-        # Files of V2 may have null for settings that they do not use. Only a null `q_lora_rank` has a meaning.
-        raw = defaults | {key: value for key, value in raw.items() if value is not None or key == "q_lora_rank"}
+        # Files of V2 may have null for settings that they do not use. A null in `_NULLS` does not mean the default.
+        given = {key: value for key, value in raw.items() if value is not None or key in _NULLS}
+        raw = defaults | given | (fixed or {})
         raw["head_dim"] = raw.get("qk_rope_head_dim", 64)  # the part of a head that is rotated
         return raw
 
@@ -100,8 +106,8 @@ def _sigmoid_router(settings: Any) -> RouterSpec:
 
 
 def _softmax_router(settings: Any) -> RouterSpec:
-    """Return the router of V2, which ranks a group by its best expert, and ignores `norm_topk_prob`."""
-    router = replace(grouped_router(settings, "softmax", wide=True, group_best=1), normed=False, eps=0.0)
+    """Return the router of V2, which ranks a group by its best expert."""
+    router = grouped_router(settings, "softmax", wide=True, group_best=1)
     if settings.topk_method == "greedy":
         return replace(router, groups=1, kept_groups=1)
     if settings.topk_method == "group_limited_greedy":
@@ -152,7 +158,7 @@ _RENAMED = {
 }
 
 FAMILIES = {
-    "DeepseekV2ForCausalLM": _family(_softmax_router, **_V2),
+    "DeepseekV2ForCausalLM": _family(_softmax_router, fixed=_UNUSED_IN_V2, **_V2),
     "DeepseekV3ForCausalLM": _family(_sigmoid_router, **_V3),
     "Glm4MoeLiteForCausalLM": _glm4_moe_lite,
     "Mistral4ForCausalLM": _mistral4,

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from trueroll.errors import ModelError, brief
+
 from ..specs import (
     CORRECTION_ROLE,
     ROUTER_ROLE,
@@ -18,7 +20,7 @@ from ..specs import (
     RouterSpec,
     WeightSpec,
 )
-from .settings import MOST_LAYERS, expect, read_settings, with_common_names
+from .settings import MOST_LAYERS, expect, read_settings
 
 _DEFAULTS: dict[str, Any] = dict(
     max_position_embeddings=131072,
@@ -34,13 +36,12 @@ _DEFAULTS: dict[str, Any] = dict(
     n_shared_experts=2,
     first_k_dense_replace=1,
 )
-_COMMON_NAMES = {
-    "moe_num_experts": "num_experts",
-    "moe_k": "num_experts_per_tok",
-    "moe_num_shared_experts": "n_shared_experts",
-    "use_bias": "attention_bias",
-    "moe_layer_interval": "decoder_sparse_step",
-    "moe_layer_start_index": "first_k_dense_replace",
+_IN_FILES = {
+    "num_experts": "moe_num_experts",
+    "num_experts_per_tok": "moe_k",
+    "n_shared_experts": "moe_num_shared_experts",
+    "decoder_sparse_step": "moe_layer_interval",
+    "first_k_dense_replace": "moe_layer_start_index",
 }
 _NAMES = SHARED_EXPERTS_NAMES | {CORRECTION_ROLE: "mlp.gate.moe_statics.e_score_correction_bias"}
 _RESPELLED = {".mlp.moe_statics.": ".mlp.gate.moe_statics."}
@@ -48,7 +49,10 @@ _BESIDE_TEXT = ("model.mtp_", "mtp.")
 
 
 def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    last = raw.get("moe_layer_end_index", -1)
+    if raw.get("use_bias"):
+        raise ModelError(f"use_bias in config.json must be False (got {brief(raw['use_bias'])}); serve another model")
+    if type(last := raw.get("moe_layer_end_index", -1)) is not int:
+        raise ModelError(f"moe_layer_end_index in config.json must be an integer (got {brief(last)}); correct the file")
 
     def fill(given: dict[str, Any]) -> dict[str, Any]:
         given = _DEFAULTS | given
@@ -56,7 +60,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         count = min(given["num_hidden_layers"], MOST_LAYERS)
         return given | {"mlp_only_layers": [] if last == -1 else [*range(max(last + 1, 0), count)]}
 
-    settings = read_settings(fill, with_common_names(raw, _COMMON_NAMES))
+    settings = read_settings(fill, raw, names=_IN_FILES)
     expect(settings, hidden_act="silu")
     norm = NormSpec(settings.rms_norm_eps)
     router = RouterSpec("softmax", wide=True, correction=True, normed=True, floor=settings.moe_norm_min)

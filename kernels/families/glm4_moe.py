@@ -81,6 +81,7 @@ def _dots1(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
     settings = read_settings(fill, raw)
     expect(settings)
+    settings.rotation()  # transformers rotates whole heads, and ignores partial_rotary_factor
     return _describe(settings, architecture, True, settings.windows(settings.sliding_window))
 
 

@@ -90,7 +90,8 @@ def fill_state_space(raw: dict[str, Any], size: int | None = None) -> dict[str, 
     """Return `raw` with numbers in place of sizes and limits that files may omit or write in another form. `size`: the
     size of all heads; None if `mamba_expand` determines it.
     """
-    raw["time_step_limit"] = [_number(bound) for bound in raw.get("time_step_limit") or (0.0, float("inf"))]
+    limit = raw.get("time_step_limit") or (0.0, float("inf"))
+    raw["time_step_limit"] = [*map(_number, limit)] if isinstance(limit, list | tuple) else limit
     if raw["mamba_d_head"] == "auto":
         size = raw.get("mamba_expand", 2) * raw["hidden_size"] if size is None else size
         raw["mamba_d_head"] = size // raw.get("mamba_n_heads", 128)
@@ -103,7 +104,8 @@ def _number(bound: Any) -> Any:
 
 
 def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    attentions = raw.get("attn_layer_indices") or []
+    given = raw.get("attn_layer_indices")
+    attentions = given if isinstance(given, list) else []
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
         return fill_layer_types(fill_state_space(raw), lambda i: i not in attentions, LINEAR)
@@ -116,8 +118,7 @@ def _bamba(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     types = settings.types(LINEAR)
     if FULL not in types:
         raise ModelError(
-            f"attn_layer_indices in config.json must name at least one layer (got {brief(attentions)}); serve another "
-            "model"
+            f"attn_layer_indices in config.json must name at least one layer (got {brief(given)}); serve another model"
         )
     (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps)
     attention = settings.attention(rotated=rotated)
@@ -197,7 +198,7 @@ def _granite_moe_hybrid(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     given = next((raw[name] for name in ("layer_types", "layers_block_type") if raw.get(name)), None)
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
-        raw["layer_types"] = None if given is None else [_BLOCKS.get(kind, kind) for kind in given]
+        raw["layer_types"] = [_BLOCKS.get(kind, kind) for kind in given] if isinstance(given, list) else given
         raw["moe_intermediate_size"] = raw["intermediate_size"]
         if raw["num_local_experts"] == 0:
             raw["num_experts_per_tok"] = 1  # files of models without experts state 0
@@ -243,9 +244,8 @@ def _nemotron_h(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     least = next((raw[name] for name in ("mamba_dt_min", "time_step_min") if name in raw), 0.001)
     fixed = {"time_step_limit": (least, float("inf")), "num_hidden_layers": len(types), "layer_types": None}
     names = {name: next((each for each in own if each in raw), own[-1]) for name, own in _NEMOTRON_NAMES.items()}
-    given = {name: raw[own] for name, own in names.items() if own in raw}
-    others = {name: value for name, value in raw.items() if name not in _NEMOTRON_NAMES}
-    settings = read_settings(dict, _NEMOTRON | others | given | fixed, names=names)
+    others = {key: value for key, value in raw.items() if names.get(key, key) == key}
+    settings = read_settings(lambda given: _NEMOTRON | given, others | fixed, names=names)
     expect(settings, hidden_act="silu", tie_word_embeddings=False, sliding_window=None)
     for name, wanted in {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_bias": False}.items():
         if (found := raw.get(name, wanted)) != wanted:

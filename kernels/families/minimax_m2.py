@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from trueroll.errors import ModelError, brief
+
 from ..specs import LAYER_NAMES, DecoderSpec, LayerSpec, NormSpec, RouterSpec
 from .mixtral import RESPELLED
 from .settings import expect, read_settings
@@ -30,7 +32,9 @@ def _fill(raw: dict[str, Any], rotary_dim: int | None) -> dict[str, Any]:
 
 
 def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
-    settings = read_settings(lambda given: _fill(given, raw.get("rotary_dim")), raw)
+    if type(rotary_dim := raw.get("rotary_dim")) not in (int, type(None)):
+        raise ModelError(f"rotary_dim in config.json must be an integer (got {brief(rotary_dim)}); correct the file")
+    settings = read_settings(lambda given: _fill(given, rotary_dim), raw)
     expect(settings, hidden_act="silu", router_jitter_noise=0.0)
     (rotation, rotated), norm = settings.partial_rotation(), NormSpec(settings.rms_norm_eps)
     mixer = settings.attention(qk_norm=norm, qk_norm_over_heads=True, rotated=rotated)

@@ -25,7 +25,7 @@ def _fill(raw: dict[str, Any]) -> dict[str, Any]:
     rope = raw.pop("rope_scaling", None) or raw.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in _LONGROPE:
-        rope |= {"rope_type": "longrope", _ORIGINAL: raw.get(_ORIGINAL, rope.get(_ORIGINAL, 4096))}
+        rope |= {"rope_type": "longrope", _ORIGINAL: raw.get(_ORIGINAL, 4096)}  # as in transformers
     raw["rope_parameters"] = rope
     return raw
 

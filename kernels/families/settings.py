@@ -469,11 +469,15 @@ def read_settings(
     """Return the `Settings` in `raw`, the content of config.json.
 
     `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
-    checkpoints of the family may have besides FP8 in blocks of 128 by 128. `names`: the names of settings in the file,
-    if they are not those of `Settings`. Raise ModelError for a broken file, for a checkpoint with any other
+    checkpoints of the family may have besides FP8 in blocks of 128 by 128. `names`: maps the names of settings to the
+    names that the file may have instead. Raise ModelError for a broken file, for a checkpoint with any other
     quantization, and for per-layer settings, which no family supports.
     """
     _check_quantization(raw.get("quantization_config"), quantized)
+    raw = _with_own_names(raw, names or {})
+    for name in ("rope_parameters", "rope_scaling"):
+        if raw.get(name) and not isinstance(raw[name], dict):
+            raise ModelError(f"{name} in config.json must be a map (got {brief(raw[name])}); correct the file")
     if raw.get("per_layer_config"):
         found = brief(raw["per_layer_config"])
         raise ModelError(f"per_layer_config in config.json is not supported (got {found}); serve another model")
@@ -539,11 +543,16 @@ def _broken(error: Exception, names: Mapping[str, str] | None = None) -> ModelEr
     return ModelError(f"config.json has an invalid setting: {cause}; correct the file")
 
 
-def with_common_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return `raw` with some settings repeated under the names that related families use. `names`: maps each name in
-    `raw` to the common name.
+def _with_own_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return `raw` with some settings also under their names in `Settings`. `names`: as in `read_settings`. Raise
+    ModelError if the file has both names, with different values.
     """
-    return raw | {common: raw[name] for name, common in names.items() if name in raw}
+    found = {name: own for name, own in names.items() if own in raw and own != name}
+    for name, own in found.items():
+        if name in raw and raw[name] != raw[own]:
+            both = f"{brief(raw[name])} and {brief(raw[own])}"
+            raise ModelError(f"{name} and {own} in config.json must be equal (got {both}); correct the file")
+    return raw | {name: raw[own] for name, own in found.items()}
 
 
 def without_rotation(rotation: RotationSpec) -> RotationSpec:

@@ -135,6 +135,8 @@ def test_the_cache_holds_a_latent_row_and_a_key_for_each_token(tmp_path: Path) -
     [
         ("deepseek_v3", dict(kv_lora_rank=2**17), "'kv_lora_rank'.* at most 65536"),
         ("deepseek_v3", dict(num_key_value_heads=2), "num_key_value_heads in config.json must be 4 .got 2."),
+        ("deepseek_v3", dict(norm_topk_prob=None), "'norm_topk_prob' expected bool, got NoneType"),
+        ("mistral4", dict(rope_interleave=None), "'rope_interleave' expected bool, got NoneType"),
         ("deepseek_v3", dict(hidden_act="gelu"), "hidden_act in config.json must be 'silu'"),
         ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale_all_dim="x")), "config.json has an invalid setting"),
         ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale_all_dim=-9e30)), "config.json has an invalid setting"),
@@ -151,3 +153,8 @@ def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: d
     describe(raw)
     with pytest.raises(ModelError, match=message):
         describe(raw | change)
+
+
+def test_settings_that_transformers_ignores_change_nothing(tmp_path: Path) -> None:
+    raw = read_config(make_tiny_model("deepseek_v2", tmp_path))
+    assert describe(raw | dict(rope_interleave=False, norm_topk_prob=True)) == describe(raw)

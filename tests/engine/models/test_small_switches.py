@@ -227,6 +227,9 @@ def test_the_defaults_of_older_files() -> None:
     assert spec("GraniteForCausalLM").head == PLAIN_HEAD
     old = spec("Phi3ForCausalLM", rope_scaling=SU, max_position_embeddings=131072)
     assert old.max_position_embeddings == 4096 and old.rotations[0].scale > 1.0
+    # transformers does not read the original length from the map.
+    inside = SU | dict(original_max_position_embeddings=64)
+    assert spec("Phi3ForCausalLM", rope_scaling=inside, max_position_embeddings=131072) == old
 
 
 def test_the_triton_kernels_compute_neighbouring_pairs_scales_and_caps(
