@@ -107,7 +107,7 @@ class Ledger:
         """
         samples = self.open.get(request_id)
         if not isinstance(samples, dict):
-            raise UnknownRequestError(f"stream: there is no running request {request_id!r} with samples")
+            raise UnknownRequestError(f"stream: request {request_id!r} is not running or is a score, without samples")
         return [*samples.values()]
 
     def append(self, sample: OpenSample, drawn: Drawn, row: int, commit: Commit) -> FinishReason | None:

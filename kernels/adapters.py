@@ -148,8 +148,8 @@ def check_tie(base: Any, is_tied: bool) -> None:
 def _check_kind(module: nn.Module, name: str) -> None:
     if plain_class(type(module)).__module__.startswith("peft.") and _kind(module) not in _OF_PEFT:
         raise AlignmentError(
-            f"{name}: PEFT modules of the kind {'.'.join(_kind(module))} are not supported, only LoRA of linear layers and "
-            "modules in modules_to_save; leave this module out of target_modules"
+            f"{name}: PEFT modules of the kind {'.'.join(_kind(module))} are not supported, only LoRA of linear layers "
+            "and modules in modules_to_save; leave this module out of target_modules"
         )
 
 

@@ -160,7 +160,10 @@ class Cluster:
         ip = ray.util.get_node_ip_address()
         if not is_loopback(ip):
             _shut_down()
-            raise ConfigError(f"fleet: the local Ray cluster listens on {ip}, not on loopback; install 'trueroll[ray]'")
+            raise ConfigError(
+                f"fleet: the local Ray cluster listens on {ip}, not on loopback; install the release of Ray that "
+                "'trueroll[ray]' names"
+            )
 
     @property
     def local(self) -> LocalAccess | None:
