@@ -23,7 +23,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import machines  # noqa: E402, I001
 import triton_interpreter  # noqa: E402
 from conversion import convert_smollm2  # noqa: E402
-from forked import workers_are_forked  # noqa: E402
+from forked import ranks_are_forked, workers_are_forked  # noqa: E402
 from tiny import FAMILIES, HYBRID, MIXTURES, WINDOWED, make_tiny_model  # noqa: E402
 from trueroll.engine.models.smollm2 import smollm2_folder  # noqa: E402
 from trueroll.kernels.cpu.library import Library, load_library  # noqa: E402
@@ -159,6 +159,13 @@ def forked_workers() -> Iterator[None]:
     in tests of the start itself.
     """
     with workers_are_forked():
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Fork the other ranks of a module's engines, as `forked_workers` forks workers."""
+    with ranks_are_forked():
         yield
 
 

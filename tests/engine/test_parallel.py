@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import numpy as np
 import psutil
 import pytest
@@ -41,6 +43,7 @@ from .drafting.mtp_models import make_mtp_model
 from .drive import generate, tokens
 from .running.test_ranks import FAMILIES
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 SIZES: dict[str, Any] = dict(
     num_blocks=24,
     block_size=8,
@@ -78,10 +81,12 @@ def asked() -> list[GenerateRequest | ScoreRequest]:
     ]
 
 
-def run(engine: Engine) -> list[tuple[Any, ...]]:
-    """Run the requests twice, and return the bits of their outputs. The second run hits the prefix cache."""
+def run(engine: Engine, times: int = 2) -> list[tuple[Any, ...]]:
+    """Run the requests, by default twice, and return the bits of their outputs. The second run hits the prefix
+    cache.
+    """
     found = []
-    for _ in range(2):
+    for _ in range(times):
         for request in asked():
             engine.add(request)
         while engine.has_unfinished:
@@ -145,11 +150,11 @@ def test_drafts_and_the_mtp_module_on_ranks(speculative: str, size: int, stages:
         sizes = dict(tensor_parallel_size=ranks[0], pipeline_parallel_size=ranks[1])
         engine = Engine(EngineConfig(model=model, speculative=speculative, **sizes, **SIZES), draft_always=True)
         try:
-            outputs = run(engine)
+            outputs = run(engine, times=1)
             engine.sleep(1, ["weights", "kv_cache"], "drain")
             assert engine.memory()["kv_cache"] == 0
             engine.wake_up(["weights", "kv_cache"])
-            found.append(outputs + run(engine))
+            found.append(outputs + run(engine, times=1))
             drafts.append(engine.stats().drafts)
         finally:
             engine.close()
@@ -227,7 +232,15 @@ def test_tensors_of_any_size_are_passed_on(length: int) -> None:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "trueroll.engine.parallel.follower" in child.cmdline()]
+    """Return the processes of the other ranks."""
+    started = [child for child in psutil.Process().children() if "trueroll.engine.parallel.follower" in child.cmdline()]
+    return started + [psutil.Process(rank.pid) for rank in forked.ranks if rank.poll() is None]
+
+
+@pytest.fixture
+def started_ranks(forked_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the other ranks as trueroll does, for tests of the start."""
+    monkeypatch.setattr(leader, "subprocess", subprocess)
 
 
 def test_a_killed_rank_is_named_and_no_process_is_left(model: str) -> None:
@@ -300,6 +313,7 @@ def start_hampered(model: str, hamper: Callable[[psutil.Process], object], **set
             assert children() == []
 
 
+@pytest.mark.usefixtures("started_ranks")
 def test_a_rank_that_hangs_while_the_engine_starts_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MOST_SECONDS_TO_START", 3.0)
     monkeypatch.setattr(leader, "SECONDS_TO_END", 0.5)
@@ -307,6 +321,7 @@ def test_a_rank_that_hangs_while_the_engine_starts_is_named(model: str, monkeypa
         start_hampered(model, lambda follower: follower.send_signal(signal.SIGSTOP))
 
 
+@pytest.mark.usefixtures("started_ranks")
 def test_a_rank_without_memory_is_named(model: str) -> None:
     """Each rank reserves about 4 GiB for its KV cache, and rank 1 may map half of that."""
     sizes = dict(num_blocks=2**15, block_size=1024, state_interval=1024)

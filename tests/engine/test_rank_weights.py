@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ from trueroll.engine.models.decoder import Owner
 from trueroll.engine.parallel import leader
 from trueroll.engine.parallel.exchange import RankError
 from trueroll.engine.parallel.weights import RankedArena
+from trueroll.engine.request import GenerateRequest
 
 from .checkpoints import another_version, read_tensors, stage, stage_changes, stage_rows
 from .running.test_ranks import FAMILIES
-from .test_parallel import asked, bits, children, engine_of, run
+from .test_parallel import asked, bits, children, engine_of
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
 Tensors = dict[str, Tensor]
 
 
@@ -36,7 +39,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def engines(versions: list[Path]) -> Iterator[list[Engine]]:
+def engines(versions: list[Path], forked_ranks: None) -> Iterator[list[Engine]]:
     """An engine with one rank, one with four, and one with two stages of two. The ranks of the third engine compute
     with copies of their weights, and exchange tensors through gloo, as ranks on GPUs do through NCCL.
     """
@@ -47,6 +50,18 @@ def engines(versions: list[Path]) -> Iterator[list[Engine]]:
             patch.setattr(leader, "device_of_copies", lambda device: device)
             stages = stack.enter_context(engine_of(path, 2, 2, exchange="group"))
         yield [one, four, stages]
+
+
+def run(engine: Engine) -> list[tuple[Any, ...]]:
+    """Return the bits of the outputs of all requests, with a few tokens for each sample."""
+    for request in asked():
+        if isinstance(request, GenerateRequest):
+            request = replace(request, params=request.params.model_copy(update=dict(max_tokens=8)))
+        engine.add(request)
+    found = []
+    while engine.has_unfinished:
+        found += [bits(output) for output in engine.step()]
+    return sorted(found)
 
 
 def commit(engine: Engine, staging: Any) -> None:

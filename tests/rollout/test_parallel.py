@@ -23,6 +23,7 @@ from trueroll.rollout import FleetClient, RolloutClient, SamplingParams, WeightP
 
 PROMPTS = [[1, 20, 30, 40] * 6, [1, 20, 30, 40] * 6 + [50], [7]]
 SIZES: dict[str, Any] = dict(num_blocks=64, num_threads=1)
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_a_worker_with_four_ranks_gives_the_bits_of_a_worker_with_one(model: str
 
 
 @pytest.fixture(scope="module")
-def pair(model: str) -> Iterator[list[WorkerProcess]]:
+def pair(model: str, forked_workers: None) -> Iterator[list[WorkerProcess]]:
     """A worker with one rank, and a worker with two stages of two."""
     ranks = dict(tensor_parallel_size=2, pipeline_parallel_size=2)
     with launch_worker(model, **SIZES) as one, launch_worker(model, **ranks, **SIZES) as four:
