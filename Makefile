@@ -15,8 +15,8 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 # Tests start hundreds of processes that import torch. This compiles each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-newest test-floors test-wheel fuzz siege \
-	chaos drafts images lint docs wheel clean
+.PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-verl-all test-clients test-newest \
+	test-floors test-wheel environments fuzz siege chaos drafts images lint docs wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -37,7 +37,13 @@ test-gpu: .venv/.dev
 	@TRITON_INTERPRET=0 PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(BIN)/pytest tests/gpu/test_engine.py \
 		tests/gpu/test_push.py
 
-test-integrations: test-verl .venv-integrations/.done
+# Includes the test of verl marked `exhaustive`.
+test-verl-all: .venv-verl/.done
+	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl -m ""
+
+test-integrations: test-verl test-clients
+
+test-clients: .venv-integrations/.done
 	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
 
 test-verl: .venv-verl/.done
@@ -73,6 +79,9 @@ drafts: .venv/.dev
 
 images: .venv/.dev
 	@TRUEROLL_IMAGE_TOKENS=300000 $(BIN)/pytest -q -s --timeout 0 tests/engine/test_image_campaign.py
+
+# The environments in front of .venv, except that of the newest versions.
+environments: .venv-verl/.done .venv-integrations/.done .venv-floors/.done .venv-wheel/.done
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .

@@ -10,7 +10,7 @@ import pytest
 from .reward import compute_score
 from .running import PROMPTS, ROUNDING, SAMPLES, Run, make_inputs, run_main
 
-STEPS = 3
+STEPS = 2
 STALE = 1e-2
 """Lower bound on how much the weights of another step change a probability."""
 
@@ -44,8 +44,9 @@ def partial(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tmp_path_factory.mktemp("async"), *changes)
 
 
+@pytest.mark.exhaustive  # the run of PPO also takes turns, and `partial` is a run of GRPO
 def test_each_step_trains_on_samples_of_the_last_pushed_weights(in_turn: Run) -> None:
-    assert [step["training/global_step"] for step in in_turn.metrics] == [1, 2, 3]
+    assert [step["training/global_step"] for step in in_turn.metrics] == [1, 2]
     for step in in_turn.metrics:
         assert step["training/rollout_probs_diff_valid"] == 1
         assert step["training/rollout_probs_diff_max"] < ROUNDING
@@ -54,8 +55,8 @@ def test_each_step_trains_on_samples_of_the_last_pushed_weights(in_turn: Run) ->
         assert step["actor/grad_norm"] > 0.0, "premise: the weights changed"
 
 
-def test_rewards_belong_to_their_samples_and_differ(in_turn: Run) -> None:
-    for step, samples in zip(in_turn.metrics, in_turn.samples, strict=True):
+def test_rewards_belong_to_their_samples_and_differ(partial: Run) -> None:
+    for step, samples in zip(partial.metrics, partial.samples, strict=True):
         assert len(samples) == PROMPTS * SAMPLES
         scores = [sample["score"] for sample in samples]
         assert scores == pytest.approx([compute_score("", sample["output"], "") for sample in samples])
@@ -71,4 +72,4 @@ def test_an_aborted_sample_continues_with_new_weights(partial: Run) -> None:
             assert step["training/rollout_probs_diff_max"] < ROUNDING
         else:
             assert step["training/rollout_probs_diff_max"] > STALE
-    assert {step["training/off_policy/trajectory_staleness_worst/max"] for step in partial.metrics[:2]} == {0, 1}
+    assert {step["training/off_policy/trajectory_staleness_worst/max"] for step in partial.metrics} == {0, 1}

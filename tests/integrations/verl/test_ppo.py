@@ -19,6 +19,8 @@ data.train_batch_size={PROMPTS * SAMPLES}
 actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS * SAMPLES}
 critic.optim.lr=1e-2
 critic.ppo_micro_batch_size_per_gpu=16
+actor_rollout_ref.rollout.full_determinism=True
++actor_rollout_ref.rollout.engine_kwargs.trueroll.num_workers=2
 """
 CRITIC_ON_A_CPU = """
 critic.strategy=fsdp2
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run with a fleet of two workers."""
     folder = tmp_path_factory.mktemp("ppo")
     make_inputs(folder)
     changes = (PPO + CRITIC_ON_A_CPU).split()
