@@ -54,6 +54,12 @@ def started(fake: FakeEngine, chat_model: Path) -> Iterator[Callable[..., tuple[
         each.__exit__(None, None, None)
 
 
+@pytest.fixture(scope="module")
+def plain(chat_model: Path) -> Iterator[Front]:
+    with serving(FakeEngine()) as running, front_end(running.address, tokenizer=str(chat_model)) as front:
+        yield front
+
+
 BAD, KWARGS = "invalid_request", "chat_template_kwargs"
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -104,7 +110,6 @@ HELLO = [{"role": "user", "content": "hi"}]
         ("/v1/completions", {"prompt": "x", "max_tokens": 500}, 400, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x" * 600}, 400, "prompt", "context_length_exceeded"),
         ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model", "model_not_found"),
-        ("/v1/completions", {"prompt": [FAIL_IN_ADD]}, 503, None, "worker_failed"),
         ("/inference/v1/generate", {"token_ids": [1]}, 400, "sampling_params", "invalid_request"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"a": 1}}, 400, "a", "unknown_parameter"),
         ("/inference/v1/generate", {"sampling_params": {}}, 400, "token_ids", "invalid_request"),
@@ -130,23 +135,18 @@ HELLO = [{"role": "user", "content": "hi"}]
     ],
 )
 def test_the_error_names_the_wrong_field(
-    started: Callable[..., tuple[Front, WorkerOnThread]],
-    path: str,
-    body: Any,
-    status: int,
-    param: str | None,
-    code: str,
+    plain: Front, path: str, body: Any, status: int, param: str | None, code: str
 ) -> None:
-    front, _ = started()
-    response = front.post(path, body)
+    response = plain.post(path, body)
     error = error_of(response)
     assert (response.status_code, error["param"], error["code"]) == (status, param, code), error
 
 
-@pytest.fixture(scope="module")
-def plain(chat_model: Path) -> Iterator[Front]:
-    with serving(FakeEngine()) as running, front_end(running.address, tokenizer=str(chat_model)) as front:
-        yield front
+def test_a_worker_that_fails_is_named(started: Callable[..., tuple[Front, WorkerOnThread]]) -> None:
+    front, _ = started()
+    response = front.post("/v1/completions", {"prompt": [FAIL_IN_ADD]})
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (503, None, "worker_failed"), error
 
 
 @pytest.mark.parametrize(
