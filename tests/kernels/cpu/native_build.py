@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from trueroll.engine.models.smollm2 import make_folder_once
 from trueroll.kernels.cpu.library import Library
@@ -17,28 +16,29 @@ from trueroll.kernels.cpu.library import Library
 ROOT = Path(__file__).parents[3]
 
 
-def build(
-    output: Path,
-    flags: Sequence[str],
-    more_sources: Sequence[Path] = (),
-    own_flags: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> None:
-    """Compile and link all sources. The flags are those of pyproject.toml, then `flags`, then `own_flags` of the
-    source's name.
+def build(output: Path, flags: Sequence[str], more_sources: Sequence[Path] = (), plain: Collection[str] = ()) -> None:
+    """Compile and link all sources. The flags are those of pyproject.toml, then `flags`. `plain`: names of sources to
+    compile without `flags` and without optimization, once for all builds of a test run.
 
     With emulated tiles, the instruction set `amx_bf16` runs on any machine. Object files are stored next to `output`.
     """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"][0]
-    flags = [*settings["extra-compile-args"], *flags, "-fPIC", "-DEMULATE_TILES"]
+    always = [*settings["extra-compile-args"], "-fPIC", "-DEMULATE_TILES"]
+    shared = Path(os.environ["TRUEROLL_TEST_RUN"]) / "plain"
+    shared.mkdir(exist_ok=True)
 
     def compiled(source: Path) -> str:
-        target = str(output.with_name(f"{source.stem}.o"))
-        _run(["g++", *flags, *own_flags.get(source.stem, ()), "-c", str(source), "-o", target])
-        return target
+        is_plain = source.stem in plain
+        target, own = (shared if is_plain else output.parent) / f"{source.stem}.o", ["-O0"] if is_plain else flags
+        if not (is_plain and target.exists()):
+            made = target.with_suffix(f".{os.getpid()}")  # another process may make the same file
+            _run(["g++", *always, *own, "-c", str(source), "-o", str(made)])
+            made.replace(target)
+        return str(target)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compiled, [*sorted((ROOT / "kernels/cpu/native").rglob("*.cpp")), *more_sources]))
-    _run(["g++", *flags, *settings["extra-link-args"], *objects, "-o", str(output)])
+    _run(["g++", *always, *flags, *settings["extra-link-args"], *objects, "-o", str(output)])
 
 
 def _run(command: list[str]) -> None:
@@ -52,9 +52,8 @@ def emulated_library() -> Library:
     processes of a test run. Only the instruction set that the installed library may lack is compiled with optimization.
     """
     folder = Path(os.environ["TRUEROLL_TEST_RUN"]) / "emulated"
-    make_folder_once(
-        folder, lambda folder: build(folder / "emulated.so", ["-O0", "-shared"], (), {"amx_bf16": ["-O2"]})
-    )
+    plain = {source.stem for source in (ROOT / "kernels/cpu/native").rglob("*.cpp")} - {"amx_bf16"}
+    make_folder_once(folder, lambda folder: build(folder / "emulated.so", ["-O2", "-shared"], plain=plain))
     library = Library(folder / "emulated.so")
     assert library.instruction_sets()[0] == "amx_bf16"
     return library
