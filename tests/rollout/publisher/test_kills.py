@@ -56,7 +56,7 @@ LONGER = 10.0
 PROMPTS = [[1, 20, 30, 40] * 6, [7]]
 PARAMS = SamplingParams(n=2, max_tokens=16, top_p=0.9)
 LONG_PROMPT = [1, 20, 30]
-LONG: dict[str, Any] = dict(n=12, max_tokens=800, seed=9, ignore_eos=True)
+LONG: dict[str, Any] = dict(n=12, max_tokens=500, seed=9, ignore_eos=True)
 HERE = Path(__file__).parent
 SHM = Path("/dev/shm")
 
