@@ -849,10 +849,11 @@ class Backend(Protocol):
         ...
 
     def filter_logits(self, logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-        """Return the float32 logits [M, V], with -inf for each token that the row's filters drop.
+        """Set the logits of tokens that the row's filters drop to -inf, in place, and return `logits` (float32 [M, V],
+        contiguous).
 
         `top_k` (int64 [M]) is -1 for rows without this filter. `top_p` and `min_p` are float32 [M]. The filters apply
-        in the order top_k, top_p, min_p. No filter drops the token with the highest logit. A row with NaN is returned
+        in the order top_k, top_p, min_p. No filter drops the token with the highest logit. A row with NaN stays
         unchanged.
         """
         ...

@@ -772,7 +772,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     keep = in_top_k & in_top_p & (probs >= min_p[:, None] * probs[:, :1])
     keep[:, 0] = True
     dropped = torch.ones_like(keep).scatter_(1, ids, ~keep)
-    return logits.masked_fill(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
+    return logits.masked_fill_(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

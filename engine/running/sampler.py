@@ -207,7 +207,8 @@ class Sampler:
         raw = self.ops.lm_head(hidden[wanted.rows], self.head, self.spec)
         is_one = bool((draws.records["basis"] == BASES.index("processed")).all())  # `raw` is not needed again
         edited = edit_(self.ops, raw if is_one else raw.clone(), draws.edits)
-        scaled = _scaled(edited, wanted, draws)
+        scaled = _scaled(edited, wanted, draws, out=edited)
+        unfiltered = scaled.clone() if draws.records["has_mask"].any() else scaled
         processed = self._filter(scaled, draws.records)
         token_ids = self._choose(processed, draws.records, wanted)
         basis = processed if is_one else _basis(raw, processed, wanted, draws)
@@ -218,13 +219,13 @@ class Sampler:
         for places in _of_equal_length(draws.targets):
             ids = np.stack([draws.targets[i] for i in places])
             targets.append((places, self._target_log_probs(basis[_tensor(places, basis)], ids)))
-        kept = self._kept(scaled, processed, token_ids, logprobs if is_one else None, draws)
+        kept = self._kept(unfiltered, processed, token_ids, logprobs if is_one else None, draws)
         return (token_ids, logprobs, finite), found, targets, kept
 
     def _kept(
-        self, scaled: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None, draws: Draws
+        self, unfiltered: Tensor, processed: Tensor, token_ids: Tensor, logprobs: Tensor | None, draws: Draws
     ) -> list[_Kept]:
-        """Return which tokens could be drawn, for the draws that record them. `scaled`: the logits before filters.
+        """Return which tokens could be drawn, for the draws that record them. `unfiltered`: the logits before filters.
         `logprobs`: the log-probs of the drawn tokens, float32 [M], or None if they have another basis.
         """
         places = np.flatnonzero(draws.records["has_mask"])
@@ -233,9 +234,9 @@ class Sampler:
         if logprobs is None:
             logprobs = self.ops.log_probs(processed, token_ids)
         if len(places) < len(draws):
-            rows = _tensor(places, scaled)
-            scaled, processed, token_ids, logprobs = (x[rows] for x in (scaled, processed, token_ids, logprobs))
-        log_mass = self.ops.log_probs(scaled, token_ids) - logprobs
+            rows, tensors = _tensor(places, processed), (unfiltered, processed, token_ids, logprobs)
+            unfiltered, processed, token_ids, logprobs = (x[rows] for x in tensors)
+        log_mass = self.ops.log_probs(unfiltered, token_ids) - logprobs
         return [(places.tolist(), packed_bits(~processed.isneginf()), log_mass)]
 
     def _choose(self, processed: Tensor, records: np.ndarray, wanted: Wanted) -> Tensor:
@@ -250,7 +251,7 @@ class Sampler:
         return token_ids
 
     def _filter(self, scaled: Tensor, records: np.ndarray) -> Tensor:
-        """Apply the filters of each row. `records`: `DRAW`, one per row."""
+        """Apply the filters of each row in place, and return the logits. `records`: `DRAW`, one per row."""
         chosen = np.flatnonzero(records["has_filters"])
         if not len(chosen):
             return scaled
@@ -262,9 +263,9 @@ class Sampler:
         )
         if len(chosen) == len(records):
             return self.ops.filter_logits(scaled, *columns)
-        rows, filtered = _tensor(chosen, scaled), scaled.clone()
-        filtered[rows] = self.ops.filter_logits(scaled[rows], *columns)
-        return filtered
+        rows = _tensor(chosen, scaled)
+        scaled[rows] = self.ops.filter_logits(scaled[rows], *columns)
+        return scaled
 
 
 def packed_bits(mask: Tensor) -> Tensor:
@@ -291,9 +292,10 @@ def kept_ids(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return counts, (groups[found] * 8 + offsets).astype(np.int32)
 
 
-def _scaled(logits: Tensor, wanted: Wanted, draws: Draws) -> Tensor:
-    """Return logits [M, V] divided by the temperatures."""
-    return logits if (draws.records["temperature"] == 1.0).all() else logits / wanted.temperatures[:, None]
+def _scaled(logits: Tensor, wanted: Wanted, draws: Draws, out: Tensor | None = None) -> Tensor:
+    """Return logits [M, V] divided by the temperatures. `out`: where to write them; None for new memory."""
+    is_one = (draws.records["temperature"] == 1.0).all()
+    return logits if is_one else torch.div(logits, wanted.temperatures[:, None], out=out)
 
 
 def _basis(raw: Tensor, processed: Tensor, wanted: Wanted, draws: Draws) -> Tensor:

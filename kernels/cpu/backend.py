@@ -779,11 +779,10 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    logits = logits.contiguous()
-    out, filters = torch.empty_like(logits), [column.contiguous() for column in (top_k, top_p, min_p)]
-    pointers = (column.data_ptr() for column in (*filters, out))
-    _library.filter(get_num_threads(), logits.data_ptr(), *logits.shape, *pointers)
-    return out
+    filters = [column.contiguous() for column in (top_k, top_p, min_p)]
+    pointers = (column.data_ptr() for column in (logits, *filters))
+    _library.filter(get_num_threads(), next(pointers), *logits.shape, *pointers)
+    return logits
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:

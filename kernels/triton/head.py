@@ -151,14 +151,14 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """torch's sort and scatter only move data; all sums and all rounding happen in `_count_kept_kernel`."""
     rows, vocab_size = logits.shape
-    ordered, ids = torch.sort(logits.contiguous(), dim=-1, descending=True, stable=True)
+    ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     kept = torch.empty_like(top_k)
     filters = (aligned(x) for x in (top_k, top_p, min_p))
     launch(_count_kept_kernel, (rows,), ordered, *filters, kept, warps=4, V=vocab_size, TILE=SECTION)
     ranks = torch.arange(vocab_size, device=logits.device)
     dropped = torch.empty_like(logits, dtype=torch.bool).scatter_(1, ids, ranks >= kept[:, None])
     # torch's sort orders a NaN by its sign, so rows with NaN stay unchanged.
-    return logits.masked_fill(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
+    return logits.masked_fill_(dropped & ~logits.isnan().any(-1, keepdim=True), -torch.inf)
 
 
 @exact_jit

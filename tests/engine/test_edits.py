@@ -169,7 +169,7 @@ def test_gradients_agree_with_plain_torch(alone: dict[tuple[str, int], SampleOut
     ops = select_backend("reference", logits.device, torch.float32).ops
     scaled = edit(ops, logits, dict(enumerate(rows))) / params.temperature
     kept = reference.filter_logits(
-        scaled.detach(), *(torch.full((len(scaled),), each) for each in (-1, params.top_p, 0.0))
+        scaled.detach().clone(), *(torch.full((len(scaled),), each) for each in (-1, params.top_p, 0.0))
     )
     log_probs = scaled.masked_fill(kept == -torch.inf, -torch.inf).log_softmax(-1)
     log_probs.gather(1, ids[0, len(PROMPT) :, None])[is_kept[0, len(PROMPT) :]].sum().backward()

@@ -63,6 +63,11 @@ def some_masks(rows: int, vocab_size: int) -> Tensor:
     return masks.masked_fill(kind == 1, -1).masked_fill(kind == 2, 0)
 
 
+def filtered(ops: Backend, logits: Tensor, *filters: Tensor) -> Tensor:
+    """Return `filter_logits` of a copy of the logits."""
+    return ops.filter_logits(logits.clone(memory_format=torch.contiguous_format), *filters)
+
+
 def strided(x: Tensor) -> Tensor:
     """Return a non-contiguous tensor with the same values."""
     strided = torch.stack((x, torch.zeros_like(x)), dim=-1)[..., 0]

@@ -18,7 +18,7 @@ from trueroll.kernels.specs import Activation, ExpertsSpec, LayerNormSpec, NormS
 
 from .accuracy import EPSILON, FLOAT32, check, check_mean, check_products
 from .backends import Served, for_served
-from .inputs import NORM, ZERO_CENTERED, Paged, make_experts, randn, same_bits, some_masks, stored
+from .inputs import NORM, ZERO_CENTERED, Paged, filtered, make_experts, randn, same_bits, some_masks, stored
 
 # The shapes of weights.
 PRODUCTS = [(700, 576), (300, 1536), (513, 130)]
@@ -528,7 +528,7 @@ def rows_to_filter() -> Tensor:
 def test_filters_against_plain_python(ops: Backend, top_k: int, top_p: float, min_p: float) -> None:
     logits = rows_to_filter()
     filters = torch.full((9,), top_k), torch.full((9,), top_p), torch.full((9,), min_p)
-    found = ops.filter_logits(logits, *filters)
+    found = filtered(ops, logits, *filters)
     for i, (row, kept) in enumerate(zip(logits.tolist(), stays(found), strict=True)):
         assert set(kept.nonzero().flatten().tolist()) == filter_in_python(row, top_k, top_p, min_p), f"row {i}"
     assert same_bits(found[stays(found)], logits[stays(found)])
@@ -539,23 +539,52 @@ def test_filters_of_a_large_vocabulary(ops: Backend) -> None:
     logits = (randn(24, 1001, seed=3) * 8).round() / 4
     rows = torch.arange(24)
     filters = torch.tensor([-1, 1, 40, 900])[rows % 4], torch.tensor([0.95, 0.5, 1e-9])[rows % 3], rows % 2 * 0.05
-    kept = stays(reference.filter_logits(logits, *filters))
+    kept = stays(filtered(reference, logits, *filters))
     assert len(kept.sum(1).unique()) > 6
-    assert torch.equal(stays(ops.filter_logits(logits, *filters)), kept)
+    assert torch.equal(stays(filtered(ops, logits, *filters)), kept)
+
+
+def spread_rows() -> Tensor:
+    """Return flat rows, steep rows, and rows with equal, huge and far apart logits."""
+    rows = randn(8, 9000, seed=5)
+    rows[1:3] = rows[1:3] * torch.tensor([[0.01], [20.0]])
+    rows[3] = torch.where(rows[3] > 0, 0.0, -0.0)
+    rows[4] *= 1e36
+    rows[5, 1:] -= 500.0
+    rows[6, ::2] = -torch.inf
+    rows[7] = (rows[7] * 300).round()
+    return rows
+
+
+@pytest.mark.parametrize("top_k,top_p,min_p", [(-1, 0.9, 0.0), (-1, 0.999, 0.0), (700, 0.7, 0.0), (-1, 1.0, 0.02)])
+def test_filters_keep_the_first_logits_in_order(quick_ops: Backend, top_k: int, top_p: float, min_p: float) -> None:
+    logits = spread_rows()
+    filters = torch.full((8,), top_k), torch.full((8,), top_p), torch.full((8,), min_p)
+    kept = stays(filtered(quick_ops, logits, *filters)).sum(1)
+    ordered, ids = logits.double().sort(dim=-1, descending=True, stable=True)
+    expected = logits.clone()
+    for row, count in enumerate(kept.tolist()):
+        expected[row, ids[row, count:]] = -torch.inf
+    assert same_bits(filtered(quick_ops, logits, *filters), expected)
+    counts = [
+        [len(filter_in_python(row, top_k, top_p * f, min_p / f)) for row in ordered.tolist()] for f in (0.9999, 1.0001)
+    ]
+    least, most = torch.tensor(counts)
+    assert ((least <= kept) & (kept <= most)).all() and kept.max() > 256 and kept.min() == 1
 
 
 @pytest.mark.parametrize("vocab_size", [17, 49153])
 def test_filters_that_are_off_drop_nothing(ops: Backend, vocab_size: int) -> None:
     logits = torch.cat((torch.zeros(2, vocab_size), randn(6, vocab_size)))
     off = torch.full((8,), -1), torch.ones(8), torch.zeros(8)
-    assert same_bits(ops.filter_logits(logits, *off), logits)
+    assert same_bits(filtered(ops, logits, *off), logits)
 
 
 def test_no_filter_drops_the_best_token(ops: Backend) -> None:
     logits = rows_to_filter()
     for top_k, top_p, min_p in ((0, 1.0, 0.0), (-1, 0.0, 0.0), (-1, 1.0, 2.0)):
         filters = torch.full((9,), top_k), torch.full((9,), top_p), torch.full((9,), min_p)
-        kept = stays(ops.filter_logits(logits, *filters))
+        kept = stays(filtered(ops, logits, *filters))
         assert kept.gather(1, logits.argmax(-1, keepdim=True)).all(), (top_k, top_p, min_p)
 
 
@@ -569,4 +598,4 @@ def test_filters_never_turn_a_row_with_nan_into_a_good_one(ops: Backend, broken:
         torch.tensor([1.0, 1.0, 0.7, 1.0, 0.5]),
         torch.tensor([0, 0, 0, 0.2, 0.1]),
     )
-    assert same_bits(ops.filter_logits(logits, *filters), logits)
+    assert same_bits(filtered(ops, logits, *filters), logits)

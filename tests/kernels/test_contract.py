@@ -39,6 +39,7 @@ from .inputs import (
     Paged,
     decoder_spec,
     empty_caches,
+    filtered,
     hidden_size,
     layer_spec,
     make_experts,
@@ -277,7 +278,7 @@ def filter_logits(vocab_size: int, rows: int, served: Served) -> RowOp:
         torch.tensor([1.0, 0.9, 0.3, 1e-9] * rows)[:rows],
         torch.tensor([0.0, 0.05] * rows)[:rows],
     )
-    return RowOp(served.ops.filter_logits, inputs)
+    return RowOp(partial(filtered, served.ops), inputs)
 
 
 def sample(vocab_size: int, rows: int, served: Served) -> RowOp:

@@ -844,13 +844,10 @@ void trueroll_mask_logits(
 }
 
 void trueroll_filter(
-    long threads, const float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p,
-    float* out
+    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
 ) {
     const Call call(threads);
-    parallel(count, [&](long row) {
-        filter_row(logits + row * n, n, {top_k[row], top_p[row], min_p[row]}, out + row * n);
-    });
+    parallel(count, [&](long row) { filter_row(logits + row * n, n, {top_k[row], top_p[row], min_p[row]}); });
 }
 
 }  // extern "C"

@@ -323,10 +323,9 @@ void trueroll_mask_logits(
     long threads, float* logits, long n, const int64_t* rows, long count, const uint32_t* masks
 );
 
-// Filters float32 logits [count, n].
+// Filters float32 logits [count, n] in place.
 void trueroll_filter(
-    long threads, const float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p,
-    float* out
+    long threads, float* logits, long count, long n, const int64_t* top_k, const float* top_p, const float* min_p
 );
 )
 }

@@ -128,32 +128,29 @@ long count_kept(Descending& ordered, long n, const Filters& filters, float peak,
     return count;
 }
 
-// Copies the logits above `last`, and the first `ties` logits that equal it. The others become -inf.
-void keep(const float* logits, long n, float last, long ties, float* out) {
+// Sets all logits to -inf, except those above `last`, and the first `ties` logits that equal it.
+void keep(float* logits, long n, float last, long ties) {
     int equal = 0;
     for (long i = 0; i < n; ++i) {
         equal += logits[i] == last;
-        out[i] = logits[i] >= last ? logits[i] : -INFINITY;
+        logits[i] = logits[i] >= last ? logits[i] : -INFINITY;
     }
     for (long i = n - 1; equal > ties; --i)
-        if (out[i] == last) out[i] = -INFINITY, --equal;
+        if (logits[i] == last) logits[i] = -INFINITY, --equal;
 }
 
-// Copies a row, with -inf for the logits that the row's filters drop. A row with NaN is copied unchanged.
-void filter_row(const float* logits, long n, const Filters& filters, float* out) {
+// Sets the logits that a row's filters drop to -inf. A row with NaN stays unchanged.
+void filter_row(float* logits, long n, const Filters& filters) {
     float peak, total = 0.0f;
     if (filters.top_k < 0)
         chosen->log_sum_exp(logits, n, &peak, &total);
     else
         peak = highest(logits, n);
-    if (!std::isfinite(peak) || std::isnan(total)) {
-        memcpy(out, logits, static_cast<size_t>(n) * sizeof(float));
-        return;
-    }
+    if (!std::isfinite(peak) || std::isnan(total)) return;
     Descending ordered(logits, n, peak, filters.depth(), scratch<float>(SORTED, n + 1));
     const long count = count_kept(ordered, n, filters, peak, total);
     const float last = ordered.at(count - 1);
     long ties = 1;
     while (ties < count && ordered.at(count - 1 - ties) == last) ++ties;
-    keep(logits, n, last, ties, out);
+    keep(logits, n, last, ties);
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,15 @@ from trueroll.kernels import reference
 from trueroll.kernels.contract import GREEDY, LOGITS_ROWS, SAMPLE, Wanted
 from trueroll.kernels.specs import PLAIN_HEAD, HeadSpec
 from trueroll.kernels.triton import head
-from trueroll.kernels.triton.head import SECTION, filter_logits, log_probs, next_tokens, sample
+from trueroll.kernels.triton.head import SECTION, log_probs, next_tokens, sample
 from trueroll.kernels.triton.launch import exact_jit, launch, recording
 
-from ..inputs import randn, same_bits
+from ..inputs import filtered, randn, same_bits
 
 VOCAB_SIZES = [1, 17, 1001, 4096, 9000]
 HIDDEN = 48
 ROWS = 5
+OPS: Any = head
 
 
 def some_seeds(rows: int) -> Tensor:
@@ -155,7 +157,7 @@ def row_op(name: str, vocab_size: int) -> RowOp:
         return lambda *x: [sample(*x)], (logits, some_seeds(ROWS), some_positions(ROWS))
     if name == "filter_logits":
         filters = torch.tensor([-1, 3, 2, 700, 1]), torch.tensor([0.9, 1, 0.5, 1, 0.2]), torch.tensor([0, 0.3, 0, 0, 0])
-        return lambda *x: [filter_logits(*x)], (logits, *filters)
+        return lambda *x: [filtered(OPS, *x)], (logits, *filters)
     hidden, weight = head_of(vocab_size, torch.bfloat16)
     hidden[2] = torch.nan
     asked = wanted([SAMPLE, GREEDY, vocab_size - 1, SAMPLE, vocab_size // 2])
@@ -320,9 +322,9 @@ def test_filters_against_float64(vocab_size: int) -> None:
     )
     clear = (loose == strict).all(-1)
     assert clear.double().mean() > 0.9
-    found = filter_logits(logits, top_k, top_p, min_p)
+    found = filtered(OPS, logits, top_k, top_p, min_p)
     assert same_bits(found[clear], logits.masked_fill(~strict, -torch.inf)[clear])
-    assert same_bits(found[clear], reference.filter_logits(logits, top_k, top_p, min_p)[clear])
+    assert same_bits(found[clear], filtered(reference, logits, top_k, top_p, min_p)[clear])
 
 
 def test_edges_of_the_filters() -> None:
@@ -333,7 +335,7 @@ def test_edges_of_the_filters() -> None:
     logits = torch.zeros(6, 4096)
     logits[1::2, 1024:] = -torch.inf
     top_p = torch.tensor([0.5, 0.5, 0.75, 0.75, 1.0, 1.0])
-    found = filter_logits(logits, torch.full((6,), -1), top_p, torch.tensor([0, 0, 0, 0, 1.0, 1.0]))
+    found = filtered(OPS, logits, torch.full((6,), -1), top_p, torch.tensor([0, 0, 0, 0, 1.0, 1.0]))
     assert (found == 0).sum(-1).tolist() == [2048, 512, 3072, 768, 4096, 1024]
     assert (found == 0)[:, :512].all(), "ties go to the lower ids"
 
@@ -342,7 +344,7 @@ def test_edges_of_the_filters() -> None:
 def test_the_best_token_stays(top_k: int, top_p: float, min_p: float) -> None:
     logits = rows_to_filter(10, 1001)[0]
     filters = torch.full((10,), top_k), torch.full((10,), top_p), torch.full((10,), min_p)
-    kept = filter_logits(logits, *filters) != -torch.inf
+    kept = filtered(OPS, logits, *filters) != -torch.inf
     assert torch.equal(kept, torch.zeros_like(kept).scatter_(1, logits.argmax(-1, keepdim=True), True))
 
 
@@ -350,13 +352,13 @@ def test_the_best_token_stays(top_k: int, top_p: float, min_p: float) -> None:
 def test_filters_leave_a_row_with_nan_as_it_is(place: int) -> None:
     logits, *filters = rows_to_filter(12, 1001)
     logits[::2, place] = torch.nan
-    found = filter_logits(logits, *filters)
+    found = filtered(OPS, logits, *filters)
     assert same_bits(found[::2], logits[::2]) and not same_bits(found[1::2], logits[1::2])
 
 
 def test_filters_that_are_off_drop_nothing() -> None:
     logits = torch.cat((torch.zeros(1, 9000), randn(2, 9000)))
-    assert same_bits(filter_logits(logits, torch.full((3,), -1), torch.ones(3), torch.zeros(3)), logits)
+    assert same_bits(filtered(OPS, logits, torch.full((3,), -1), torch.ones(3), torch.zeros(3)), logits)
 
 
 def launches(rows: int) -> set[object]:
@@ -370,7 +372,7 @@ def launches(rows: int) -> set[object]:
     with recording() as found:
         log_probs(logits, ids)
         sample(logits, ids, ids)
-        filter_logits(logits, ids, numbers, numbers)
+        filtered(OPS, logits, ids, numbers, numbers)
         next_tokens(hidden, weight, Wanted(ids, ids, numbers, numbers.bool(), ids, ids))
     assert len(found) == 8
     return set(found)

@@ -199,10 +199,9 @@ struct Run {
         std::vector<uint32_t> masks(static_cast<size_t>(rows * ((vocab + 31) / 32)));
         for (size_t i = 0; i < masks.size(); ++i) masks[i] = i % 3 ? 0xFFFF0F71u : 0xFFFFFFFFu;
         trueroll_mask_logits(threads, logits.data(), vocab, order.data(), rows, masks.data());
-        std::vector<float> filtered(logits.size());
-        trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data(), filtered.data());
-        digest->add(logprobs), digest->add(tokens), digest->add(filtered);
-        for (const long best : {0l, 1l, std::min(7l, vocab), std::min(40l, vocab)}) statistics(filtered, tokens, vocab, best);
+        trueroll_filter(threads, logits.data(), rows, vocab, top_k.data(), top_p.data(), min_p.data());
+        digest->add(logprobs), digest->add(tokens), digest->add(logits);
+        for (const long best : {0l, 1l, std::min(7l, vocab), std::min(40l, vocab)}) statistics(logits, tokens, vocab, best);
     }
 
     // For logits in which filters dropped some tokens.
