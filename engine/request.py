@@ -452,6 +452,14 @@ class SamplingParams(Distribution):
             )
         return self.temperature
 
+    def most_kept(self, vocab_size: int) -> int:
+        """Return the maximum number of ids that `return_sampling_mask` records for a token."""
+        allowed = self.allowed_token_ids
+        if not (self.has_filters or self.min_tokens or self.bad_words_token_ids or allowed):
+            return 0  # the whole vocabulary, for which no ids are recorded
+        top_k = self.top_k if self.has_filters and self.top_k > 0 else vocab_size
+        return min(top_k, vocab_size if allowed is None else len(allowed), vocab_size)
+
     def with_max_tokens(self, prompt_len: int, max_model_len: int) -> SamplingParams:
         """Return the parameters with `max_tokens` set, for a prompt of `prompt_len` tokens.
 

@@ -8,10 +8,14 @@ answer. At any time, only a part of a long answer is in memory as JSON.
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from typing import Any
+
+import numpy as np
 
 from ...engine.request import SamplingParams
 from .errors import HttpError
@@ -44,6 +48,10 @@ class TokenBytes:
     """The text of a token: 32 ASCII letters, or 5 escaped non-ASCII characters."""
     NUMBER = 24
     """A log-prob with its separator."""
+
+    def and_of(self, other: TokenBytes) -> TokenBytes:
+        """Return the sum of both sizes."""
+        return TokenBytes(self.new + other.new, self.prompt + other.prompt)
 
     def of_choice(self, prompt_len: int, num_new: int) -> int:
         """Return the estimated size of a choice in bytes."""
@@ -78,6 +86,31 @@ class Rows:
 
     def __init__(self, elements: Iterable[Any], width: int | None = 1) -> None:
         self.elements, self.width = iter(elements), width
+
+
+class Binary:
+    """An array that is written as a string: a file in NumPy's format .npy, in base64. Only a part of the string is in
+    memory at a time.
+    """
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = np.ascontiguousarray(array)
+
+    @staticmethod
+    def num_chars(num_bytes: int) -> int:
+        """Return the length of the string for an array of `num_bytes` bytes, apart from the head of the file."""
+        return -(-4 * num_bytes // 3)
+
+    def parts(self) -> Iterator[str]:
+        """Yield the string in parts of at most `TURN_CHARS` * 4 characters."""
+        head = BytesIO()
+        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(self._array))
+        begun, content = head.getvalue(), memoryview(self._array.reshape(-1)).cast("B")
+        size = 3 * TURN_CHARS
+        first = max(0, size - len(begun))
+        yield b64encode(begun + content[:first]).decode()
+        for start in range(first, len(content), size):
+            yield b64encode(content[start : start + size]).decode()
 
 
 def rows(elements: Iterable[Any], count: int, width: int = 1) -> Rows | list[Any]:
@@ -129,6 +162,10 @@ def _steps(value: Any) -> Iterator[str]:
         for i, step in enumerate(_lists(value)):
             yield "," * bool(i) + _dumps(step)[1:-1]
         yield "]"
+    elif isinstance(value, Binary):
+        yield '"'
+        yield from value.parts()
+        yield '"'
     elif isinstance(value, str) and len(value) > TURN_CHARS:
         yield '"'
         for start in range(0, len(value), TURN_CHARS):
@@ -145,7 +182,9 @@ def _lists(value: Rows | list[Any]) -> Iterator[list[Any]]:
         yield step
 
 
-def _all_of(value: Any) -> list[Any]:
+def _all_of(value: Any) -> list[Any] | str:
+    if isinstance(value, Binary):
+        return "".join(value.parts())
     if not isinstance(value, Rows):
         raise TypeError(f"{type(value).__name__} cannot be written as JSON")
     return list(value.elements)

@@ -14,6 +14,7 @@ from .images import Prompt
 from .logprobs import TokenName, chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
+from .records import check_records, prompt_records, record_bytes, told_records
 from .samples import MESSAGE_CHARS
 from .tools import BEGIN, ToolText
 
@@ -31,7 +32,9 @@ class ChatFields(TextFields, ConversationFields):
 
 @dataclass
 class ChatForm:
-    """Writes chat completions. `finds_tools`: whether to parse tool calls in the text."""
+    """Writes chat completions. `finds_tools`: whether to parse tool calls in the text. `told_prompt`: the records of
+    the prompt.
+    """
 
     id: str
     created: int
@@ -41,11 +44,13 @@ class ChatForm:
     name: TokenName
     eos_token_ids: frozenset[int]
     finds_tools: bool
+    told_prompt: dict[str, Any]
     _texts: dict[int, ToolText] = field(default_factory=dict)
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         told = self._envelope("chat.completion", Rows(map(self._whole_choice, pieces), None))
         told["usage"] = usage.told()
+        told |= self.told_prompt
         return told | (self._told_prompt() if self.fields.return_token_ids else {})
 
     def event(self, piece: Piece) -> dict[str, Any]:
@@ -87,6 +92,7 @@ class ChatForm:
         } | ending(piece, self.eos_token_ids)
         if calls and choice["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
+        choice |= told_records(piece, self.fields)
         return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
 
     def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
@@ -112,8 +118,11 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
     prompt = await prompt_of(own, served, served.max_model_len)
     served.check_lengths([prompt.token_ids], params.max_tokens, "messages")
+    check_records(own, [prompt.token_ids], own.stream, params)
     if not own.stream:
-        served.check_answer([prompt.token_ids], params, _token_bytes(own))
+        served.check_answer([prompt.token_ids], params, _token_bytes(own).and_of(record_bytes(own, params, served)))
+    params = served.salted(recording(params, (own.top_logprobs or 0) if own.logprobs else None))
+    [told_prompt] = await prompt_records(own, [prompt], params, served)
     form = ChatForm(
         id=served.new_id("chatcmpl"),
         created=served.now(),
@@ -123,11 +132,12 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         name=name_by_id if own.return_tokens_as_token_ids else served.texts.token,
         eos_token_ids=served.eos_token_ids,
         finds_tools=bool(tools_of(own)) and BEGIN in served.texts.chat_template,
+        told_prompt=told_prompt,
     )
     task = Task(
         prompts=[prompt.token_ids],
         media=[prompt.images],
-        params=served.salted(recording(params, (own.top_logprobs or 0) if own.logprobs else None)),
+        params=params,
         seed=seed,
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from trueroll.errors import InvalidRequestError
 
-from ...engine.request import Distribution, SamplingParams, ScoreOutput, TokenId
+from ...engine.request import SamplingParams, ScoreOutput, TokenId
 from .answers import Rows, TokenBytes
 from .fields import NumTop, TextFields, TokenIds, checked, given, recording, take_sampling, unsupported
 from .images import ImageList, Prompt
@@ -26,6 +26,7 @@ from .logprobs import (
 )
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
+from .records import check_records, prompt_distribution, prompt_records, record_bytes, told_records
 
 DEFAULT_MAX_TOKENS = 16
 """The default `max_tokens` of OpenAI's API and of vLLM."""
@@ -50,7 +51,8 @@ class CompletionFields(TextFields):
 class CompletionForm:
     """Writes completions.
 
-    `prefixes`: for each prompt, the text and log-probs that `echo` puts before each completion.
+    `prefixes`: for each prompt, the text and log-probs that `echo` puts before each completion. `told_prompts`: the
+    records of each prompt.
     """
 
     id: str
@@ -61,6 +63,7 @@ class CompletionForm:
     prompts: list[Prompt]
     name: TokenName
     eos_token_ids: frozenset[int]
+    told_prompts: list[dict[str, Any]]
     prefixes: list[dict[str, Any]] | None = None
     _offsets: dict[tuple[int, int], int] = field(default_factory=dict)
 
@@ -87,6 +90,9 @@ class CompletionForm:
             "text": prefix["text"] + piece.text,
             "logprobs": self._logprobs(piece, prefix),
         } | ending(piece, self.eos_token_ids)
+        choice |= told_records(piece, self.fields)
+        if piece.ended is not None and piece.index == 0:
+            choice |= self.told_prompts[piece.position]
         if self.fields.return_token_ids:
             choice["token_ids"] = piece.token_ids
             prompt = self.prompts[piece.position]
@@ -123,8 +129,9 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
     served.check_lengths(prompts, params.max_tokens)
     if own.echo and own.stream:
         raise unsupported("echo", "false for a stream", own.echo)
+    check_records(own, prompts, own.stream, params)
     if not own.stream:
-        served.check_answer(prompts, params, _token_bytes(own))
+        served.check_answer(prompts, params, _token_bytes(own).and_of(record_bytes(own, params, served)))
     read = [await served.images.receive(each, own.images) for each in prompts]
     params = served.salted(recording(params, own.logprobs))
     form = CompletionForm(
@@ -136,6 +143,7 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
         prompts=read,
         name=name_by_id if own.return_tokens_as_token_ids else served.texts.token,
         eos_token_ids=served.eos_token_ids,
+        told_prompts=await prompt_records(own, read, params, served),
     )
     if own.echo:
         form.prefixes = await _prefixes(own, read, params, served)
@@ -193,8 +201,8 @@ async def _prefixes(
         return prefixes
     scored = [prompt for prompt in prompts if len(prompt.token_ids) > 1]
     sequences, media = [prompt.token_ids for prompt in scored], [prompt.images for prompt in scored]
-    distribution = Distribution(**{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")})
-    scores = iter(await served.score(sequences, media, params, distribution) if scored else [])
+    asked: dict[str, Any] = dict(cache_salt=params.cache_salt, top_logprobs=params.top_logprobs)
+    scores = iter(await served.score(sequences, media, prompt_distribution(params), **asked) if scored else [])
     for prefix, prompt in zip(prefixes, prompts, strict=True):
         prefix |= _prompt_columns(prompt.token_ids, next(scores) if len(prompt.token_ids) > 1 else None)
     return prefixes

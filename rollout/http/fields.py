@@ -17,7 +17,9 @@ from trueroll.errors import brief
 from ...engine.request import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_TARGETS,
     MAX_TOP_LOGPROBS,
+    NO_TARGET,
     SamplingParams,
     TokenId,
     about_fault,
@@ -29,15 +31,14 @@ SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
     *("stop", "stop_token_ids", "ignore_eos", "cache_salt"),
+    *("target_token_ids", "return_sampling_mask", "return_routed_experts"),
 )
 """The fields with the same name and meaning in `SamplingParams`."""
 IGNORED = {
     *("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier", "store"),
-    *("detokenize", "output_kind", "flat_logprobs", "routed_experts_prompt_start"),
+    *("detokenize", "output_kind", "flat_logprobs"),
 }
-"""Fields that never change an answer, such as hints and labels. `routed_experts_prompt_start` is included, because no
-endpoint returns routed experts.
-"""
+"""Fields that never change an answer, such as hints and labels."""
 OFF: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
@@ -48,7 +49,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
-    "prompt_logprobs": (),
     "suffix": ("",),
     "prompt_embeds": (),
     "response_format": ({"type": "text"},),
@@ -89,6 +89,8 @@ NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 EncodeWords: TypeAlias = Callable[[Sequence[str]], Awaitable[list[list[int]]]]
 """Returns the token sequences that stand for words."""
 MAX_BAD_WORD_CHARS = 1024
+_TargetId = Annotated[int, Field(ge=NO_TARGET, lt=2**31)]
+_TargetIds = Annotated[list[_TargetId], Field(min_length=1, max_length=MAX_TARGETS, fail_fast=True)]
 _JsonTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 
@@ -143,6 +145,21 @@ class EditFields(Fields):
         return few if wrong is None else {wrong: few[wrong]}
 
 
+class RecordFields(Fields):
+    """Fields that say what to record for the tokens of the prompt.
+
+    `prompt_logprobs`: return the log-prob of each token of the prompt, and of this many of the most probable tokens.
+    `prompt_logprob_token_ids`: return the log-probs of these tokens, for each token of the prompt after the token
+    `prompt_logprob_start`; -1 fills up a row. `routed_experts_prompt_start`: the first token of the prompt with routed
+    experts in the answer.
+    """
+
+    prompt_logprobs: NumTop | None = None
+    prompt_logprob_start: Annotated[int, Field(ge=0)] = 0
+    prompt_logprob_token_ids: Annotated[list[_TargetIds], Field(min_length=1, fail_fast=True)] | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
+
+
 class GenerationFields(Fields):
     """Fields of all requests that generate tokens, in addition to `SAMPLING` and `seed`."""
 
@@ -152,7 +169,7 @@ class GenerationFields(Fields):
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
 
 
-class TextFields(GenerationFields):
+class TextFields(GenerationFields, RecordFields):
     """Fields of requests for text.
 
     `return_token_ids`: also return the token ids of prompt and completion. `return_tokens_as_token_ids`: in the
@@ -229,6 +246,8 @@ async def take_sampling(
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
     """Return a copy of `params` that requests log-probs of the drawn tokens and of the `num_top` most probable tokens.
 
-    If `num_top` is None, the copy requests no log-probs at all.
+    If `num_top` is None, the copy requests no log-probs, unless `params` requests those of given tokens.
     """
-    return params.model_copy(update=dict(logprobs=None) if num_top is None else dict(top_logprobs=num_top or None))
+    if num_top is None:
+        return params if params.target_token_ids else params.model_copy(update=dict(logprobs=None))
+    return params.model_copy(update=dict(top_logprobs=num_top or None))

@@ -8,11 +8,12 @@ from typing import Any
 from ...engine.request import CacheSalt
 from .answers import Rows, TokenBytes
 from .errors import HttpError
-from .fields import Fields, GenerationFields, NumTop, TokenIds, checked, given, recording, take_sampling
+from .fields import GenerationFields, NumTop, RecordFields, TokenIds, checked, given, recording, take_sampling
 from .images import ImageList, Prompt
 from .logprobs import chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
+from .records import check_records, prompt_records, record_bytes, told_records
 
 
 class GenerateFields(GenerationFields):
@@ -28,7 +29,7 @@ class GenerateFields(GenerationFields):
     images: ImageList = []
 
 
-class SamplingFields(Fields):
+class SamplingFields(RecordFields):
     """Fields of `sampling_params` in addition to `SAMPLING` and `seed`.
 
     `logprobs`: number of most probable tokens to return per position; each generated token's log-prob is also returned.
@@ -41,17 +42,21 @@ class SamplingFields(Fields):
 
 @dataclass(frozen=True)
 class GenerateForm:
-    """Writes samples as token ids. Log-probs have the format of chat completions; token 7 has the name `token_id:7`."""
+    """Writes samples as token ids. Log-probs have the format of chat completions; token 7 has the name `token_id:7` and
+    the `token_id` 7. `told_prompt`: the records of the prompt.
+    """
 
     request_id: str
     created: int
     model: str
     eos_token_ids: frozenset[int]
     prompt: Prompt
+    fields: SamplingFields
+    told_prompt: dict[str, Any]
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         told = self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
-        return told | self._told_images()
+        return told | self._told_images() | self.told_prompt
 
     def event(self, piece: Piece) -> dict[str, Any]:
         is_first = piece.start == 0 and piece.ended is None
@@ -67,11 +72,12 @@ class GenerateForm:
         return {"request_id": self.request_id, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        return {
+        choice = {
             "index": piece.index,
             "token_ids": piece.token_ids,
-            "logprobs": chat_logprobs(piece, name_by_id, has_bytes=False),
+            "logprobs": None if self.fields.logprobs is None else chat_logprobs(piece, name_by_id, False, True),
         } | ending(piece, self.eos_token_ids)
+        return choice | told_records(piece, self.fields)
 
 
 async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task, GenerateForm]:
@@ -89,17 +95,22 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     params, seed = await take_sampling(fields, None, served.encode_words)
     wanted = checked(SamplingFields, fields)
     served.check_lengths([own.token_ids], params.max_tokens, "token_ids")
+    check_records(wanted, [own.token_ids], own.stream, params)
     if not own.stream:
         token_bytes = TokenBytes(TokenBytes.ID + chat_logprobs_bytes(wanted.logprobs, has_bytes=False))
-        served.check_answer([own.token_ids], params, token_bytes)
+        records = record_bytes(wanted, params, served)
+        served.check_answer([own.token_ids], params, token_bytes.and_of(records))
     prompt = await served.images.receive(own.token_ids, own.images)
+    params = served.salted(recording(params, wanted.logprobs))
+    [told_prompt] = await prompt_records(wanted, [prompt], params, served)
     task = Task(
         prompts=[own.token_ids],
         media=[prompt.images],
-        params=served.salted(recording(params, wanted.logprobs)),
+        params=params,
         seed=seed,
         is_stream=own.stream,
         tells_usage=own.stream_options.include_usage,
     )
     request_id = own.request_id or served.new_id("generate")
-    return task, GenerateForm(request_id, served.now(), served.name, served.eos_token_ids, prompt)
+    form = GenerateForm(request_id, served.now(), served.name, served.eos_token_ids, prompt, wanted, told_prompt)
+    return task, form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate, islice
 from math import inf
 from typing import Any, TypeAlias
@@ -24,23 +25,26 @@ def name_by_id(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-def chat_logprobs(piece: Piece, name: TokenName, has_bytes: bool = True) -> dict[str, Any] | None:
-    """Return log-probs in the format of chat completions; None if the piece has no log-probs.
+def chat_logprobs(
+    piece: Piece, name: TokenName, has_bytes: bool = True, has_ids: bool = False
+) -> dict[str, Any] | None:
+    """Return log-probs in the format of chat completions; None if the piece has no log-probs. `has_ids`: entries also
+    have the `token_id`, as in vLLM's generate.
 
     The entry of a token contains its log-prob, and also the most probable tokens with their log-probs.
     """
     if piece.logprobs is None:
         return None
-    entries = _chat_entries(piece, name, has_bytes)
+    entries = _chat_entries(piece, partial(_entry, name, has_bytes, has_ids))
     return {"content": rows(entries, len(piece.token_ids), piece.num_entries_by_token)}
 
 
-def _chat_entries(piece: Piece, name: TokenName, has_bytes: bool) -> Iterator[dict[str, Any]]:
+def _chat_entries(piece: Piece, told: Callable[[int, float], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     assert piece.logprobs is not None
     tops = _tops(piece) or ([] for _ in piece.token_ids)
     for token_id, logprob, best in zip(piece.token_ids, numbers(piece.logprobs), tops, strict=True):
-        entry = _entry(name(token_id), logprob, has_bytes)
-        entry["top_logprobs"] = [_entry(name(top), value, has_bytes) for top, value in best]
+        entry = told(token_id, logprob)
+        entry["top_logprobs"] = [told(top, value) for top, value in best]
         yield entry
 
 
@@ -99,7 +103,7 @@ def chat_logprobs_bytes(num_top: int | None, has_bytes: bool = True) -> int:
 
     `num_top`: number of most probable tokens; None means no log-probs at all.
     """
-    entry = 36 + TokenBytes.TEXT + TokenBytes.NUMBER + (2 * TokenBytes.TEXT if has_bytes else 4)
+    entry = 48 + TokenBytes.ID + TokenBytes.TEXT + TokenBytes.NUMBER + (2 * TokenBytes.TEXT if has_bytes else 4)
     return 0 if num_top is None else 20 + (1 + num_top) * entry
 
 
@@ -112,8 +116,10 @@ def completion_logprobs_bytes(num_top: int | None) -> int:
     return 0 if num_top is None else entry + TokenBytes.ID + (num_top + 1) * entry * (num_top > 0)
 
 
-def _entry(name: str, logprob: float, has_bytes: bool) -> dict[str, Any]:
-    return {"token": name, "logprob": logprob, "bytes": list(name.encode()) if has_bytes else None}
+def _entry(name: TokenName, has_bytes: bool, has_id: bool, token_id: int, logprob: float) -> dict[str, Any]:
+    text = name(token_id)
+    told = {"token": text, "logprob": logprob, "bytes": list(text.encode()) if has_bytes else None}
+    return told | {"token_id": token_id} if has_id else told
 
 
 def _by_name(

@@ -32,7 +32,7 @@ class ServedModel:
     `name`: the name that clients use. `max_prompts`: maximum number of prompts in a request, which is the worker's
     `max_queued_requests`. `images`: reads the images of requests. `created`: start of this front end, in seconds since
     1970. `max_text_chars`, `max_answer_bytes`: see `HttpConfig`. `salted`: adds the client's cache salt to the
-    parameters of a request.
+    parameters of a request. `vocab_size`, `route_bytes`: as in `EngineInfo`.
     """
 
     client: AsyncRolloutClient
@@ -45,6 +45,8 @@ class ServedModel:
     created: int
     max_text_chars: int
     max_answer_bytes: int
+    vocab_size: int
+    route_bytes: int
     salted: Callable[[SamplingParams], SamplingParams] = field(default=lambda params: params)
 
     @property
@@ -192,21 +194,23 @@ class ServedModel:
         self,
         sequences: list[list[int]],
         media: list[tuple[ImageInput, ...]],
-        params: SamplingParams,
         distribution: Distribution,
+        cache_salt: str | None,
         start: int = 1,
+        top_logprobs: int | None = None,
+        target_token_ids: Sequence[Any] | None = None,
     ) -> list[ScoreOutput]:
         """Return the log-probs of the tokens in `sequences` from `start` on, under `distribution`. `media`: the images
-        of each sequence. `params`: the parameters of the request, which name its cache salt and its most probable
-        tokens.
+        of each sequence. Other arguments: as in `AsyncRolloutClient.score`.
         """
         return await self.client.score(
             sequences,
             media=media,
             distribution=distribution,
             start=start,
-            cache_salt=params.cache_salt,
-            top_logprobs=params.top_logprobs,
+            cache_salt=cache_salt,
+            top_logprobs=top_logprobs,
+            target_token_ids=target_token_ids,
         )
 
     def new_id(self, kind: str) -> str:

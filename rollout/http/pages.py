@@ -157,7 +157,9 @@ class Pages:
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
         sequence = group.prompt.tolist() + sample.token_ids.tolist()
         drawn = group.params.model_copy(update=dict(logprobs="processed")).recorded
-        [score] = await self._served.score([sequence], [group.images], group.params, drawn, len(group.prompt))
+        [score] = await self._served.score(
+            [sequence], [group.images], drawn, group.params.cache_salt, len(group.prompt)
+        )
         told: dict[str, Any] = {"weight_versions": told_spans(score.weight_versions)}
         if sample.logprobs is None:
             return told | {"logprobs": numbers(score.logprobs)}

@@ -16,7 +16,17 @@ import numpy as np
 from trueroll.errors import WorkerLostError
 
 from ...engine.media import ImageInput
-from ...engine.request import SampleDelta, SampleOutput, SamplingParams, WeightSpan, columns_of, cut_columns
+from ...engine.request import (
+    KEPT,
+    TARGETS,
+    Columns,
+    SampleDelta,
+    SampleOutput,
+    SamplingParams,
+    WeightSpan,
+    columns_of,
+    cut_columns,
+)
 from ..client.client import AsyncRolloutClient
 from .answers import STEP_ENTRIES
 from .errors import HttpError
@@ -26,6 +36,8 @@ from .turns import Turns
 
 DECODED_TOKENS = 4096
 """Number of tokens decoded to text in one step. A step takes about a millisecond."""
+
+_RECORDS = {column.name for column in (TARGETS, *KEPT)}
 
 DELTA_SECONDS = 0.25
 """Minimum time between two messages of the worker for a stream, in seconds, while the worker has many streams. The
@@ -40,7 +52,8 @@ class Piece:
     `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: the
     position, within the sample, of the piece's first token. `text`: the new text; the text of the latest tokens may
     follow in a later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens,
-    k], or None. `ended`: the finished sample in the last piece of a choice; None in earlier pieces.
+    k], or None. `records`: the columns of targets and kept sets, if requested. `ended`: the
+    finished sample in the last piece of a choice; None in earlier pieces.
     """
 
     position: int
@@ -51,6 +64,7 @@ class Piece:
     logprobs: np.ndarray | None
     top_token_ids: np.ndarray | None
     top_logprobs: np.ndarray | None
+    records: Columns
     ended: SampleOutput | None
 
     @property
@@ -203,6 +217,8 @@ def check_sample(sample: SampleOutput) -> None:
 def parts_of(delta: SampleDelta) -> Iterator[SampleDelta]:
     """Split a delta into deltas of at most `STEP_ENTRIES` log-probs, so that each delta can be written in one step."""
     width = 1 if delta.top_token_ids is None else 1 + delta.top_token_ids.shape[1]
+    if delta.kept_counts is not None:
+        width += int(delta.kept_counts.max(initial=0))
     size = max(1, STEP_ENTRIES // width)
     for start in range(0, max(1, len(delta.token_ids)), size):
         yield delta if start == 0 and len(delta.token_ids) <= size else _cut(delta, start, start + size)
@@ -278,20 +294,22 @@ def _piece(position: int, got: SampleDelta | SampleOutput, text: str, start: int
         logprobs=got.logprobs,
         top_token_ids=got.top_token_ids,
         top_logprobs=got.top_logprobs,
+        records={name: values for name, values in columns_of(got).items() if name in _RECORDS},
         ended=ended,
     )
 
 
 def _end(position: int, sample: SampleOutput, text: str) -> Piece:
     """Return the last piece of a streamed choice. The piece has no new tokens, but contains the finished sample."""
-    return Piece(position, sample.index, len(sample.token_ids), text, [], None, None, None, sample)
+    return Piece(position, sample.index, len(sample.token_ids), text, [], None, None, None, {}, sample)
 
 
 def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     """Return the fields that describe the end of a choice.
 
     `stop_reason`: the stop string or stop token that ended the choice; None for an end-of-sequence token of the model.
-    `weight_versions`: the weight version, start and end of each span of tokens; missing until the choice has ended.
+    `weight_versions`: the weight version, start and end of each span of tokens, as in vLLM; missing until the choice
+    has ended.
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}
@@ -299,7 +317,9 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     return {
         "finish_reason": piece.ended.finish_reason,
         "stop_reason": None if stop_reason in eos_token_ids else stop_reason,
-        "weight_versions": told_spans(piece.ended.weight_versions),
+        "weight_versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end} for span in piece.ended.weight_versions
+        ],
     }
 
 

@@ -184,6 +184,8 @@ async def _meet(client: AsyncRolloutClient, config: HttpConfig) -> ServedModel:
         created=int(time.time()),
         max_text_chars=config.max_text_chars,
         max_answer_bytes=config.max_answer_bytes,
+        vocab_size=engine["vocab_size"],
+        route_bytes=engine["route_bytes"],
     )
 
 

@@ -14,7 +14,6 @@ from ...engine.request import (
     COLUMNS,
     TOKENS,
     Columns,
-    Distribution,
     Request,
     ScoreRequest,
     Widths,
@@ -64,7 +63,7 @@ def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
     tokens = min(params.max_tokens or room, room)
     each = TOKENS.num_bytes(Widths()) + _bytes_of_row(empty_columns(params))
     if params.return_sampling_mask:
-        each += 4 * most_kept(params, sizes.vocab_size)
+        each += 4 * params.most_kept(sizes.vocab_size)
     return tokens, each, (prompt + tokens) * sizes.route_bytes * params.return_routed_experts
 
 
@@ -72,12 +71,3 @@ def _bytes_of_row(columns: Columns) -> int:
     """Return the bytes of one token in columns without tokens, apart from those with a variable number of elements."""
     fixed = (columns[column.name] for column in COLUMNS if column.name in columns and not column.counts)
     return sum(values.itemsize * (values.shape[1] if values.ndim > 1 else 1) for values in fixed)
-
-
-def most_kept(distribution: Distribution, vocab_size: int) -> int:
-    """Return the maximum number of ids that are recorded for a token if `return_sampling_mask` is set."""
-    allowed = distribution.allowed_token_ids
-    if not (distribution.has_filters or distribution.min_tokens or distribution.bad_words_token_ids or allowed):
-        return 0  # the whole vocabulary, for which no ids are recorded
-    top_k = distribution.top_k if distribution.has_filters and distribution.top_k > 0 else vocab_size
-    return min(top_k, vocab_size if allowed is None else len(allowed), vocab_size)

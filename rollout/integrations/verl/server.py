@@ -113,7 +113,34 @@ class TruerollServer:
                 return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._steps([]))
             await self._gate.wait()
         # Nothing else runs on the loop until the client has sent the request, so an abort includes the request.
+        if sampling_params.get("prompt_logprobs") is not None:
+            return await self._score(prompt, images, sampling_params)
         return await self._sample(request_id, prompt, images, sampling_params)
+
+    async def _score(self, prompt: list[int], images: list[ImageInput], given: dict[str, Any]) -> TokenOutput:
+        """Return the log-probs of a prompt, as verl asks a teacher for them, and no tokens.
+
+        `prompt_ids` and `prompt_logprobs` have a row for each token of the prompt: the `given["prompt_logprobs"]` most
+        probable next tokens, or the actual next token if this number is 0. The row of the last token is 0.
+        """
+        k = given["prompt_logprobs"]
+        [score] = await self._client.score(
+            [prompt],
+            given.get("temperature", 1.0),
+            media=[images] if images else None,
+            top_logprobs=k,
+            min_weight_version=self._version,
+        )
+        if score.finish_reason == "abort":
+            return TokenOutput(token_ids=[], log_probs=[], stop_reason="aborted", extra_fields=self._steps([]))
+        ids, logprobs = np.array(prompt[1:])[:, None], score.logprobs[:, None]
+        if k:
+            assert score.top_token_ids is not None and score.top_logprobs is not None
+            ids, logprobs = score.top_token_ids, score.top_logprobs
+        last = [0] * max(k, 1)
+        fields = {"prompt_ids": [*ids.tolist(), last], "prompt_logprobs": [*logprobs.tolist(), [*map(float, last)]]}
+        steps = self._steps([span.version for span in score.weight_versions])
+        return TokenOutput(token_ids=[], log_probs=[], stop_reason="completed", extra_fields=steps | fields)
 
     async def _processed(self, prompt: list[int], images: list[Any], options: dict[str, Any]) -> list[ImageInput]:
         """Return the images with their starts and with known hashes."""
@@ -143,6 +170,7 @@ class TruerollServer:
         return TokenOutput(
             token_ids=sample.token_ids[:count],
             log_probs=None if sample.logprobs is None else sample.logprobs[:count].tolist(),
+            routed_experts=_routes(sample.routed_experts, len(prompt) + count - 1),
             stop_reason="aborted" if sample.finish_reason == "abort" else "completed",
             extra_fields=self._steps([span.version for span in sample.weight_versions if span.start < count])
             | {"num_cached_tokens": sample.num_cached_tokens},
@@ -211,6 +239,13 @@ class TruerollServer:
     async def clear_kv_cache(self) -> None:
         """Drop all cached prefixes."""
         await self._client.invalidate_prefix_cache()
+
+
+def _routes(routed: np.ndarray | None, num_fed: int) -> np.ndarray | None:
+    """Return the routed experts of the first `num_fed` tokens: uint8, or int16 as verl stores larger ids."""
+    if routed is None:
+        return None
+    return routed[:num_fed] if routed.dtype == np.uint8 else routed[:num_fed].astype(np.int16)
 
 
 def _processor_of(model_config: Any) -> Any:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.chat_template_utils import qwen3_chat_template
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.generation import vllm_client
 from trl_setup import num_vowels
 
 from trueroll.rollout import RolloutClient
@@ -64,6 +65,22 @@ def empty(worker: async_rollout_worker.AsyncRolloutWorker, stopped: threading.Ev
         for queue in (worker.metrics_queue, worker.rollout_buffer):
             while not queue.empty():
                 queue.get()
+
+
+def test_trls_client_gets_a_teachers_log_probs(
+    front: Front, client: RolloutClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's trainers for distillation score sequences with this client."""
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)  # the client does not use vLLM
+    sequences, lengths, k = [[*range(5, 25)], [*range(30, 42)]], [4, 11], 6
+    found = vllm_client.VLLMClient(front.url).get_sequence_logprobs(sequences, lengths, k, TEMPERATURE)
+    scores = client.score(sequences, TEMPERATURE, start=lengths, top_logprobs=k)
+    for i, (score, sequence, length) in enumerate(zip(scores, sequences, lengths, strict=True)):
+        assert score.top_token_ids is not None and score.top_logprobs is not None
+        assert found["logprobs"][i] == score.top_logprobs.tolist()
+        assert found["logprob_token_ids"][i] == score.top_token_ids.tolist()
+        assert found["actual_logprobs"][i] == score.logprobs[:, None].tolist()
+        assert found["actual_token_ids"][i] == [[token] for token in sequence[length:]]
 
 
 def trained(model: Path, folder: Path) -> str:

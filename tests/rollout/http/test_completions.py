@@ -238,7 +238,7 @@ def test_generate_has_the_bits_of_the_client(front: Front, client: RolloutClient
         assert sample.logprobs is not None
         assert bits([entry["logprob"] for entry in content]) == sample.logprobs.tobytes()
         assert [len(entry["top_logprobs"]) for entry in content] == [3] * len(content)
-        assert choice["weight_versions"] == [[0, 0, len(sample.token_ids)]]
+        assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": len(sample.token_ids)}]
     assert answer["usage"]["prompt_tokens"] == len(PROMPT)
 
 

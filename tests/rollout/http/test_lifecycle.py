@@ -167,7 +167,7 @@ def test_weights_come_from_a_checkpoint(front: Front, client: RolloutClient, cha
     [choice] = front.post("/v1/completions", body).json()["choices"]
     after = client.generate([prompt], params, seed=1)[0].samples[0]
     assert choice["token_ids"] == after.token_ids != before.token_ids
-    assert choice["weight_versions"] == [[version + 1, 0, 8]]
+    assert choice["weight_versions"] == [{"version": str(version + 1), "start": 0, "end": 8}]
     refused = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 0})
     assert refused.status_code == 409 and "is not newer than" in error_of(refused)["message"]
     beyond = front.post("/update_weights", {"weight_dir": str(tmp_path), "weight_version": 2**63 - 1})

@@ -15,6 +15,7 @@ import pytest
 from vision_models import PLACEHOLDER
 from vision_processors import make_chat_model, photo, processor_of
 
+from tiny import make_tiny_model
 from trueroll.engine.media import ImageInput
 from trueroll.errors import InvalidRequestError
 from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams
@@ -75,8 +76,8 @@ def run(server_class: Any, model: Path, forked_workers: None) -> Iterator[Callab
             runner.run(server._client.close())
 
 
-async def make_server(server_class: Any, model: Path, processor: Any) -> Any:
-    own = dict(num_blocks=128, num_threads=1, max_images=2)
+async def make_server(server_class: Any, model: Path, processor: Any, **more: Any) -> Any:
+    own = dict(num_blocks=128, num_threads=1, max_images=2 if processor else 0)
     config = section(
         dtype="float32",
         full_determinism=True,
@@ -84,6 +85,7 @@ async def make_server(server_class: Any, model: Path, processor: Any) -> Any:
         prompt_length=100,
         response_length=900,
         engine_kwargs={"trueroll": own},
+        **more,
     )
     if processor is not None:
         processor.video_token_id = VIDEO
@@ -215,3 +217,51 @@ def test_images_for_a_model_without_a_tower_are_refused(
         await server._client.close()
 
     asyncio.run(work())
+
+
+@pytest.fixture(scope="module")
+def run_moe(
+    server_class: Any, tmp_path_factory: pytest.TempPathFactory, forked_workers: None
+) -> Iterator[Callable[..., Any]]:
+    """As `run`, for a mixture of experts with verl's replay of routed experts."""
+    model = make_tiny_model("qwen3_moe", tmp_path_factory.mktemp("moe"))
+    with asyncio.Runner() as runner:
+        server = runner.run(make_server(server_class, model, None, enable_rollout_routing_replay=True))
+        with server._worker:
+            yield lambda work: runner.run(work(server))
+            runner.run(server._client.close())
+
+
+def test_routed_experts_of_a_partial_rollout_join_as_verl_joins_them(run_moe: Callable[..., Any]) -> None:
+    """verl sends the tokens so far as the prompt, and appends as many rows as there are new tokens."""
+    prompt = [*range(40, 60)]
+
+    async def work(server: Any) -> list[Any]:
+        whole = await server.generate("a", prompt, GREEDY | {"max_tokens": 8})
+        first = await server.generate("b", prompt, GREEDY | {"max_tokens": 3})
+        return [whole, first, await server.generate("b", prompt + first.token_ids, GREEDY | {"max_tokens": 5})]
+
+    whole, first, rest = run_moe(work)
+    assert first.token_ids + rest.token_ids == whole.token_ids
+    assert whole.routed_experts.shape[0] == len(prompt) + 7 and whole.routed_experts.dtype == np.uint8
+    joined = np.concatenate([first.routed_experts, rest.routed_experts[-len(rest.token_ids) :]])
+    assert joined.tobytes() == whole.routed_experts.tobytes()
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_teachers_log_probs_have_the_bits_of_scores(k: int, run_moe: Callable[..., Any]) -> None:
+    prompt = [*range(40, 60)]
+    asked = dict(max_tokens=1, temperature=1.0, prompt_logprobs=k, detokenize=False)
+
+    async def work(server: Any) -> tuple[Any, str]:
+        return await server.generate("a", prompt, asked), server.address()
+
+    output, address = run_moe(work)
+    with RolloutClient(address) as client:
+        [score] = client.score([prompt], top_logprobs=k)
+    assert score.top_token_ids is not None and score.top_logprobs is not None
+    ids = score.top_token_ids.tolist() if k else [[token] for token in prompt[1:]]
+    logprobs = score.top_logprobs.tolist() if k else score.logprobs[:, None].tolist()
+    assert output.extra_fields["prompt_ids"] == [*ids, [0] * max(k, 1)]
+    assert output.extra_fields["prompt_logprobs"] == [*logprobs, [0.0] * max(k, 1)]
+    assert (output.token_ids, output.stop_reason) == ([], "completed")

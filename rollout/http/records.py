@@ -1,0 +1,144 @@
+"""What a request records besides log-probs: log-probs of given tokens, kept sets, routed experts, and log-probs of the
+prompt, in vLLM's formats where vLLM has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from trueroll.errors import InvalidRequestError
+
+from ...engine.request import Distribution, SamplingParams, ScoreOutput
+from .answers import Binary, Rows, TokenBytes, rows
+from .fields import RecordFields, unsupported
+from .images import Prompt
+from .logprobs import numbers, top_rows
+from .model import ServedModel
+from .pieces import Piece
+
+_ENTRY_BYTES = 60 + TokenBytes.ID + TokenBytes.TEXT + TokenBytes.NUMBER
+"""Estimated size of a token in `prompt_logprobs`, in bytes."""
+
+
+def told_records(piece: Piece, own: RecordFields) -> dict[str, Any]:
+    """Return the fields of a choice with the records of a piece.
+
+    `target_logprobs`: float32 [num_tokens, K]. `sampling_mask`: for each token, the ids that could be drawn, empty for
+    the whole vocabulary; `sampling_mask_log_mass`: float32 [num_tokens]. `routed_experts`: [num_rows, layers, k], in
+    the last piece. Arrays are `Binary`.
+    """
+    told, found = dict[str, Any](), piece.records
+    if "target_logprobs" in found:
+        told["target_logprobs"] = Binary(found["target_logprobs"])
+    if "kept_counts" in found:
+        counts, ids = found["kept_counts"], found["kept_token_ids"]
+        width = 1 + len(ids) // max(1, len(counts))
+        told["sampling_mask"] = rows(_split(counts, ids), len(counts), width)
+        told["sampling_mask_log_mass"] = Binary(found["kept_log_mass"])
+    if piece.ended is not None and (routed := piece.ended.routed_experts) is not None:
+        told["routed_experts"] = Binary(routed[own.routed_experts_prompt_start :])
+    return told
+
+
+def _split(counts: np.ndarray, ids: np.ndarray) -> Iterator[list[int]]:
+    end = 0
+    for count in counts.tolist():
+        yield ids[end : end + count].tolist()
+        end += count
+
+
+def check_records(own: RecordFields, prompts: Sequence[Sequence[int]], is_stream: bool, params: SamplingParams) -> None:
+    """Raise InvalidRequestError or HttpError if a prompt cannot have the requested records."""
+    asked = dict(prompt_logprobs=own.prompt_logprobs, prompt_logprob_token_ids=own.prompt_logprob_token_ids)
+    if is_stream and (name := next((name for name, value in asked.items() if value is not None), None)):
+        raise unsupported(name, "null for a stream", asked[name])
+    if (targets := own.prompt_logprob_token_ids) is not None:
+        width = len(targets[0])
+        for prompt in prompts:
+            expected = len(prompt) - 1 - own.prompt_logprob_start
+            if len(targets) != expected or any(len(row) != width for row in targets):
+                raise InvalidRequestError(
+                    f"prompt_logprob_token_ids: must have {max(expected, 0)} rows of equal length, one for each token "
+                    f"of the prompt after token prompt_logprob_start = {own.prompt_logprob_start} (got {len(targets)} "
+                    "rows)",
+                    field="prompt_logprob_token_ids",
+                    value=len(targets),
+                    limit=max(expected, 0),
+                )
+    shortest = min(map(len, prompts))
+    if params.return_routed_experts and own.routed_experts_prompt_start > shortest:
+        raise InvalidRequestError(
+            f"routed_experts_prompt_start: must be at most {shortest}, the length of the prompt (got "
+            f"{own.routed_experts_prompt_start})",
+            field="routed_experts_prompt_start",
+            value=own.routed_experts_prompt_start,
+            limit=shortest,
+        )
+
+
+def record_bytes(own: RecordFields, params: SamplingParams, served: ServedModel) -> TokenBytes:
+    """Return the estimated size of the records in an answer, for each token."""
+    routes = served.route_bytes * params.return_routed_experts
+    mask = params.return_sampling_mask and 4 + TokenBytes.ID * params.most_kept(served.vocab_size) + Binary.num_chars(4)
+    new = Binary.num_chars(4 * len(params.target_token_ids) + routes) + int(mask)
+    prompt = Binary.num_chars(routes + 4 * len((own.prompt_logprob_token_ids or [[]])[0]))
+    listed = 0 if own.prompt_logprobs is None else 4 + (own.prompt_logprobs + 1) * _ENTRY_BYTES
+    return TokenBytes(new, prompt + listed)
+
+
+async def prompt_records(
+    own: RecordFields, prompts: list[Prompt], params: SamplingParams, served: ServedModel
+) -> list[dict[str, Any]]:
+    """Return, for each prompt, the fields `prompt_logprobs` and `prompt_token_id_logprobs` as requested.
+
+    Log-probs are at the temperature and with the filters of the request, but without its edits: the tokens of a prompt
+    were not drawn.
+    """
+    if own.prompt_logprobs is None and own.prompt_logprob_token_ids is None:
+        return [{} for _ in prompts]
+    return [await _prompt_record(own, prompt, params, served) for prompt in prompts]
+
+
+def prompt_distribution(params: SamplingParams) -> Distribution:
+    """Return the distribution of the log-probs of prompts."""
+    return Distribution(**{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")})
+
+
+async def _prompt_record(
+    own: RecordFields, prompt: Prompt, params: SamplingParams, served: ServedModel
+) -> dict[str, Any]:
+    told, token_ids = dict[str, Any](), prompt.token_ids
+    asked = [token_ids], [prompt.images], prompt_distribution(params), params.cache_salt
+    if (k := own.prompt_logprobs) is not None:
+        [score] = await served.score(*asked, top_logprobs=k) if len(token_ids) > 1 else [None]
+        told["prompt_logprobs"] = Rows(_prompt_rows(token_ids, score, k, served.texts.token), 2 + 2 * k)
+    if (targets := own.prompt_logprob_token_ids) is not None:
+        [score] = await served.score(*asked, start=own.prompt_logprob_start + 1, target_token_ids=[targets])
+        assert score.target_logprobs is not None
+        told["prompt_token_id_logprobs"] = Binary(score.target_logprobs)
+    return told
+
+
+def _prompt_rows(
+    token_ids: Sequence[int], score: ScoreOutput | None, k: int, name: Callable[[int], str]
+) -> Iterator[dict[str, Any] | None]:
+    """Yield vLLM's map from token id to log-prob and rank for each token of a prompt; None for the first token.
+
+    The map has the `k` most probable tokens and the token of the prompt. If the latter is not one of the former, its
+    rank is only known to be at least k + 1, which is what the map has.
+    """
+    yield None
+    if score is None:
+        return
+    tops = top_rows(score.top_token_ids, score.top_logprobs) or ([] for _ in token_ids[1:])
+    for token_id, logprob, best in zip(token_ids[1:], numbers(score.logprobs), tops, strict=True):
+        told = {str(each): _entry(value, rank, name(each)) for rank, (each, value) in enumerate(best, 1)}
+        told.setdefault(str(token_id), _entry(logprob, k + 1, name(token_id)))
+        yield told
+
+
+def _entry(logprob: float, rank: int, name: str) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": name}

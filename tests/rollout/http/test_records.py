@@ -1,0 +1,122 @@
+"""Records over HTTP: log-probs of given tokens, kept sets and log-probs of prompts, with the bits of the client."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pytest
+from http_fronts import Front, error_of, events
+
+from trueroll.engine.request import NO_TARGET
+from trueroll.rollout import RolloutClient, SamplingParams
+from trueroll.rollout.http.answers import Binary, encoded
+
+PROMPT = list(range(40, 80))
+SAMPLING: dict[str, Any] = dict(n=2, max_tokens=12, temperature=0.8, top_k=30, seed=11)
+RECORDS: dict[str, Any] = dict(target_token_ids=[7, 300, 9], return_sampling_mask=True)
+
+
+def array_of(text: str) -> np.ndarray:
+    return np.load(BytesIO(b64decode(text)), allow_pickle=False)
+
+
+def body_for(path: str, **more: Any) -> dict[str, Any]:
+    fields = SAMPLING | RECORDS | more
+    if path == "/inference/v1/generate":
+        return dict(token_ids=PROMPT, sampling_params=fields)
+    content: dict[str, Any] = dict(prompt=PROMPT) if path == "/v1/completions" else dict(messages=MESSAGES)
+    return content | fields | {"return_token_ids": True}
+
+
+MESSAGES = [{"role": "user", "content": "once"}]
+PATHS = ["/inference/v1/generate", "/v1/completions", "/v1/chat/completions"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_records_have_the_bits_of_the_client(path: str, front: Front, client: RolloutClient) -> None:
+    answer = front.post(path, body_for(path)).json()
+    prompt = answer.get("prompt_token_ids") or PROMPT
+    params = SamplingParams(**(SAMPLING | RECORDS | {"seed": None}))
+    [group] = client.generate([prompt], params, seed=SAMPLING["seed"])
+    for choice, sample in zip(answer["choices"], group.samples, strict=True):
+        assert choice["token_ids"] == sample.token_ids and choice["logprobs"] is None
+        assert sample.target_logprobs is not None and sample.kept_log_mass is not None
+        targets, log_mass = array_of(choice["target_logprobs"]), array_of(choice["sampling_mask_log_mass"])
+        assert (targets.shape, targets.tobytes()) == (sample.target_logprobs.shape, sample.target_logprobs.tobytes())
+        assert log_mass.tobytes() == sample.kept_log_mass.tobytes()
+        assert [len(ids) for ids in choice["sampling_mask"]] == [30] * len(sample.token_ids)
+        assert sum(choice["sampling_mask"], []) == np.array(sample.kept_token_ids).tolist()
+    plain = front.post(path, body_for(path, target_token_ids=None, return_sampling_mask=None)).json()
+    assert not plain["choices"][0].keys() & {"target_logprobs", "sampling_mask", "sampling_mask_log_mass"}
+    assert plain["choices"][0]["token_ids"] == group.samples[0].token_ids
+
+
+def test_the_events_of_a_stream_have_the_records_of_its_samples(front: Front) -> None:
+    body = body_for("/v1/completions", n=1)
+    [whole] = front.post("/v1/completions", body).json()["choices"]
+    streamed = events(front.post("/v1/completions", body | {"stream": True}))
+    told = [event["choices"][0] for event in streamed[:-1]]
+    parts = [array_of(choice["target_logprobs"]) for choice in told if "target_logprobs" in choice]
+    assert np.concatenate(parts).tobytes() == array_of(whole["target_logprobs"]).tobytes()
+    assert sum((choice.get("sampling_mask", []) for choice in told), []) == whole["sampling_mask"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_log_probs_of_a_prompt_have_the_bits_of_scores(path: str, front: Front, client: RolloutClient) -> None:
+    """The most probable tokens and the token itself are told as in vLLM; given tokens are an array."""
+    sampling = dict(n=1, max_tokens=1, temperature=0.8, top_k=None, target_token_ids=None, return_sampling_mask=None)
+    prompt = front.post(path, body_for(path)).json().get("prompt_token_ids") or PROMPT
+    start = 5
+    targets = np.random.default_rng(0).integers(NO_TARGET, 512, (len(prompt) - 1 - start, 3))
+    asked = dict(prompt_logprobs=4, prompt_logprob_start=start, prompt_logprob_token_ids=targets.tolist())
+    answer = front.post(path, body_for(path, **sampling, **asked)).json()
+    told = answer["choices"][0] if path == "/v1/completions" else answer
+    [score] = client.score([prompt], temperature=0.8, top_logprobs=4)
+    assert score.top_token_ids is not None and score.top_logprobs is not None
+    rows = told["prompt_logprobs"]
+    assert rows[0] is None and len(rows) == len(prompt)
+    for i, row in enumerate(rows[1:]):
+        assert row[str(prompt[i + 1])]["logprob"] == float(score.logprobs[i])
+        best = sorted(row.items(), key=lambda item: item[1]["rank"])[:4]
+        assert [(int(id), each["logprob"]) for id, each in best] == [
+            *zip(score.top_token_ids[i].tolist(), score.top_logprobs[i].tolist(), strict=True)
+        ]
+        assert len(row) == 4 + (prompt[i + 1] not in score.top_token_ids[i])
+    [given] = client.score([prompt], temperature=0.8, start=start + 1, target_token_ids=[targets])
+    found = array_of(told["prompt_token_id_logprobs"])
+    assert given.target_logprobs is not None
+    assert (found.shape, found.tobytes()) == (given.target_logprobs.shape, given.target_logprobs.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("prompt_logprob_token_ids", dict(prompt_logprob_token_ids=[[1]] * 3)),
+        ("prompt_logprob_token_ids", dict(prompt_logprob_token_ids=[[1, 2], *[[1]] * 38])),
+        ("prompt_logprob_token_ids", dict(prompt_logprob_token_ids=[[-2]] * 39)),
+        ("prompt_logprob_token_ids", dict(prompt_logprob_token_ids=[[1]] * 39, prompt_logprob_start=1)),
+        ("prompt_logprobs", dict(prompt_logprobs=1025)),
+        ("prompt_logprobs", dict(prompt_logprobs=1, stream=True)),
+        ("target_token_ids", dict(target_token_ids=[512])),
+        ("target_token_ids", dict(target_token_ids=[*range(1025)])),
+        ("return_sampling_mask", dict(return_sampling_mask=1)),
+        ("routed_experts_prompt_start", dict(return_routed_experts=True, routed_experts_prompt_start=41)),
+        ("return_routed_experts", dict(return_routed_experts=True)),
+        ("max_tokens", dict(prompt=[PROMPT] * 2, n=1000, max_tokens=80, target_token_ids=[*range(512)] * 2)),
+    ],
+)
+def test_records_that_cannot_be_had_are_refused(field: str, fields: dict[str, Any], front: Front) -> None:
+    body = dict(prompt=PROMPT, max_tokens=2) | fields
+    assert error_of(front.post("/v1/completions", body))["param"] == field
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5000, 3), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.uint16])
+def test_an_array_is_written_in_parts_as_one_file(shape: tuple[int, ...], dtype: type) -> None:
+    array = np.random.default_rng(0).integers(0, 255, shape).astype(dtype)
+    found = array_of(encoded({"array": Binary(array)}).decode()[10:-2])
+    assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, shape, array.tobytes())
+    assert max(map(len, Binary(array).parts())) <= 2**13
