@@ -281,9 +281,12 @@ def _latent_weights(spec: LatentSpec, hidden: int, of: GetWeight) -> LatentWeigh
     return LatentWeights(q_a, q_a_bias, q_norm, q, kv_a, kv_a_bias, kv_norm, up, o, o_bias)
 
 
-def scale_embedding(x: Tensor, scale: float) -> Tensor:
-    """Return x [M, H] multiplied by `scale`. `scale` is first rounded to x's dtype."""
-    return x if scale == 1.0 else x * torch.tensor(scale, dtype=torch.float32).to(x.dtype).item()
+def scale_embedding(x: Tensor, decoder: DecoderSpec) -> Tensor:
+    """Return embeddings x [M, H] multiplied by the decoder's `embed_scale`."""
+    scale = decoder.embed_scale
+    return _times(
+        x, torch.tensor(scale, dtype=torch.float32).to(x.dtype).item() if decoder.rounds_embed_scale else scale
+    )
 
 
 def turn(ops: Backend, spec: RotationSpec, inv_freq: Tensor, positions: Tensor) -> Rotation:

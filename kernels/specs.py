@@ -685,22 +685,22 @@ class Stage(NamedTuple):
 class DecoderSpec:
     """A decoder. The spec includes the names of the decoder's weights in a checkpoint.
 
-    `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor. The factor is
-    first rounded to the dtype of the embeddings. `norm`: the norm after the last layer. `head`: how logits are computed
-    from the products of the head. `embedding`, `last_norm`: the names of the embeddings and of the last norm's weight.
-    `names`: a layer's weight names by role, without `model.layers.N.`. `renamed`, `respelled`: how names in a
-    checkpoint become these names (see `spellings.Names`). `others`: a tensor does not belong to the decoder if its name
-    begins with one of these prefixes. `pieces`: the number of pieces in which each product that leads back to the
-    hidden states is summed, and the number of groups in which the outputs of a row's experts are added (see
-    `kernels.pieces`). `ranks`: the number of ranks of which this spec describes one (see `kernels.ranks`). `held`: maps
-    the role of a weight to the `WeightSpec` that says how a layer holds the weight. Weights with roles not listed in
-    `held` are whole and in the model's dtype. `stage`: the stage that this spec describes; `layers` has the layers of
-    all stages. `mtp`: the layer of the model's multi-token prediction (MTP) module, which guesses the token after the
-    next one; None without such a module. `serves_mtp`: whether the MTP module belongs to the decoder; otherwise, its
-    tensors in a checkpoint are ignored. `tower`: the vision tower beside the decoder, or None. `serves_tower`: whether
-    the tower belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `beside`: the prefixes of the
-    names (after `renamed`) of the tensors of an unsupported tower. These tensors are ignored, and an aligned model
-    refuses images.
+    `dtype`: the dtype of the checkpoint. `embed_scale`: the embeddings are multiplied by this factor, in float32.
+    `rounds_embed_scale`: the factor is first rounded to the dtype of the embeddings. `norm`: the norm after the last
+    layer. `head`: how logits are computed from the products of the head. `embedding`, `last_norm`: the names of the
+    embeddings and of the last norm's weight. `names`: a layer's weight names by role, without `model.layers.N.`.
+    `renamed`, `respelled`: how names in a checkpoint become these names (see `spellings.Names`). `others`: a tensor
+    does not belong to the decoder if its name begins with one of these prefixes. `pieces`: the number of pieces in
+    which each product that leads back to the hidden states is summed, and the number of groups in which the outputs of
+    a row's experts are added (see `kernels.pieces`). `ranks`: the number of ranks of which this spec describes one (see
+    `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight.
+    Weights with roles not listed in `held` are whole and in the model's dtype. `stage`: the stage that this spec
+    describes; `layers` has the layers of all stages. `mtp`: the layer of the model's multi-token prediction (MTP)
+    module, which guesses the token after the next one; None without such a module. `serves_mtp`: whether the MTP module
+    belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `tower`: the vision tower beside the
+    decoder, or None. `serves_tower`: whether the tower belongs to the decoder; otherwise, its tensors in a checkpoint
+    are ignored. `beside`: the prefixes of the names (after `renamed`) of the tensors of an unsupported tower. These
+    tensors are ignored, and an aligned model refuses images.
     """
 
     architecture: str
@@ -712,6 +712,7 @@ class DecoderSpec:
     rotations: tuple[RotationSpec, ...]
     norm: NormSpec
     embed_scale: float = 1.0
+    rounds_embed_scale: bool = False
     head: HeadSpec = PLAIN_HEAD
     tie_word_embeddings: bool = False
     embedding: str = EMBEDDING

@@ -647,7 +647,7 @@ def _by_layer(spec: DecoderSpec, routes: Tensor | None) -> list[Tensor | None]:
 def _embedding_forward(self: Any, token_ids: Tensor) -> Tensor:
     check_gathered(self._aligned.spec.embedding, self.weight)
     x = nn.functional.embedding(token_ids, self.weight).to(forward_dtype(self.weight))
-    return scale_embedding(x, self._aligned.spec.embed_scale)
+    return scale_embedding(x, self._aligned.spec)
 
 
 def _layer_forward(self: Any, x: Tensor, rows: _Rows) -> Tensor:

@@ -217,7 +217,7 @@ class Decoder:
 
     def embedded(self, token_ids: Tensor) -> Tensor:
         """Return the scaled embeddings [M, hidden_size] of tokens, int64 [M]."""
-        return scale_embedding(self.ops.embedding(token_ids, self.embed), self.spec.embed_scale)
+        return scale_embedding(self.ops.embedding(token_ids, self.embed), self.spec)
 
     def forward(self, tokens: ModelInput) -> ModelOutput:
         """Return the hidden states and the records of the tokens."""

@@ -39,7 +39,9 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     windows = settings.windows(settings.sliding_window)
     layers = [replace(layer, mixer=replace(mixer, window=window)) for window in windows]
     head = HeadSpec(soft_cap=None if logits is None else float(logits))
-    others: dict[str, Any] = dict(embed_scale=settings.hidden_size**0.5, head=head, names=NAMES)
+    others: dict[str, Any] = dict(
+        embed_scale=settings.hidden_size**0.5, rounds_embed_scale=True, head=head, names=NAMES
+    )
     return settings.decoder(architecture, layers, [settings.rotation()], **others)
 
 

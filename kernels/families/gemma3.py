@@ -50,7 +50,8 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     full, sliding = layer(0, None), layer(1, settings.sliding_window)
     layers = [full if window is None else sliding for window in settings.windows(settings.sliding_window)]
     rotations = [settings.rotation(FULL), settings.rotation(SLIDING)]
-    return settings.decoder(architecture, layers, rotations, embed_scale=settings.hidden_size**0.5, names=NAMES)
+    scale: dict[str, Any] = dict(embed_scale=settings.hidden_size**0.5, rounds_embed_scale=True)
+    return settings.decoder(architecture, layers, rotations, **scale, names=NAMES)
 
 
 # The settings that files of the larger models leave to the defaults.

@@ -132,6 +132,23 @@ def test_a_trainer_computes_the_bits_of_the_rollout(
     assert np.array_equal(scored[0, 1:].detach().numpy().view(np.int32), expected.view(np.int32))
 
 
+@pytest.mark.parametrize(("family", "rounds"), [("gemma2", True), ("granite", False)])
+def test_embeddings_are_scaled_to_the_bit_of_transformers(tmp_path: Path, family: str, rounds: bool) -> None:
+    sizes = dict(hidden_size=96, head_dim=32) if rounds else dict(embedding_multiplier=96**0.5)
+    folder = make_tiny_model(family, tmp_path, dtype="bfloat16", **sizes)
+    ids, model = torch.arange(512), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    table = model.get_input_embeddings().weight.detach()
+    scales = torch.tensor(96**0.5).bfloat16().item(), 96**0.5
+    rounded, plain = (table * scale for scale in scales)
+    assert not torch.equal(rounded, plain), "premise"
+    expected = model.get_input_embeddings()(ids) if rounds else table * model.model.embedding_multiplier
+    assert torch.equal(expected, rounded if rounds else plain)
+    found = load_model(EngineConfig(model=str(folder), backend="reference")).model
+    assert torch.equal(found.embedded(ids), expected)
+    align(model, "reference")
+    assert torch.equal(model.get_input_embeddings()(ids), expected)
+
+
 def gradients(model: Any, log_probs: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     (log_probs * torch.linspace(-1.0, 1.0, log_probs.numel())).sum().backward()
