@@ -35,7 +35,7 @@ PROMPTS = [
     "SELECT name FROM users WHERE",
     "The history of Rome begins",
 ]
-NEW = 32
+NEW = 16
 NEW_ON = {"cpu": NEW, "reference": 8}
 """Number of tokens to generate on each backend. The reference backend has slow steps. Log-probs are compared for all
 tokens on both backends.

@@ -225,7 +225,7 @@ def test_attention(served: Served, heads: int, kv_heads: int, size: int) -> None
 @for_served(
     "window,soft_cap",
     [(140, 1.5), (1, None), (2, None), (100, None), (128, None), (129, None), (None, 1.5)],
-    interpreted=2,
+    interpreted=1,
 )
 def test_attention_with_window_and_soft_cap(served: Served, window: int | None, soft_cap: float | None) -> None:
     check_attention(served, Paged(served, [300], window=window, soft_cap=soft_cap))
@@ -322,8 +322,8 @@ def test_log_probs(quick_ops: Backend, vocab_size: int, spread: int) -> None:
 def test_log_probs_of_several_tokens(ops: Backend) -> None:
     logits, ids = randn(5, 1001) * 4, torch.arange(5 * 130).view(5, 130) * 31 % 1001
     logits[2, ids[2, :3]] = -torch.inf
-    found = ops.log_probs(logits, ids)
-    assert torch.equal(found, torch.stack([ops.log_probs(logits, column) for column in ids.T], 1))
+    found, columns = ops.log_probs(logits, ids), [0, 1, 2, 31, 32, 63, 64, 127, 128, 129]
+    assert torch.equal(found[:, columns], torch.stack([ops.log_probs(logits, ids[:, i]) for i in columns], 1))
     assert (found == -torch.inf).sum() == 3
 
 

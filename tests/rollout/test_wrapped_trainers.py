@@ -29,7 +29,7 @@ from .trainer_rank import ADAPTED, PROMPTS, REFUSED, STEPS, WITH_TOWER, WRAPPERS
 
 SECONDS = 900
 pytestmark = pytest.mark.timeout(SECONDS + 100)  # two idle cores need 75 s
-BATCHES = {"micro-batches of 6", "micro-batches of 1", "micro-batches of 2", "positioned", "padded"}
+BATCHES = {"micro-batches of 6", "micro-batches of 2", "positioned", "padded"}
 # A family for each mechanism: fused names, multipliers, caps, text in a wrapper, latent attention, routers with a
 # correction bias (a buffer; a frozen parameter; beside float32 weights), state spaces and latent experts.
 MECHANISMS = ("phi3", "granite", "gemma2", "mistral3", "deepseek_v3", "afmoe", "ernie4_5_moe", "nemotron_h")
