@@ -770,8 +770,7 @@ def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Te
     slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
     if ctx.processing is None:
         return logits.div_(ctx.temperature).softmax(-1), slopes
-    own = ctx.processing.slopes(logits, rows)
-    processed = ctx.processing.apply(ctx.ops, logits, rows)
+    processed, own = ctx.processing.apply_with_slopes(ctx.ops, logits, rows)
     own = own.masked_fill_(processed == -torch.inf, 0.0)
     return processed.softmax(-1), own if slopes is None else own.mul_(slopes)
 

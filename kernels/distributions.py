@@ -6,7 +6,7 @@ log-probs have the worker's bits, without a record of which tokens were kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -79,17 +79,21 @@ class Processing:
 
     def apply(self, ops: Backend, logits: Tensor, rows: slice) -> Tensor:
         """Return the logits [m, V] of the tokens in `rows`, after edits, temperature and filters: float32 [m, V]."""
+        return self._processed(ops, logits, self._edits(rows))
+
+    def apply_with_slopes(self, ops: Backend, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the results of `apply`, and the derivatives of the edited logits by the logits: float32 [m, V]."""
+        edits = self._edits(rows)
+        return self._processed(ops, logits, edits), edit_slopes(logits, edits)
+
+    def _processed(self, ops: Backend, logits: Tensor, edits: Mapping[int, RowEdits]) -> Tensor:
         given = self._distribution
-        scaled = edit(ops, logits, self._edits(rows)) / torch.tensor(self._divisor, dtype=torch.float64).to(logits)
+        scaled = edit(ops, logits, edits) / torch.tensor(self._divisor, dtype=torch.float64).to(logits)
         if not given.has_filters:
             return scaled
         filters = (given.top_k, torch.int64), (given.top_p, torch.float32), (given.min_p, torch.float32)
         columns = (torch.full((len(logits),), value, dtype=dtype, device=logits.device) for value, dtype in filters)
         return ops.filter_logits(scaled, *columns)
-
-    def slopes(self, logits: Tensor, rows: slice) -> Tensor:
-        """Return the derivatives of the edited logits by the logits: float32 [m, V]."""
-        return edit_slopes(logits, self._edits(rows))
 
     def _edits(self, rows: slice) -> dict[int, RowEdits]:
         if self._rules is None:
