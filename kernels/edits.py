@@ -32,7 +32,7 @@ from .contract import MASK_BITS, Backend
 from .transfer import all_to_device
 
 # A token, its bias, whether it ends a sample, how often it occurs in the sample, and whether it occurs at all.
-_ENTRY = np.dtype([("token_id", "i8"), ("count", "i8"), ("bias", "f4"), ("ends", "?"), ("occurs", "?")], align=True)
+ENTRY = np.dtype([("token_id", "i8"), ("count", "i8"), ("bias", "f4"), ("ends", "?"), ("occurs", "?")], align=True)
 
 
 class Edited(Protocol):
@@ -61,7 +61,7 @@ _NONE = np.array([1.0, 0.0, 0.0], np.float32)  # penalties that change nothing
 class RowEdits:
     """The changes of one row of logits.
 
-    `entries` (`_ENTRY` [E]): the tokens with changed logits, each once. A `bias` of -inf bans a token. `occurs` tells
+    `entries` (`ENTRY` [E]): the tokens with changed logits, each once. A `bias` of -inf bans a token. `occurs` tells
     whether a token occurs in prompt or sample, and `count` how often it occurs in the sample. `penalties` (float32
     [3]): for repetition, presence and frequency. `mask` (int32 [ceil(V / 32)]): a bit for each token of the vocabulary,
     the lowest bit first; tokens without their bit get the logit -inf. None if all tokens are allowed.
@@ -117,10 +117,10 @@ class Rules:
 
     @cached_property
     def named(self) -> np.ndarray:
-        """Entries (`_ENTRY`) for the tokens that the request names."""
+        """Entries (`ENTRY`) for the tokens that the request names."""
         ids = dict.fromkeys([*self.bias, *self.ending_tokens, *(word[-1] for word in self.bad)])
         ending = frozenset(self.ending_tokens)
-        return np.array([(token, 0, self.bias.get(token, 0.0), token in ending, False) for token in ids], _ENTRY)
+        return np.array([(token, 0, self.bias.get(token, 0.0), token in ending, False) for token in ids], ENTRY)
 
     @cached_property
     def bad_ends(self) -> dict[tuple[int, ...], list[int]]:
@@ -146,7 +146,7 @@ class Rules:
         return self.row(self.named)
 
     def row(self, entries: np.ndarray, bans: np.ndarray | None = None) -> RowEdits:
-        """Return the edits of a row as copies. `entries`: `_ENTRY` [E]. `bans`: which tokens are banned, bool [E]; None
+        """Return the edits of a row as copies. `entries`: `ENTRY` [E]. `bans`: which tokens are banned, bool [E]; None
         for no token.
         """
         copied = entries.copy()
@@ -238,7 +238,7 @@ class _Table:
 
     def __init__(self, named: np.ndarray, prompt: np.ndarray, sample: np.ndarray) -> None:
         others = np.setdiff1d(np.concatenate((prompt, sample)), named["token_id"])
-        self._entries = np.concatenate((named, np.zeros(len(others), _ENTRY)))
+        self._entries = np.concatenate((named, np.zeros(len(others), ENTRY)))
         self._entries["token_id"][len(named) :] = others
         self._size, ids = len(self._entries), self._entries["token_id"].tolist()
         self._places = {token: place for place, token in enumerate(ids)}
@@ -255,7 +255,7 @@ class _Table:
         place = self._places.setdefault(token, self._size)
         if place == self._size:
             if place == len(self._entries):
-                self._entries = np.concatenate((self._entries, np.zeros(max(16, place), _ENTRY)))
+                self._entries = np.concatenate((self._entries, np.zeros(max(16, place), ENTRY)))
             self._entries["token_id"][place] = token
             self._size += 1
         self._entries["count"][place] += 1

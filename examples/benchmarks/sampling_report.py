@@ -3,9 +3,11 @@
 Several engines share a small model with random weights and a vocabulary of 32,768 tokens. Each engine decodes 64
 samples, and each has different sampling parameters. The engines take turns step by step, so that the load of the
 machine affects all engines equally. The table shows an engine's time for a step, divided by the time for the same step
-of the engine with plain sampling: the median over all steps, and the range of the middle half of all steps. THREADS:
-number of threads of the kernels, by default as in a worker. Run the report on an otherwise idle machine. On a busy
-machine, the CPU times with one thread are more reliable than the other times.
+of the engine with plain sampling: the median over all steps, and the range of the middle half of all steps. Random
+weights give flat distributions, of which `top_p` 0.9 keeps 20,000 tokens. A low temperature gives steep distributions,
+as a trained model does: `top_p` 0.9 then keeps a few tens of tokens. THREADS: number of threads of the kernels, by
+default as in a worker. Run the report on an otherwise idle machine. On a busy machine, the CPU times with one thread
+are more reliable than the other times.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from trueroll.engine.running.loading import load_dummy
 
 VOCAB, HIDDEN, LAYERS = 32_768, 1024, 4
 SAMPLES, GROUP, PROMPT, STEPS = 64, 8, 128, 60
+STEEP = 0.2
 PENALTIES = dict(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -43,6 +46,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "top_k 20": dict(top_k=20),
     "min_p 0.05": dict(min_p=0.05),
     "penalties, top_p 0.9": PENALTIES | dict(top_p=0.9),
+    "steep": dict(temperature=STEEP),
+    "steep, top_p 0.9": dict(temperature=STEEP, top_p=0.9),
+    "steep, min_p 0.05": dict(temperature=STEEP, min_p=0.05),
 }
 
 

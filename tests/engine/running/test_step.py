@@ -60,7 +60,8 @@ def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collectio
 
 def bans(step: Step) -> dict[int, list[int]]:
     """Return the banned tokens of each draw that has some."""
-    return {i: each.token_ids[each.bias == -np.inf].tolist() for i, each in step.draws.edits.items()}
+    banned = ((i, each.entries[each.entries["bias"] == -np.inf]) for i, each in step.draws.edits.items())
+    return {i: entries["token_id"].tolist() for i, entries in banned}
 
 
 def columns(draws: Draws) -> list[tuple[int, int, int, int]]:
