@@ -341,7 +341,7 @@ class _Entries(NamedTuple):
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Return `np.concatenate` of at least one contiguous array, many times faster for structured dtypes."""
-    return np.frombuffer(b"".join(arrays), arrays[0].dtype)
+    return np.frombuffer(b"".join([array.data for array in arrays]), arrays[0].dtype)
 
 
 def _apply_masks(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> None:
