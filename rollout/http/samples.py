@@ -59,7 +59,7 @@ class KeptGroup:
     """A kept group.
 
     `id`: number of the group, counted from 1. `seconds`: time at which the group finished, in seconds since 1970.
-    `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings. `seed`: seed of
+    `prompt`: int32 [num_tokens]. `params`: sampling parameters, without stop strings and records. `seed`: seed of
     the request. `samples`: the samples that fit into `MOST_GROUP_BYTES`. `user`: the user of the request; None if
     clients have no names. `message`: the beginning of the last user message; None if the request is not a conversation
     or has no user message. `num_images`: number of images in the prompt. `images`: the images; empty if they need more
@@ -117,7 +117,7 @@ class SampleLog:
         if not kept:
             return
         self._last_id += 1
-        plain = params.model_copy(update=dict(stop=(), top_logprobs=None))
+        plain = params.model_copy(update=dict(stop=(), top_logprobs=None, target_token_ids=()))
         shown = images if sum(map(num_bytes, images)) <= MOST_IMAGE_BYTES else ()
         group = KeptGroup(
             self._last_id, time.time(), tokens, plain, seed, kept, user, message, num_images=len(images), images=shown

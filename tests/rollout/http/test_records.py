@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from base64 import b64decode
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
-from http_fronts import Front, error_of, events
+from http_fronts import CHAT_TEMPLATE, Front, error_of, events, front_end
 
+from tiny import make_tiny_model
 from trueroll.engine.request import NO_TARGET
-from trueroll.rollout import RolloutClient, SamplingParams
+from trueroll.rollout import RolloutClient, SamplingParams, launch_worker
 from trueroll.rollout.http.answers import Binary, encoded
 
 PROMPT = list(range(40, 80))
@@ -120,3 +123,47 @@ def test_an_array_is_written_in_parts_as_one_file(shape: tuple[int, ...], dtype:
     found = array_of(encoded({"array": Binary(array)}).decode()[10:-2])
     assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, shape, array.tobytes())
     assert max(map(len, Binary(array).parts())) <= 2**13
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory, forked_workers: None) -> Iterator[tuple[Front, RolloutClient]]:
+    """A front end and a client of a worker with a mixture of experts."""
+    made = make_tiny_model("qwen3_moe", tmp_path_factory.mktemp("moe"))
+    folder = shutil.copytree(made, tmp_path_factory.mktemp("chat") / "moe")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    with launch_worker(str(folder), num_blocks=64, num_threads=1) as worker, RolloutClient(worker.address) as client:
+        with front_end(worker.address) as front:
+            yield front, client
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_routed_experts_have_the_bits_of_the_client_and_continue_without_a_gap(
+    path: str, experts: tuple[Front, RolloutClient]
+) -> None:
+    front, client = experts
+    sampling = dict(n=1, target_token_ids=None, return_sampling_mask=None, return_routed_experts=True)
+    answer = front.post(path, body_for(path, **sampling, routed_experts_prompt_start=7)).json()
+    prompt, [choice] = answer.get("prompt_token_ids") or PROMPT, answer["choices"]
+    sampled = choice["token_ids"]
+    params = SamplingParams(**(SAMPLING | dict(n=1, seed=None, return_routed_experts=True)))
+    [[sample]] = [group.samples for group in client.generate([prompt], params, seed=SAMPLING["seed"])]
+    whole = sample.routed_experts
+    assert whole is not None and sample.token_ids == sampled and len(whole) == len(prompt) + len(sampled) - 1
+    found = array_of(choice["routed_experts"])
+    assert found.dtype == np.uint8 and found.tobytes() == whole[7:].tobytes()
+    if path == "/inference/v1/generate":
+        turn = prompt + sampled + [5, 6, 7]
+        asked = SAMPLING | sampling | dict(temperature=0.0, routed_experts_prompt_start=len(prompt + sampled) - 1)
+        [next_turn] = front.post(path, dict(token_ids=turn, sampling_params=asked)).json()["choices"]
+        joined = np.concatenate((whole, array_of(next_turn["routed_experts"])))
+        params = params.model_copy(update=dict(temperature=0.0))
+        [[expected]] = [group.samples for group in client.generate([turn], params, seed=1)]
+        assert expected.routed_experts is not None and joined.tobytes() == expected.routed_experts.tobytes()
+
+
+def test_a_stream_ends_with_routed_experts(experts: tuple[Front, RolloutClient]) -> None:
+    front, _ = experts
+    body = body_for(PATHS[1], n=1, target_token_ids=None, return_sampling_mask=None, return_routed_experts=True)
+    [whole] = front.post(PATHS[1], body).json()["choices"]
+    told = [event["choices"][0] for event in events(front.post(PATHS[1], body | {"stream": True}))[:-1]]
+    assert [choice["routed_experts"] for choice in told if "routed_experts" in choice] == [whole["routed_experts"]]
