@@ -137,7 +137,7 @@ class Sampler:
             result, found, of_part, kept_of_part = self._draw_processed(hidden, draws.take(part), k)
             parts.append((result, found))
             targets += [(part[places].tolist(), log_probs) for places, log_probs in of_part]
-            kept += [(part[places].tolist(), *columns) for places, *columns in kept_of_part]
+            kept += [(part[places].tolist(), bits, log_mass) for places, bits, log_mass in kept_of_part]
         if len(whole):
             parts.insert(0, self._draw_recorded(hidden, draws.take(whole), k))
         results = [result for result, _ in parts]

@@ -105,7 +105,7 @@ class Binary:
         """Yield the string in parts of at most `TURN_CHARS` * 4 characters."""
         head = BytesIO()
         np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(self._array))
-        begun, content = head.getvalue(), memoryview(self._array.reshape(-1)).cast("B")
+        begun, content = head.getvalue(), self._array.reshape(-1).data.cast("B")
         size = 3 * TURN_CHARS
         first = max(0, size - len(begun))
         yield b64encode(begun + content[:first]).decode()

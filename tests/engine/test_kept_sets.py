@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreRequest, columns_of
+from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from trueroll.engine.running.sampler import kept_ids, packed_bits
 
 from .drive import drain, generate, make_engine, run, tokens
@@ -85,7 +85,7 @@ def test_sets_and_masses_are_those_of_float64_arithmetic(
     unfiltered = params.model_copy(update=dict(logprobs="processed", top_k=-1, top_p=1.0, min_p=0.0)).recorded
     engine.add(ScoreRequest("s", whole, unfiltered, start=len(PROMPT), target_token_ids=_everything(sample)))
     [scored] = drain(engine)
-    assert scored.target_logprobs is not None
+    assert isinstance(scored, ScoreOutput) and scored.target_logprobs is not None
     before = scored.target_logprobs.astype(np.float64)
     assert sample.kept_log_mass is not None and sample.logprobs is not None
     for row, (found, log_probs) in enumerate(zip(sets_of(sample), before, strict=True)):

@@ -42,7 +42,8 @@ PATHS = ["/inference/v1/generate", "/v1/completions", "/v1/chat/completions"]
 def test_records_have_the_bits_of_the_client(path: str, front: Front, client: RolloutClient) -> None:
     answer = front.post(path, body_for(path)).json()
     prompt = answer.get("prompt_token_ids") or PROMPT
-    params = SamplingParams(**(SAMPLING | RECORDS | {"seed": None}))
+    given: dict[str, Any] = SAMPLING | RECORDS | {"seed": None}
+    params = SamplingParams(**given)
     [group] = client.generate([prompt], params, seed=SAMPLING["seed"])
     for choice, sample in zip(answer["choices"], group.samples, strict=True):
         assert choice["token_ids"] == sample.token_ids and choice["logprobs"] is None
@@ -145,7 +146,8 @@ def test_routed_experts_have_the_bits_of_the_client_and_continue_without_a_gap(
     answer = front.post(path, body_for(path, **sampling, routed_experts_prompt_start=7)).json()
     prompt, [choice] = answer.get("prompt_token_ids") or PROMPT, answer["choices"]
     sampled = choice["token_ids"]
-    params = SamplingParams(**(SAMPLING | dict(n=1, seed=None, return_routed_experts=True)))
+    given: dict[str, Any] = SAMPLING | dict(n=1, seed=None, return_routed_experts=True)
+    params = SamplingParams(**given)
     [[sample]] = [group.samples for group in client.generate([prompt], params, seed=SAMPLING["seed"])]
     whole = sample.routed_experts
     assert whole is not None and sample.token_ids == sampled and len(whole) == len(prompt) + len(sampled) - 1

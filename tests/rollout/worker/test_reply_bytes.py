@@ -49,14 +49,16 @@ def planned(request: Request) -> int:
 def test_the_longest_sample_takes_the_planned_bytes_at_most(name: str) -> None:
     params = SamplingParams(max_tokens=TOKENS, **RECORDS[name])
     empty = SampleOutput.empty("r", 0, 2**64 - 1, params)
-    columns = {each: np.ones((TOKENS, *found.shape[1:]), found.dtype) for each, found in vars_of(empty).items()}
+    columns: dict[str, Any] = {
+        each: np.ones((TOKENS, *found.shape[1:]), found.dtype) for each, found in vars_of(empty).items()
+    }
     if params.return_sampling_mask:
         columns["kept_counts"][:] = KEPT[name]
         columns["kept_token_ids"] = np.zeros(TOKENS * KEPT[name], np.int32)
     if params.return_routed_experts:
         columns["routed_experts"] = np.zeros((PROMPT + TOKENS - 1, 3, 4), np.uint8)
     spans = tuple(WeightSpan(2**40, i, i + 1) for i in range(9))
-    whole = dict(vars(empty)) | columns | dict(token_ids=[9] * TOKENS, weight_versions=spans)
+    whole: dict[str, Any] = dict(vars(empty)) | columns | dict(token_ids=[9] * TOKENS, weight_versions=spans)
     size = len(protocol.encode(protocol.sample_message("r", SampleOutput(**whole))))
     bound = planned(GenerateRequest("r", np.zeros(PROMPT, np.int32), params))
     assert size <= bound < 1.05 * size + 5000
@@ -70,7 +72,7 @@ def test_the_scores_take_the_planned_bytes_at_most() -> None:
     targets = np.zeros((TOKENS - 5, 130), np.int32)
     request = ScoreRequest("r", np.zeros(TOKENS, np.int32), top_logprobs=9, start=5, target_token_ids=targets)
     ones = np.ones(TOKENS - 5, np.float32)
-    listed = dict(
+    listed: dict[str, Any] = dict(
         entropy=ones,
         top_token_ids=np.ones((TOKENS - 5, 9), np.int32),
         top_logprobs=np.ones((TOKENS - 5, 9), np.float32),
@@ -82,7 +84,7 @@ def test_the_scores_take_the_planned_bytes_at_most() -> None:
 
 def test_a_worker_refuses_what_no_connection_may_hold() -> None:
     with serving(FakeEngine(), max_unread_bytes=2**16) as worker, RolloutClient(worker.address) as client:
-        asked = SamplingParams(max_tokens=20, target_token_ids=range(1000))
+        asked = SamplingParams(max_tokens=20, target_token_ids=tuple(range(1000)))
         text = r"may need 84256 bytes \(limit 65536,"
         with pytest.raises(InvalidRequestError, match=text) as error:
             client.generate([[1, 2, 3]], asked)
