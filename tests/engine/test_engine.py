@@ -511,7 +511,7 @@ def test_edits_that_depend_on_no_token_are_built_once_per_request(
     run(engine, [generate("r", tokens(20), n=3, max_tokens=6, min_tokens=4, stop_token_ids=[7, 9], temperature=2.0)])
     first, later = edits[: 3 * 4], edits[3 * 4 :]
     assert {*later} == {None} and {*map(id, first)} == {id(first[0])}
-    assert first[0] is not None and first[0].token_ids.tolist() == [7, 9]
+    assert first[0] is not None and first[0].entries["token_id"].tolist() == [7, 9]
 
 
 def test_any_temperature_can_be_scored(tiny_llama: Path, backend: str) -> None:

@@ -136,7 +136,8 @@ def test_a_trainer_computes_the_bits_of_the_rollout(
 def test_embeddings_are_scaled_to_the_bit_of_transformers(tmp_path: Path, family: str, rounds: bool) -> None:
     sizes = dict(hidden_size=96, head_dim=32) if rounds else dict(embedding_multiplier=96**0.5)
     folder = make_tiny_model(family, tmp_path, dtype="bfloat16", **sizes)
-    ids, model = torch.arange(512), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    ids = torch.arange(512)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     table = model.get_input_embeddings().weight.detach()
     scales = torch.tensor(96**0.5).bfloat16().item(), 96**0.5
     rounded, plain = (table * scale for scale in scales)
