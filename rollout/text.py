@@ -19,9 +19,10 @@ import numpy as np
 
 from trueroll.errors import ConfigError, ModelError, UnavailableError, brief, said
 
+from ..engine.models.child_process import IsAbandoned, never
 from ..engine.models.trials import TrialError, attempt
 from . import protocol
-from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, IsAbandoned, TextChild, TooMany, image_mark, never
+from .text_child import LIMITS, MAX_CHARS, ChildError, EncodingError, TextChild, TooMany, image_mark
 
 ANY = 2**31
 """The value of `most` that means no limit on the number of tokens."""

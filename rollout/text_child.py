@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import gc
 import os
-import select
 import socket
-import struct
 import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
 
-from trueroll.errors import UnavailableError, said
+from trueroll.errors import said
 
-from ..engine.models.trials import Limits, close_all_but, end, forked, limit_cpu, limit_memory, room_for_a_process
+from ..engine.models.child_process import ChildProcess, IsAbandoned, answer_calls, never
+from ..engine.models.trials import Limits, limit_cpu, limit_memory
 
 LIMITS = Limits(cpu_seconds=10, seconds=60, more_bytes=2**30)
 """`cpu_seconds` and `seconds` limit one call. `more_bytes` limits the memory of the child beyond the memory of this
@@ -34,12 +30,8 @@ process.
 """
 MAX_CHARS = 2**22
 """Maximum length of a rendered conversation, in characters."""
-_MAX_REPLY_BYTES = 2**26
-_LOOK_SECONDS = 0.05
-_HEAD = struct.Struct("<Q")
 
 Call: TypeAlias = tuple[str, tuple[Any, ...]]
-IsAbandoned: TypeAlias = Callable[[], bool]
 
 
 class ChildError(Exception):
@@ -80,11 +72,6 @@ def image_mark(tokenizer: Any) -> tuple[str, str] | None:
     return begin, f"\n\n{begin}{placeholder}{end}\n\n"
 
 
-def never() -> bool:
-    """Return False. The default `is_abandoned`, for calls that are never abandoned."""
-    return False
-
-
 class TextChild:
     """Runs calls in one child process, one call at a time. Starts the process on first use. Thread-safe.
 
@@ -94,7 +81,7 @@ class TextChild:
     def __init__(self, tokenizer: Any, limits: Limits | None = None, niceness: int = 0) -> None:
         self._tokenizer, self._limits, self._niceness = tokenizer, limits, niceness
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: ChildProcess | None = None
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
         """Return the tokens of a text: int32 [num_tokens]. Raise TooMany, ChildError or UnavailableError."""
@@ -136,9 +123,10 @@ class TextChild:
         except ValueError:
             raise ChildError("the conversation is nested too deeply") from None
         with self._lock:
+            limits = self._limits or LIMITS
             if self._process is None:
-                self._process = _Process(self._tokenizer, self._limits or LIMITS, self._niceness)
-            reply = self._process.ask(message, is_abandoned)
+                self._process = ChildProcess(partial(_run, self._tokenizer, limits, self._niceness))
+            reply = self._process.ask(message, limits.seconds, is_abandoned)
             if reply[:1] not in (b"+", b"-", b"!", b">"):
                 self._process.end()
                 self._process = None
@@ -169,94 +157,28 @@ def _read_reply(reply: bytes) -> bytes:
     raise (EncodingError if kind == b"!" else ChildError)(said(rest.decode(errors="replace")))
 
 
-class _Process:
-    """The child process.
-
-    The child ends when this object is garbage-collected or this process exits. `pid`: process id of the child.
-    """
-
-    def __init__(self, tokenizer: Any, limits: Limits, niceness: int) -> None:
-        """Raise UnavailableError if the system cannot start another process."""
-        self._seconds = limits.seconds
-        with room_for_a_process():
-            self._socket, other = socket.socketpair()
-        self._socket.setblocking(False)
-        with other:
-            try:
-                self.pid = forked(partial(_run, other, tokenizer, limits, niceness))
-            except UnavailableError:
-                self._socket.close()
-                raise
-        self.end = weakref.finalize(self, _end, self.pid, self._socket)
-
-    def ask(self, message: bytes, is_abandoned: IsAbandoned) -> bytes:
-        """Send a call and return the reply. The first byte of a reply is its kind:
-
-        - `+`: the result
-        - `-`: an error text
-        - `!`: an error text of the tokenizer
-        - `>`: the unit and the size of a result that exceeds the caller's limit
-        - `x`: an error text; the child ran out of memory
-
-        The reply is empty if the child was killed or timed out, or if the call was abandoned.
-        """
-        deadline = time.monotonic() + self._seconds
-
-        def wait(events: int) -> None:
-            poll = select.poll()
-            poll.register(self._socket, events)
-            while True:
-                is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
-                if time.monotonic() > deadline or not is_ready and is_abandoned():
-                    raise TimeoutError  # checked before every read, so single bytes cannot prolong a call
-                if is_ready:
-                    return
-
-        try:
-            self._send(_HEAD.pack(len(message)) + message, wait)
-            [size] = _HEAD.unpack(self._receive(_HEAD.size, wait))
-            return self._receive(size, wait) if size <= _MAX_REPLY_BYTES else b""
-        except OSError:  # includes TimeoutError
-            return b""
-
-    def _send(self, message: bytes, wait: Callable[[int], None]) -> None:
-        left = memoryview(message)
-        while left:
-            wait(select.POLLOUT)
-            left = left[self._socket.send(left) :]
-
-    def _receive(self, size: int, wait: Callable[[int], None]) -> bytes:
-        parts = []
-        while size:
-            wait(select.POLLIN)
-            parts.append(self._socket.recv(min(size, 2**20)))
-            size -= len(parts[-1])
-            if not parts[-1]:
-                raise ConnectionError
-        return b"".join(parts)
-
-
-def _end(pid: int, ours: socket.socket) -> None:
-    end(pid)
-    ours.close()
-
-
-def _run(pipe: socket.socket, tokenizer: Any, limits: Limits, niceness: int) -> None:
-    """Answer calls until the parent closes the pipe. Runs in the child."""
-    close_all_but(pipe.fileno())
+def _run(tokenizer: Any, limits: Limits, niceness: int, pipes: Sequence[socket.socket]) -> None:
+    """Answer calls in the child."""
     gc.freeze()
     os.nice(niceness)
     limit_memory(limits.more_bytes)
-    with suppress(EOFError, ConnectionError), pipe.makefile("rwb") as file:
-        while head := file.read(_HEAD.size):
-            message = file.read(_HEAD.unpack(head)[0])
-            limit_cpu(limits.cpu_seconds)
-            reply = _answer(tokenizer, message)
-            file.write(_HEAD.pack(len(reply)) + reply)
-            file.flush()
+
+    def answer(message: bytes) -> bytes:
+        limit_cpu(limits.cpu_seconds)
+        return _answer(tokenizer, message)
+
+    answer_calls(pipes[0], answer)
 
 
 def _answer(tokenizer: Any, message: bytes) -> bytes:
+    """Return the reply to a call. The first byte of a reply is its kind:
+
+    - `+`: the result
+    - `-`: an error text
+    - `!`: an error text of the tokenizer
+    - `>`: the unit and the size of a result that exceeds the caller's limit
+    - `x`: an error text; the child ran out of memory
+    """
     try:
         kind, arguments = msgpack.unpackb(message, ext_hook=_read_large_integer)
         return b"+" + _ANSWERS[kind](tokenizer, *arguments)

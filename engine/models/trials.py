@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from trueroll.errors import ModelError, UnavailableError, said
 
@@ -126,13 +127,14 @@ def _read(reader: int, deadline: float) -> bytes:
     return os.read(reader, _MAX_TEXT_BYTES + 1) if is_there else b""
 
 
-def close_all_but(descriptor: int) -> None:
-    """Close all inherited descriptors except `descriptor` and the standard streams.
+def close_all_but(*descriptors: int) -> None:
+    """Close all inherited descriptors except `descriptors` and the standard streams.
 
     An inherited copy of a socket would keep a connection open after the parent closes the connection.
     """
-    os.closerange(3, descriptor)
-    os.closerange(descriptor + 1, max(map(int, os.listdir("/proc/self/fd"))) + 1)
+    bounds = [2, *sorted(descriptors), max(map(int, os.listdir("/proc/self/fd"))) + 1]
+    for before, following in pairwise(bounds):
+        os.closerange(before + 1, following)
 
 
 def limit_memory(more_bytes: int) -> None:

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 
 from trueroll.errors import InvalidRequestError, ModelError
 
+from ...engine.models.child_process import IsAbandoned
 from ...engine.models.detokenizer import REPLACEMENT, Detokenizer
 from ...engine.request import SampleOutput
-from ..text import ANY, IsAbandoned, TextModel, is_long
+from ..text import ANY, TextModel, is_long
 
 T = TypeVar("T")
 _KNOWN_TOKENS = 2**16

@@ -1,0 +1,111 @@
+"""A forked process that answers calls, one at a time on each of its pipes.
+
+A call and its reply are bytes, with their length in front. Guarantees: a call returns in time, whatever the child does;
+replies have a bounded length; and the child ends with the object, or with this process.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import TypeAlias
+
+from .trials import close_all_but, end, forked, room_for_a_process
+
+MAX_REPLY_BYTES = 2**26
+_LOOK_SECONDS = 0.05
+_HEAD = struct.Struct("<Q")
+
+IsAbandoned: TypeAlias = Callable[[], bool]
+
+
+def never() -> bool:
+    """Return False. The default `is_abandoned`, for calls that are never abandoned."""
+    return False
+
+
+class ChildProcess:
+    """A child that runs `work` with its ends of `num_pipes` pipes; `work` calls `answer_calls` for each of them.
+
+    `pid`: process id of the child. `end`: ends the child; also called when this object is garbage-collected.
+    """
+
+    def __init__(self, work: Callable[[Sequence[socket.socket]], object], num_pipes: int = 1) -> None:
+        """Raise UnavailableError if the system cannot start another process."""
+        with ExitStack() as ours, ExitStack() as theirs:
+            with room_for_a_process():
+                pairs = [socket.socketpair() for _ in range(num_pipes)]
+            self._pipes = [ours.enter_context(pipe) for pipe, _ in pairs]
+            others = [theirs.enter_context(pipe) for _, pipe in pairs]
+            for pipe in self._pipes:
+                pipe.setblocking(False)
+            self.pid = forked(partial(_run, work, others))
+            ours.pop_all()
+        self.end = weakref.finalize(self, _end, self.pid, self._pipes)
+
+    def ask(self, message: bytes, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
+        """Send a call and return the reply. The reply is empty if the child was killed or took more than `seconds`, if
+        the reply is longer than `MAX_REPLY_BYTES`, or if the call was abandoned. The child must then be ended.
+        """
+        deadline, channel = time.monotonic() + seconds, self._pipes[pipe]
+
+        def wait(events: int) -> None:
+            poll = select.poll()
+            poll.register(channel, events)
+            while True:
+                is_ready = bool(poll.poll(_LOOK_SECONDS * 1000))
+                if time.monotonic() > deadline or not is_ready and is_abandoned():
+                    raise TimeoutError  # checked before every read, so single bytes cannot prolong a call
+                if is_ready:
+                    return
+
+        try:
+            _send(channel, _HEAD.pack(len(message)) + message, wait)
+            [size] = _HEAD.unpack(_receive(channel, _HEAD.size, wait))
+            return _receive(channel, size, wait) if size <= MAX_REPLY_BYTES else b""
+        except (OSError, ValueError):  # TimeoutError is an OSError; a closed pipe has no descriptor: ValueError
+            return b""
+
+
+def answer_calls(pipe: socket.socket, answer: Callable[[bytes], bytes]) -> None:
+    """Answer calls until the parent closes the pipe. Runs in the child."""
+    with suppress(EOFError, ConnectionError), pipe.makefile("rwb") as file:
+        while head := file.read(_HEAD.size):
+            reply = answer(file.read(_HEAD.unpack(head)[0]))
+            file.write(_HEAD.pack(len(reply)) + reply)
+            file.flush()
+
+
+def _run(work: Callable[[Sequence[socket.socket]], object], pipes: Sequence[socket.socket]) -> None:
+    close_all_but(*(pipe.fileno() for pipe in pipes))
+    work(pipes)
+
+
+def _end(pid: int, pipes: Sequence[socket.socket]) -> None:
+    end(pid)
+    for pipe in pipes:
+        pipe.close()
+
+
+def _send(channel: socket.socket, message: bytes, wait: Callable[[int], None]) -> None:
+    left = memoryview(message)
+    while left:
+        wait(select.POLLOUT)
+        left = left[channel.send(left) :]
+
+
+def _receive(channel: socket.socket, size: int, wait: Callable[[int], None]) -> bytes:
+    parts = []
+    while size:
+        wait(select.POLLIN)
+        parts.append(channel.recv(min(size, 2**20)))
+        size -= len(parts[-1])
+        if not parts[-1]:
+            raise ConnectionError
+    return b"".join(parts)
