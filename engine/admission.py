@@ -17,6 +17,7 @@ from trueroll.errors import InvalidRequestError
 from ..kernels.edits import Editor, Rules
 from ..kernels.specs import DecoderSpec
 from .cache.prefix_cache import Chain
+from .grammars.masks import Grammars, Place
 from .media import ImageInput, ImageLimits, check_pixels
 from .outputs.open_requests import DrawRecord, OpenSample, OpenScore
 from .outputs.routes import Routes
@@ -62,12 +63,13 @@ class Admission:
         ledger: Ledger,
         spec: DecoderSpec,
         images: ImageLimits,
+        grammars: Grammars,
     ) -> None:
         self.num_added = 0
         self.joined_tokens = 0
         self._info = info
         self._vocabulary = _load_vocabulary(model)
-        self._scheduler, self._prompts, self._ledger = scheduler, prompts, ledger
+        self._scheduler, self._prompts, self._ledger, self._grammars = scheduler, prompts, ledger, grammars
         self.images, self._tower = images, spec.served_tower
         self._has_axes = any(rotation.axes for rotation in spec.rotations)
 
@@ -84,8 +86,10 @@ class Admission:
 
     def _add_group(self, request: GenerateRequest) -> None:
         request = self._checked(request)
-        rules = self._rules(request.params)
-        samples = [self._sample(request, i, rules) for i in range(request.params.n)]
+        prompt, rules = request.prompt_token_ids, self._rules(request.params)
+        prior = prompt[len(prompt) - request.num_prior_tokens :]
+        places = [self._place(request.params, prior) for _ in range(request.params.n)]
+        samples = [self._sample(request, i, rules, place) for i, place in enumerate(places)]
         self._ledger.open_samples(samples, self._prompt_sequence(request, samples))
 
     def _checked(self, request: GenerateRequest) -> GenerateRequest:
@@ -109,7 +113,16 @@ class Admission:
     def _rules(self, distribution: Distribution) -> Rules | None:
         return Rules.of(distribution, sorted(_ending_tokens(distribution, self._info)), self._info.vocab_size)
 
-    def _sample(self, request: GenerateRequest, index: int, rules: Rules | None) -> OpenSample:
+    def _place(self, distribution: Distribution, token_ids: np.ndarray, is_given: bool = False) -> Place | None:
+        """Return the place of tokens in a text of the distribution's grammar; None without a grammar. Raise the errors
+        of `Grammars.open`.
+        """
+        if (grammar := distribution.structured_outputs) is None:
+            return None
+        ending = sorted(_ending_tokens(distribution, self._info))
+        return self._grammars.open(grammar, ending, token_ids.tolist(), is_given)
+
+    def _sample(self, request: GenerateRequest, index: int, rules: Rules | None, place: Place | None) -> OpenSample:
         params, prompt = request.params, request.prompt_token_ids
         assert params.seed is not None
         start, num_targets = len(prompt) - request.num_prior_tokens, len(params.target_token_ids)
@@ -128,6 +141,7 @@ class Admission:
             targets=GrowingColumns((TARGETS,), Widths(targets=num_targets)) if num_targets else None,
             target_ids=np.array(params.target_token_ids, np.int64) if num_targets else None,
             kept=GrowingColumns(KEPT, Widths()) if params.return_sampling_mask else None,
+            place=place,
         )
 
     def _watch(self, request: GenerateRequest) -> StopStrings | None:
@@ -194,7 +208,8 @@ class Admission:
         _check_experts(request.return_routed_experts, self._info)
         _check_named_tokens(request.distribution, self._info)
         # The last token is scored but never fed to the model.
-        score = OpenScore.of(request, self._rules(request.distribution))
+        place = self._place(request.distribution, request.token_ids[request.start :], is_given=True)
+        score = OpenScore.of(request, self._rules(request.distribution), place)
         tokens = array("i", request.token_ids[:-1].tolist())
         chain = self._new_chain(request.cache_salt, request, request.return_routed_experts)
         self._ledger.open_score(score, self._new_sequence(tokens, score, chain, request.images))

@@ -32,6 +32,7 @@ from .drafting.drafter import Drafter
 from .drafting.drafting import Drafting
 from .drafting.mtp import MtpDrafter
 from .drafting.repeats import RepeatsDrafter
+from .grammars.masks import Grammars
 from .media import ImageLimits
 from .outputs.open_requests import Commit, OpenScore
 from .parallel.leader import RankedExecutor
@@ -71,15 +72,17 @@ class Engine:
         self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
         spec = loaded.model.spec
         images = ImageLimits(spec.served_tower, config.max_images, config.max_image_patches)
+        self._grammars = Grammars(loaded.folder, self.info.vocab_size, self.info.eos_token_ids)
         self._admission = Admission(
-            self.info, loaded.folder, self._scheduler, self._prompts, self._ledger, spec, images
+            self.info, loaded.folder, self._scheduler, self._prompts, self._ledger, spec, images, self._grammars
         )
         self._drafting: Drafting | None = None
         if config.num_drafts:
             adapts = drafter is None and not draft_always
             drafters = [drafter] if drafter is not None else self._new_drafters(config, loaded)
             self._drafting = Drafting(drafters, config.num_drafts, self.info.vocab_size, adapts)
-        self._pipeline = Pipeline(self._executor, self._scheduler, self._prompts, self._ledger, self._drafting)
+        parts = self._executor, self._scheduler, self._prompts, self._ledger, self._grammars
+        self._pipeline = Pipeline(*parts, self._drafting)
 
     @property
     def info(self) -> EngineInfo:
@@ -90,6 +93,11 @@ class Engine:
     def images(self) -> ImageLimits:
         """The limits on the images of a request."""
         return self._admission.images
+
+    @property
+    def grammars(self) -> Grammars:
+        """The grammars of requests. Its methods `is_prepared` and `prepare` may be called from any thread."""
+        return self._grammars
 
     @property
     def weights(self) -> WeightStore:
@@ -225,6 +233,7 @@ class Engine:
     def close(self) -> None:
         """End the engine's other processes. No call may follow. Without this call, they end with this process."""
         self._executor.peers.close()
+        self._grammars.close()
 
     def memory(self) -> dict[str, int]:
         """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep.

@@ -2,8 +2,8 @@
 
 While a GPU computes one step, the host plans and queues the next step. The next step includes every sequence that has
 not reached `max_tokens`, although the host has not seen the sequence's last token yet. If the unseen token ends the
-sample, the sequence's row in the next step is discarded. While penalties or bad words make the logits of a sample
-depend on the tokens that it has, the host waits for them before it plans. On a CPU, a step is done before `step`
+sample, the sequence's row in the next step is discarded. While penalties, bad words or a grammar make the logits of a
+sample depend on the tokens that it has, the host waits for them before it plans. On a CPU, a step is done before `step`
 returns.
 
 If a model is divided into stages, as many steps are in flight as there are stages. A step needs the last token of each
@@ -29,6 +29,7 @@ from trueroll.errors import UnknownRequestError
 
 from .drafting.drafting import Drafting
 from .experts import ExpertRecorder
+from .grammars.masks import Grammars
 from .outputs.open_requests import Commit, Grown, OpenSample, OpenScore
 from .outputs.routes import RouteFormat
 from .outputs.stop_strings import TokenizerError
@@ -117,13 +118,16 @@ class Ledger:
         """
         token = drawn.token_ids[row]
         if not drawn.is_finite[row]:
-            sample.error = _NOT_FINITE if sample.editor is None else _NOTHING_LEFT
+            fault = None if sample.place is None else sample.place.error
+            sample.error = fault or (_NOT_FINITE if sample.editor is None else _NOTHING_LEFT)
             return "error"
         if not sample.commits or sample.commits[-1][0] is not commit:
             sample.commits.append((commit, len(sample.token_ids)))
         sample.token_ids.append(token)
         if sample.editor is not None:
             sample.editor.append(token)
+        if sample.place is not None:
+            sample.place.token_ids.append(token)
         if sample.logprobs is not None:
             sample.logprobs.append(drawn.logprobs[row])
         if sample.records is not None:
@@ -216,13 +220,14 @@ class Pipeline:
         scheduler: Scheduler,
         prompts: SharedPrompts,
         ledger: Ledger,
+        grammars: Grammars,
         drafting: Drafting | None = None,
     ) -> None:
         self.commit = Commit(0)
         self.experts = ExpertRecorder(executor.routes)
         self._scheduler, self._executor, self._prompts, self._ledger = scheduler, executor, prompts, ledger
         self._queued = deque[_QueuedStep]()
-        self._drafting = drafting
+        self._grammars, self._drafting = grammars, drafting
 
     def step(self) -> list[Output]:
         """See `Engine.step`."""
@@ -239,6 +244,8 @@ class Pipeline:
         chunks = self._scheduler.schedule(may_preempt=runs_ahead or not num_before)
         if drafting is not None:
             chunks = drafting.extend(chunks, self._scheduler)
+        if self._grammars.is_used:
+            chunks = self._masked(chunks)
         queued = self._launch(chunks, started) if len(chunks.lanes) else None
         self._encode(all_layers=queued is None and not num_before)
         if queued is None or runs_ahead or num_before + 1 == self._scheduler.num_steps:
@@ -250,6 +257,27 @@ class Pipeline:
         if runs_ahead and queued is not None:
             self._expect(queued)
         return outputs
+
+    def _masked(self, chunks: Chunks) -> Chunks:
+        """Find the masks of all draws and scores of a step, and return the chunks with drafts cut off where a grammar
+        excludes them: such a token cannot be drawn.
+        """
+        takers = takers_of(chunks, self._scheduler.running.lanes)
+        drafts: dict[int, AnySequence[int]] = dict(chunks.drafts)
+        lanes = chunks.lanes[takers.places].tolist()
+        constrained = [(lane, sample.place) for lane, sample in zip(lanes, takers.samples, strict=True) if sample.place]
+        self._grammars.fill([(place, drafts.get(lane, ())) for lane, place in constrained])
+        for lane, place in constrained:
+            if lane in drafts:
+                drafts[lane] = drafts[lane][: len(place.masks) - 1]
+        for i, score in takers.scores:
+            start, end = score.request.start, chunks[i].end + 1
+            if score.place is not None and (first := max(chunks[i].start + 1, start)) < end:
+                self._grammars.fill_given(score.place, first - start, end - start)
+        if drafts == chunks.drafts:
+            return chunks
+        plain = chunks.cut(chunks.ends - chunks.num_drafted)
+        return plain.add_drafts({lane: tokens for lane, tokens in drafts.items() if tokens})
 
     def _encode(self, all_layers: bool) -> None:
         """Encode a part of the image that the oldest sequence waits for. `all_layers`: finish the image, because there
@@ -331,6 +359,9 @@ class Pipeline:
     def _record(self, chunk: Chunk, score: OpenScore, columns: list[np.ndarray]) -> list[Output]:
         if not self._ledger.is_open(score):
             return []
+        if score.place is not None and score.place.error is not None:
+            self._scheduler.finish(chunk.sequence)
+            return [self._ledger.finish_score(score, "error", self.commit)]
         if columns:
             end = chunk.end + 1 - score.request.start
             for column, found in zip(score.columns.values(), columns, strict=True):

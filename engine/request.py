@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from trueroll.errors import ConfigError, InvalidRequestError, TruerollError, brief
 
+from .grammars.source import Grammar, as_grammar
 from .media import ImageInput
 
 
@@ -184,6 +185,7 @@ _EDITS = (
     "allowed_token_ids",
     "bad_words_token_ids",
     "min_tokens",
+    "structured_outputs",
 )
 
 
@@ -249,6 +251,10 @@ class Distribution(BaseModel):
 
     `min_tokens`: before a sample has this many tokens, the tokens that end a sample are not drawn. These are the tokens
     in `stop_token_ids` and, unless `ignore_eos` is set, the model's end-of-sequence tokens.
+
+    `structured_outputs`: a `Grammar`, or a map with its fields; None allows all texts. A token is drawn only if the
+    text of the sample, with this token, begins a text of the grammar. The tokens that end a sample are drawn only
+    where the text is complete, unless they are themselves part of the text. Special tokens are never part of the text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -272,6 +278,7 @@ class Distribution(BaseModel):
         default=(), strict=False
     )
     ignore_eos: bool = False
+    structured_outputs: Grammar | None = None
 
     def __init__(self, /, **values: Any) -> None:
         """Raise InvalidRequestError if a parameter is unknown, has the wrong type, or is out of range.
@@ -298,6 +305,14 @@ class Distribution(BaseModel):
     def _words_are_tuples(cls, words: Any) -> Any:
         return _as_tuples(words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
 
+    @field_validator("structured_outputs", mode="before")
+    @classmethod
+    def _grammar_is_complete(cls, value: Any) -> Any:
+        try:
+            return as_grammar(value)
+        except ValidationError as error:
+            raise ValueError(f"structured_outputs: {describe_validation_error(error)}") from None
+
     @field_validator("logit_bias")
     @classmethod
     def _each_bias_is_given_once(cls, biases: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
@@ -312,6 +327,16 @@ class Distribution(BaseModel):
             raise InvalidRequestError("top_k must be -1 (off) or at least 1 (got 0)", field="top_k", value=0, limit=1)
         return self
 
+    @model_validator(mode="after")
+    def _grammar_has_an_end(self) -> Distribution:
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise InvalidRequestError(
+                "ignore_eos must be false with structured_outputs, because a complete text must end; leave it out",
+                field="ignore_eos",
+                value=True,
+            )
+        return self
+
     @property
     def is_greedy(self) -> bool:
         """Return whether sampling is greedy: the most probable token is chosen, not a random one."""
@@ -324,11 +349,12 @@ class Distribution(BaseModel):
 
     @property
     def num_numbers(self) -> int:
-        """How many numbers the lists of the parameters have. Each inner list counts as two numbers, in addition to the
-        numbers in it.
+        """How many numbers the lists of the parameters have. Each inner list and each text of a choice counts as two
+        numbers, in addition to the numbers in it. Four characters of a grammar count as one number.
         """
-        words = sum(len(word) + 2 for word in self.bad_words_token_ids)
-        return len(self.stop_token_ids) + 4 * len(self.logit_bias) + len(self.allowed_token_ids or ()) + words
+        words, grammar = sum(len(word) + 2 for word in self.bad_words_token_ids), self.structured_outputs
+        text = 0 if grammar is None else grammar.num_chars // 4 + 2 * len(grammar.choice)
+        return len(self.stop_token_ids) + 4 * len(self.logit_bias) + len(self.allowed_token_ids or ()) + words + text
 
     @property
     def _filters(self) -> list[str]:
@@ -744,7 +770,8 @@ class ScoreOutput:
     """The log-probs of a scored sequence.
 
     `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given the tokens before it.
-    `finish_reason`: `stop`, or `abort` for an aborted score, which has empty `logprobs`. `entropy`, `top_token_ids`,
+    `finish_reason`: `stop`, or `abort` for an aborted score, or `error` if the masks of its grammar cannot be computed;
+    the last two have empty `logprobs`. `error`: a description of the error, or None. `entropy`, `top_token_ids`,
     `top_logprobs` and `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`. `routed_experts`:
     as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """
@@ -753,6 +780,7 @@ class ScoreOutput:
     logprobs: np.ndarray
     finish_reason: FinishReason
     weight_versions: tuple[WeightSpan, ...]
+    error: str | None = None
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 from trueroll.errors import AlignmentError
 
 from .contract import Backend
-from .edits import Edited, EditedText, RowEdits, Rules, edit, edit_slopes
+from .edits import Edited, EditedText, Masks, RowEdits, Rules, edit, edit_slopes
 from .packed import Packed
 
 
@@ -54,28 +54,38 @@ class Samples:
         self._starts = torch.where(begins, places, 0).cummax(0).values.tolist()
         self._positions, self._ids = packed.positions.tolist(), ids.cpu().numpy()
 
-    def edits(self, rules: Rules, tokens: Sequence[int]) -> Iterator[RowEdits]:
-        """Yield the edits with which `tokens` were drawn. `tokens`: indices of sampled tokens, ascending."""
+    def edits(self, rules: Rules, tokens: Sequence[int], masks: Masks | None) -> Iterator[RowEdits]:
+        """Yield the edits with which `tokens` were drawn. `tokens`: indices of sampled tokens, ascending. `masks`: the
+        masks of the grammar, or None.
+        """
         runs = groupby(enumerate(tokens), lambda each: (self._starts[each[1]], each[1] - each[0]))
         for (start, _), run in runs:
             found = [token for _, token in run]
             first, end = found[0], found[-1] + 1
             origin = first - self._positions[first]
-            text = EditedText(rules, self._ids[origin:end], start - origin)
+            own = None if masks is None else masks.rows(self._ids[start:end], first - start)
+            text = EditedText(rules, self._ids[origin:end], start - origin, own)
             yield from text.rows(first - origin, end - origin)
 
 
 class Processing:
     """From logits to the distribution of each token in `tokens`: edits, temperature and filters.
 
-    `tokens`: the indices of M tokens in `samples`, ascending. `divisor`: the temperature.
+    `tokens`: the indices of M tokens in `samples`, ascending. `divisor`: the temperature. `masks`: the masks of the
+    distribution's grammar, if it has one.
     """
 
     def __init__(
-        self, distribution: Drawn, rules: Rules | None, divisor: float, samples: Samples, tokens: Tensor
+        self,
+        distribution: Drawn,
+        rules: Rules | None,
+        divisor: float,
+        samples: Samples,
+        tokens: Tensor,
+        masks: Masks | None,
     ) -> None:
         self._distribution, self._rules, self._divisor = distribution, rules, divisor
-        self._samples, self._tokens = samples, tokens.tolist()
+        self._samples, self._tokens, self._masks = samples, tokens.tolist(), masks
 
     def apply(self, ops: Backend, logits: Tensor, rows: slice) -> Tensor:
         """Return the logits [m, V] of the tokens in `rows`, after edits, temperature and filters: float32 [m, V]."""
@@ -98,14 +108,18 @@ class Processing:
     def _edits(self, rows: slice) -> dict[int, RowEdits]:
         if self._rules is None:
             return {}
-        return dict(enumerate(self._samples.edits(self._rules, self._tokens[rows])))
+        return dict(enumerate(self._samples.edits(self._rules, self._tokens[rows], self._masks)))
 
 
 def rules_of(
-    distribution: Drawn, eos_token_ids: Sequence[int] | None, samples: Samples, vocab_size: int
+    distribution: Drawn,
+    eos_token_ids: Sequence[int] | None,
+    samples: Samples,
+    vocab_size: int,
+    masks: Masks | None,
 ) -> Rules | None:
     """Return the edits that a worker made for a distribution. `eos_token_ids`: the tokens that end the worker's
-    samples.
+    samples. `masks`: as in `Processing`.
 
     Raise AlignmentError if they depend on something that is not given.
     """
@@ -114,6 +128,11 @@ def rules_of(
         raise AlignmentError(
             f"eos_token_ids must be given, since min_tokens = {distribution.min_tokens} bans these tokens; pass "
             "client.health().engine['eos_token_ids']"
+        )
+    if distribution.structured_outputs is not None and masks is None:
+        raise AlignmentError(
+            "masks must be given, since the distribution has structured_outputs; pass "
+            "trueroll.rollout.grammar.GrammarMasks(distribution, tokenizer, client.health().engine)"
         )
     ending = {*distribution.stop_token_ids, *((eos_token_ids or ()) if needs_eos else ())}
     rules = Rules.of(distribution, sorted(ending), vocab_size)

@@ -4,8 +4,8 @@ Owns the order and the arithmetic of these changes, for worker and trainer alike
 same bits. The changes of a row depend only on the request and on the earlier tokens of the sample, so neither other
 rows nor chunks change them.
 
-The order is vLLM's. Tokens that are not allowed, banned tokens, and tokens that would complete a bad word get the logit
--inf. Then, for each token of the vocabulary, in float32, with each result rounded:
+The order is vLLM's. Tokens that are not allowed, by the request or by its grammar, banned tokens, and tokens that would
+complete a bad word get the logit -inf. Then, for each token of the vocabulary, in float32, with each result rounded:
 
 1. `logit_bias` is added. 2. If the token occurs in the prompt or in the sample, a positive logit is divided by
 `repetition_penalty`, and any other
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -52,6 +52,18 @@ class Edited(Protocol):
     def allowed_token_ids(self) -> Sequence[int] | None: ...
     @property
     def bad_words_token_ids(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def structured_outputs(self) -> object | None: ...
+
+
+class Masks(Protocol):
+    """The masks of a grammar. `trueroll.rollout.grammar.GrammarMasks` is one."""
+
+    def rows(self, sample: np.ndarray, first: int) -> np.ndarray:
+        """Return the masks (`RowEdits.mask`) with which tokens [first, end) of a sample were drawn: int32 [end - first,
+        ceil(V / 32)]. `sample`: all its tokens before `end`.
+        """
+        ...
 
 
 _NONE = np.array([1.0, 0.0, 0.0], np.float32)  # penalties that change nothing
@@ -78,7 +90,7 @@ class Rules:
 
     `penalties`: as in `RowEdits`. `bias`: maps tokens to what is added. `ending_tokens`: banned in the first
     `min_tokens` tokens of a sample. `bad`: sequences of tokens; the last token is banned after the others. `mask`: as
-    in `RowEdits`.
+    in `RowEdits`. `has_grammar`: whether each token has a mask of its own, besides.
     """
 
     penalties: np.ndarray
@@ -87,6 +99,7 @@ class Rules:
     min_tokens: int
     bad: Sequence[Sequence[int]]
     mask: np.ndarray | None
+    has_grammar: bool = False
 
     @classmethod
     def of(cls, distribution: Edited, ending_tokens: Sequence[int], vocab_size: int) -> Rules | None:
@@ -96,8 +109,10 @@ class Rules:
         allowed = distribution.allowed_token_ids
         mask = None if allowed is None else mask_of(allowed, vocab_size)
         bias, bad = dict(distribution.logit_bias), distribution.bad_words_token_ids
-        rules = cls(np.array(penalties, np.float32), bias, bans, distribution.min_tokens if bans else 0, bad, mask)
-        return rules if bans or bias or bad or mask is not None or rules.has_penalties else None
+        min_tokens, has_grammar = distribution.min_tokens if bans else 0, distribution.structured_outputs is not None
+        rules = cls(np.array(penalties, np.float32), bias, bans, min_tokens, bad, mask, has_grammar)
+        has_any = bans or bias or bad or mask is not None or has_grammar or rules.has_penalties
+        return rules if has_any else None
 
     @property
     def has_penalties(self) -> bool:
@@ -107,12 +122,12 @@ class Rules:
     @property
     def reads_tokens(self) -> bool:
         """Return whether the edits depend on which tokens came before, and not only on their number."""
-        return self.has_penalties or any(len(word) > 1 for word in self.bad)
+        return self.has_grammar or self.has_penalties or any(len(word) > 1 for word in self.bad)
 
     @property
     def end(self) -> int:
         """The number of tokens after which a sample is no longer edited; a large number if it always is."""
-        is_short = not (self.bias or self.bad or self.has_penalties) and self.mask is None
+        is_short = not (self.bias or self.bad or self.has_penalties or self.has_grammar) and self.mask is None
         return self.min_tokens if is_short else 2**62
 
     @cached_property
@@ -196,9 +211,10 @@ class Editor:
             bans = ends if bans is None else bans | ends
         return rules.row(entries, bans)
 
-    def rows(self, following: Sequence[int]) -> list[RowEdits]:
+    def rows(self, following: Sequence[int], masks: np.ndarray | None = None) -> list[RowEdits]:
         """Return the edits of the next token, and of the token after each of the `following` tokens. The editor does
-        not change.
+        not change. `masks`: the grammar's mask of each of these tokens (`RowEdits.mask`), int32 [n, ceil(V / 32)], if
+        the rules have a grammar.
         """
         rows, ahead = [self.row()], copy(self)
         if following and self._table is not None:
@@ -206,7 +222,7 @@ class Editor:
         for token in following:
             ahead.append(token)
             rows.append(ahead.row())
-        return rows
+        return rows if masks is None else [_masked(row, mask) for row, mask in zip(rows, masks, strict=True)]
 
     def _completed(self) -> list[int]:
         """The tokens that would complete a bad word."""
@@ -215,22 +231,32 @@ class Editor:
         return [last for size in sizes for last in ends.get(tail[len(tail) - size :], ())]
 
 
+def _masked(row: RowEdits, mask: np.ndarray) -> RowEdits:
+    """Return the edits of a row, with a grammar's mask."""
+    return replace(row, mask=mask if row.mask is None else row.mask & mask)
+
+
 @dataclass(frozen=True, eq=False)
 class EditedText:
     """Given tokens, drawn with `rules`. `token_ids` (integers [T]): the tokens from `start` on are the sample, and the
-    others are its prompt.
+    others are its prompt. `masks`: the grammar's masks of the last tokens, as in `Editor.rows`.
     """
 
     rules: Rules
     token_ids: np.ndarray
     start: int
+    masks: np.ndarray | None = None
 
     def rows(self, first: int, end: int) -> list[RowEdits]:
         """Return the edits with which tokens [first, end) were drawn. At least one token; `first` is not below
         `start`.
         """
         prompt, sample = self.token_ids[: self.start], self.token_ids[self.start : first]
-        return Editor(self.rules, prompt, sample, len(sample)).rows(self.token_ids[first : end - 1].tolist())
+        masks = self.masks
+        if masks is not None:
+            before = len(self.token_ids) - len(masks)
+            masks = masks[first - before : end - before]
+        return Editor(self.rules, prompt, sample, len(sample)).rows(self.token_ids[first : end - 1].tolist(), masks)
 
 
 class _Table:

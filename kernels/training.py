@@ -52,6 +52,7 @@ from .autograd import NO_TOKEN, GradientOps
 from .batches import OWN_CHOICE, check_shape, locate, read_routes, spread, unpad
 from .contract import LOWEST_TEMPERATURE, Rotation, TokenStatistics
 from .distributions import Drawn, Processing, Samples, rules_of
+from .edits import Masks
 from .layer import (
     HEAD,
     LAYERS,
@@ -151,7 +152,13 @@ class _Drawn:
     LOWEST_TEMPERATURE.
     """
 
-    def __init__(self, temperature: float, distribution: Drawn | None, eos_token_ids: Sequence[int] | None) -> None:
+    def __init__(
+        self,
+        temperature: float,
+        distribution: Drawn | None,
+        eos_token_ids: Sequence[int] | None,
+        masks: Masks | None,
+    ) -> None:
         if distribution is not None and temperature != 1.0:
             raise AlignmentError(
                 f"temperature must be left out if distribution is given (got {temperature}); the distribution has its "
@@ -170,7 +177,7 @@ class _Drawn:
             )
         self.divisor = max(temperature, LOWEST_TEMPERATURE) if temperature > 0.0 else 1.0
         self._processed = distribution if mode == "processed" else None
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._masks = eos_token_ids, masks
 
     def processing(self, samples: Samples, tokens: Tensor, vocab_size: int) -> Processing | None:
         """Return the processing of the logits of `tokens`, or None if they are only divided. `tokens`: indices of
@@ -178,10 +185,10 @@ class _Drawn:
         """
         if self._processed is None:
             return None
-        rules = rules_of(self._processed, self._eos_token_ids, samples, vocab_size)
+        rules = rules_of(self._processed, self._eos_token_ids, samples, vocab_size, self._masks)
         if rules is None and not self._processed.has_filters:
             return None
-        return Processing(self._processed, rules, self.divisor, samples, tokens)
+        return Processing(self._processed, rules, self.divisor, samples, tokens, self._masks)
 
 
 class Arithmetic(NamedTuple):
@@ -301,6 +308,7 @@ def token_log_probs(
     distribution: Drawn | None = None,
     eos_token_ids: Sequence[int] | None = None,
     target_ids: Tensor | None = None,
+    masks: Masks | None = None,
 ) -> Tensor:
     """Return the log-prob of each token given the earlier tokens of its sequence: float32 in the shape of `input_ids`.
 
@@ -332,7 +340,8 @@ def token_log_probs(
     are then those that a worker returns, for any `logprobs` except None: edits and filters keep the same tokens as
     in the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is a sample,
     and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as `processed`.
-    `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans.
+    `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans. `masks`: the masks of
+    `structured_outputs`, such as `trueroll.rollout.grammar.GrammarMasks`.
 
     `target_ids` (integers, [*input_ids.shape, K]): return the log-probs of these tokens in place of those of
     `input_ids`, for distillation. -1 fills up a list; its log-prob is 0. The result has the shape of `target_ids`.
@@ -340,7 +349,7 @@ def token_log_probs(
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` or `media` that do not fit the model
     or the tokens, for a `distribution` that needs an argument that is missing, and for a model that is not aligned.
     """
-    drawn = _Drawn(temperature, distribution, eos_token_ids)
+    drawn = _Drawn(temperature, distribution, eos_token_ids, masks)
     batch = input_ids, attention_mask, lengths, drawn, completion_mask, routed_experts, position_ids, media
     places, found = _ask_of_tokens(model, *batch, GradientOps.log_probs, target_ids)
     return spread(_unsealed(found), places, input_ids.shape)
@@ -358,6 +367,7 @@ def token_statistics(
     media: Media | None = None,
     distribution: Drawn | None = None,
     eos_token_ids: Sequence[int] | None = None,
+    masks: Masks | None = None,
     *,
     top_logprobs: int,
     gradient: bool = False,
@@ -380,7 +390,7 @@ def token_statistics(
         raise AlignmentError(
             f"top_logprobs must be from 0 to {vocab_size}, the size of the vocabulary (got {top_logprobs})"
         )
-    drawn = _Drawn(temperature, distribution, eos_token_ids)
+    drawn = _Drawn(temperature, distribution, eos_token_ids, masks)
     batch = input_ids, attention_mask, lengths, drawn, completion_mask, routed_experts, position_ids, media
     with torch.set_grad_enabled(gradient and torch.is_grad_enabled()):
         places, found = _ask_of_tokens(model, *batch, partial(GradientOps.statistics, k=top_logprobs))

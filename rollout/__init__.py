@@ -33,6 +33,9 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
 
+    from ..engine.grammars.source import (
+        Grammar,
+    )
     from ..engine.media import (
         ImageInput,
     )
@@ -84,6 +87,7 @@ if TYPE_CHECKING:
     )
 
 _NAMES = {
+    "..engine.grammars.source": ["Grammar"],
     "..engine.media": ["ImageInput"],
     "..engine.models.names": ["resolve_model"],
     "..engine.request": [
@@ -142,6 +146,7 @@ __all__ = [
     "Fleet",
     "FleetClient",
     "ForbiddenError",
+    "Grammar",
     "Group",
     "Health",
     "IdConflictError",

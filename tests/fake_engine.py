@@ -19,6 +19,7 @@ from typing import Any, Never
 import numpy as np
 import torch
 
+from trueroll.engine.grammars.source import Grammar
 from trueroll.engine.media import ImageLimits
 from trueroll.engine.request import (
     FinishReason,
@@ -66,6 +67,19 @@ class FakeInfo:
     pipeline_parallel_size: int = 1
     max_images: int = 0
     max_image_patches: int = 0
+
+
+class FakeGrammars:
+    """Grammars that need no preparation. Samples of the fake engine ignore them."""
+
+    def is_prepared(self, grammar: Grammar) -> bool:
+        return True
+
+    def prepare(self, grammar: Grammar) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -217,6 +231,7 @@ class FakeEngine:
     """
 
     info = FakeInfo()
+    grammars = FakeGrammars()
     images = ImageLimits(FakeTower(), 8, 64)
 
     def __init__(self, weights: FakeWeights | None = None) -> None:

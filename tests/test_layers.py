@@ -93,6 +93,7 @@ KERNELS = {
         "autograd",
         "batches",
         "distributions",
+        "edits",
         "layer",
         "packed",
         "pieces",
@@ -104,12 +105,16 @@ KERNELS = {
 OUTPUTS = {"request", "outputs"}
 ENGINE = {
     "media": set(),
-    "request": {"media"},
+    "request": {"grammars.source", "media"},
+    "grammars.source": set(),
+    "grammars.matching": {"grammars.source"},
+    "grammars.child": {"grammars.matching", "grammars.source", "models"},
+    "grammars.masks": {"grammars.child", "grammars.matching", "grammars.source", "models"},
     "config": {"request"},
     "stats": set(),
     "outputs.routes": set(),
     "outputs.stop_strings": {"models"},
-    "outputs.open_requests": OUTPUTS,
+    "outputs.open_requests": OUTPUTS | {"grammars.masks"},
     "cache.memory": set(),
     "cache.shared": {"cache.memory"},
     "cache.lending": {"cache.memory", "cache.shared"},
@@ -135,7 +140,7 @@ ENGINE = {
     "running.planner": {"config"},
     "running.ranks": {"config"},
     "running.mtp": {"cache.memory", "models", "running.planner", "running.sampler", "running.step"},
-    "running.loading": {"config", "models"}
+    "running.loading": {"config", "grammars.matching", "models"}
     | {f"running.{name}" for name in ("experts", "planner", "ranks", "weight_memory", "weights")},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler", "step")},
@@ -149,7 +154,7 @@ ENGINE = {
     "parallel.computation": {"parallel.agreement", "parallel.exchange", "running.executor", "running.step"},
     "parallel.agreement": {"parallel.exchange", "running.executor", "running.step"},
     "parallel.weights": {"cache.memory", "cache.shared", "models", "running.ranks", "running.weight_memory"},
-    "parallel.wire": {"media", "outputs.open_requests", "request", "running.mtp", "running.step"}
+    "parallel.wire": {"grammars.source", "media", "outputs.open_requests", "request", "running.mtp", "running.step"}
     | {"scheduling.encodings", "scheduling.media"},
     "parallel.encoding": {"running.encoder", "scheduling.encodings"},
     "parallel.follower": {"config", "parallel"}
@@ -166,11 +171,11 @@ ENGINE = {
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "experts": {"outputs.routes", "scheduling.sequence"},
     "pipeline": OUTPUTS
-    | {"drafting.drafting", "experts"}
+    | {"drafting.drafting", "experts", "grammars.masks"}
     | {"running.executor", "running.sampler", "running.step"}
     | {f"scheduling.{name}" for name in ("scheduler", "sequence")},
     "admission": OUTPUTS
-    | {"cache.prefix_cache", "media", "pipeline", "running.loading"}
+    | {"cache.prefix_cache", "grammars.masks", "media", "pipeline", "running.loading"}
     | {f"scheduling.{name}" for name in ("media", "scheduler", "sequence")},
 }
 ENGINE["engine"] = {*ENGINE}
@@ -194,6 +199,7 @@ ROLLOUT = {
     "fleet": {"config", "protocol", "network", "monitoring", "images", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
+    "grammar": set(),
     "images": set(),
     "videos": {"images"},
     "text_child": set(),
@@ -216,7 +222,7 @@ ROLLOUT = {
         "http",
         "tools",
     },
-    "integrations": {"images", "client", "fleet", "publisher", "integrations"},
+    "integrations": {"grammar", "images", "client", "fleet", "publisher", "integrations"},
 }
 PARTS = {"kernels": KERNELS, "engine": ENGINE, "weight_sync": WEIGHT_SYNC, "rollout": ROLLOUT}
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...kernels.contract import GREEDY, LOWEST_TEMPERATURE, SAMPLE
 from ...kernels.edits import Editor, Rules
+from ..grammars.masks import Place
 from ..request import (
     LOGPROBS,
     Columns,
@@ -133,7 +134,8 @@ class OpenSample:
     """An unfinished sample.
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
-    that end the sample. `editor`: edits the logits of the next token; None without edits. `logprobs`: None if not
+    that end the sample. `editor`: edits the logits of the next token; None without edits. `place`: the sample's place
+    in a text of its grammar; None without a grammar. `logprobs`: None if not
     requested. `records`: the columns requested by `top_logprobs`, or None. `targets`, `target_ids`: the column
     requested by `target_token_ids`, and these tokens (int64 [K]), or None. `kept`: the columns requested by
     `return_sampling_mask`, or None. `commits`: the commits under which tokens
@@ -164,6 +166,7 @@ class OpenSample:
     num_told: int | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    place: Place | None = None
 
     @property
     def num_fed(self) -> int:
@@ -223,20 +226,22 @@ class OpenSample:
 class OpenScore:
     """An unfinished score request, with columns that are filled as chunks are computed.
 
-    `columns`: as in `ScoreOutput`. `rules`: the edits of logits, or None.
+    `columns`: as in `ScoreOutput`. `rules`: the edits of logits, or None. `place`: the place of the scored tokens in a
+    text of the grammar, or None.
     """
 
     request: ScoreRequest
     columns: Columns
     rules: Rules | None
+    place: Place | None = None
 
     @classmethod
-    def of(cls, request: ScoreRequest, rules: Rules | None) -> OpenScore:
+    def of(cls, request: ScoreRequest, rules: Rules | None, place: Place | None = None) -> OpenScore:
         """Return an open score with no log-probs computed yet."""
         rows = len(request.token_ids) - request.start
         targets = request.target_token_ids
         num_targets = 0 if targets is None else targets.shape[1]
-        return cls(request, new_columns(request.top_logprobs, num_targets, rows), rules)
+        return cls(request, new_columns(request.top_logprobs, num_targets, rows), rules, place)
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
         """Return the output of the score. A score that was aborted has no log-probs.
@@ -250,6 +255,7 @@ class OpenScore:
             request_id=self.request.id,
             finish_reason=reason,
             weight_versions=(WeightSpan(version, 0, rows),) if rows else (),
+            error=self.place.error if self.place is not None and reason == "error" else None,
             routed_experts=routed_experts,
             **as_fields(columns),
         )

@@ -18,6 +18,7 @@ import msgpack
 import numpy as np
 
 from ...kernels.edits import ENTRY, EditedText, RowEdits, Rules
+from ..grammars.source import Grammar
 from ..media import ImageInput
 from ..outputs.open_requests import DRAW
 from ..request import Distribution
@@ -27,7 +28,10 @@ from ..scheduling.encodings import EncodeTask
 from ..scheduling.media import ImageRows
 
 _ARRAY, _OBJECT = 1, 2
-_SENT = Step, Draws, RowEdits, Rules, EditedText, ScoredRows, JournalRows, DraftStep, ImageRows, EncodeTask, ImageInput
+_SENT = (
+    *(Step, Draws, RowEdits, Rules, EditedText, ScoredRows, JournalRows, DraftStep, ImageRows, EncodeTask),
+    *(ImageInput, Grammar),
+)
 _CLASSES: dict[str, Any] = {each.__name__: each for each in _SENT}
 _PLAIN = "int64", "int32", "uint8", "float32", "bool"
 _DTYPES = {"draw": DRAW, "entry": ENTRY} | {name: np.dtype(name) for name in _PLAIN}
@@ -118,7 +122,7 @@ def _packed(value: Any) -> Any:
         return msgpack.ExtType(_ARRAY, msgpack.packb(content))
     if isinstance(value, Distribution):
         content = {name: getattr(value, name) for name in Distribution.model_fields}  # a subclass may have more
-        return msgpack.ExtType(_OBJECT, msgpack.packb(("Distribution", content)))
+        return msgpack.ExtType(_OBJECT, msgpack.packb(("Distribution", content), default=_packed))
     if type(value).__name__ in _CLASSES:
         content = {field.name: getattr(value, field.name) for field in fields(value)}
         return msgpack.ExtType(_OBJECT, msgpack.packb((type(value).__name__, content), default=_packed))

@@ -22,6 +22,7 @@ from ...kernels.selection import SelectedBackend, select_backend
 from ...kernels.specs import DecoderSpec, is_of_mtp
 from ...kernels.spellings import Spellings
 from ..config import EngineConfig
+from ..grammars.matching import installed_version
 from ..models.decoder import Decoder
 from ..models.dummy import fill_randomly
 from ..models.eos import find_eos_tokens
@@ -88,7 +89,8 @@ class EngineInfo:
     several ranks, `weight_bytes` are those of rank 0, and `kv_bytes` and `state_bytes` those of one rank, at most.
     `token_bytes`: the bytes of a rank's KV cache for each token, summed over the layers with the first window.
 
-    `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`.
+    `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`. `llguidance`: the version of the
+    package that computes the masks of grammars; None if it is not installed.
 
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
@@ -131,6 +133,7 @@ class EngineInfo:
     pipeline_parallel_size: int = 1
     max_images: int = 0
     max_image_patches: int = 0
+    llguidance: str | None = None
 
     @property
     def num_slots(self) -> int:
@@ -283,6 +286,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         scratch_bytes=scratch_bytes(model.spec, model.dtype, config),
         max_images=config.max_images,
         max_image_patches=config.max_image_patches,
+        llguidance=installed_version(),
     )
 
 

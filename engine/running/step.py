@@ -312,10 +312,12 @@ def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Taker
     edits = dict[int, RowEdits]()
     of_edited = owners[edited]
     for owner in np.unique(of_edited).tolist():
-        editor, places = takers.samples[owner].editor, edited[of_edited == owner].tolist()
+        sample, places = takers.samples[owner], edited[of_edited == owner].tolist()
+        editor, masks = sample.editor, None if sample.place is None else sample.place.masks
         assert editor is not None
         drafts = chunks.drafts.get(int(chunks.lanes[takers.places[owner]]), ())
-        edits |= zip(places, editor.rows(drafts), strict=False)  # edits end with min_tokens, maybe amid the drafts
+        rows = editor.rows(drafts, masks)
+        edits |= zip(places, rows, strict=False)  # edits end with min_tokens, maybe amid the drafts
     return edits
 
 
@@ -324,7 +326,8 @@ def _scored(score: OpenScore, chunk: Chunk, end: int) -> ScoredRows:
     request = score.request
     first = min(max(chunk.start + 1, request.start), chunk.end + 1)
     token_ids = request.token_ids[first : chunk.end + 1].astype(np.int64)
-    text = score.rules and EditedText(score.rules, request.token_ids[: chunk.end + 1], request.start)
+    masks = None if score.place is None or not len(token_ids) else score.place.masks
+    text = score.rules and EditedText(score.rules, request.token_ids[: chunk.end + 1], request.start, masks)
     rows, targets = (end - len(token_ids), end), request.target_token_ids
     if targets is not None:
         targets = targets[first - request.start : chunk.end + 1 - request.start].astype(np.int64)

@@ -21,6 +21,7 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError, StaleWeightsError, TruerollError, UnknownRequestError
 
+from ...engine.grammars.source import Grammar
 from ...engine.media import ImageInput
 from ...engine.request import (
     GenerateRequest,
@@ -38,6 +39,7 @@ from ..config import WorkerConfig
 from ..protocol import Generate, GetScores
 from .admission import Conditions, check_admission, check_joining, check_succession, serves, targets_of, too_old
 from .engine_thread import Add, Command, End, Ended, Run, Stream
+from .grammars import GrammarThread, Prepared
 from .images import ImageStore, Supplier
 from .ledger import Calls, Entry, Ledger, Submission, asked_by, salt_of, scoped, submission_of
 from .streams import Streams
@@ -68,54 +70,59 @@ class Waiting:
 
 
 class WaitingRoom:
-    """The requests that have not been sent to the engine yet, by key. They wait for the engine, for newer weights, or
-    for their images.
+    """The requests that have not been sent to the engine yet, by key. They wait for the engine, for newer weights, for
+    their images, or for the preparation of their grammar.
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
     requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
-    sample is never computed. Requests that lack images or wait for newer weights may be overtaken by later requests,
-    because the waiting room checks its requests again only when the weights may have changed.
+    sample is never computed. Requests that lack images, have a new grammar or wait for newer weights may be overtaken
+    by later requests, because the waiting room checks its requests again only when the weights may have changed.
     """
 
     def __init__(self) -> None:
         self._due: dict[str, Waiting] = {}
         self._early: dict[str, Waiting] = {}
-        self._without_images: dict[str, Waiting] = {}
+        self._held: dict[str, Waiting] = {}
 
     def __len__(self) -> int:
-        return len(self._due) + len(self._early) + len(self._without_images)
+        return len(self._due) + len(self._early) + len(self._held)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._due or key in self._early or key in self._without_images
+        return key in self._due or key in self._early or key in self._held
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the keys of all requests."""
-        return chain(self._due, self._early, self._without_images)
+        return chain(self._due, self._early, self._held)
 
     def add(self, key: str, waiting: Waiting) -> None:
         """Add a request, to be checked by the next `take_due`."""
         self._due[key] = waiting
 
     def hold(self, key: str, waiting: Waiting) -> None:
-        """Add a request that waits for its images."""
-        self._without_images[key] = waiting
+        """Add a request that waits for its images or its grammar."""
+        self._held[key] = waiting
 
     def postpone(self, key: str, waiting: Waiting) -> None:
         """Add a request that the first `take_due` after a `look_at_all` checks."""
         self._early[key] = waiting
 
     def give_images(self, key: str, images: tuple[ImageInput, ...]) -> None:
-        """Add the images of a request, to be checked by the next `take_due`."""
-        waiting = self._without_images.pop(key)
+        """Add the images of a held request, to be checked by the next `take_due`."""
+        waiting = self._held[key]
         waiting.request = replace(waiting.request, images=images)
-        self._due[key] = waiting
+        self.release(key)
+
+    def release(self, key: str) -> None:
+        """Let the next `take_due` check a held request. No-op if it has ended."""
+        if (waiting := self._held.pop(key, None)) is not None:
+            self._due[key] = waiting
 
     def get(self, key: str) -> Waiting | None:
-        return self._due.get(key) or self._early.get(key) or self._without_images.get(key)
+        return self._due.get(key) or self._early.get(key) or self._held.get(key)
 
     def discard(self, key: str) -> None:
         """Remove a request that has ended."""
-        for waiting in (self._due, self._early, self._without_images):
+        for waiting in (self._due, self._early, self._held):
             waiting.pop(key, None)
 
     def look_at_all(self) -> None:
@@ -182,6 +189,7 @@ class RequestBook:
     - `conditions`: returns the current `Conditions`.
     - `waiting_room`: the requests that have not been sent to the engine yet.
     - `max_model_len`: maximum context length in tokens; None until the model has loaded.
+    - `grammars`: prepares grammars; None until the model has loaded.
     """
 
     def __init__(
@@ -196,6 +204,7 @@ class RequestBook:
         self.ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self.waiting_room = WaitingRoom()
         self.max_model_len: int | None = None
+        self.grammars: GrammarThread | None = None
         self.streams = Streams(self._tell, takes)
         self.images = ImageStore(
             config.max_image_bytes, config.image_seconds, config.max_message_bytes // 2, self._tell
@@ -326,10 +335,21 @@ class RequestBook:
         if ready := self.images.take_ready():
             for key in ready:
                 self.waiting_room.give_images(key, self.images.images_of(key))
-            is_ending = self._conditions().is_ending
-            self.admit(is_ending)
-            if is_ending:
-                self._abort_early()
+            self._admit_released()
+
+    def take_prepared(self, event: Prepared) -> None:
+        """Admit a request after the preparation of its grammar, or end it with an error."""
+        if event.error is not None and event.key in self.waiting_room:
+            self.end(event.key, event.error)
+        else:
+            self.waiting_room.release(event.key)
+            self._admit_released()
+
+    def _admit_released(self) -> None:
+        is_ending = self._conditions().is_ending
+        self.admit(is_ending)
+        if is_ending:
+            self._abort_early()
 
     # Commands and events of the engine.
 
@@ -351,11 +371,25 @@ class RequestBook:
             if len(waiting.request.images) < len(waiting.message.images):
                 self._ask_for_images(key, waiting)
                 continue
+            if (grammar := _grammar_of(waiting.request)) is not None and self._must_prepare(grammar):
+                self._prepare(key, waiting, grammar)
+                continue
             self._command(Add(waiting.request, tuple(waiting.ended)))
             if key in self.streams:
                 self._command(Stream(key))
         for key, error in refused.items():
             self.end(key, error)
+
+    def _must_prepare(self, grammar: Grammar) -> bool:
+        return self.grammars is None or not self.grammars.is_prepared(grammar)
+
+    def _prepare(self, key: str, waiting: Waiting, grammar: Grammar) -> None:
+        """Prepare the grammar of a request before the engine gets the request."""
+        if self.grammars is None:
+            self.waiting_room.postpone(key, waiting)  # until the model has loaded
+        else:
+            self.waiting_room.hold(key, waiting)
+            self.grammars.prepare(key, grammar)
 
     def _ask_for_images(self, key: str, waiting: Waiting) -> None:
         """Get the images of a request before the request is sent to the engine. Memory for images is reserved only if
@@ -388,6 +422,9 @@ class RequestBook:
             if isinstance(output, SampleOutput):
                 self.streams.end_sample(entry.key, output.index)
                 self._publish(entry, protocol.sample_message(entry.message.id, output))
+            elif output.error is not None:
+                self.end(entry.key, InvalidRequestError(f"structured_outputs: {output.error}"))
+                continue
             else:
                 self._publish(entry, protocol.scores_message(entry.message.id, output))
             self.ledger.end_sample(entry, output.finish_reason)
@@ -523,6 +560,11 @@ def _shown_tokens(message: Generate | GetScores) -> np.ndarray:
     if isinstance(message, GetScores):
         return protocol.bytes_to_tokens(message.token_ids)[:-1]
     return protocol.bytes_to_tokens(message.prompt_token_ids)
+
+
+def _grammar_of(request: Request) -> Grammar | None:
+    distribution = request.params if isinstance(request, GenerateRequest) else request.distribution
+    return distribution.structured_outputs
 
 
 def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> bytes:

@@ -21,6 +21,7 @@ from trueroll.errors import TruerollError, UnknownRequestError
 from ...engine.media import ImageLimits
 from ...engine.request import InFlight, Output, Request, SampleDelta, Tag
 from ..monitoring.timings import Histogram
+from .grammars import Preparing
 from .reply_bytes import check_reply
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class ServedEngine(Protocol):
 
     @property
     def images(self) -> ImageLimits: ...
+
+    @property
+    def grammars(self) -> Preparing: ...
 
     @property
     def weights(self) -> Destination: ...
@@ -142,12 +146,13 @@ class Stop:
 @dataclass(frozen=True)
 class Loaded:
     """The engine is built. `info`: the EngineInfo as a dictionary. `weights`: the destination of pushes. `images`: the
-    limits on images.
+    limits on images. `grammars`: prepares grammars.
     """
 
     info: dict[str, Any]
     weights: Destination
     images: ImageLimits
+    grammars: Preparing
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,7 @@ class EngineThread(threading.Thread):
         try:
             engine = self._make_engine()
             self._take_snapshot(engine, made_progress=True)
-            self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights, engine.images))
+            self._publish(Loaded(dataclasses.asdict(engine.info), engine.weights, engine.images, engine.grammars))
             self._loop(engine)
         except BaseException as error:  # every cause of the thread's end must be reported
             self._publish(Failed(error))

@@ -21,7 +21,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import zmq
 
@@ -34,7 +34,6 @@ from trueroll.errors import (
     WorkerFailedError,
 )
 
-from ...engine.media import ImageLimits
 from ...weight_sync.transports.policy import PushPolicy
 from .. import protocol
 from ..config import WorkerConfig
@@ -47,11 +46,9 @@ from .admission import Conditions
 from .book import RequestBook
 from .control import Control
 from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
+from .grammars import GrammarThread, Prepared
 from .ledger import Calls
 from .pushes import PushNews
-
-if TYPE_CHECKING:
-    from ...weight_sync.worker.assembly import Destination
 
 log = logging.getLogger(__name__)
 
@@ -389,7 +386,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._ending = Ending(config.drain_seconds)
         self._flush_at = float("inf")  # the end of the next pause of a stream
-        self._inbox: Inbox[Event | PushNews] = Inbox()
+        self._inbox: Inbox[Event | PushNews | Prepared] = Inbox()
         timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, timings.step, config.max_unread_bytes)
         self._router = Router(config, lambda identity: self._book.lose(identity))
@@ -426,7 +423,7 @@ class Worker:
         self._ending.ask()
         self._inbox.wake()
 
-    def publish_event(self, event: Event | PushNews) -> None:
+    def publish_event(self, event: Event | PushNews | Prepared) -> None:
         """Pass an event from another thread to the worker's thread."""
         self._inbox.put(event)
 
@@ -503,6 +500,8 @@ class Worker:
     def _close(self) -> None:
         self._engine_thread.commands.put(Stop())
         self._engine_thread.join(timeout=1.0)
+        if self._book.grammars is not None:
+            self._book.grammars.close()
         if self._metrics is not None:
             self._metrics.close()
         self._close_system()
@@ -543,12 +542,14 @@ class Worker:
         while (event := self._inbox.get()) is not None:
             self._handle_event(event)
 
-    def _handle_event(self, event: Event | PushNews) -> None:
+    def _handle_event(self, event: Event | PushNews | Prepared) -> None:
         if self._state == "failed":
             return  # every caller has already received a reply
         match event:
-            case Loaded(info, weights, images):
-                self._finish_loading(info, weights, images)
+            case Loaded():
+                self._finish_loading(event)
+            case Prepared():
+                self._book.take_prepared(event)
             case Finished(outputs, deltas):
                 self._book.take_deltas(deltas)
                 self._book.take_outputs(outputs)
@@ -564,13 +565,15 @@ class Worker:
             case _:
                 self._control.pushes.handle_news(event)
 
-    def _finish_loading(self, info: dict[str, Any], weights: Destination, images: ImageLimits) -> None:
-        self._book.images.set_limits(images)
+    def _finish_loading(self, loaded: Loaded) -> None:
+        info = loaded.info
+        self._book.images.set_limits(loaded.images)
+        self._book.grammars = GrammarThread(loaded.grammars, self.publish_event)
         self._vitals.info = info
         self._book.max_model_len = info["max_model_len"]
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
-        self._control.finish_loading(weights, info["device"])
+        self._control.finish_loading(loaded.weights, info["device"])
         self._book.waiting_room.look_at_all()
         if self._control.lifecycle.is_ending:
             self._book.let_in_the_last()

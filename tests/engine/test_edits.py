@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import about
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import (
@@ -26,6 +27,7 @@ from trueroll.kernels import reference
 from trueroll.kernels.edits import EditedText, Rules, edit
 from trueroll.kernels.selection import select_backend
 from trueroll.kernels.training import align, token_log_probs, token_statistics
+from trueroll.rollout.grammar import GrammarMasks
 
 from .drive import drain, generate, make_engine, run, score, tokens
 
@@ -41,6 +43,12 @@ EVERYTHING: dict[str, Any] = dict(
     top_p=0.9,
     temperature=0.8,
 )
+SCHEMA = dict(
+    type="object",
+    properties=dict(a=dict(type="integer"), b=dict(type="array", items=dict(enum=["x", "yy", None]))),
+    required=["a", "b"],
+)
+GRAMMAR: dict[str, Any] = dict(structured_outputs=dict(json=SCHEMA), ignore_eos=False)
 EDITS: dict[str, dict[str, Any]] = {
     "penalties": dict(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
     "greedy": dict(temperature=0.0, repetition_penalty=1.4, frequency_penalty=0.2),
@@ -48,6 +56,7 @@ EDITS: dict[str, dict[str, Any]] = {
     "words": dict(bad_words_token_ids=[[7, 7], [416, 483, 139], [5]]),
     "filters": dict(top_k=20, top_p=0.9, min_p=0.02, temperature=1.3),
     "everything": EVERYTHING,
+    "grammar": GRAMMAR | dict(temperature=0.9, frequency_penalty=0.1, top_p=0.95, min_tokens=2),
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "company": {},
@@ -95,11 +104,12 @@ def test_no_bit_depends_on_the_circumstances(
     assert stats.prefix_hits > 0 and (stats.preemptions > 0) == (circumstances == "preempted"), "premise"
 
 
+@pytest.mark.parametrize("name", ["penalties", "grammar"])
 def test_a_continued_sample_has_the_bits_of_an_unbroken_one(
-    alone: dict[tuple[str, int], SampleOutput], tiny_llama: Path
+    name: str, alone: dict[tuple[str, int], SampleOutput], tiny_llama: Path
 ) -> None:
     """Earlier tokens of the sample count as its own, not as the prompt's."""
-    name, before = "penalties", 10
+    before = 10
     whole = alone[name, 0]
     prompt = np.concatenate((PROMPT, np.array(whole.token_ids[:before], np.int32)))
     params = ask(name, n=1, max_tokens=len(whole.token_ids) - before).params
@@ -141,6 +151,9 @@ def test_a_trainer_computes_the_bits_of_the_samples(
     asked: dict[str, Any] = dict(
         lengths=lengths, completion_mask=mask, distribution=ask(name).params, eos_token_ids=eos
     )
+    if name == "grammar":
+        tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+        asked["masks"] = GrammarMasks(ask(name).params, tokenizer, asdict(make_engine(tiny_llama).info))
     found = token_log_probs(model, packed, **asked)
     statistics = token_statistics(model, packed, **asked, top_logprobs=3)
     expected = np.concatenate([sample.logprobs for sample in samples if sample.logprobs is not None])

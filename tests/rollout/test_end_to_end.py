@@ -26,7 +26,7 @@ from trueroll.errors import InvalidRequestError, ModelError, TruerollError, Work
 from trueroll.kernels.contract import Backend
 from trueroll.kernels.cpu.library import load_library
 from trueroll.kernels.layer import run_layers
-from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess, launch_worker
+from trueroll.rollout import Grammar, RolloutClient, SamplingParams, WorkerProcess, launch_worker
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.worker.process import load_engine
 
@@ -92,6 +92,24 @@ def test_score_with_the_parameters_of_samples_gives_their_bits(client: RolloutCl
     again = client.score(sequences, temperature, start=starts)
     are_equal = [score.logprobs.tobytes() for score in again] == [logprobs for _, logprobs in bits(samples)]
     assert are_equal == (mode != "processed"), "premise: the distribution matters"
+
+
+def test_grammars_on_a_worker(client: RolloutClient) -> None:
+    """A refused grammar ends its request only; scores have the bits of the samples."""
+    params = SamplingParams(n=2, max_tokens=12, temperature=0.8, structured_outputs=Grammar(regex="[a-c]{3,9}[0-9]+"))
+    with pytest.raises(InvalidRequestError, match="structured_outputs: .*unclosed group"):
+        client.generate([PROMPTS[0]], SamplingParams(structured_outputs=Grammar(regex="(a")))
+    groups = client.generate(PROMPTS, params, seed=3)
+    samples = [sample for group in groups for sample in group.samples]
+    pairs = [(prompt, sample) for prompt, group in zip(PROMPTS, groups, strict=True) for sample in group.samples]
+    scores = client.score(
+        [[*prompt, *sample.token_ids] for prompt, sample in pairs],
+        distribution=params,
+        start=[len(prompt) for prompt, _ in pairs],
+    )
+    assert [score.logprobs.tobytes() for score in scores] == [logprobs for _, logprobs in bits(tuple(samples))]
+    with pytest.raises(InvalidRequestError, match="excludes token"):
+        client.score([[*PROMPTS[0], 5, 5, 5]], distribution=params, start=len(PROMPTS[0]))
 
 
 def test_score_gives_the_log_probs_of_the_tokens_that_generate_was_asked_for(client: RolloutClient) -> None:

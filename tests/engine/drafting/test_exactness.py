@@ -68,6 +68,7 @@ def requests(has_experts: bool) -> list[GenerateRequest]:
             "penalties", prompt, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={7: 2.0}, max_tokens=30
         ),
         generate("words", tokens(11, seed=10), n=2, max_tokens=30, bad_words_token_ids=[[i, 9] for i in range(512)]),
+        generate("grammar", prompt, n=2, max_tokens=30, ignore_eos=False, structured_outputs=dict(json_object=True)),
         generate("routes", tokens(21, seed=9), n=2, max_tokens=24, return_routed_experts=has_experts),
     ]
 

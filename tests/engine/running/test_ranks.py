@@ -154,7 +154,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Step, Step
 
 def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Step, StepResults]]:
     """Return the steps of an engine on one device, and their results. The steps have chunks of prompts, prefix hits,
-    groups, preemptions, filters, penalties, scores, top log-probs, targets and kept sets.
+    groups, preemptions, filters, penalties, a grammar, scores, top log-probs, targets and kept sets.
     """
     with recording(monkeypatch) as found:
         engine = Engine(config)
@@ -171,6 +171,7 @@ def record(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
             ),
             generate("c", tokens(70, seed=3), max_tokens=30, temperature=0.0, top_logprobs=3),
             generate("e", tokens(9, seed=5), max_tokens=9, presence_penalty=0.5, target_token_ids=(7, 400)),
+            generate("g", tokens(9, seed=6), max_tokens=9, ignore_eos=False, structured_outputs=dict(json_object=True)),
         ]
         run(engine, asked[:1])
         run(engine, [*asked[1:], ScoreRequest("d", tokens(50, seed=4))])

@@ -42,6 +42,7 @@ params = st.builds(
     logit_bias=st.dictionaries(token_ids, st.floats(-100, 100), max_size=3),
     allowed_token_ids=st.none() | st.lists(token_ids, min_size=1, max_size=3),
     bad_words_token_ids=st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=3),
+    structured_outputs=st.sampled_from([None, {"json": {"a": [{"b": {}}]}}, {"choice": ["é", "b"]}, {"regex": "a+"}]),
     cache_salt=st.none() | st.text(st.characters(exclude_categories=["Cs"])),
     return_routed_experts=st.booleans(),
     return_sampling_mask=st.booleans(),

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from fake_engine import FAIL_IN_ADD, FAIL_IN_STEP, FakeEngine, expected_tokens
+from fake_engine import FAIL_IN_ADD, FAIL_IN_STEP, FakeEngine, FakeGrammars, expected_tokens
 from rollout.network.certificates import make_certificates
 from serving import RawClient, WorkerOnThread, check_group, serving
 
+from trueroll.engine.grammars.source import Grammar
 from trueroll.engine.request import ContentSpan
-from trueroll.errors import ConfigError, ModelError, WorkerFailedError, WorkerLostError
+from trueroll.errors import ConfigError, InvalidRequestError, ModelError, WorkerFailedError, WorkerLostError
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.worker.worker import Worker
@@ -42,6 +43,40 @@ def test_score(raw: RawClient) -> None:
     raw.send("score", id="s", token_ids=b"\1\0\0\0\2\0\0\0\4\0\0\0", distribution={"temperature": 2.0}, cache_salt=None)
     scores = raw.receive()
     assert scores["type"] == "scores" and memoryview(scores["logprobs"]).cast("f").tolist() == [-1.0, -2.0]
+
+
+class SlowGrammars(FakeGrammars):
+    """Each grammar is prepared when `gate` is set; the regex `(` is refused."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.prepared = list[Grammar]()
+
+    def is_prepared(self, grammar: Grammar) -> bool:
+        return grammar in self.prepared
+
+    def prepare(self, grammar: Grammar) -> None:
+        assert self.gate.wait(20)
+        self.prepared.append(grammar)
+        if grammar.regex == "(":
+            raise InvalidRequestError("structured_outputs: unclosed", field="structured_outputs")
+
+
+def test_a_slow_grammar_delays_only_its_own_requests(engine: FakeEngine) -> None:
+    engine.grammars = slow = SlowGrammars()
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        for id, regex in (("bad", "("), ("good", "a"), ("equal", "a"), ("aborted", "b")):
+            raw.generate(id, structured_outputs={"regex": regex})
+        raw.generate("plain")
+        assert {reply["id"] for reply in raw.receive_until("done")} == {"plain"}
+        raw.send("abort", id="x", request_id="aborted")
+        assert [reply["type"] for reply in raw.receive_until("aborted")] == ["sample", "done", "aborted"]
+        slow.gate.set()
+        error = raw.receive_until("error")[-1]
+        assert (error["id"], error["code"], error["field"]) == ("bad", "invalid_request", "structured_outputs")
+        finished = raw.receive_until("done") + raw.receive_until("done")
+        assert [reply["id"] for reply in finished if reply["type"] == "done"] == ["good", "equal"]
+        assert [request.id for request in engine.requests] == ["plain", "good", "equal"]
 
 
 def test_an_equal_submission_joins_and_gets_all_replies(worker: WorkerOnThread, engine: FakeEngine) -> None:

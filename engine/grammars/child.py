@@ -1,0 +1,125 @@
+"""What the child processes of grammars do: compile grammars, check tokens, and compute masks.
+
+A call is MessagePack. A child answers compilations on one pipe, and masks on another, in another thread: llguidance
+releases Python's lock while it compiles, so a slow grammar delays no mask.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+from socket import socket
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from trueroll.errors import said
+
+from ..models.child_process import answer_calls
+from ..models.trials import Limits, limit_cpu, limit_memory
+from .matching import GrammarError, Template, TokenText, Walk, translated
+from .source import Grammar
+
+MOST_TEMPLATES = 256
+"""The maximum number of compiled grammars. The one that was used least recently is dropped."""
+AGAIN = ""
+"""The error of a row that refers to a template or a walk that this child does not have."""
+
+
+def try_grammars(text: TokenText, limits: Limits, pipes: Sequence[socket]) -> None:
+    """Translate and compile grammars, each within the limits, and reply with the translation."""
+    limit_memory(limits.more_bytes)
+    answer_calls(pipes[0], partial(_answer, partial(_try, text, limits)))
+
+
+def _try(text: TokenText, limits: Limits, call: tuple[dict[str, Any]]) -> str:
+    limit_cpu(limits.cpu_seconds)
+    [fields] = call
+    lark = translated(Grammar(**fields))
+    Template(text, lark)
+    return lark
+
+
+def serve_masks(text: TokenText, more_bytes: int, pipes: Sequence[socket]) -> None:
+    """Answer calls: `_Masks.open` on the first pipe, and `_Masks.compute` on the second."""
+    limit_memory(more_bytes)
+    masks = _Masks(text)
+    opening = partial(_answer, lambda call: masks.open(*call))
+    threading.Thread(target=answer_calls, args=(pipes[0], opening), daemon=True).start()
+    answer_calls(pipes[1], partial(_answer, lambda call: masks.compute(*call)))
+
+
+def _answer(work: Any, message: bytes) -> bytes:
+    """Return the reply to a call: (the result, None), or (None, the text of an error)."""
+    try:
+        return _packed(work(msgpack.unpackb(message)), None)
+    except GrammarError as error:
+        return _packed(None, str(error))
+    except BaseException as error:  # a Rust panic is not an Exception
+        return _packed(None, said(f"{type(error).__name__}: {error}"))
+
+
+def _packed(result: Any, error: str | None) -> bytes:
+    reply: bytes = msgpack.Packer(unicode_errors="replace").pack((result, error))
+    return reply
+
+
+class _Masks:
+    """The compiled grammars and the walks of a child, by the numbers that the parent gives them."""
+
+    def __init__(self, text: TokenText) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._templates = OrderedDict[int, Template]()
+        self._walks = dict[int, Walk]()
+
+    def open(self, number: int, lark: str) -> None:
+        """Compile a grammar."""
+        self._template(number, lark)
+
+    def _template(self, number: int, lark: str | None) -> Template | None:
+        """Return a compiled grammar. Compile `lark` if it is missing; return None if `lark` is None, too."""
+        with self._lock:
+            found = self._templates.get(number)
+        if found is None and lark is not None:
+            found = Template(self._text, lark)
+        if found is None:
+            return None
+        with self._lock:
+            self._templates[number] = found
+            self._templates.move_to_end(number)
+            if len(self._templates) > MOST_TEMPLATES:
+                self._templates.popitem(last=False)
+        return found
+
+    def compute(self, ended: list[int], rows: list[list[Any]]) -> list[tuple[int, bytes, str | None]]:
+        """Return for each row: how many of the following tokens the grammar accepts; the masks; and an error or None.
+        `ended`: walks to forget.
+        """
+        for walk in ended:
+            self._walks.pop(walk, None)
+        return [self._row(*row) for row in rows]
+
+    def _row(
+        self, walk: int, number: int, lark: str | None, ending: list[int], start: int, new: bytes, following: bytes
+    ) -> tuple[int, bytes, str | None]:
+        """Append the tokens `new`, before which `start` tokens have been appended, and compute masks. A `start` of 0
+        begins a new walk.
+        """
+        try:
+            if start == 0 and (template := self._template(number, lark)) is not None:
+                self._walks[walk] = Walk(template, ending)
+            current = self._walks.get(walk)
+            if current is None or current.num_tokens != start:
+                return 0, b"", AGAIN
+            tokens = np.frombuffer(new, np.int32).tolist()
+            if (count := current.append(tokens)) < len(tokens):
+                raise GrammarError(f"it excludes token {tokens[count]}, number {start + count} of the sample")
+            masks = current.masks(np.frombuffer(following, np.int32).tolist())
+            return len(masks) - 1, masks.tobytes(), None
+        except GrammarError as error:
+            self._walks.pop(walk, None)
+            return 0, b"", str(error)

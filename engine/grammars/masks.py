@@ -1,0 +1,308 @@
+"""Grammars of an engine's requests: tried at the door, and asked for masks at each step.
+
+No grammar is translated, compiled or matched in this process. One child tries new grammars, with limits on time and
+memory. Another child compiles what has passed, follows the samples, and computes all masks of a step in one call
+(`child`).
+
+Guarantees: a grammar that takes too much time or memory, or crashes, ends only its own samples, with an error. If the
+child for masks dies, a new one gets the tokens of the samples again, so that no mask changes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from trueroll.errors import InvalidRequestError, ModelError
+
+from ..models.child_process import ChildProcess
+from ..models.files import MAX_TOKENIZER_BYTES, check_file
+from ..models.trials import Limits, TrialError, attempt
+from .child import AGAIN, MOST_TEMPLATES, serve_masks, try_grammars
+from .matching import GrammarError, TokenText, installed_version
+from .source import Grammar
+
+TRIAL = Limits(cpu_seconds=5, seconds=30, more_bytes=2**30)
+"""The limits of a new grammar: to compile it and to compute its first mask."""
+MORE_BYTES = 2**32
+"""The address space that the child for masks may use beyond that of this process."""
+STEP_SECONDS, ROW_SECONDS, COMPILE_SECONDS = 2.0, 0.001, 5.0
+"""How long the masks of a step may take, how much longer for each row, and how much longer if a new child must first
+compile the grammar.
+"""
+_MOST_CALL_BYTES = 2**23
+"""The masks of one call for a scored chunk have at most this size."""
+
+
+@dataclass(eq=False)
+class _Known:
+    """A grammar that was tried. `lark`: its translation. `fault`: why no text is generated with it, or None."""
+
+    number: int
+    lark: str = ""
+    fault: str | None = None
+
+
+@dataclass(eq=False)
+class Place:
+    """How far a sample, or given tokens, have come in a text of a grammar.
+
+    `token_ids`: the tokens since the beginning of the text. `masks` (int32 [n + 1, ceil(V / 32)]): the masks that the
+    last call of `fill` or `fill_given` has found. `error`: why there are none; masks that allow nothing take their
+    place.
+    """
+
+    number: int
+    ending_token_ids: list[int]
+    token_ids: array[int]
+    known: _Known
+    masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    error: str | None = None
+    num_told: int = 0
+
+
+class Grammars:
+    """The grammars of one engine. `folder`: the model's folder. `prepare` may be called from any thread."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._path, self._vocab_size, self._eos = folder / "tokenizer.json", vocab_size, eos_token_ids
+        self._numbers = count()
+        self._known = OrderedDict[Grammar, _Known]()
+        self._places = weakref.WeakSet[Place]()
+        self._ended = list[int]()
+        self._lock, self._preparing, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._is_closed = False
+        self._text: TokenText | GrammarError | None = None
+        self._trial: ChildProcess | None = None
+        self._child: ChildProcess | None = None
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether a sample or score with a grammar is open."""
+        return bool(self._places)
+
+    def is_prepared(self, grammar: Grammar) -> bool:
+        """Return whether `prepare` need not try the grammar, because it did so before."""
+        return self._find(grammar) is not None
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Try and compile a grammar, which may take as long as `TRIAL` allows. Raise InvalidRequestError if the grammar
+        is not supported, and UnavailableError if the system cannot start a process.
+        """
+        self._prepared(grammar)
+
+    def open(
+        self, grammar: Grammar, ending_token_ids: Sequence[int], token_ids: Sequence[int], is_given: bool
+    ) -> Place:
+        """Return the place after tokens of a text, or the place of given tokens, of which the last may be an excluded
+        one. Raise the errors of `prepare`, and InvalidRequestError if the grammar excludes an earlier token.
+        """
+        known = self._prepared(grammar)
+        place = Place(next(self._numbers), [*ending_token_ids], array("i", token_ids), known)
+        self._places.add(place)
+        weakref.finalize(place, self._ended.append, place.number)
+        if token_ids:
+            self._fill([(place, len(token_ids) - is_given, ())])
+            if place.error is not None:
+                raise _refused(place.error)
+        return place
+
+    def fill(self, asked: Sequence[tuple[Place, Sequence[int]]]) -> None:
+        """Find the masks of places: of the token after all tokens of the place, and of the token after each of the
+        following tokens, up to the first one that the grammar excludes.
+        """
+        self._fill([(place, len(place.token_ids), following) for place, following in asked])
+
+    def fill_given(self, place: Place, first: int, end: int) -> None:
+        """Find the masks with which tokens [first, end) of a place were drawn."""
+        rows, found = max(1, _MOST_CALL_BYTES * 8 // self._vocab_size), list[np.ndarray]()
+        for start in range(first, end, rows):
+            self._fill([(place, start, place.token_ids[start : min(start + rows, end) - 1])])
+            found.append(place.masks)
+        place.masks = np.concatenate(found)
+
+    def close(self) -> None:
+        """End the child processes. No call may follow; a call of `prepare` in another thread ends soon."""
+        with self._starting:
+            self._is_closed = True
+            for child in (self._trial, self._child):
+                if child is not None:
+                    child.end()
+
+    def _fill(self, asked: list[tuple[Place, int, Sequence[int]]]) -> None:
+        """As `fill`, after a given number of the place's tokens."""
+        for each in self._compute(asked, is_alone=False):
+            self._fill_alone(*each)
+
+    def _fill_alone(self, place: Place, num_tokens: int, following: Sequence[int]) -> None:
+        """Ask for one place in a call of its own, after a call for several places has failed. So the grammar at fault
+        is found.
+        """
+        known, place.num_told = place.known, 0
+        if known.fault is None and self._compute([(place, num_tokens, following)], is_alone=True):
+            known.fault = f"a mask needs more than {STEP_SECONDS:.0f} s or {MORE_BYTES >> 20} MiB, or crashes"
+        if known.fault is not None:
+            self._fail(place, len(following) + 1, known.fault)
+
+    def _compute(
+        self, asked: list[tuple[Place, int, Sequence[int]]], is_alone: bool
+    ) -> list[tuple[Place, int, Sequence[int]]]:
+        """Ask the child for masks. Return the places that got none, because the child has died or was replaced.
+        `is_alone`: send the translated grammar, too.
+        """
+        left = list[tuple[Place, int, Sequence[int]]]()
+        rows = [_row(*each, is_alone) for each in asked if each[0].error is None]
+        seconds = STEP_SECONDS + ROW_SECONDS * sum(len(following) + 1 for _, _, following in asked)
+        ended, self._ended[:] = self._ended[:], []
+        results, error = _read(self._ask(1, _pack(ended, rows), seconds + COMPILE_SECONDS * is_alone))
+        if error is not None:
+            return asked
+        found = iter(results)
+        for place, num_tokens, following in asked:
+            if place.error is not None:
+                self._fail(place, len(following) + 1, place.error)
+                continue
+            accepted, masks, fault = next(found)
+            if fault == AGAIN:
+                left.append((place, num_tokens, following))
+            elif fault is not None:
+                self._fail(place, len(following) + 1, fault)
+            else:
+                place.masks = np.frombuffer(masks, np.int32).reshape(accepted + 1, -1)
+                place.num_told = num_tokens
+        return left
+
+    def _fail(self, place: Place, num_masks: int, fault: str) -> None:
+        place.error = fault
+        place.masks = np.zeros((num_masks, -(-self._vocab_size // 32)), np.int32)
+
+    def _find(self, grammar: Grammar) -> _Known | None:
+        with self._lock:
+            if grammar in self._known:
+                self._known.move_to_end(grammar)
+            return self._known.get(grammar)
+
+    def _prepared(self, grammar: Grammar) -> _Known:
+        if (known := self._find(grammar)) is None:
+            with self._preparing:
+                if (known := self._find(grammar)) is None:  # else another thread has prepared it
+                    known = self._try(grammar)
+        if known.fault is not None:
+            raise _refused(known.fault)
+        return known
+
+    def _try(self, grammar: Grammar) -> _Known:
+        """Try a new grammar, compile it in the child for masks, and remember it."""
+        number, (lark, fault) = next(self._numbers), self._translated(grammar)
+        if fault is None:
+            # Another grammar may end the child in the meantime.
+            answers = (self._ask(0, _pack(number, lark), TRIAL.seconds) for _ in range(2))
+            fault = _read(next(filter(None, answers), b""))[1]
+        known = _Known(number, lark, fault)
+        with self._lock:
+            self._known[grammar] = known
+            if len(self._known) > MOST_TEMPLATES:
+                self._known.popitem(last=False)
+        return known
+
+    def _translated(self, grammar: Grammar) -> tuple[str, str | None]:
+        """Return a grammar in llguidance's syntax, and why it cannot be used, or None."""
+        try:
+            text = self._tokens()
+        except GrammarError as error:
+            return "", str(error)
+        with self._starting:
+            if self._trial is None and not self._is_closed:
+                self._trial = ChildProcess(partial(try_grammars, text, TRIAL))
+            trial = self._trial
+        reply = b"" if trial is None else trial.ask(_pack(vars_of(grammar)), TRIAL.seconds)
+        if not reply and trial is not None:
+            trial.end()
+            self._trial = None
+        lark, error = _read(reply)
+        return lark or "", error
+
+    def _tokens(self) -> TokenText:
+        """Return the text of the model's tokens. Raise GrammarError if they are not known."""
+        if self._text is None:
+            try:
+                self._text = _load_tokens(self._path, self._vocab_size, self._eos)
+            except GrammarError as error:
+                self._text = error
+        if isinstance(self._text, GrammarError):
+            raise self._text
+        return self._text
+
+    def _ask(self, pipe: int, message: bytes, seconds: float) -> bytes:
+        """Ask the child for masks, which is started if there is none. If it does not answer, end it."""
+        with self._starting:
+            if self._child is None and not self._is_closed:
+                assert isinstance(self._text, TokenText)
+                self._child = ChildProcess(partial(serve_masks, self._text, MORE_BYTES), num_pipes=2)
+            child = self._child
+        if child is None:
+            return b""
+        reply = child.ask(message, seconds, pipe=pipe)
+        if not reply:
+            with self._starting:
+                child.end()
+                self._child = None if self._child is child else self._child
+        return reply
+
+
+def _pack(*call: Any) -> bytes:
+    message: bytes = msgpack.packb(call)
+    return message
+
+
+def vars_of(grammar: Grammar) -> dict[str, Any]:
+    """Return the fields of a grammar."""
+    return {name: getattr(grammar, name) for name in Grammar.__dataclass_fields__}
+
+
+def _row(place: Place, num_tokens: int, following: Sequence[int], is_alone: bool) -> tuple[Any, ...]:
+    """Return a row of `_Masks.compute`."""
+    if place.num_told > num_tokens:
+        place.num_told = 0  # given tokens are computed again
+    new = np.array(place.token_ids[place.num_told : num_tokens], np.int32).tobytes()
+    known, after = place.known, np.array(following, np.int32).tobytes()
+    lark = known.lark if is_alone else None
+    return place.number, known.number, lark, place.ending_token_ids, place.num_told, new, after
+
+
+def _read(reply: bytes) -> tuple[Any, str | None]:
+    """Return the result of a call and its error."""
+    if not reply:
+        return None, f"it needs more than {TRIAL}, or crashes"
+    result, error = msgpack.unpackb(reply)
+    return result, error
+
+
+def _refused(fault: str) -> InvalidRequestError:
+    return InvalidRequestError(f"structured_outputs: {fault}", field="structured_outputs")
+
+
+def _load_tokens(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenText:
+    """Load the text of a model's tokens, after a trial. Raise GrammarError if there is none."""
+    if installed_version() is None:
+        raise GrammarError("the worker lacks llguidance; install it with: pip install 'trueroll[grammar]'")
+    if not path.is_file():
+        raise GrammarError(f"the model has no {path.name}; use a model with a fast tokenizer")
+    try:
+        check_file(path, MAX_TOKENIZER_BYTES)
+        tokenizer = path.read_text(encoding="utf-8")
+        attempt(lambda: TokenText(tokenizer, vocab_size, eos_token_ids))
+        return TokenText(tokenizer, vocab_size, eos_token_ids)
+    except (TrialError, ModelError, OSError, ValueError) as error:
+        raise GrammarError(f"the tokenizer cannot be loaded: {error}") from None

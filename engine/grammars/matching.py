@@ -1,0 +1,191 @@
+"""Grammars as llguidance matches them: the language, the vocabulary, and the masks of one sample.
+
+A mask depends only on the grammar, the vocabulary and the tokens of the sample so far. llguidance (Microsoft, MIT) is
+the package of the extra `grammar`. It parses with an Earley parser (Earley 1970) over lexemes that it matches with
+derivatives of regular expressions (Brzozowski 1964).
+
+Guarantees:
+
+- A mask allows exactly the tokens with which the text begins a text of the grammar. Without `no_forcing`, llguidance
+  would only allow the tokens into which its tokenizer would split a text that must follow.
+- What llguidance cannot match exactly raises GrammarError. A matcher that has reached a limit raises GrammarError
+  instead of giving a mask. Whether a limit is reached may depend on the masks and tokens asked for before; the bits of
+  a mask do not.
+
+A grammar of a stranger may take much time and memory here, so workers use this module in child processes only
+(`masks`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.edits import mask_of
+from .source import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_HEADER = '%llguidance {"no_forcing": true}\n'
+_FUEL = dict(step_lexer_fuel=200_000, step_max_items=20_000, max_items_in_row=2_000, verbose_errors=False)
+_MAX_ERROR_CHARS = 300
+_STOPS = {
+    "NoExtensionBias": "no text matches the grammar",
+    "ParserTooComplex": "the grammar is too ambiguous (the limit of parser items was reached)",
+    "LexerTooComplex": "the regular expressions of the grammar are too complex (the limit of lexer states was reached)",
+}
+
+
+class GrammarError(Exception):
+    """A grammar or a tokenizer is not supported, or a limit was reached. The message says which, in one line."""
+
+
+def installed_version() -> str | None:
+    """Return the version of llguidance; None if it is not installed. Other versions may have other masks."""
+    try:
+        return version("llguidance")
+    except PackageNotFoundError:
+        return None
+
+
+def translated(grammar: Grammar) -> str:
+    """Return a grammar in llguidance's syntax. Raise GrammarError if it cannot be translated.
+
+    A grammar in GBNF is parsed in Python and may take seconds, so strangers' grammars must not be translated in the
+    worker's process.
+    """
+    if grammar.json is not None or grammar.json_object:
+        return f"{_HEADER}start: %json {_with_options(grammar)}"
+    if grammar.choice:
+        # As a single terminal: alternatives of a rule would be items of the parser, which are limited.
+        return f"{_HEADER}start: T\nT: {' | '.join(json.dumps(text, ensure_ascii=False) for text in grammar.choice)}"
+    if grammar.regex is not None:
+        return f"{_HEADER}start: /{_regex(grammar.regex)}/"
+    return _HEADER + _from_gbnf(grammar.grammar or "")
+
+
+def _with_options(grammar: Grammar) -> str:
+    """Return a schema in which llguidance's own options, which could make it lenient, are fixed."""
+    schema = {"type": "object"} if grammar.json is None else json.loads(grammar.json)
+    options = dict(lenient=False, coerce_one_of=False, whitespace_flexible=not grammar.disable_any_whitespace)
+    return json.dumps(schema | {"x-guidance": options | {"json_allow_general_unicode_escapes": False}})
+
+
+def _regex(regex: str) -> str:
+    from llguidance import regex_to_lark
+
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise GrammarError("regex: ends within an escape sequence")
+    return regex_to_lark(regex, "dws")
+
+
+def _from_gbnf(grammar: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        lark = gbnf_to_lark(grammar)
+    except RecursionError:
+        raise GrammarError("grammar: is nested too deeply") from None
+    except Exception as error:
+        raise GrammarError(_line(f"grammar: {error}")) from None
+    return lark.removeprefix("%llguidance {}\n")
+
+
+class TokenText:
+    """The text of a model's tokens. `tokenizer`: the content of tokenizer.json. `eos_token_ids`: tokens that are never
+    part of a text, as are special tokens and ids above the tokenizer's.
+
+    Raise GrammarError if llguidance does not support the tokenizer, or if there is no end-of-sequence token. Takes
+    seconds for a large vocabulary.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        from llguidance import LLTokenizer
+
+        if not eos_token_ids:
+            raise GrammarError("the model has no end-of-sequence token")
+        self.vocab_size = vocab_size
+        try:
+            self.tokens: LLTokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=[*eos_token_ids])
+        except Exception as error:
+            raise GrammarError(_line(f"the tokenizer is not supported: {error}")) from None
+        self.without_eos = ~mask_of(eos_token_ids, vocab_size)
+
+
+class Template:
+    """A compiled grammar. `lark`: from `translated`. Raise GrammarError if it does not compile, or has no text."""
+
+    def __init__(self, text: TokenText, lark: str) -> None:
+        from llguidance import LLMatcher, LLParserLimits
+
+        self.text = text
+        self._matcher = LLMatcher(text.tokens, lark, log_level=0, limits=LLParserLimits(**_FUEL))
+        _check(self._matcher)
+        Walk(self, ()).masks(())  # some errors are only found by a mask
+
+    def copied(self) -> LLMatcher:
+        """Return a matcher at the beginning of a text, which has seen nothing."""
+        return self._matcher.deep_copy()
+
+
+class Walk:
+    """A sample's way through the texts of a grammar. `ending_token_ids`: the tokens that end the sample; drawn where
+    the text is complete.
+    """
+
+    def __init__(self, template: Template, ending_token_ids: Sequence[int]) -> None:
+        self.num_tokens = 0
+        self._text, self._matcher = template.text, template.copied()
+        self._ending = mask_of(ending_token_ids, template.text.vocab_size)
+
+    def append(self, token_ids: Sequence[int]) -> int:
+        """Append tokens up to the first one that the grammar excludes. Return how many were appended."""
+        count = self._matcher.try_consume_tokens([*token_ids])
+        _check(self._matcher)
+        self.num_tokens += count
+        return count
+
+    def masks(self, following: Sequence[int]) -> np.ndarray:
+        """Return the masks (`RowEdits.mask`) of the next token and of the token after each of the `following` tokens:
+        int32 [n + 1, ceil(V / 32)], where n is the number of following tokens before the first one that the grammar
+        excludes. The walk does not change.
+        """
+        masks = np.zeros((len(following) + 1, len(self._ending)), np.int32)
+        self._fill(masks[0])
+        count = 0
+        for token in following:
+            if not self._matcher.try_consume_tokens([token]):
+                break
+            count += 1
+            self._fill(masks[count])
+        _check(self._matcher)
+        if count and not self._matcher.rollback(count):
+            _check(self._matcher)
+        return masks[: count + 1]
+
+    def _fill(self, mask: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        _check(self._matcher)  # the mask of a failed matcher is wrong
+        mask &= self._text.without_eos
+        if self._matcher.is_accepting():
+            mask |= self._ending
+
+
+def _check(matcher: LLMatcher) -> None:
+    """Raise GrammarError if a matcher has failed. Its methods raise nothing."""
+    if matcher.is_error():
+        raise GrammarError(_STOPS.get(matcher.stop_reason()) or _line(matcher.get_error()))
+
+
+def _line(text: str) -> str:
+    """Return an error in one line: its first line, without the place in the translated grammar, and its cause."""
+    lines = [line.strip() for line in text.strip().splitlines()] or [""]
+    at, colon, rest = lines[0].partition(": ")
+    first = rest if colon and at.removeprefix("at ")[:1].isdigit() else lines[0]
+    cause = next((line.removeprefix("error:") for line in lines[1:] if line.startswith("error:")), "")
+    return (first[: _MAX_ERROR_CHARS // 2] + cause[: _MAX_ERROR_CHARS // 2]).rstrip(":")

@@ -1,0 +1,118 @@
+"""The grammar of a request, under the names of vLLM's `structured_outputs`, and its limits.
+
+Checks a grammar's form and size only. Whether a grammar compiles is known after a trial (`masks`). Clients use this
+module without torch and without llguidance.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from trueroll.errors import brief
+
+MAX_GRAMMAR_BYTES = 2**18
+MAX_CHOICES = 10_000
+MAX_JSON_DEPTH = 64
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
+class Grammar:
+    """What the text of a sample must match, as a whole. Exactly one of the first five fields is given.
+
+    `json`: a JSON schema, as an object or as its text; stored as text. `regex`: a regular expression in the syntax of
+    Rust's `regex`, where `\\d`, `\\w` and `\\s` stand for ASCII characters. `choice`: the texts to choose from.
+    `grammar`: a context-free grammar in llama.cpp's GBNF (the EBNF of vLLM), with the rule `root`. `json_object`: any
+    JSON object. `disable_any_whitespace`: in JSON, allow no whitespace between tokens.
+
+    Sizes are limited: `MAX_GRAMMAR_BYTES` in UTF-8, `MAX_CHOICES`, and `MAX_JSON_DEPTH` for a schema.
+    """
+
+    json: str | None = None
+    regex: str | None = None
+    choice: Annotated[tuple[str, ...], FailFast(), Field(strict=False, max_length=MAX_CHOICES)] = ()
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+
+    @field_validator("json", mode="before")
+    @classmethod
+    def _schema_is_text(cls, schema: Any) -> Any:
+        return _schema_text(schema) if isinstance(schema, Mapping | str) else schema
+
+    @model_validator(mode="after")
+    def _is_one_grammar(self) -> Grammar:
+        found = [name for name in _KINDS if getattr(self, name) not in (None, (), False)]
+        if len(found) != 1:
+            named = " and ".join(found) or "none of them"
+            raise ValueError(f"exactly one of {', '.join(_KINDS)} must be given (got {named})")
+        if self.disable_any_whitespace and found[0] not in ("json", "json_object"):
+            raise ValueError("disable_any_whitespace needs json or json_object, because only JSON has whitespace")
+        if "" in (self.regex, self.grammar, *self.choice):
+            raise ValueError(f"{found[0]}: a text is empty; leave it out")
+        _check_text(found[0], "".join(self.choice) or self.json or self.regex or self.grammar or "")
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """The number of characters in all texts."""
+        return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *self.choice)))
+
+
+def as_grammar(value: Any) -> Any:
+    """Return the grammar that a map describes, and any other value unchanged. Fields with the value None are left out.
+
+    Raise pydantic's ValidationError for a map that describes no grammar.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return Grammar(**{str(name): each for name, each in value.items() if each is not None})
+
+
+def _schema_text(schema: Mapping[str, Any] | str) -> str:
+    """Return a JSON schema as text. Raise ValueError if it is no JSON object, or nested too deeply."""
+    try:
+        if isinstance(schema, str):
+            _check_text("json", schema)
+            schema = json_text.loads(schema, parse_constant=_refuse_constant)
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"must be a JSON object (got {brief(schema)})")
+        _check_depth(schema)
+        return json_text.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"json: the schema is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"json: the schema is nested more than {MAX_JSON_DEPTH} deep") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+def _check_depth(schema: Any) -> None:
+    level = [schema]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [each for value in level for each in (value.values() if isinstance(value, Mapping) else value)]
+        level = [each for each in level if isinstance(each, Mapping | list | tuple)]
+        if not level:
+            return
+    raise RecursionError
+
+
+def _check_text(name: str, text: str) -> None:
+    if len(text) > MAX_GRAMMAR_BYTES or len(_encoded(name, text)) > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"{name}: must have at most {MAX_GRAMMAR_BYTES} bytes (got {len(text)} characters)")
+    if "\0" in text:
+        raise ValueError(f"{name}: must not contain the character U+0000")
+
+
+def _encoded(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: {brief(text[error.start])} is not a valid character") from None

@@ -1,0 +1,71 @@
+"""The masks of a grammar, computed by a trainer, for the log-probs of samples that were drawn with the grammar.
+
+Runs llguidance in this process, without limits on time and memory: use it for grammars that you trust.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trueroll.errors import AlignmentError
+
+from ..engine.grammars.matching import GrammarError, Template, TokenText, Walk, installed_version, translated
+from ..engine.request import Distribution
+
+
+class GrammarMasks:
+    """The masks of `distribution.structured_outputs`, for the argument `masks` of `kernels.training.token_log_probs`.
+
+    `tokenizer`: the model's tokenizer: a `tokenizers.Tokenizer`, or one of transformers that has one. `engine`: the
+    worker's `health().engine`.
+
+    Raise AlignmentError if the worker has another version of llguidance, which may have other masks, or if the grammar
+    or the tokenizer is not supported.
+    """
+
+    def __init__(self, distribution: Distribution, tokenizer: Any, engine: Mapping[str, Any]) -> None:
+        if (own := installed_version()) is None:
+            raise AlignmentError("masks of grammars need llguidance; install it with: pip install 'trueroll[grammar]'")
+        if own != engine["llguidance"]:
+            raise AlignmentError(
+                f"llguidance must have the same version in worker and trainer (got {engine['llguidance']} and {own})"
+            )
+        if distribution.structured_outputs is None:
+            raise AlignmentError("the distribution has no structured_outputs; leave masks out")
+        eos: tuple[int, ...] = tuple(engine["eos_token_ids"])
+        self._ending = sorted({*distribution.stop_token_ids, *eos})
+        try:
+            text = TokenText(_described(tokenizer), engine["vocab_size"], eos)
+            self._template = Template(text, translated(distribution.structured_outputs))
+        except GrammarError as error:
+            raise AlignmentError(f"structured_outputs: {error}") from None
+
+    def rows(self, sample: np.ndarray, first: int) -> np.ndarray:
+        """Return the masks with which tokens [first, end) of a sample were drawn: int32 [end - first, ceil(V / 32)].
+        `sample`: all its tokens before `end`.
+
+        Raise AlignmentError if the grammar excludes an earlier token of the sample.
+        """
+        walk, token_ids = Walk(self._template, self._ending), sample.tolist()
+        try:
+            count = walk.append(token_ids[:first])
+            masks = walk.masks(token_ids[first:-1])
+        except GrammarError as error:
+            raise AlignmentError(f"structured_outputs: {error}") from None
+        if (count := count if count < first else first + len(masks) - 1) < len(token_ids) - 1:
+            raise AlignmentError(
+                f"structured_outputs: the grammar excludes token {token_ids[count]}, number {count} of a sample; score "
+                "samples with the grammar with which they were drawn"
+            )
+        return masks
+
+
+def _described(tokenizer: Any) -> str:
+    """Return the content of tokenizer.json."""
+    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(tokenizer, "to_str"):
+        raise AlignmentError(f"tokenizer must be a fast one (got {type(tokenizer).__name__})")
+    return tokenizer.to_str()

@@ -1,0 +1,172 @@
+"""The child processes for grammars: grammars that fail end alone, and a new child gives the same masks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refusals import about
+
+from trueroll.engine.engine import Engine
+from trueroll.engine.grammars import child, masks
+from trueroll.engine.grammars.masks import Grammars
+from trueroll.engine.grammars.matching import GrammarError, Walk
+from trueroll.engine.grammars.source import Grammar
+from trueroll.engine.models.trials import Limits
+from trueroll.engine.outputs.stop_strings import load_vocabulary
+from trueroll.engine.request import Distribution, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
+from trueroll.errors import InvalidRequestError
+
+from ..drive import bits, drain, generate, make_engine, run, tokens
+
+PROMPT = tokens(20)
+JSON: dict[str, Any] = dict(structured_outputs=dict(json_object=True), ignore_eos=False, max_tokens=16, n=2)
+CHOICES = ["yes", "no", "maybe"]
+CHOICE: dict[str, Any] = dict(structured_outputs=dict(choice=CHOICES), ignore_eos=False)
+HOSTILE = dict(structured_outputs=dict(regex="[a-z]*"), ignore_eos=False)
+INNOCENT = [generate("json", PROMPT, **JSON), generate("choice", PROMPT, **CHOICE), generate("plain", PROMPT)]
+
+
+def all_bits(samples: dict[tuple[str, int], SampleOutput]) -> dict[tuple[str, int], object]:
+    return {key: (bits(sample), sample.finish_reason) for key, sample in samples.items() if key[0] != "hostile"}
+
+
+def child_of(engine: Engine) -> int:
+    assert engine.grammars._child is not None
+    return engine.grammars._child.pid
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> dict[tuple[str, int], object]:
+    samples = run(make_engine(tiny_llama), INNOCENT)
+    text = load_vocabulary(tiny_llama).decode(samples["choice", 0].token_ids)
+    assert (text in CHOICES, samples["choice", 0].finish_reason, samples["choice", 0].stop_reason) == (True, "stop", 2)
+    return all_bits(samples)
+
+
+def test_a_killed_child_changes_no_bit(expected: dict[tuple[str, int], object], tiny_llama: Path) -> None:
+    engine, outputs, killed = make_engine(tiny_llama), list[Any](), set[int]()
+    for request in INNOCENT:
+        engine.add(request)
+    for step in range(40):
+        if step % 3 == 2 and engine.has_unfinished:
+            killed.add(child_of(engine))
+            os.kill(child_of(engine), signal.SIGKILL)
+        outputs += engine.step() if engine.has_unfinished else []
+    assert all_bits({(each.request_id, each.index): each for each in outputs}) == expected
+    assert len(killed) > 2, "premise"
+
+
+def hang(walk: Walk) -> None:
+    time.sleep(60)
+
+
+def crash(walk: Walk) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(walk: Walk) -> None:
+    raise GrammarError("the limit of parser items was reached")
+
+
+@pytest.mark.parametrize(("deed", "error"), [(hang, "or crashes"), (crash, "or crashes"), (fail, "the limit of")])
+def test_a_grammar_that_fails_in_mid_run_ends_alone(
+    deed: Any, error: str, expected: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The walks of the hostile grammar, which are those with the stop token 7, fail after two tokens."""
+
+    class Hostile(Walk):
+        is_hostile = False
+
+        def __init__(self, template: Any, ending: Sequence[int]) -> None:
+            super().__init__(template, ending)
+            self.is_hostile = 7 in ending
+
+        def masks(self, following: Sequence[int]) -> np.ndarray:
+            if self.is_hostile and self.num_tokens == 2:
+                deed(self)
+            return super().masks(following)
+
+    monkeypatch.setattr(child, "Walk", Hostile)
+    monkeypatch.setattr(masks, "STEP_SECONDS", 0.5)
+    monkeypatch.setattr(masks, "COMPILE_SECONDS", 0.5)
+    engine = make_engine(tiny_llama)
+    hostile = generate("hostile", PROMPT, **HOSTILE, n=2, min_tokens=3, stop_token_ids=[7])
+    found = run(engine, [hostile, *INNOCENT])
+    assert all_bits(found) == expected
+    for i in range(2):
+        sample = found["hostile", i]
+        assert (sample.finish_reason, len(sample.token_ids)) == ("error", 2) and error in str(sample.error)
+    if deed is not fail:
+        with pytest.raises(InvalidRequestError, match="or crashes", check=about("structured_outputs")):
+            engine.add(hostile)
+
+
+CHAIN = "".join(f"a{i} ::= a{i + 1}\n" for i in range(9_000))
+BOMBS: dict[str, dict[str, Any]] = {
+    "schema": dict(json={"enum": [{"a": i} for i in range(20_000)]}),
+    "ebnf": dict(grammar=f'root ::= a0\n{CHAIN}a9000 ::= "x"'),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_and_remembered(name: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = BOMBS[name]
+    monkeypatch.setattr(masks, "TRIAL", Limits(cpu_seconds=1, seconds=120, more_bytes=2**30))
+    grammars = Grammars(tiny_llama, 512, [2])
+    for _ in range(2):
+        with pytest.raises(
+            InvalidRequestError, match="it needs more than .* or crashes", check=about("structured_outputs")
+        ):
+            grammars.prepare(Grammar(**bomb))
+        assert grammars._trial is None and grammars._child is None
+    grammars.prepare(Grammar(regex="a+"))
+    assert grammars.is_prepared(Grammar(**bomb)) and not grammars.is_prepared(Grammar(regex="a"))
+
+
+def test_without_the_package_a_grammar_is_refused(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "installed_version", lambda: None)
+    engine = make_engine(tiny_llama)
+    with pytest.raises(InvalidRequestError, match=r"pip install 'trueroll\[grammar\]'"):
+        engine.add(INNOCENT[0])
+    assert not engine.has_unfinished
+
+
+def test_tokens_outside_the_grammar_are_refused(tiny_llama: Path) -> None:
+    """The last token of a score may be an excluded one: then its log-prob is -inf."""
+    engine = make_engine(tiny_llama)
+    found = run(engine, [INNOCENT[1]])["choice", 0]
+    whole = [*PROMPT, *found.token_ids]
+    distribution = Distribution(structured_outputs=CHOICE["structured_outputs"])
+    engine.add(ScoreRequest("s", np.array([*whole[:-1], 9], np.int32), distribution, start=len(PROMPT)))
+    [score] = drain(engine)
+    assert isinstance(score, ScoreOutput) and found.logprobs is not None
+    assert score.logprobs[:-1].tobytes() == found.logprobs[:-1].tobytes() and score.logprobs[-1] == -np.inf
+    wrong = np.array([*PROMPT, found.token_ids[0], 9, 9], np.int32)
+    for request in (
+        ScoreRequest("s", wrong, distribution, start=len(PROMPT)),
+        GenerateRequest("g", wrong, generate("g", wrong, **CHOICE).params, num_prior_tokens=3),
+    ):
+        with pytest.raises(InvalidRequestError, match="excludes token 9, number 1", check=about("structured_outputs")):
+            engine.add(request)
+    assert not engine.has_unfinished
+
+
+def test_a_score_ends_in_an_error_if_its_masks_cannot_be_computed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tiny_llama)
+    text = np.array([*PROMPT, *run(engine, [INNOCENT[1]])["choice", 0].token_ids], np.int32)
+    request = ScoreRequest("s", text, Distribution(structured_outputs=CHOICE["structured_outputs"]), start=len(PROMPT))
+    engine.add(request)
+    engine.grammars._child.end()  # type: ignore[union-attr]
+    monkeypatch.setattr(child, "Walk", None)
+    [output] = drain(engine)
+    assert isinstance(output, ScoreOutput) and output.finish_reason == "error" and "or crashes" in str(output.error)
+    assert len(output.logprobs) == 0
