@@ -66,6 +66,7 @@ fuzz: .venv/.dev
 	@$(BIN)/python -P tests/fuzz/run.py --messages 1000000
 	@$(BIN)/python -P tests/fuzz/run.py --messages 200000 --http
 	@$(BIN)/python -P tests/fuzz/run.py --messages 100000 --images
+	@$(BIN)/python -P tests/fuzz/grammars.py --values 50000
 
 siege: .venv/.dev
 	@$(BIN)/python -P tests/siege/run.py --seconds 600

@@ -70,6 +70,7 @@ from trueroll.rollout import (
     launch_worker,
     resolve_model,
 )
+from trueroll.rollout.grammar import GrammarMasks
 
 GROUP_SIZE = 8
 MAX_TOKENS = 12
@@ -150,6 +151,7 @@ class Trainer:
 
     rank, num_ranks = 0, 1
     learning_rate, pushes_adapters = LEARNING_RATE, False
+    masks: GrammarMasks | None = None  # for samples with a grammar
 
     def __init__(self, folder: Path, is_aligned: bool, staleness: int, params: SamplingParams = PARAMS) -> None:
         self.params = params
@@ -238,7 +240,8 @@ class Trainer:
         is_own = pad_sequence([sample.is_own for sample in samples], batch_first=True)
         mask, ids = ids >= 0, ids.clamp(min=0)
         if self.is_aligned:
-            return token_log_probs(self.model, ids, mask, completion_mask=is_own, distribution=self.params)[is_own]
+            drawn = dict(distribution=self.params, masks=self.masks)
+            return token_log_probs(self.model, ids, mask, completion_mask=is_own, **drawn)[is_own]
         logits = self.model(ids, attention_mask=mask).logits[:, :-1][is_own[:, 1:]].float()
         return logits.log_softmax(-1).gather(1, ids[is_own][:, None])[:, 0]
 
@@ -429,6 +432,8 @@ class Rollouts:
     def _launch(self) -> None:
         self.publisher = self.resources.enter_context(WeightPublisher("shared", timeout=WORKER_TIMEOUT))
         self.client = self._start_worker() if self.num_workers == 1 else self._start_fleet()
+        if (params := self.trainer.params).structured_outputs is not None:
+            self.trainer.masks = GrammarMasks(params, self.tasks.tokenizer, self.client.health().engine)
         self._push()
         self.is_running = True
 
@@ -604,6 +609,8 @@ def main(
     params = read_sampling(sampling)
     if sampling and (unaligned or staleness):
         raise typer.BadParameter("--sampling needs an aligned trainer and --staleness 0")
+    if params.structured_outputs is not None and (workers > 1 or fsdp > 1):
+        raise typer.BadParameter("--sampling: structured_outputs needs --workers 1 and --fsdp 1")
     if sleep and staleness:
         raise typer.BadParameter("--sleep needs --staleness 0: with --staleness 1 the worker generates during training")
     if lora and (sleep == 2 or fsdp > 1):

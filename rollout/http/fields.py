@@ -30,7 +30,7 @@ from .errors import HttpError
 SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
-    *("stop", "stop_token_ids", "ignore_eos", "cache_salt"),
+    *("stop", "stop_token_ids", "ignore_eos", "cache_salt", "structured_outputs"),
     *("target_token_ids", "return_sampling_mask", "return_routed_experts"),
 )
 """The fields with the same name and meaning in `SamplingParams`."""
@@ -51,8 +51,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "truncation_side": (),
     "suffix": ("",),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -89,6 +87,7 @@ NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 EncodeWords: TypeAlias = Callable[[Sequence[str]], Awaitable[list[list[int]]]]
 """Returns the token sequences that stand for words."""
 MAX_BAD_WORD_CHARS = 1024
+_JSON_SCHEMA = ("schema", "name", "description", "strict")
 _TargetId = Annotated[int, Field(ge=NO_TARGET, lt=2**31)]
 _TargetIds = Annotated[list[_TargetId], Field(min_length=1, max_length=MAX_TARGETS, fail_fast=True)]
 _JsonTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
@@ -158,6 +157,38 @@ class RecordFields(Fields):
     prompt_logprob_start: Annotated[int, Field(ge=0)] = 0
     prompt_logprob_token_ids: Annotated[list[_TargetIds], Field(min_length=1, fail_fast=True)] | None = None
     routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
+
+
+class ResponseFormat(Fields):
+    """OpenAI's `response_format`. In `json_schema`, the fields besides `schema` have no effect."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The fields of `structured_outputs` with the same meaning; None for any text."""
+        if self.json_schema is not None:
+            return {"json": self.json_schema["schema"]}
+        return {"json_object": True} if self.type == "json_object" else None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        given = self.json_schema
+        if (self.type == "json_schema") != (given is not None):
+            raise ValueError("response_format: json_schema must be given for the type json_schema, and only for it")
+        unknown = [name for name in given or () if name not in _JSON_SCHEMA]
+        if unknown:
+            raise ValueError(f"response_format: json_schema: {brief(unknown[0])}: unknown parameter; remove it")
+        if given is not None and not isinstance(given.get("schema"), dict):
+            raise ValueError(f"response_format: schema must be a JSON object (got {brief(given.get('schema'))})")
+        return self
+
+
+class FormatFields(Fields):
+    """The field that gives a grammar in OpenAI's form."""
+
+    response_format: ResponseFormat = ResponseFormat(type="text")
 
 
 class GenerationFields(Fields):
@@ -234,13 +265,23 @@ async def take_sampling(
         named["top_k"] = -1  # 0 means off in vLLM, too
     if named.get("allowed_token_ids") == []:
         del named["allowed_token_ids"]
-    edits = checked(EditFields, {name: fields.pop(name) for name in EditFields.model_fields if name in fields})
+    edits = checked(EditFields, _taken(fields, EditFields))
     if edits.logit_bias:
         named["logit_bias"] = {int(token_id): bias for token_id, bias in edits.logit_bias.items()}
     if edits.bad_words:
         named["bad_words_token_ids"] = await encode_words(edits.bad_words)
+    if (grammar := checked(FormatFields, _taken(fields, FormatFields)).response_format.grammar) is not None:
+        if "structured_outputs" in named:
+            text = "response_format: not together with structured_outputs; give one of them"
+            raise HttpError(400, text, field="response_format", code="invalid_request")
+        named["structured_outputs"] = grammar
     seed = SamplingParams(seed=fields.pop("seed", None)).seed
     return SamplingParams(**named), seed
+
+
+def _taken(fields: dict[str, Any], kind: type[Fields]) -> dict[str, Any]:
+    """Remove and return the fields of a class."""
+    return {name: fields.pop(name) for name in kind.model_fields if name in fields}
 
 
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:

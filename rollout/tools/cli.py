@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands, so that `trueroll --help` is fas
 
 from __future__ import annotations
 
+import json
 import logging
 import shlex
 import sys
@@ -226,6 +227,9 @@ def generate(
         int | None, typer.Option(help="Seed of the samples. Default: a random seed, which is printed.")
     ] = SAMPLING["seed"],
     stop: Annotated[list[str], typer.Option(help="Text that ends a sample. Can be given several times.")] = [],  # noqa: B006
+    structured_outputs: Annotated[
+        str, typer.Option(help="Grammar of the samples, as a JSON object with json, regex, choice or grammar.")
+    ] = "",
     tokenizer: Annotated[
         str | None,
         typer.Option(help="Model with the tokenizer to use; required for tcp://. Default: the served model."),
@@ -248,9 +252,18 @@ def generate(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
         stop=tuple(stop),
+        structured_outputs=_read_grammar(structured_outputs),
     )
     keys = server_public_key, client_key_file
     print_completions(model_or_address, prompt, params, seed, chat, tokenizer, keys)
+
+
+def _read_grammar(text: str) -> Any:
+    """Return the JSON value in a text; None for no text."""
+    try:
+        return json.loads(text) if text else None
+    except ValueError as error:
+        raise ConfigError(f"--structured-outputs: is not valid JSON: {error}", field="structured_outputs") from None
 
 
 @app.command(cls=GroupedCommand, epilog=HTTP_EXAMPLES)

@@ -149,8 +149,9 @@ def test_an_adapter_is_trained_and_pushed_alone(
         dict(temperature=0.9, top_k=20, top_p=0.9, min_p=0.05),
         dict(repetition_penalty=1.2, frequency_penalty=0.5, logit_bias=[[7, 2.0]], bad_words_token_ids=[[9], [7, 7]])
         | dict(min_tokens=6, stop_token_ids=[*range(2, 60)], ignore_eos=True),
+        dict(structured_outputs=dict(regex=" ?-?[0-9]+( [a-z]*)?"), top_p=0.95),
     ],
-    ids=["filters", "edits"],
+    ids=["filters", "edits", "grammar"],
 )
 def test_filters_and_edits_leave_no_mismatch(
     run: Run, undisturbed: bytes, tmp_path: Path, sampling: dict[str, Any]
@@ -166,6 +167,7 @@ def test_filters_and_edits_leave_no_mismatch(
         (dict(sampling="["), "--sampling: Expecting value"),
         (dict(sampling='{"beams": 3}'), "--sampling: beams: unknown parameter"),
         (dict(sampling='{"min_tokens": 3}'), "min_tokens also needs ignore_eos"),
+        (dict(sampling='{"structured_outputs": {"regex": "a"}}', fsdp=2), "structured_outputs needs --workers 1"),
         (dict(sampling='{"top_p": 0.9}', staleness=1), "--sampling needs an aligned trainer and --staleness 0"),
     ],
 )

@@ -240,6 +240,14 @@ class Corpus:
         return np.array([self.rng.randrange(MAX_TOKEN) for _ in range(least + self.rng.randrange(8))], "<i4").tobytes()
 
 
+GRAMMARS: tuple[dict[str, Any], ...] = (
+    {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"json": '{"$ref": "#/$defs/x", "$defs": {"x": {"type": "array", "items": {"$ref": "#/$defs/x"}}}}'},
+    {"json_object": True, "disable_any_whitespace": True},
+    {"regex": r"[a-f]{1,9}(x|\d+)*"},
+    {"choice": ["yes", "no", "\n"]},
+    {"grammar": 'root ::= a | "(" root ")"\na ::= [0-9]+'},
+)
 _EDITS: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0, 1.2, 0.5),
     "presence_penalty": (0.0, -2.0),
@@ -247,6 +255,7 @@ _EDITS: dict[str, tuple[Any, ...]] = {
     "logit_bias": ([], [[3, 100.0]], [[5, -100], [7, 0.5]]),
     "allowed_token_ids": (None, [3], list(range(0, 500, 7))),
     "bad_words_token_ids": ([], [[3]], [[7, 8], [9]]),
+    "structured_outputs": (None, *GRAMMARS),
 }
 _PARAMS: dict[str, tuple[Any, ...]] = _EDITS | {
     "min_tokens": (0, 1),

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fuzz.corpus import MAX_TOKEN, NO_FOLDER
+from fuzz.corpus import GRAMMARS, MAX_TOKEN, NO_FOLDER
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,12 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({}, {"7": 100, "3": -100.0}),
     "allowed_token_ids": ([], [3, 7, 9]),
     "bad_words": ([], ["a", "say\nit"], ["\U0001f600", " "]),
+    "structured_outputs": GRAMMARS,
+    "response_format": (
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"schema": {}}},
+    ),
     "user": ("somebody",),
     "skip_special_tokens": (True, False),
 }

@@ -176,8 +176,9 @@ def test_with_an_aligned_trainer_trl_finds_no_difference(
                 min_tokens=4, frequency_penalty=0.5, logit_bias={7: 3.0}, bad_words_token_ids=[[9], [7, 7]]
             ),
         ),
+        dict(vllm_structured_outputs_regex=r"[a-z]+ [0-9]*\.", top_p=0.95),
     ],
-    ids=["top_p", "top_k", "penalty", "kwargs"],
+    ids=["top_p", "top_k", "penalty", "kwargs", "grammar"],
 )
 def test_filters_and_penalties_of_an_aligned_trainer_leave_ratios_of_one(
     tiny_llama: Path, tiny_served: ServedEngine, tmp_path: Path, changes: dict[str, Any]
@@ -356,7 +357,7 @@ def make_generation(client: RolloutClient, publisher: WeightPublisher, **changes
     ("changes", "message"),
     [
         (dict(num_processes=2), "must run in one process"),
-        (dict(structured_outputs_regex="a+"), "vllm_structured_outputs_regex is not supported"),
+        (dict(structured_outputs_regex=3), "structured_outputs: regex: must be a valid string"),
         (dict(repetition_penalty=-1.0), r"repetition_penalty: must be at least 0.0001 \(got -1.0\)"),
     ],
 )

@@ -101,7 +101,7 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
         """The arguments of `token_statistics` that say how the samples were drawn."""
         generation = getattr(self, "vllm_generation", None)
         if isinstance(generation, TruerollGeneration):
-            return dict(distribution=generation.params, eos_token_ids=generation.eos_token_ids)
+            return dict(distribution=generation.params, eos_token_ids=generation.eos_token_ids, masks=generation.masks)
         return dict(distribution=sampling_params(vars(self.args), []))
 
 
@@ -173,9 +173,11 @@ def _check_settings(trainer: Any) -> None:
             f"min_tokens: {params.min_tokens} is supported only inside trueroll_generation; use it, or leave "
             "min_tokens out of generation_kwargs"
         )
-    counts = ("min_tokens", "presence_penalty", "frequency_penalty", "bad_words_token_ids")
-    if trainer.tools and (found := [name for name in counts if getattr(params, name)]):
+    counts = ("min_tokens", "presence_penalty", "frequency_penalty", "bad_words_token_ids", "structured_outputs")
+    found = [name for name in counts if getattr(params, name)]
+    found += ["vllm_structured_outputs_regex"] * (args.vllm_structured_outputs_regex is not None)
+    if trainer.tools and found:
         raise ConfigError(
             f"{', '.join(found)}: is not supported with tools, because each turn is a sample of its own to a worker, "
-            "but TRL scores all turns as one; leave it out of generation_kwargs"
+            "but TRL scores all turns as one; leave it out"
         )

@@ -48,6 +48,8 @@ def sampling_params(settings: Mapping[str, Any], stop_token_ids: list[int]) -> S
         "max_tokens": settings["max_completion_length"],
         "stop_token_ids": stop_token_ids,
     }
+    if (regex := settings.get("structured_outputs_regex")) is not None:
+        fields["structured_outputs"] = {"regex": regex}
     return SamplingParams(**{**fields, **overrides})
 
 

@@ -24,6 +24,7 @@ from ....engine.request import SampleOutput, SamplingParams
 from ....kernels.families import describe
 from ....kernels.wrappers import plain_class, unwrapped
 from ...client.client import RolloutClient
+from ...grammar import GrammarMasks
 from ...publisher.publisher import WeightPublisher
 from ..images import TrainerImages
 from .common import Prompt, check_samples, encode, logprobs, sampling_params, tokenizer_of
@@ -105,8 +106,6 @@ class TruerollGeneration:
         **settings: Any,
     ) -> None:
         _check_single_process(accelerator)
-        if settings["structured_outputs_regex"] is not None:
-            raise ConfigError("vllm_structured_outputs_regex is not supported; set it to None")
         self._client, self._publisher, self._model, self._accelerator = client, publisher, model, accelerator
         self._processor = processing_class
         self.params = sampling_params(settings, [tokenizer_of(processing_class).eos_token_id])
@@ -150,6 +149,13 @@ class TruerollGeneration:
     def eos_token_ids(self) -> list[int]:
         """The end-of-sequence tokens of the worker's model."""
         return (self._client.health().engine or {})["eos_token_ids"]
+
+    @cached_property
+    def masks(self) -> GrammarMasks | None:
+        """The masks of the samples' grammar; None without a grammar."""
+        if self.params.structured_outputs is None:
+            return None
+        return GrammarMasks(self.params, tokenizer_of(self._processor), self._client.health().engine or {})
 
     @cached_property
     def _images(self) -> TrainerImages:

@@ -102,6 +102,28 @@ def test_edits_have_the_bits_of_the_client(front: Front, client: RolloutClient, 
     assert [choice["token_ids"] for choice in answer["choices"]] == [sample.token_ids for sample in plain]
 
 
+def test_grammars_have_the_bits_of_the_client(front: Front, client: RolloutClient) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, "x"]}}, "required": ["a"]}
+    of_schema: dict[str, Any] = {"json_schema": {"name": "s", "schema": schema}}
+    grammar: Any
+    for grammar, named in (({"json": schema}, of_schema), ({"json_object": True}, {})):
+        params = SamplingParams(max_tokens=16, structured_outputs=grammar)
+        [group] = client.generate([PROMPT], params, seed=3)
+        kind = {"type": "json_schema" if named else "json_object"} | named
+        for fields in ({"structured_outputs": grammar | {"regex": None}}, {"response_format": kind}):
+            asked: dict[str, Any] = dict(model="tiny", prompt=PROMPT, max_tokens=16, seed=3, logprobs=0)
+            answer = front.openai().completions.create(**asked, extra_body=IDS | fields)
+            check_same(answer.choices[0], group.samples[0])
+            assert answer.choices[0].text.startswith("{")
+    plain = client.generate([PROMPT], SamplingParams(max_tokens=16), seed=3)[0].samples[0]
+    assert plain.token_ids != group.samples[0].token_ids, "premise"
+    refused = front.post("/v1/completions", dict(prompt=PROMPT, structured_outputs={"json": {"not": {}}}))
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "structured_outputs")
+    body = dict(prompt=PROMPT, max_tokens=16, seed=3, response_format={"type": "text"}) | IDS
+    text = front.post("/v1/completions", body)
+    assert text.json()["choices"][0]["token_ids"] == plain.token_ids
+
+
 def test_a_cached_prompt_has_the_bits_of_a_cold_one(front: Front, client: RolloutClient) -> None:
     prompt = list(range(100, 164))
     client.invalidate_prefix_cache()

@@ -199,6 +199,22 @@ def test_more_prompts_than_the_worker_takes_are_refused(
         ({"repetition_penalty": 0}, "repetition_penalty", "must be at least 0.0001 (got 0)"),
         ({"frequency_penalty": 2.5}, "frequency_penalty", "must be at most 2 (got 2.5)"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]", "must be at least 0 (got -1)"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag: unexpected"),
+        ({"structured_outputs": {}}, "structured_outputs", "(got none of them)"),
+        ({"structured_outputs": {"json": "["}}, "structured_outputs", "is not valid JSON"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "must be false"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema must be given"),
+        ({"response_format": {"type": "xml"}}, "response_format", "must be"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "response_format",
+            "'x': unknown parameter",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "response_format",
+            "not together with structured_outputs",
+        ),
     ],
 )
 def test_invalid_edits_are_refused(plain: Front, fields: dict[str, Any], param: str, message: str) -> None:
