@@ -1,4 +1,4 @@
-"""Measure what filters, penalties and bans cost: `python examples/benchmarks/sampling_report.py [THREADS]`.
+"""Measure what filters, penalties, bans and grammars cost: `python examples/benchmarks/sampling_report.py [THREADS]`.
 
 Several engines share a small model with random weights and a vocabulary of 32,768 tokens. Each engine decodes 64
 samples, and each has different sampling parameters. The engines take turns step by step, so that the load of the
@@ -13,9 +13,11 @@ are more reliable than the other times.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
@@ -34,6 +37,8 @@ VOCAB, HIDDEN, LAYERS = 32_768, 1024, 4
 SAMPLES, GROUP, PROMPT, STEPS = 64, 8, 128, 60
 STEEP = 0.2
 PENALTIES = dict(repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.1)
+ROW = dict(name=dict(type="string"), size=dict(type="integer"), kind=dict(enum=["a", "b"]))
+ROWS = dict(type="array", minItems=STEPS, items=dict(type="object", properties=ROW, required=[*ROW]))
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain, again": {},
@@ -42,6 +47,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "300 biases": dict(logit_bias=dict.fromkeys(range(300), 1.0)),
     "bad words": dict(bad_words_token_ids=[[token, token + 1] for token in range(100)]),
     "16,384 allowed tokens": dict(allowed_token_ids=range(VOCAB // 2)),
+    "JSON schema": dict(structured_outputs=dict(json=ROWS)),
+    "regular expression": dict(structured_outputs=dict(regex="([A-Z][a-z]* ?){2000,}")),
     "top_p 0.9": dict(top_p=0.9),
     "top_k 20": dict(top_k=20),
     "min_p 0.05": dict(min_p=0.05),
@@ -69,21 +76,41 @@ def engines(num_threads: int | None) -> Iterator[Engine]:
         rope_theta=10000.0,
         tie_word_embeddings=True,
         torch_dtype="bfloat16",
-        eos_token_id=0,
+        eos_token_id=VOCAB - 1,
     )
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(model))
+        make_tokenizer().save(str(Path(folder, "tokenizer.json")))
         config = EngineConfig(model=folder, num_blocks=2048, max_num_seqs=SAMPLES, num_threads=num_threads)
         loaded = load_dummy(config)
         for params in VARIANTS.values():
             yield prefilled(Engine(config, loaded), params)
 
 
+def make_tokenizer() -> Tokenizer:
+    """Return a tokenizer whose tokens are frequent pieces of Python's standard library, after one for each byte."""
+    texts = [path.read_text(errors="ignore") for path in sorted(Path(json.__file__).parents[1].glob("[a-h]*.py"))]
+    words = Counter(word for text in texts for word in re.findall(r"\s?\S+", text))
+    pieces = Counter[str]()
+    for word, count in words.items():
+        ends = ((i, j) for i in range(min(len(word), 16)) for j in range(i + 2, min(len(word), i + 9) + 1))
+        pieces.update({word[i:j]: count for i, j in ends})
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found = dict.fromkeys(sorted(letters.alphabet()))
+    for piece, _ in pieces.most_common():
+        found[letters.pre_tokenize_str(piece)[0][0]] = None
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*found][: VOCAB - 1])}, []))
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
 def prefilled(engine: Engine, params: dict[str, Any]) -> Engine:
     """Return the engine with `SAMPLES` decoding samples."""
     random = np.random.default_rng(0)
     for i in range(SAMPLES // GROUP):
-        given = SamplingParams(n=GROUP, max_tokens=STEPS + 32, seed=i, ignore_eos=True, **params)
+        ignore_eos = "structured_outputs" not in params  # no text of the grammars is complete so soon
+        given = SamplingParams(n=GROUP, max_tokens=STEPS + 32, seed=i, ignore_eos=ignore_eos, **params)
         engine.add(GenerateRequest(str(i), random.integers(1, VOCAB, PROMPT).astype(np.int32), given))
     while engine.stats().num_running < SAMPLES:
         engine.step()
