@@ -262,7 +262,7 @@ class Grammars:
 
 
 def _pack(*call: Any) -> bytes:
-    message: bytes = msgpack.packb(call)
+    message: bytes = msgpack.Packer().pack(call)
     return message
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _HEADER = '%llguidance {"no_forcing": true}\n'
-_FUEL = dict(step_lexer_fuel=200_000, step_max_items=20_000, max_items_in_row=2_000, verbose_errors=False)
+_FUEL: dict[str, Any] = dict(
+    step_lexer_fuel=200_000, step_max_items=20_000, max_items_in_row=2_000, verbose_errors=False
+)
 _MAX_ERROR_CHARS = 300
 _STOPS = {
     "NoExtensionBias": "no text matches the grammar",

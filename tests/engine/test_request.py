@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from refusals import about
 
+from trueroll.engine.grammars.source import Grammar
 from trueroll.engine.request import SamplingParams, derive_seed
-from trueroll.errors import InvalidRequestError
+from trueroll.errors import ConfigError, InvalidRequestError
 
 INTEGERS = ["n", "max_tokens", "min_tokens", "top_k", "seed", "top_logprobs"]
 FLOATS = ["temperature", "top_p", "min_p"]
@@ -60,3 +61,50 @@ def test_only_integers_are_accepted_as_integers(value: Any) -> None:
 def test_a_numpy_number_out_of_range_is_named() -> None:
     with pytest.raises(InvalidRequestError, check=about("n", value=0, limit=1)):
         SamplingParams(n=np.int64(0))  # type: ignore[arg-type]
+
+
+def test_a_grammar_is_stored_as_text_and_compared_by_it() -> None:
+    given: Any = {"json": {"type": "object", "required": ["b", "a"]}, "regex": None}
+    params = SamplingParams(structured_outputs=given)
+    grammar = params.structured_outputs
+    assert grammar is not None and grammar.json == '{"type":"object","required":["b","a"]}'
+    assert params == SamplingParams(**params.model_dump()) and hash(params) == hash(
+        SamplingParams(**params.model_dump())
+    )
+    assert Grammar(json='{ "type":"object", "required": ["b", "a"] }') == grammar
+    assert params.recorded.structured_outputs == grammar and params.num_numbers > 0
+    with pytest.raises(ConfigError, match="structured_outputs"):
+        _ = params.trainer_temperature
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ({}, r"exactly one of json, .* \(got none of them\)"),
+        ({"regex": "a", "choice": ["b"]}, r"\(got regex and choice\)"),
+        ({"regex": ""}, "regex: a text is empty"),
+        ({"choice": ["a", ""]}, "choice: a text is empty"),
+        ({"choice": ["a"] * 10_001}, "at most 10000 items"),
+        ({"regex": 3}, "regex: must be a valid string"),
+        ({"regex": "a" * 2**18 + "a"}, "at most 262144 bytes"),
+        ({"regex": "é" * 2**17 + "a"}, "at most 262144 bytes"),
+        ({"regex": "a\0"}, r"U\+0000"),
+        ({"grammar": "\ud800"}, "is not a valid character"),
+        ({"json": '{"a":"\\ud800"}'}, "is not a valid character"),
+        ({"json": "["}, "is not valid JSON"),
+        ({"json": "[1]"}, "must be a JSON object"),
+        ({"json": '{"a":NaN}'}, "NaN is not a JSON value"),
+        ({"json": {"a": {1, 2}}}, "is not valid JSON"),
+        ({"json": "[" * 100_000}, "nested more than 64 deep"),
+        ({"json": '{"a":' * 65 + "1" + "}" * 65}, "nested more than 64 deep"),
+        ({"regex": "a", "disable_any_whitespace": True}, "needs json or json_object"),
+        ({"structural_tag": "{}"}, "structural_tag"),
+        ("[a-z]", "must be an instance of Grammar"),
+    ],
+    ids=range(20),
+)
+def test_what_is_no_grammar_is_refused(grammar: Any, message: str) -> None:
+    with pytest.raises(
+        InvalidRequestError, match=f"^structured_outputs: .*{message}", check=about("structured_outputs")
+    ):
+        SamplingParams(structured_outputs=grammar)
