@@ -78,6 +78,8 @@ class Corpus:
                 params[name] = rng.choice(choices)
         if params.get("logprobs", "raw") is None:
             params.pop("top_logprobs", None)
+        if params["seed"] % 5 == 0:
+            params |= {"structured_outputs": GRAMMARS[params["seed"] % len(GRAMMARS)], "ignore_eos": False}
         message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
         if rng.random() < 0.1:
             message["num_prior_tokens"] = 1
@@ -255,7 +257,6 @@ _EDITS: dict[str, tuple[Any, ...]] = {
     "logit_bias": ([], [[3, 100.0]], [[5, -100], [7, 0.5]]),
     "allowed_token_ids": (None, [3], list(range(0, 500, 7))),
     "bad_words_token_ids": ([], [[3]], [[7, 8], [9]]),
-    "structured_outputs": (None, *GRAMMARS),
 }
 _PARAMS: dict[str, tuple[Any, ...]] = _EDITS | {
     "min_tokens": (0, 1),

@@ -101,6 +101,10 @@ class HttpCorpus:
         for name, choices in _FIELDS.items():
             if self.rng.random() < 0.15:
                 fields[name] = self.rng.choice(choices)
+        if fields["seed"] % 5 < 2:
+            name, grammars = (("structured_outputs", GRAMMARS), ("response_format", _FORMATS))[fields["seed"] % 5]
+            fields |= {name: grammars[fields["seed"] % len(grammars)], "ignore_eos": False}
+            fields |= {"allowed_token_ids": [], "bad_words": []}  # with a grammar, they may leave no token to draw
         return fields
 
     def _stream(self) -> dict[str, Any]:
@@ -114,6 +118,11 @@ class HttpCorpus:
         return [self.rng.randrange(MAX_TOKEN) for _ in range(1 + self.rng.randrange(8))]
 
 
+_FORMATS: tuple[dict[str, Any], ...] = (
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}},
+)
 _FIELDS: dict[str, tuple[Any, ...]] = {
     "n": (1, 2, 3),
     "temperature": (0, 0.5, 2.0),
@@ -130,12 +139,6 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({}, {"7": 100, "3": -100.0}),
     "allowed_token_ids": ([], [3, 7, 9]),
     "bad_words": ([], ["a", "say\nit"], ["\U0001f600", " "]),
-    "structured_outputs": GRAMMARS,
-    "response_format": (
-        {"type": "text"},
-        {"type": "json_object"},
-        {"type": "json_schema", "json_schema": {"schema": {}}},
-    ),
     "user": ("somebody",),
     "skip_special_tokens": (True, False),
 }
