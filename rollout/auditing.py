@@ -26,6 +26,7 @@ from trueroll.errors import AlignmentError, ConfigError
 from ..engine.models.loader import read_config
 from ..engine.models.names import resolve_model
 from ..engine.request import SampleOutput, SamplingParams
+from ..kernels.edits import Masks
 from ..kernels.families import describe
 from ..kernels.plain_models import is_aligned, is_decoder
 from ..kernels.specs import is_of_mtp
@@ -102,6 +103,7 @@ def audit(
     temperature: float | None = None,
     version: int | None = None,
     log_probs: LogProbs | None = None,
+    masks: Masks | None = None,
 ) -> Audit:
     """Compare a trainer's log-probs with the log-probs of a worker. The client must have the role `control`.
 
@@ -117,10 +119,11 @@ def audit(
     - `version`: weight version of the trainer's last push; None if the trainer has not pushed
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
+    - `masks`: the `GrammarMasks` of `params`, if an aligned model computes the log-probs of samples with a grammar
 
     Raise the client's errors. Raise ConfigError if there are no prompts, if the model's vocabulary is smaller than the
     worker's vocabulary, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not
-    support.
+    support, and if `masks` is missing.
     """
     if not len(prompts):
         raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
@@ -135,7 +138,7 @@ def audit(
     ]
     engine = client.health().engine or {}
     _check_vocabulary(model, engine)
-    compute, of_distribution = _computation(model, params, temperature, log_probs, engine)
+    compute, of_distribution = _computation(model, params, temperature, log_probs, engine, masks)
     compute = _on_device(compute, model)
     with _watched(model) as dtypes:
         computed = zip(_compute(compute, samples), samples, strict=True)
@@ -209,13 +212,18 @@ _Sampled: TypeAlias = tuple[Sequence[int], int, int, SampleOutput]
 
 
 def _computation(
-    model: Any, params: SamplingParams, temperature: float | None, log_probs: LogProbs | None, engine: dict[str, Any]
+    model: Any,
+    params: SamplingParams,
+    temperature: float | None,
+    log_probs: LogProbs | None,
+    engine: dict[str, Any],
+    masks: Masks | None,
 ) -> tuple[_Computation, list[Cause]]:
     """Return how the trainer computes log-probs, and a cause if its distribution is not that of the samples. Arguments:
     as in `audit`. `engine`: the worker's engine, as `health` describes it.
     """
     if log_probs is None and temperature is None and params.logprobs is not None and _is_aligned(model):
-        drawn: dict[str, Any] = dict(distribution=params, eos_token_ids=engine["eos_token_ids"])
+        drawn: dict[str, Any] = dict(distribution=params, eos_token_ids=engine["eos_token_ids"], masks=masks)
         return lambda ids, mask, sampled: token_log_probs(model, ids, mask, completion_mask=sampled, **drawn), []
     asked, causes = _temperature(params, temperature)
     compute = log_probs or _log_probs_of(model, asked)

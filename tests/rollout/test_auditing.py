@@ -11,15 +11,16 @@ import torch
 from adapters import adapt
 from kernels.backends import Implementation
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tiny import make_tiny_model
-from trueroll.errors import ConfigError
+from trueroll.errors import AlignmentError, ConfigError
 from trueroll.kernels.cpu.library import load_library
 from trueroll.kernels.training import align, token_log_probs, unalign
 from trueroll.rollout import (
     Audit,
+    Grammar,
     RolloutClient,
     SamplingParams,
     WeightPublisher,
@@ -28,6 +29,7 @@ from trueroll.rollout import (
     auditing,
     launch_worker,
 )
+from trueroll.rollout.grammar import GrammarMasks
 from trueroll.rollout.tools import cli, pictures
 
 PROMPTS = [[*range(3, 20)], [7, 8]]
@@ -155,6 +157,16 @@ def test_filters_and_edits_are_no_difference_for_an_aligned_model(model: Any, cl
     edits = dict(repetition_penalty=1.2, logit_bias=((7, 3.0),), bad_words_token_ids=((9,), (7, 7)), min_tokens=4)
     found = run(model, client, params=PARAMS.model_copy(update=dict(top_p=0.9, temperature=0.8, **edits)))
     assert (found.num_different, found.causes) == (0, ())
+
+
+def test_a_grammar_is_no_difference_with_its_masks(model: Any, client: RolloutClient, folder: Path) -> None:
+    params = SamplingParams(max_tokens=12, seed=5, structured_outputs=Grammar(regex="[a-z]+ [a-z]+"))
+    engine: Any = client.health().engine
+    masks = GrammarMasks(params, AutoTokenizer.from_pretrained(folder), engine)
+    found = run(model, client, params=params, masks=masks)
+    assert (found.num_different, found.causes) == (0, ())
+    with pytest.raises(AlignmentError, match="masks must be given"):
+        run(model, client, params=params)
 
 
 def test_the_command_compares_a_checkpoint_with_the_served_weights(
