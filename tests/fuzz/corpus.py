@@ -80,6 +80,8 @@ class Corpus:
             params.pop("top_logprobs", None)
         if params["seed"] % 5 == 0:
             params |= {"structured_outputs": GRAMMARS[params["seed"] % len(GRAMMARS)], "ignore_eos": False}
+        if params["seed"] % 7 == 1 and params.get("logprobs", "raw") is not None:
+            params |= {"target_token_ids": [3, 7, 3], "return_sampling_mask": True}
         message = {"type": "generate", "id": self._id(), "prompt_token_ids": self._tokens(1), "params": params}
         if rng.random() < 0.1:
             message["num_prior_tokens"] = 1

@@ -38,7 +38,8 @@ class HttpCorpus:
         body = {"prompt": prompt, "max_tokens": rng.randrange(1, 5), **self._sampling()}
         body |= {"logprobs": rng.choice((0, 2))} if rng.random() < 0.3 else {}
         body |= {"echo": True} if rng.random() < 0.1 else {}
-        return Request("POST", "/v1/completions", body | (self._stream() if "echo" not in body else {}))
+        body |= self._stream() if "echo" not in body else {}
+        return Request("POST", "/v1/completions", body | _of_prompt(body, "stream" in body))
 
     def chat(self) -> Request:
         rng = self.rng
@@ -57,9 +58,9 @@ class HttpCorpus:
 
     def generate(self) -> Request:
         params = {"max_tokens": self.rng.randrange(1, 5), "logprobs": 1, **self._sampling()}
-        return Request(
-            "POST", "/inference/v1/generate", {"token_ids": self._tokens(), "sampling_params": params} | self._stream()
-        )
+        body = {"token_ids": self._tokens(), "sampling_params": params} | self._stream()
+        params |= _of_prompt(params, "stream" in body)
+        return Request("POST", "/inference/v1/generate", body)
 
     def tokenize(self) -> Request:
         kind = self.rng.choice(({"prompt": self._text()}, {"messages": [{"role": "user", "content": self._text()}]}))
@@ -105,6 +106,8 @@ class HttpCorpus:
             name, grammars = (("structured_outputs", GRAMMARS), ("response_format", _FORMATS))[fields["seed"] % 5]
             fields |= {name: grammars[fields["seed"] % len(grammars)], "ignore_eos": False}
             fields |= {"allowed_token_ids": [], "bad_words": []}  # with a grammar, they may leave no token to draw
+        if fields["seed"] % 7 == 1:
+            fields |= {"target_token_ids": [3, 7, 3], "return_sampling_mask": True}
         return fields
 
     def _stream(self) -> dict[str, Any]:
@@ -116,6 +119,11 @@ class HttpCorpus:
 
     def _tokens(self) -> list[int]:
         return [self.rng.randrange(MAX_TOKEN) for _ in range(1 + self.rng.randrange(8))]
+
+
+def _of_prompt(fields: dict[str, Any], is_stream: bool) -> dict[str, Any]:
+    """Return, rarely, fields for records of the prompt, which a stream does not have."""
+    return {"prompt_logprobs": 2, "prompt_logprob_start": 0} if fields["seed"] % 7 == 2 and not is_stream else {}
 
 
 _FORMATS: tuple[dict[str, Any], ...] = (
