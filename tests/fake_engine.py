@@ -65,6 +65,7 @@ class FakeInfo:
     num_experts: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    llguidance: str | None = None
     max_images: int = 0
     max_image_patches: int = 0
 

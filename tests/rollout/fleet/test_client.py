@@ -569,11 +569,11 @@ def _repeated(count: int) -> tuple[list[SamplingParams]]:
 
 def test_workers_of_other_kinds_are_refused_unless_allowed() -> None:
     other = FakeEngine()
-    other.info = replace(FakeInfo(), backend="other")
+    other.info = replace(FakeInfo(), backend="other", llguidance="0.0.1")
     with running_with(FakeEngine(), other) as running:
         with (
             FleetClient(running.addresses) as client,
-            pytest.raises(ConfigError, match="it has backend other; the others have backend fake"),
+            pytest.raises(ConfigError, match="llguidance 0.0.1; the others have backend fake"),
         ):
             client.generate([[1]], PARAMS, seed=1)
         with FleetClient(running.addresses, mixed_kinds=True) as client:
