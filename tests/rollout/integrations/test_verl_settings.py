@@ -76,6 +76,8 @@ def test_the_parameters_of_an_agent_loop_are_taken() -> None:
     edited = sampling_params(OF_AN_AGENT_LOOP | edits, section(), prompt_len=10, seed=3)
     assert (edited.repetition_penalty, edited.presence_penalty, edited.frequency_penalty) == (1.1, 1.0, 0.5)
     assert edited.logit_bias == ((3, 2.0),)
+    follows = sampling_params(OF_AN_AGENT_LOOP | {"structured_outputs": {"regex": "[0-9]+"}}, section(), 10, seed=3)
+    assert follows.structured_outputs is not None and follows.structured_outputs.regex == "[0-9]+"
     greedy = sampling_params({"temperature": 0}, section(logprobs_mode="raw_logprobs"), prompt_len=10, seed=None)
     assert greedy.is_greedy and greedy.logprobs is None and greedy.seed is None
 
