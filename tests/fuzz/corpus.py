@@ -72,7 +72,8 @@ class Corpus:
 
     def generate(self) -> list[Message]:
         rng = self.rng
-        params = {"max_tokens": rng.randrange(1, 5), "n": rng.choice((1, 1, 2, 3)), "seed": rng.getrandbits(64)}
+        params: Message = {"max_tokens": rng.randrange(1, 5), "n": rng.choice((1, 1, 2, 3))}
+        params["seed"] = rng.getrandbits(64)
         for name, choices in _PARAMS.items():
             if rng.random() < 0.2:
                 params[name] = rng.choice(choices)

@@ -98,7 +98,7 @@ class HttpCorpus:
         return Request("POST", "/update_weights", {"weight_dir": NO_FOLDER, "weight_version": 10**6})
 
     def _sampling(self) -> dict[str, Any]:
-        fields = {"seed": self.rng.getrandbits(63)}
+        fields: dict[str, Any] = {"seed": self.rng.getrandbits(63)}
         for name, choices in _FIELDS.items():
             if self.rng.random() < 0.15:
                 fields[name] = self.rng.choice(choices)
