@@ -222,7 +222,9 @@ class ImageStore:
         self._give_room()
 
     def offer(self, key: str, supplier: Supplier) -> None:
-        """Add a client that waits for a request. No-op if the request lacks no images."""
+        """Add a client that waits for the results of a request, so that it can be asked for the request's images. No-op
+        if the request lacks no images.
+        """
         if (request := self._requests.get(key)) is None or not request.is_waiting:
             return
         self._queues[supplier.identity]  # now known to `lose`

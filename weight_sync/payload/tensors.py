@@ -41,7 +41,9 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtypes_of(wanted: Parameters) -> Callable[[str], torch.dtype]:
-    """Return a function that maps the name of a tensor (parameter, part or other) to its dtype in a push."""
+    """Return a function that maps the name of a tensor to its dtype in a push: the parameter's own dtype for a
+    parameter that has one and for the parts of this parameter, else the common dtype.
+    """
     common, own = dtype_named(wanted.dtype), {name: dtype_named(each) for name, each in own_dtypes(wanted).items()}
     return lambda name: own.get(name, common)
 

@@ -120,8 +120,10 @@ class TruerollServer:
     async def _score(self, prompt: list[int], images: list[ImageInput], given: dict[str, Any]) -> TokenOutput:
         """Return the log-probs of a prompt, as verl asks a teacher for them, and no tokens.
 
-        `prompt_ids` and `prompt_logprobs` have a row for each token of the prompt: the `given["prompt_logprobs"]` most
-        probable next tokens, or the actual next token if this number is 0. The row of the last token is 0.
+        `prompt_ids` and `prompt_logprobs` have one row for each token of the prompt. With k =
+        `given["prompt_logprobs"]`, a row has the ids, or the log-probs, of the k most probable tokens at the next
+        position. If k is 0, the row has only the actual next token of the prompt. The row of the last token is filled
+        with zeros.
         """
         k = given["prompt_logprobs"]
         [score] = await self._client.score(
