@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from socket import socket
 from typing import Any
@@ -52,7 +52,7 @@ def serve_masks(text: TokenText, more_bytes: int, pipes: Sequence[socket]) -> No
     answer_calls(pipes[1], partial(_answer, lambda call: masks.compute(*call)))
 
 
-def _answer(work: Any, message: bytes) -> bytes:
+def _answer(work: Callable[[Any], Any], message: bytes) -> bytes:
     """Return the reply to a call: (the result, None), or (None, the text of an error)."""
     try:
         return _packed(work(msgpack.unpackb(message)), None)
@@ -68,7 +68,10 @@ def _packed(result: Any, error: str | None) -> bytes:
 
 
 class _Masks:
-    """The compiled grammars and the walks of a child, by the numbers that the parent gives them."""
+    """The compiled grammars and the walks of a child, by the numbers that the parent gives them.
+
+    `open` and `compute` run in two threads, which share only the templates.
+    """
 
     def __init__(self, text: TokenText) -> None:
         self._text = text
@@ -81,7 +84,7 @@ class _Masks:
         self._template(number, lark)
 
     def _template(self, number: int, lark: str | None) -> Template | None:
-        """Return a compiled grammar. Compile `lark` if it is missing; return None if `lark` is None, too."""
+        """Return a compiled grammar. If it is missing, compile `lark`, or return None if `lark` is None."""
         with self._lock:
             found = self._templates.get(number)
         if found is None and lark is not None:
@@ -97,7 +100,7 @@ class _Masks:
 
     def compute(self, ended: list[int], rows: list[list[Any]]) -> list[tuple[int, bytes, str | None]]:
         """Return for each row: how many of the following tokens the grammar accepts; the masks; and an error or None.
-        `ended`: walks to forget.
+        `ended`: walks to forget. `rows`: the arguments of `_row`.
         """
         for walk in ended:
             self._walks.pop(walk, None)
@@ -106,8 +109,10 @@ class _Masks:
     def _row(
         self, walk: int, number: int, lark: str | None, ending: list[int], start: int, new: bytes, following: bytes
     ) -> tuple[int, bytes, str | None]:
-        """Append the tokens `new`, before which `start` tokens have been appended, and compute masks. A `start` of 0
-        begins a new walk.
+        """Append the tokens `new` to a walk that has `start` tokens, and compute the masks of the next token and of the
+        `following` ones. If `start` is 0, begin a new walk.
+
+        `number`, `lark`: as in `_template`. `ending`: the tokens that end the sample. `new`, `following`: int32 arrays.
         """
         try:
             if start == 0 and (template := self._template(number, lark)) is not None:

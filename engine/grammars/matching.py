@@ -12,8 +12,7 @@ Guarantees:
   instead of giving a mask. Whether a limit is reached may depend on the masks and tokens asked for before; the bits of
   a mask do not.
 
-A grammar of a stranger may take much time and memory here, so workers use this module in child processes only
-(`masks`).
+An untrusted grammar may take much time and memory here, so workers match grammars in child processes only (`masks`).
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ _HEADER = '%llguidance {"no_forcing": true}\n'
 _FUEL: dict[str, Any] = dict(
     step_lexer_fuel=200_000, step_max_items=20_000, max_items_in_row=2_000, verbose_errors=False
 )
+"""The limits of llguidance's parser."""
 _MAX_ERROR_CHARS = 300
 _STOPS = {
     "NoExtensionBias": "no text matches the grammar",
@@ -58,7 +58,7 @@ def installed_version() -> str | None:
 def translated(grammar: Grammar) -> str:
     """Return a grammar in llguidance's syntax. Raise GrammarError if it cannot be translated.
 
-    A grammar in GBNF is parsed in Python and may take seconds, so strangers' grammars must not be translated in the
+    A grammar in GBNF is parsed in Python and may take seconds, so untrusted grammars must not be translated in the
     worker's process.
     """
     if grammar.json is not None or grammar.json_object:
