@@ -38,7 +38,7 @@ class GrammarMasks:
         eos: tuple[int, ...] = tuple(engine["eos_token_ids"])
         self._ending = sorted({*distribution.stop_token_ids, *eos})
         try:
-            text = TokenText(_described(tokenizer), engine["vocab_size"], eos)
+            text = TokenText(_tokenizer_json(tokenizer), engine["vocab_size"], eos)
             self._template = Template(text, translated(distribution.structured_outputs))
         except GrammarError as error:
             raise AlignmentError(f"structured_outputs: {error}") from None
@@ -47,7 +47,7 @@ class GrammarMasks:
         """Return the masks with which tokens [first, end) of a sample were drawn: int32 [end - first, ceil(V / 32)].
         `sample`: all its tokens before `end`.
 
-        Raise AlignmentError if the grammar excludes an earlier token of the sample.
+        Raise AlignmentError if the grammar excludes a token of the sample before the last one.
         """
         walk, token_ids = Walk(self._template, self._ending), sample.tolist()
         try:
@@ -55,7 +55,9 @@ class GrammarMasks:
             masks = walk.masks(token_ids[first:-1])
         except GrammarError as error:
             raise AlignmentError(f"structured_outputs: {error}") from None
-        if (count := count if count < first else first + len(masks) - 1) < len(token_ids) - 1:
+        if count == first:
+            count += len(masks) - 1
+        if count < len(token_ids) - 1:
             raise AlignmentError(
                 f"structured_outputs: the grammar excludes token {token_ids[count]}, number {count} of a sample; score "
                 "samples with the grammar with which they were drawn"
@@ -63,9 +65,12 @@ class GrammarMasks:
         return masks
 
 
-def _described(tokenizer: Any) -> str:
+def _tokenizer_json(tokenizer: Any) -> str:
     """Return the content of tokenizer.json."""
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(tokenizer, "to_str"):
-        raise AlignmentError(f"tokenizer must be a fast one (got {type(tokenizer).__name__})")
+        raise AlignmentError(
+            "tokenizer must be a tokenizers.Tokenizer or a fast tokenizer of transformers (got "
+            f"{type(tokenizer).__name__})"
+        )
     return tokenizer.to_str()

@@ -319,7 +319,7 @@ class RequestBook:
                 entry.is_wanted = False
                 self._tell_engine(Abortion(entry))
 
-    # Images.
+    # Images and grammars.
 
     def put_image(self, identity: bytes, message: protocol.PutImage) -> None:
         """Handle a part of an image."""
@@ -485,7 +485,7 @@ class RequestBook:
     # The end of the worker.
 
     def let_in_the_last(self) -> None:
-        """Send all waiting requests to the engine, except for the requests that lack images.
+        """Send all waiting requests to the engine, except for the requests that wait for images or for their grammar.
 
         Abort the requests that need newer weights, because the worker accepts no more pushes.
         """

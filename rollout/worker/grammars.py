@@ -28,14 +28,14 @@ class Preparing(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The grammar of a request is prepared. `error`: why the request cannot be served, or None."""
+    """The end of a preparation. `key`: the request. `error`: the reason why it cannot be served, or None."""
 
     key: str
     error: TruerollError | None
 
 
 class GrammarThread:
-    """Prepares grammars in a thread, which the first grammar starts. `publish`: called there with each result."""
+    """Prepares grammars in a thread, which the first grammar starts. `publish`: called there after each grammar."""
 
     def __init__(self, grammars: Preparing, publish: Callable[[Prepared], None]) -> None:
         self.is_prepared, self.close = grammars.is_prepared, grammars.close
@@ -44,7 +44,7 @@ class GrammarThread:
         self._thread: threading.Thread | None = None
 
     def prepare(self, key: str, grammar: Grammar) -> None:
-        """Prepare the grammar of request `key`, after those asked for before."""
+        """Prepare the grammar of request `key`, after the grammars of earlier calls."""
         self._queue.put((key, grammar))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)

@@ -1,11 +1,12 @@
 """The bytes of a reply, planned before the request runs.
 
-A sample or score is one message. Its records grow with the number of tokens and with what is recorded for each token,
-so a request may ask for a reply that no connection may hold. Such a request is refused with both numbers.
+A sample or score is one message. Its size grows with the number of tokens and with what is recorded for each token, so
+a reply may be larger than the unread bytes that a connection may have. Such a request is refused.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import Protocol
 
 from trueroll.errors import InvalidRequestError
@@ -22,7 +23,7 @@ from ...engine.request import (
 )
 
 _BESIDE = 4096
-"""Bytes of a reply without its arrays, at most."""
+"""The maximum number of bytes in a reply besides its arrays."""
 
 
 class ModelSizes(Protocol):
@@ -45,14 +46,14 @@ def check_reply(request: Request, sizes: ModelSizes, limit: int) -> None:
         f"records: a reply may need {planned} bytes (limit {limit}, max_unread_bytes), for {tokens} tokens with "
         f"{each} bytes each and {others} bytes of routed experts; record less, request fewer tokens, set top_k if "
         "return_sampling_mask is set, or raise the worker's limit",
-        field="max_tokens" if not isinstance(request, ScoreRequest) else "token_ids",
+        field="token_ids" if isinstance(request, ScoreRequest) else "max_tokens",
         value=planned,
         limit=limit,
     )
 
 
 def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
-    """Return the number of tokens with records, the most bytes of each token, and the bytes of all routed experts."""
+    """Return three maxima: tokens with records, bytes of a token, and bytes of all routed experts."""
     if isinstance(request, ScoreRequest):
         tokens, fed = len(request.token_ids) - request.start, len(request.token_ids) - 1
         num_targets = 0 if request.target_token_ids is None else request.target_token_ids.shape[1]
@@ -70,4 +71,4 @@ def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
 def _bytes_of_row(columns: Columns) -> int:
     """Return the bytes of one token in columns without tokens, apart from those with a variable number of elements."""
     fixed = (columns[column.name] for column in COLUMNS if column.name in columns and not column.counts)
-    return sum(values.itemsize * (values.shape[1] if values.ndim > 1 else 1) for values in fixed)
+    return sum(values.itemsize * prod(values.shape[1:]) for values in fixed)
