@@ -51,6 +51,23 @@ def continuation(position: int, prompt: bytes, sample: SampleOutput, params: Sam
             value=params.max_tokens,
             limit=num_prior + 1,
         )
+    _check_records(field, sample, params)
+    prior = np.array(sample.token_ids, "<i4").tobytes()
+    rest = dict(
+        n=1,
+        seed=seed_before(sample.seed),
+        max_tokens=params.max_tokens and params.max_tokens - num_prior,
+        min_tokens=max(0, params.min_tokens - num_prior),
+    )
+    return dict(
+        prompt_token_ids=prompt + prior,
+        params=params.model_copy(update=rest),
+        num_prior_tokens=num_prior,
+    )
+
+
+def _check_records(field: str, sample: SampleOutput, params: SamplingParams) -> None:
+    """Raise InvalidRequestError unless `params` record the same columns and routed experts as the sample has."""
     if (params.logprobs is None) != (sample.logprobs is None):
         raise InvalidRequestError(
             f"{field}: logprobs = {params.logprobs!r} would give log-probs to only one part of the sample; give the "
@@ -81,18 +98,6 @@ def continuation(position: int, prompt: bytes, sample: SampleOutput, params: Sam
             field=field,
             value=params.return_routed_experts,
         )
-    prior = np.array(sample.token_ids, "<i4").tobytes()
-    rest = dict(
-        n=1,
-        seed=seed_before(sample.seed),
-        max_tokens=params.max_tokens and params.max_tokens - num_prior,
-        min_tokens=max(0, params.min_tokens - num_prior),
-    )
-    return dict(
-        prompt_token_ids=prompt + prior,
-        params=params.model_copy(update=rest),
-        num_prior_tokens=num_prior,
-    )
 
 
 def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:

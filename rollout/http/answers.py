@@ -49,8 +49,7 @@ class TokenBytes:
     NUMBER = 24
     """A log-prob with its separator."""
 
-    def and_of(self, other: TokenBytes) -> TokenBytes:
-        """Return the sum of both sizes."""
+    def __add__(self, other: TokenBytes) -> TokenBytes:
         return TokenBytes(self.new + other.new, self.prompt + other.prompt)
 
     def of_choice(self, prompt_len: int, num_new: int) -> int:

@@ -120,7 +120,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     served.check_lengths([prompt.token_ids], params.max_tokens, "messages")
     check_records(own, [prompt.token_ids], own.stream, params)
     if not own.stream:
-        served.check_answer([prompt.token_ids], params, _token_bytes(own).and_of(record_bytes(own, params, served)))
+        served.check_answer([prompt.token_ids], params, _token_bytes(own) + record_bytes(own, params, served))
     params = served.salted(recording(params, (own.top_logprobs or 0) if own.logprobs else None))
     [told_prompt] = await prompt_records(own, [prompt], params, served)
     form = ChatForm(

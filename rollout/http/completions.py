@@ -131,7 +131,7 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
         raise unsupported("echo", "false for a stream", own.echo)
     check_records(own, prompts, own.stream, params)
     if not own.stream:
-        served.check_answer(prompts, params, _token_bytes(own).and_of(record_bytes(own, params, served)))
+        served.check_answer(prompts, params, _token_bytes(own) + record_bytes(own, params, served))
     read = [await served.images.receive(each, own.images) for each in prompts]
     params = served.salted(recording(params, own.logprobs))
     form = CompletionForm(
@@ -201,10 +201,18 @@ async def _prefixes(
         return prefixes
     scored = [prompt for prompt in prompts if len(prompt.token_ids) > 1]
     sequences, media = [prompt.token_ids for prompt in scored], [prompt.images for prompt in scored]
-    asked: dict[str, Any] = dict(cache_salt=params.cache_salt, top_logprobs=params.top_logprobs)
-    scores = iter(await served.score(sequences, media, prompt_distribution(params), **asked) if scored else [])
+    scores = list[ScoreOutput]()
+    if scored:
+        scores = await served.client.score(
+            sequences,
+            media=media,
+            distribution=prompt_distribution(params),
+            cache_salt=params.cache_salt,
+            top_logprobs=params.top_logprobs,
+        )
+    found = iter(scores)
     for prefix, prompt in zip(prefixes, prompts, strict=True):
-        prefix |= _prompt_columns(prompt.token_ids, next(scores) if len(prompt.token_ids) > 1 else None)
+        prefix |= _prompt_columns(prompt.token_ids, next(found) if len(prompt.token_ids) > 1 else None)
     return prefixes
 
 

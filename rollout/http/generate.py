@@ -72,10 +72,13 @@ class GenerateForm:
         return {"request_id": self.request_id, "created": self.created, "model": self.model, "choices": choices}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self.fields.logprobs is not None:
+            logprobs = chat_logprobs(piece, name_by_id, has_bytes=False, has_ids=True)
         choice = {
             "index": piece.index,
             "token_ids": piece.token_ids,
-            "logprobs": None if self.fields.logprobs is None else chat_logprobs(piece, name_by_id, False, True),
+            "logprobs": logprobs,
         } | ending(piece, self.eos_token_ids)
         return choice | told_records(piece, self.fields)
 
@@ -98,8 +101,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
     check_records(wanted, [own.token_ids], own.stream, params)
     if not own.stream:
         token_bytes = TokenBytes(TokenBytes.ID + chat_logprobs_bytes(wanted.logprobs, has_bytes=False))
-        records = record_bytes(wanted, params, served)
-        served.check_answer([own.token_ids], params, token_bytes.and_of(records))
+        served.check_answer([own.token_ids], params, token_bytes + record_bytes(wanted, params, served))
     prompt = await served.images.receive(own.token_ids, own.images)
     params = served.salted(recording(params, wanted.logprobs))
     [told_prompt] = await prompt_records(wanted, [prompt], params, served)

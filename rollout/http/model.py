@@ -9,8 +9,7 @@ from typing import Any
 
 from trueroll.errors import InvalidRequestError, brief
 
-from ...engine.media import ImageInput
-from ...engine.request import MAX_BAD_WORD_TOKENS, Distribution, SamplingParams, ScoreOutput
+from ...engine.request import MAX_BAD_WORD_TOKENS, SamplingParams
 from ..client.client import AsyncRolloutClient
 from ..protocol import new_id
 from ..text import ANY, TooMany, num_chars
@@ -189,29 +188,6 @@ class ServedModel:
     def check_answer(self, prompts: list[list[int]], params: SamplingParams, token_bytes: TokenBytes) -> None:
         """Raise HttpError if the estimated size of an answer without `stream` exceeds the limit."""
         check_answer(prompts, params, self.max_model_len, token_bytes, self.max_answer_bytes)
-
-    async def score(
-        self,
-        sequences: list[list[int]],
-        media: list[tuple[ImageInput, ...]],
-        distribution: Distribution,
-        cache_salt: str | None,
-        start: int = 1,
-        top_logprobs: int | None = None,
-        target_token_ids: Sequence[Any] | None = None,
-    ) -> list[ScoreOutput]:
-        """Return the log-probs of the tokens in `sequences` from `start` on, under `distribution`. `media`: the images
-        of each sequence. Other arguments: as in `AsyncRolloutClient.score`.
-        """
-        return await self.client.score(
-            sequences,
-            media=media,
-            distribution=distribution,
-            start=start,
-            cache_salt=cache_salt,
-            top_logprobs=top_logprobs,
-            target_token_ids=target_token_ids,
-        )
 
     def new_id(self, kind: str) -> str:
         """Return a new id for an answer. `kind`: prefix of the id."""

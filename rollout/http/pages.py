@@ -157,8 +157,12 @@ class Pages:
     async def _scored(self, group: KeptGroup, sample: KeptSample) -> dict[str, Any]:
         sequence = group.prompt.tolist() + sample.token_ids.tolist()
         drawn = group.params.model_copy(update=dict(logprobs="processed")).recorded
-        [score] = await self._served.score(
-            [sequence], [group.images], drawn, group.params.cache_salt, len(group.prompt)
+        [score] = await self._served.client.score(
+            [sequence],
+            media=[group.images],
+            distribution=drawn,
+            cache_salt=group.params.cache_salt,
+            start=len(group.prompt),
         )
         told: dict[str, Any] = {"weight_versions": told_spans(score.weight_versions)}
         if sample.logprobs is None:

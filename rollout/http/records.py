@@ -5,6 +5,7 @@ prompt, in vLLM's formats where vLLM has one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -111,12 +112,18 @@ async def _prompt_record(
     own: RecordFields, prompt: Prompt, params: SamplingParams, served: ServedModel
 ) -> dict[str, Any]:
     told, token_ids = dict[str, Any](), prompt.token_ids
-    asked = [token_ids], [prompt.images], prompt_distribution(params), params.cache_salt
+    scores = partial(
+        served.client.score,
+        [token_ids],
+        media=[prompt.images],
+        distribution=prompt_distribution(params),
+        cache_salt=params.cache_salt,
+    )
     if (k := own.prompt_logprobs) is not None:
-        [score] = await served.score(*asked, top_logprobs=k) if len(token_ids) > 1 else [None]
+        [score] = await scores(top_logprobs=k) if len(token_ids) > 1 else [None]
         told["prompt_logprobs"] = Rows(_prompt_rows(token_ids, score, k, served.texts.token), 2 + 2 * k)
     if (targets := own.prompt_logprob_token_ids) is not None:
-        [score] = await served.score(*asked, start=own.prompt_logprob_start + 1, target_token_ids=[targets])
+        [score] = await scores(start=own.prompt_logprob_start + 1, target_token_ids=[targets])
         assert score.target_logprobs is not None
         told["prompt_token_id_logprobs"] = Binary(score.target_logprobs)
     return told
