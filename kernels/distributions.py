@@ -88,11 +88,11 @@ class Processing:
         self._samples, self._tokens, self._masks = samples, tokens.tolist(), masks
 
     def apply(self, ops: Backend, logits: Tensor, rows: slice) -> Tensor:
-        """Return the logits [m, V] of the tokens in `rows`, after edits, temperature and filters: float32 [m, V]."""
+        """Apply edits, temperature and filters to `logits` [m, V] of the tokens in `rows`. Return float32 [m, V]."""
         return self._processed(ops, logits, self._edits(rows))
 
     def apply_with_slopes(self, ops: Backend, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the results of `apply`, and the derivatives of the edited logits by the logits: float32 [m, V]."""
+        """Return the result of `apply`, and the derivatives of the edited logits by the logits: float32 [m, V]."""
         edits = self._edits(rows)
         return self._processed(ops, logits, edits), edit_slopes(logits, edits)
 

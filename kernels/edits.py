@@ -7,8 +7,8 @@ rows nor chunks change them.
 The order is vLLM's. Tokens that are not allowed, by the request or by its grammar, banned tokens, and tokens that would
 complete a bad word get the logit -inf. Then, for each token of the vocabulary, in float32, with each result rounded:
 
-1. `logit_bias` is added. 2. If the token occurs in the prompt or in the sample, a positive logit is divided by
-`repetition_penalty`, and any other
+1. `logit_bias` is added.
+2. If the token occurs in the prompt or in the sample, a positive logit is divided by `repetition_penalty`, and another
    logit is multiplied by it (Keskar et al. 2019, "CTRL", arXiv 1909.05858; as in transformers, the prompt counts).
 3. `frequency_penalty` times the number of times that the token occurs in the sample is subtracted.
 4. `presence_penalty` is subtracted if the token occurs in the sample.
@@ -90,7 +90,7 @@ class Rules:
 
     `penalties`: as in `RowEdits`. `bias`: maps tokens to what is added. `ending_tokens`: banned in the first
     `min_tokens` tokens of a sample. `bad`: sequences of tokens; the last token is banned after the others. `mask`: as
-    in `RowEdits`. `has_grammar`: whether each token has a mask of its own, besides.
+    in `RowEdits`, for all tokens of a sample. `has_grammar`: whether each token also has a mask of its own.
     """
 
     penalties: np.ndarray

@@ -45,10 +45,11 @@ class DrawRecord(NamedTuple):
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
     `Distribution`. `basis`: the distribution under which log-probs are computed, given as an index into `BASES`.
     `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If -1, neither tokens nor
-    the entropy are recorded. `is_special`: whether filters apply, or something besides log-probs is recorded.
-    `has_targets`: whether log-probs of given tokens are recorded. `has_mask`: whether the tokens that filters and
-    bans left are recorded. `edits_end`: the first position at which no logit is edited. `reads_tokens`: whether the
-    edits depend on the sample's earlier tokens. `end`: the position after the last token that `max_tokens` allows.
+    the entropy are recorded. `is_special`: whether filters apply, or the most probable tokens or targets are recorded.
+    `has_targets`: whether log-probs of given tokens are recorded. `has_mask`: whether the tokens that could be drawn
+    are recorded; without filters and edits, this needs no computation. `edits_end`: the first position at which no
+    logit is edited. `reads_tokens`: whether the edits depend on the sample's earlier tokens. `end`: the position after
+    the last token that `max_tokens` allows.
     """
 
     seed: int = 0
@@ -134,15 +135,14 @@ class OpenSample:
     """An unfinished sample.
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
-    that end the sample. `editor`: edits the logits of the next token; None without edits. `place`: the sample's place
-    in a text of its grammar; None without a grammar. `logprobs`: None if not
-    requested. `records`: the columns requested by `top_logprobs`, or None. `targets`, `target_ids`: the column
-    requested by `target_token_ids`, and these tokens (int64 [K]), or None. `kept`: the columns requested by
-    `return_sampling_mask`, or None. `commits`: the commits under which tokens
-    were drawn. Each commit comes with the index of the first token that was drawn under it. `error`: a description of
-    the error that ends the sample, or None. `joined`: whether the prompt is computed by the sequence of an earlier
-    request. `num_told`: the number of tokens that deltas have reported; None if deltas were not requested.
-    `num_drafted`, `num_accepted`: as in `SampleOutput`.
+    that end the sample. `editor`: edits the logits of the next token; None without edits. `logprobs`: None if not
+    requested. `commits`: the commits under which tokens were drawn. Each commit comes with the index of the first token
+    that was drawn under it. `error`: a description of the error that ends the sample, or None. `records`: the columns
+    requested by `top_logprobs`, or None. `targets`, `target_ids`: the column requested by `target_token_ids`, and these
+    tokens (int64 [K]), or None. `kept`: the columns requested by `return_sampling_mask`, or None. `joined`: whether the
+    prompt is computed by the sequence of an earlier request. `num_told`: the number of tokens that deltas have
+    reported; None if deltas were not requested. `num_drafted`, `num_accepted`: as in `SampleOutput`. `place`: the
+    sample's place in a text of its grammar; None without a grammar.
     """
 
     request: GenerateRequest

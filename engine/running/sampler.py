@@ -26,7 +26,6 @@ from .step import Draws, ScoredRows
 # The maximum number of rows with logits in memory at the same time.
 _LOGITS_ROWS = 64
 
-
 # The result of `next_tokens` for some draws, and their statistics if requested.
 _Part = tuple[tuple[Tensor, Tensor, Tensor], TokenStatistics | None]
 # The indices of some draws, and float32 [draws, K] with the log-probs of the tokens that they ask for.
@@ -44,8 +43,8 @@ class Drawn(NamedTuple):
 
     `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
     statistics to the bytes of each column of `request.TOPS`. `targets`: maps the index of each draw with targets to the
-    bytes of their log-probs. `kept`: maps the index of each draw that records the tokens that could be drawn to the
-    bytes of each column of `request.KEPT`; a missing one could draw the whole vocabulary.
+    bytes of their log-probs. `kept`: maps the indices of draws to the bytes of each column of `request.KEPT`. A draw
+    that records kept sets, but is not in `kept`, could draw the whole vocabulary.
     """
 
     token_ids: list[int]
@@ -155,8 +154,8 @@ class Sampler:
         return self.ops.next_tokens(hidden, self.head, wanted, self.spec)
 
     def score(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> list[Tensor]:
-        """Return the columns of scored tokens: their log-probs (float32 [M]), what `TokenStatistics` has besides if
-        `rows` asks for it, and the log-probs of targets (float32 [M, K]) if `rows` has some.
+        """Return the columns of scored tokens: their log-probs (float32 [M]); then, if `rows` has `top_logprobs`, the
+        other columns of `TokenStatistics`; then, if `rows` has targets, the log-probs of these (float32 [M, K]).
 
         `hidden`: [M, hidden_size], the hidden states of `rows`. `token_ids`: int64 [M], on the device of `hidden`.
         """
@@ -185,11 +184,11 @@ class Sampler:
         filters.
         """
         record = DrawRecord.of_scores(rows.distribution)
-        divisor = _divisors(rows.distribution, hidden.device)
+        temperature = _divisors(rows.distribution, hidden.device)
         for start in range(0, len(hidden), _LOGITS_ROWS):
             part = slice(start, start + _LOGITS_ROWS)
             logits = self.ops.lm_head(hidden[part], self.head, self.spec)
-            scaled = edit_(self.ops, logits, rows.edits(part)).div_(divisor)
+            scaled = edit_(self.ops, logits, rows.edits(part)).div_(temperature)
             yield part, self._filter(scaled, np.array([record] * len(scaled), DRAW))
 
     def _draw_recorded(self, hidden: Tensor, draws: Draws, k: int) -> _Part:

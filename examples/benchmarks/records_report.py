@@ -1,10 +1,9 @@
 """Report what large records cost a front end: `python examples/benchmarks/records_report.py MODEL`.
 
-The report requests samples with the log-probs of 128 given tokens at each of 2,000 positions, and prompts with as many,
-over HTTP. It shows the length of the answer, the longest time for which the event loop of the front end was held in
-each of several requests, and the most memory that the front end allocated during a request, as `tracemalloc` counts it.
-MODEL: a folder with a context of at least 2,100 tokens. The front end runs in this process, worker and client in
-others.
+Each request records up to 128 tokens at each of 2,000 positions, of a sample or of a prompt. The report shows the
+length of the answer, the longest time for which each of several requests held the event loop of the front end, and the
+most memory that the front end allocated during a request, as `tracemalloc` counts it. MODEL: a folder with a context of
+at least 2,100 tokens. The front end runs in this process; the worker and the client have processes of their own.
 """
 
 import asyncio
