@@ -1,4 +1,4 @@
-"""Grammars of an engine's requests: tried at the door, and asked for masks at each step.
+"""Grammars of an engine's requests: tried before a request is admitted, and asked for masks at each step.
 
 No grammar is translated, compiled or matched in this process. One child tries new grammars, with limits on time and
 memory. Another child compiles what has passed, follows the samples, and computes all masks of a step in one call
@@ -84,7 +84,7 @@ class _Asked(NamedTuple):
 
 
 class Grammars:
-    """The grammars of one engine. `folder`: the model's folder. `prepare` may be called from any thread."""
+    """The grammars of one engine. `folder`: the model's folder. Any thread may call `is_prepared` and `prepare`."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._path, self._vocab_size, self._eos = folder / "tokenizer.json", vocab_size, eos_token_ids
@@ -104,7 +104,7 @@ class Grammars:
         return bool(self._places)
 
     def is_prepared(self, grammar: Grammar) -> bool:
-        """Return whether `prepare` need not try the grammar, because it did so before."""
+        """Return whether the grammar was tried before, so that `prepare` does not wait."""
         return self._find(grammar) is not None
 
     def prepare(self, grammar: Grammar) -> None:

@@ -149,8 +149,8 @@ class RecordFields(Fields):
 
     `prompt_logprobs`: return the log-prob of each token of the prompt, and of this many of the most probable tokens.
     `prompt_logprob_token_ids`: return the log-probs of these tokens, for each token of the prompt after the token
-    `prompt_logprob_start`; -1 fills up a row. `routed_experts_prompt_start`: the first token of the prompt with routed
-    experts in the answer.
+    `prompt_logprob_start`. Pad a short row with -1. `routed_experts_prompt_start`: the first token of the prompt with
+    routed experts in the answer.
     """
 
     prompt_logprobs: NumTop | None = None

@@ -57,18 +57,8 @@ def check_records(own: RecordFields, prompts: Sequence[Sequence[int]], is_stream
     if is_stream and (name := next((name for name, value in asked.items() if value is not None), None)):
         raise unsupported(name, "null for a stream", asked[name])
     if (targets := own.prompt_logprob_token_ids) is not None:
-        width = len(targets[0])
         for prompt in prompts:
-            expected = len(prompt) - 1 - own.prompt_logprob_start
-            if len(targets) != expected or any(len(row) != width for row in targets):
-                raise InvalidRequestError(
-                    f"prompt_logprob_token_ids: must have {max(expected, 0)} rows of equal length, one for each token "
-                    f"of the prompt after token prompt_logprob_start = {own.prompt_logprob_start} (got {len(targets)} "
-                    "rows)",
-                    field="prompt_logprob_token_ids",
-                    value=len(targets),
-                    limit=max(expected, 0),
-                )
+            _check_targets(targets, own.prompt_logprob_start, len(prompt))
     shortest = min(map(len, prompts))
     if params.return_routed_experts and own.routed_experts_prompt_start > shortest:
         raise InvalidRequestError(
@@ -80,11 +70,25 @@ def check_records(own: RecordFields, prompts: Sequence[Sequence[int]], is_stream
         )
 
 
+def _check_targets(targets: Sequence[Sequence[int]], start: int, prompt_len: int) -> None:
+    expected, widths = max(prompt_len - 1 - start, 0), [len(row) for row in targets]
+    if len(targets) != expected or min(widths) != max(widths):
+        raise InvalidRequestError(
+            f"prompt_logprob_token_ids: must have {expected} rows of equal length, one for each token of the prompt "
+            f"after token prompt_logprob_start = {start} (got {len(targets)} rows with {min(widths)} to {max(widths)} "
+            "ids)",
+            field="prompt_logprob_token_ids",
+            value=len(targets),
+            limit=expected,
+        )
+
+
 def record_bytes(own: RecordFields, params: SamplingParams, served: ServedModel) -> TokenBytes:
     """Return the estimated size of the records in an answer, for each token."""
     routes = served.route_bytes * params.return_routed_experts
-    mask = params.return_sampling_mask and 4 + TokenBytes.ID * params.most_kept(served.vocab_size) + Binary.num_chars(4)
-    new = Binary.num_chars(4 * len(params.target_token_ids) + routes) + int(mask)
+    new = Binary.num_chars(4 * len(params.target_token_ids) + routes)
+    if params.return_sampling_mask:
+        new += 4 + TokenBytes.ID * params.most_kept(served.vocab_size) + Binary.num_chars(4)
     prompt = Binary.num_chars(routes + 4 * len((own.prompt_logprob_token_ids or [[]])[0]))
     listed = 0 if own.prompt_logprobs is None else 4 + (own.prompt_logprobs + 1) * _ENTRY_BYTES
     return TokenBytes(new, prompt + listed)
@@ -134,8 +138,8 @@ def _prompt_rows(
 ) -> Iterator[dict[str, Any] | None]:
     """Yield vLLM's map from token id to log-prob and rank for each token of a prompt; None for the first token.
 
-    The map has the `k` most probable tokens and the token of the prompt. If the latter is not one of the former, its
-    rank is only known to be at least k + 1, which is what the map has.
+    The map has the `k` most probable tokens and the token of the prompt. If the token of the prompt is not one of the
+    `k`, its rank is not known, and the map has k + 1, the lowest possible rank.
     """
     yield None
     if score is None:
