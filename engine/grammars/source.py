@@ -76,18 +76,18 @@ def as_grammar(value: Any) -> Any:
 
 def _schema_text(schema: Mapping[str, Any] | str) -> str:
     """Return a JSON schema as text. Raise ValueError if it is no JSON object, or nested too deeply."""
+    if isinstance(schema, str):
+        _check_text("json", schema)
     try:
-        if isinstance(schema, str):
-            _check_text("json", schema)
-            schema = json_text.loads(schema, parse_constant=_refuse_constant)
-        if not isinstance(schema, Mapping):
-            raise ValueError(f"must be a JSON object (got {brief(schema)})")
-        _check_depth(schema)
-        return json_text.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        found = json_text.loads(schema, parse_constant=_refuse_constant) if isinstance(schema, str) else schema
+        if isinstance(found, Mapping):
+            _check_depth(found)
+            return json_text.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (ValueError, TypeError) as error:
         raise ValueError(f"json: the schema is not valid JSON: {error}") from None
     except RecursionError:
         raise ValueError(f"json: the schema is nested more than {MAX_JSON_DEPTH} deep") from None
+    raise ValueError(f"json: the schema must be a JSON object (got {brief(found)})")
 
 
 def _refuse_constant(name: str) -> None:
@@ -105,8 +105,9 @@ def _check_depth(schema: Any) -> None:
 
 
 def _check_text(name: str, text: str) -> None:
-    if len(text) > MAX_GRAMMAR_BYTES or len(_encoded(name, text)) > MAX_GRAMMAR_BYTES:
-        raise ValueError(f"{name}: must have at most {MAX_GRAMMAR_BYTES} bytes (got {len(text)} characters)")
+    size = len(text) if len(text) > MAX_GRAMMAR_BYTES else len(_encoded(name, text))
+    if size > MAX_GRAMMAR_BYTES:
+        raise ValueError(f"{name}: must have at most {MAX_GRAMMAR_BYTES} bytes in UTF-8 (got at least {size})")
     if "\0" in text:
         raise ValueError(f"{name}: must not contain the character U+0000")
 
