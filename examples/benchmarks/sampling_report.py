@@ -88,7 +88,7 @@ def engines(num_threads: int | None) -> Iterator[Engine]:
 
 
 def make_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose tokens are frequent pieces of Python's standard library, after one for each byte."""
+    """Return a tokenizer with a token for each byte, and then frequent pieces of words in Python's standard library."""
     texts = [path.read_text(errors="ignore") for path in sorted(Path(json.__file__).parents[1].glob("[a-h]*.py"))]
     words = Counter(word for text in texts for word in re.findall(r"\s?\S+", text))
     pieces = Counter[str]()

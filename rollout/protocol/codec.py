@@ -226,6 +226,7 @@ def _check(fields: dict[str, Any], union: TypeAdapter[Any], types: tuple[str, ..
 
 _TOP_FIELDS = {"entropy": "entropy", "top_token_ids": "token_ids", "top_logprobs": "logprobs"}
 _KEPT_FIELDS = {"kept_counts": "counts", "kept_log_mass": "log_mass", "kept_token_ids": "token_ids"}
+_ID_BYTES = 4
 
 Carrier: TypeAlias = FinishedSample | Delta | Scores
 
@@ -485,9 +486,6 @@ def delta_of(sample: FinishedSample) -> Delta:
         targets=sample.targets,
         kept=sample.kept,
     )
-
-
-_ID_BYTES = 4
 
 
 def _counts(columns: Mapping[Column, bytes | bytearray]) -> bytes:

@@ -1,9 +1,9 @@
-"""Sends hostile grammars through the door: `.venv/bin/python -P tests/fuzz/grammars.py --values 50000 [--seed 1]`.
+"""Sends hostile grammars to `Grammars`: `.venv/bin/python -P tests/fuzz/grammars.py --values 50000 [--seed 1]`.
 
-Each value is a random JSON schema, regular expression, EBNF, choice or a value of no kind, often invalid. Checked: a
-value is refused with InvalidRequestError or prepared, in time; a prepared grammar gives masks whose tokens it accepts,
-and excludes others, or ends in an error; and an innocent sample gets the same masks all the time. Exits with 1 after a
-violation.
+Each value is a random JSON schema, regular expression, EBNF or choice, or a value of another kind, often invalid.
+Checked: a value is prepared, or refused with InvalidRequestError; a prepared grammar ends in an error, or accepts the
+tokens that its masks allow and excludes the others; and an innocent sample gets the same masks all the time. Exits
+with 1 after a violation. The longest time of a value is printed.
 """
 
 from __future__ import annotations
