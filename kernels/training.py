@@ -318,11 +318,10 @@ def token_log_probs(
     or integers) if there is padding on the left or on the right. Packed [M], with the `lengths` of the sequences.
     Packed [B, T], with `position_ids` [B, T] that are 0 where a sequence begins. For a model with a vision tower,
     `position_ids` may also have the axes of its positions: [3, B, T] (time, row and column), or [4, B, T] (after the
-    index). These are checked. `temperature`: the temperature at
-    which log-probs are computed. Pass 0 for greedy samples; their log-probs are computed at temperature 1.
-    `completion_mask` (bool, in the shape of `input_ids`): the tokens that get a log-prob. Tokens outside the mask get
-    0.0, as do padding and the first token of each sequence. The model's wrapper and any autocast that is active during
-    the call determine the dtypes of mixed precision.
+    index). These are checked. `temperature`: the temperature at which log-probs are computed. Pass 0 for greedy
+    samples; their log-probs are computed at temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the
+    tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of each sequence. The
+    model's wrapper and any autocast that is active during the call determine the dtypes of mixed precision.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
     in any order. Gradients flow through the gates. If the model has the same arithmetic as the worker, `routed_experts`
@@ -337,14 +336,15 @@ def token_log_probs(
     sharded model take part in its tower, so parameters of a tower that saw no image have gradients of zeros.
 
     `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
-    are then those that a worker returns, for any `logprobs` except None: edits and filters keep the same tokens as
-    in the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is a sample,
+    are then those that a worker returns, for any `logprobs` except None: edits and filters keep the same tokens as in
+    the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is a sample,
     and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as `processed`.
     `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans. `masks`: the masks of
     `structured_outputs`, such as `trueroll.rollout.grammar.GrammarMasks`.
 
     `target_ids` (integers, [*input_ids.shape, K]): return the log-probs of these tokens in place of those of
-    `input_ids`, for distillation. -1 fills up a list; its log-prob is 0. The result has the shape of `target_ids`.
+    `input_ids`, for distillation. Pad a short list with -1, which gets the log-prob 0. The result has the shape of
+    `target_ids`.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` or `media` that do not fit the model
     or the tokens, for a `distribution` that needs an argument that is missing, and for a model that is not aligned.

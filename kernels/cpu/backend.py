@@ -780,8 +780,8 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     filters = [column.contiguous() for column in (top_k, top_p, min_p)]
-    pointers = (column.data_ptr() for column in (logits, *filters))
-    _library.filter(get_num_threads(), next(pointers), *logits.shape, *pointers)
+    pointers = (column.data_ptr() for column in filters)
+    _library.filter(get_num_threads(), logits.data_ptr(), *logits.shape, *pointers)
     return logits
 
 
