@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import weakref
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -91,7 +91,7 @@ class Grammars:
         self._numbers = count()
         self._known = OrderedDict[Grammar, _Known]()
         self._places = weakref.WeakSet[Place]()
-        self._ended = list[int]()
+        self._ended = deque[int]()  # any thread may collect a place
         self._lock, self._preparing, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
         self._is_closed = False
         self._text: TokenText | GrammarError | None = None
@@ -172,7 +172,7 @@ class Grammars:
         left = list[_Asked]()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
         seconds = STEP_SECONDS + ROW_SECONDS * sum(len(each.following) + 1 for each in asked)
-        ended, self._ended[:] = self._ended[:], []
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
         results, error = _read(self._ask(1, _pack(ended, rows), seconds + COMPILE_SECONDS * is_alone))
         if error is not None:
             return asked
