@@ -480,8 +480,8 @@ class SamplingParams(Distribution):
 
     def most_kept(self, vocab_size: int) -> int:
         """Return the maximum number of ids that `return_sampling_mask` records for a token."""
-        allowed = self.allowed_token_ids
-        if not (self.has_filters or self.min_tokens or self.bad_words_token_ids or allowed):
+        allowed, has_grammar = self.allowed_token_ids, self.structured_outputs is not None
+        if not (self.has_filters or self.min_tokens or self.bad_words_token_ids or allowed or has_grammar):
             return 0  # the whole vocabulary, for which no ids are recorded
         top_k = self.top_k if self.has_filters and self.top_k > 0 else vocab_size
         return min(top_k, vocab_size if allowed is None else len(allowed), vocab_size)

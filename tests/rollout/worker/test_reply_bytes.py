@@ -30,10 +30,11 @@ RECORDS: dict[str, dict[str, Any]] = {
     "top_k": dict(top_k=9, top_p=0.5, return_sampling_mask=True),
     "top_p": dict(top_p=0.5, allowed_token_ids=[*range(100)], return_sampling_mask=True),
     "bans": dict(min_tokens=3, return_sampling_mask=True),
+    "grammar": dict(structured_outputs=dict(regex="a+"), return_sampling_mask=True),
     "neutral": dict(return_sampling_mask=True),
     "routes": dict(return_routed_experts=True),
 }
-KEPT = {"top_k": 9, "top_p": 100, "bans": VOCABULARY, "neutral": 0}
+KEPT = {"top_k": 9, "top_p": 100, "bans": VOCABULARY, "grammar": VOCABULARY, "neutral": 0}
 
 
 def planned(request: Request) -> int:
