@@ -31,6 +31,7 @@ class Prepared:
     """The end of a preparation. `key`: the request. `error`: the reason why it cannot be served, or None."""
 
     key: str
+    grammar: Grammar
     error: TruerollError | None
 
 
@@ -55,9 +56,9 @@ class GrammarThread:
             key, grammar = self._queue.get()
             try:
                 self._grammars.prepare(grammar)
-                self._publish(Prepared(key, None))
+                self._publish(Prepared(key, grammar, None))
             except TruerollError as error:
-                self._publish(Prepared(key, error))
+                self._publish(Prepared(key, grammar, error))
             except Exception as error:  # must not end the thread, because requests would wait forever
                 failed = UnavailableError(f"structured_outputs: the grammar could not be prepared ({error}); try again")
-                self._publish(Prepared(key, failed))
+                self._publish(Prepared(key, grammar, failed))
