@@ -119,11 +119,12 @@ def audit(
     - `version`: weight version of the trainer's last push; None if the trainer has not pushed
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
-    - `masks`: the `GrammarMasks` of `params`, if an aligned model computes the log-probs of samples with a grammar
+    - `masks`: the `GrammarMasks` of `params`; needed if an aligned model computes the log-probs of samples with a
+      grammar
 
     Raise the client's errors. Raise ConfigError if there are no prompts, if the model's vocabulary is smaller than the
     worker's vocabulary, or if the log-probs have the wrong shape. Raise AlignmentError for adapters that workers do not
-    support, and if `masks` is missing.
+    support, and if `masks` is needed but missing.
     """
     if not len(prompts):
         raise ConfigError("prompts: the list is empty; give at least one prompt of token ids")
@@ -219,8 +220,8 @@ def _computation(
     engine: dict[str, Any],
     masks: Masks | None,
 ) -> tuple[_Computation, list[Cause]]:
-    """Return how the trainer computes log-probs, and a cause if its distribution is not that of the samples. Arguments:
-    as in `audit`. `engine`: the worker's engine, as `health` describes it.
+    """Return the function with which the trainer computes log-probs, and a cause if the trainer's distribution differs
+    from the samples' distribution. Arguments: as in `audit`. `engine`: the worker's engine, as `health` describes it.
     """
     if log_probs is None and temperature is None and params.logprobs is not None and _is_aligned(model):
         drawn: dict[str, Any] = dict(distribution=params, eos_token_ids=engine["eos_token_ids"], masks=masks)
@@ -302,7 +303,7 @@ def _log_probs_of(model: Any, temperature: float) -> LogProbs:
 
 
 def _compute(compute: _Computation, samples: list[_Sampled]) -> Iterator[Tensor]:
-    """Yield a float32 tensor on the host for each sample, with the trainer's log-probs of the sample's tokens."""
+    """Yield a float32 CPU tensor for each sample, with the trainer's log-probs of the sample's tokens."""
     for start in range(0, len(samples), _BATCH):
         part = samples[start : start + _BATCH]
         rows = [torch.tensor([*prompt, *sample.token_ids]) for prompt, _, _, sample in part]
@@ -326,8 +327,8 @@ def _difference(found: Tensor, sample: SampleOutput) -> Tensor:
 
 
 def _compare_arithmetic(model: Any, engine: dict[str, Any], dtypes: set[torch.dtype]) -> list[Cause]:
-    """Compare the trainer's model with the worker: alignment, dtype, backend, instruction set and pieces. `dtypes`: the
-    dtypes that `_watched` collected; used only if the model is not aligned.
+    """Compare the trainer's model with the worker: alignment, dtype, backend, instruction set, and the number of pieces
+    in which sums are computed. `dtypes`: the dtypes that `_watched` collected; used only if the model is not aligned.
     """
     served = Arithmetic(**{name: engine[name] for name in Arithmetic._fields})
     if not _is_aligned(model):
@@ -423,7 +424,7 @@ def _compare_tensors(model: Any, client: RolloutClient) -> tuple[tuple[str, ...]
         if name is not None
     }
     known = set(served.checksums.values())
-    # A tensor with a name that the worker lacks may be a copy of another tensor, for example a tied head.
+    # A tensor with a name that the worker lacks may be a copy of another tensor, for example a tied LM head.
     others = {name for name, value in own.items() if name not in served.checksums and value not in known}
     others |= {name for name, value in served.checksums.items() if own.get(name) != value}
     return tuple(sorted(name for name in others if not is_of_mtp(name))), served

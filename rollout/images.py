@@ -1,9 +1,9 @@
 """Images for prompts: opened within limits, and preprocessed once by the model's own image processor.
 
-If trainer and worker each preprocessed an image, different versions or implementations of the processor could give them
-different values. Therefore each image is preprocessed only once, where it enters trueroll, and all others use the
-result, an `ImageInput`. Never runs Python code from a model's folder. Needs Pillow (`pip install "trueroll[vision]"`),
-but not torchvision.
+If trainer and worker each preprocessed an image, different versions or implementations of the processor could produce
+different values. Therefore each image is preprocessed only once, where it enters trueroll. Trainer and worker both use
+the result, an `ImageInput`. Never runs Python code from a model's folder. Needs Pillow (`pip install
+"trueroll[vision]"`), but not torchvision.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 
 
 def open_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Any:
-    """Return a PIL image in RGB from the bytes of a PNG, JPEG or WebP file. Its size is checked before its pixels are
-    decompressed. Raise InvalidRequestError for other data, for broken data, and for more pixels than `most_pixels`.
+    """Return a PIL image in RGB from the bytes of a PNG, JPEG or WebP file. The size of the image is checked before the
+    pixels are decompressed. Raise InvalidRequestError for other data, for broken data, and for more pixels than
+    `most_pixels`.
     """
     Image, ImageOps = pillow()
     try:
@@ -152,8 +153,8 @@ def image_of(made: Mapping[str, Any], tower: TowerSpec) -> ImageInput:
 
 
 def _first_frames(pixels: np.ndarray, tower: TowerSpec) -> np.ndarray:
-    """Return the first frame, [patches, channels, values], of patches [patches, channels * frames * values]. All frames
-    of an image are equal.
+    """Return the first frame of each patch, [patches, channels, values]. `pixels`: [patches, channels * frames *
+    values]. Raise InvalidRequestError if the frames differ.
     """
     frames = pixels.reshape(len(pixels), tower.channels, tower.frames, -1)
     if not (frames == frames[:, :, :1]).all():
@@ -187,8 +188,8 @@ def as_picture(image: Any) -> Any:
 
 
 def patches_of_whole(pixels: np.ndarray, tower: TowerSpec) -> tuple[int, int, np.ndarray]:
-    """Return rows, columns and patches [patches, channels, values], block by block, of an image [channels, height,
-    width].
+    """Split an image, [channels, height, width], into patches. Return the number of rows of patches, the number of
+    columns, and the patches, [patches, channels, values], block by block.
     """
     size, merge = tower.patch_size, tower.merge
     channels, height, width = pixels.shape
@@ -199,8 +200,8 @@ def patches_of_whole(pixels: np.ndarray, tower: TowerSpec) -> tuple[int, int, np
 
 
 def _as_levels(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return levels, uint8 [patches, channels * values], and the table of values, float32 [channels, 256], of patches
-    [patches, channels, values].
+    """Convert patches, [patches, channels, values], to levels. Return the levels, uint8 [patches, channels * values],
+    and the table with the value of each level, float32 [channels, 256].
     """
     count, channels, size = patches.shape
     levels, table = np.empty(patches.shape, np.uint8), np.zeros((channels, NUM_LEVELS), np.float32)

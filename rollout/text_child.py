@@ -61,10 +61,10 @@ class TooMany(Exception):
 
 
 def image_mark(tokenizer: Any) -> tuple[str, str] | None:
-    """Return the text that a chat template writes for an image, and the text with a placeholder that replaces it.
-    Return None if the template itself writes the placeholder.
+    """Return two texts: the text that a chat template writes for an image, and the text, with a placeholder, that must
+    replace it. Return None if the template itself writes the placeholder.
 
-    Gemma 3's template writes only the token that begins an image.
+    For example, Gemma 3's template writes only the token that begins an image.
     """
     begin, placeholder, end = (getattr(tokenizer, name, None) for name in ("boi_token", "image_token", "eoi_token"))
     if not (begin and placeholder and end) or begin == placeholder:
@@ -220,7 +220,9 @@ def _encode_conversation(
 
 
 def _have_images(messages: list[dict[str, Any]]) -> bool:
-    """Return whether messages have parts `{"type": "image"}`. The content of other messages is a text."""
+    """Return whether a message has a part `{"type": "image"}`. The content of a message without images is a text, not a
+    list.
+    """
     contents = [message.get("content") for message in messages]
     return any({"type": "image"} in content for content in contents if isinstance(content, list))
 

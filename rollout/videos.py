@@ -1,8 +1,8 @@
 """Videos for prompts: sampled and resized within limits, and preprocessed once, as by the model's video processor.
 
 A video is divided into parts of a few successive frames (two in all supported models). Each part is a separate
-`ImageInput` with its own hash. In the prompt, the time of a part precedes the part as text. So workers encode and cache
-a long video part by part.
+`ImageInput` with its own hash. In the prompt, a text with the time of a part precedes the part. So workers encode and
+cache a long video part by part.
 
 The settings come from the model's files. Sampled frames, times, tokens, sizes, the order of patches, and the value of
 each 8-bit level are the same as with transformers' video processor. This module resizes frames with Pillow, as it
@@ -249,9 +249,10 @@ class VideoProcessor:
         int32, and all video parts and images with their starts, in order. `images`: the images of the prompt, as
         `ImageProcessor.expand` has returned them.
 
-        Each part becomes its time, such as "<0.5 seconds>", the token that begins an image, one placeholder for each
-        token of the part, and the token that ends an image. The tokens around the placeholder stay, as with
-        transformers 5.18 and 5.23. Raise InvalidRequestError unless there is one placeholder for each video.
+        Each part is written as these tokens: its time as text, such as "<0.5 seconds>"; the token that begins an image;
+        one placeholder for each token of the part; and the token that ends an image. The tokens around the placeholder
+        stay, as with transformers 5.18 and 5.23. Raise InvalidRequestError unless there is one placeholder for each
+        video.
         """
         tokens, placeholder = np.asarray(token_ids, np.int32), self.tower.video_placeholder
         places = np.flatnonzero(tokens == placeholder)

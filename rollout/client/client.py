@@ -339,8 +339,8 @@ class AsyncRolloutClient:
     async def _check_fills_context(
         self, request: protocol.Generate, sample: SampleOutput, error: TruerollError
     ) -> None:
-        """Raise the worker's `error`, unless the sample already fills the context and the worker refused for that
-        reason.
+        """Do nothing if the worker refused to continue the sample because the sample already fills the context. In all
+        other cases, raise the worker's `error`.
         """
         if sample.finish_reason != "length" or not isinstance(error, InvalidRequestError):
             raise error
@@ -372,12 +372,12 @@ class AsyncRolloutClient:
         `distribution` is the `SamplingParams` of a sample and `start` is the length of its prompt, the scores have the
         same bits as the sample's log-probs. `start`: the index of the first token with a log-prob; one index for all
         sequences, or one for each. The tokens before `start` count as the prompt. `target_token_ids`: for each
-        sequence, integers [num_tokens - start, K]: the ids of K further tokens at each position, for which log-probs
-        are also computed. Pad short rows with -1, which gets the log-prob 0. `ScoreOutput.logprobs` is float32
-        [num_tokens - start], and `target_logprobs` is float32 [num_tokens - start, K]. `top_logprobs`,
-        `return_routed_experts`: as in `SamplingParams`. `media`, `min_weight_version`, `wait_for_weights`: see
-        `generate`. Raise RequestAbortedError if a scoring request was aborted. Raise ConfigError for parameters without
-        `logprobs`.
+        sequence, integers [num_tokens - start, K]: the ids of K alternative tokens at each position. The log-probs of
+        the alternative tokens are returned as `target_logprobs`. Pad short rows with -1, which gets the log-prob 0.
+        `ScoreOutput.logprobs` is float32 [num_tokens - start], and `target_logprobs` is float32 [num_tokens - start,
+        K]. `top_logprobs`, `return_routed_experts`: as in `SamplingParams`. `media`, `min_weight_version`,
+        `wait_for_weights`: see `generate`. Raise RequestAbortedError if a scoring request was aborted. Raise
+        ConfigError if `distribution` is a `SamplingParams` with `logprobs=None`.
         """
         values: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         fields = dict(distribution=scored_distribution(distribution, values), cache_salt=cache_salt)

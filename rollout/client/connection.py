@@ -571,7 +571,7 @@ class Connection:
         if not self._window.is_open:  # on the next connection, the worker asks again
             return
         if (call := self.calls.needing(need)) is None:
-            self._give_up(need)  # or the worker would wait for this connection
+            self._give_up(need)  # otherwise the worker would wait for the part
             return
         try:
             data = call.part(need)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Prompts: TypeAlias = Sequence[Sequence[int] | np.ndarray]
 Media: TypeAlias = "Sequence[Sequence[Image | np.ndarray | ImageInput]] | None"
 LOOK_SECONDS = 0.2
-"""Time between two looks at a worker that is loading its model, in seconds."""
+"""Time between two health checks of a worker that is loading its model, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,9 @@ def _checked_media(media: Any, count: int, field: str) -> list[Sequence[Any]]:
 
 
 def _folder_of(engine: dict[str, Any]) -> str:
-    """Return the model's folder. A name from a worker must never cause a download."""
+    """Return the folder of the worker's model. Raise ConfigError if the folder is not on this machine, because a model
+    name from a worker must never cause a download.
+    """
     from ...engine.models.files import local_path
 
     model = engine.get("model")

@@ -7,8 +7,8 @@ Guarantees:
 
 - Each sample is delivered once, and its tokens do not depend on the worker.
 - The request gets exactly one terminal reply.
-- If a worker is lost, its missing samples are requested from another worker one by one. If no sample was delivered yet,
-  the whole request is sent again with the same id.
+- If a worker is lost before any sample was delivered, the whole request is sent to another worker with the same id.
+  Otherwise another worker gets a separate request for each missing sample.
 - If a worker exits in the middle of a sample, another worker continues the sample.
 - The weight versions of all tokens differ by at most `max_staleness`. If a push would break this limit, the request is
   restarted; if the caller has already received a part, the request fails.
@@ -46,7 +46,7 @@ class GroupState:
         self.is_over = False
         self.setbacks = Setbacks()
         self._samples = Samples(request, may_repeat, max_staleness)
-        self._asks: list[Ask] = []  # only pieces from the first ask are delivered
+        self._asks: list[Ask] = []  # only deltas for the first `Ask` are delivered
         self._to_end: set[int] = set()  # samples that the caller aborted
 
     @property
@@ -55,8 +55,8 @@ class GroupState:
         return self.n - len(self._samples.delivered.keys() | self._to_end)
 
     def ask(self) -> Ask:
-        """Return the `Ask` for the next worker. If no tokens have arrived yet, the `Ask` is for the whole request;
-        otherwise for the samples that are neither delivered nor aborted.
+        """Return the `Ask` for the next worker. The `Ask` is for the whole request if no sample was delivered, aborted
+        or kept in part. Otherwise the `Ask` is for the samples that are neither delivered nor aborted.
         """
         done, parts = self._samples.delivered.keys() | self._to_end, self._samples.parts
         if isinstance(self.request, protocol.Generate) and (done or parts):

@@ -71,6 +71,6 @@ class HolderIndex:
                     del index[beginning]
 
     def clear(self) -> None:
-        """Forget all beginnings."""
+        """Forget all prefixes."""
         self._newer.clear()
         self._older.clear()

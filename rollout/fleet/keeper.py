@@ -1,8 +1,8 @@
 """Keep a worker running in each slot of a fleet, and give each worker the weights that the other workers serve.
 
 This module owns no state: each slot holds the state of its worker. Guarantees: a worker that ends, hangs or fails is
-replaced. The first replacement starts soon. If replacements keep failing, the pauses between replacements grow. A
-worker begins to serve only after it has the weights that the other workers serve.
+replaced. A worker that ran for longer than `STEADY_SECONDS` is replaced after a short pause. If workers in a slot keep
+ending sooner, the pauses grow. A worker begins to serve only after it has the weights that the other workers serve.
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ import xxhash
 _MEMORY = 1 - 1 / 64
 """Decay factor of older measurements at each new measurement. About the last 64 groups determine the speed."""
 _PRIOR = 8.0
-"""Number of virtual groups at the fleet's speed that are added to the measurements of each worker."""
+"""Number of virtual groups that are added to the measurements of each worker. The virtual groups have the fleet's
+average speed, so the speed of a worker with few measurements is close to the average.
+"""
 _SLOWEST, _FASTEST = 0.05, 20.0
 _FACTOR = np.uint64(0xBF58476D1CE4E5B9)  # odd, so that the high bits of a product depend on all bits of a key
 
@@ -77,7 +79,7 @@ class Rows:
 
 
 class Loads:
-    """The loads of all workers. `workers`: the workers by name. `rows`: the array that the last call to `gather`
+    """The loads of all workers. `workers`: the workers by name. `rows`: the `Rows` that the last call to `gather`
     returned.
     """
 
@@ -95,7 +97,7 @@ class Loads:
         self._is_stale = True
 
     def remove(self, name: str) -> Worker:
-        """Remove a worker and its load. Return it."""
+        """Remove a worker and its load. Return the worker."""
         gone = self.workers.pop(name)
         gone.position = -1
         self._done -= gone.done
@@ -104,7 +106,7 @@ class Loads:
         return gone
 
     def gather(self) -> Rows:
-        """Return the rows of all workers. The rows are rebuilt if workers were added or removed."""
+        """Return the `Rows` of all workers, which are rebuilt if workers were added or removed since the last call."""
         if self._is_stale:
             self.rows, self._is_stale = Rows(self.workers.values()), False
         return self.rows

@@ -18,9 +18,9 @@ hold a prefix, the prefix is treated as unknown, because it favors no particular
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets no groups, unless
 all other workers must be avoided. If all holders of the longest known prefix are full, holders of shorter prefixes are
-tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as their load needs. If a
-prefix has several holders, only a few holders are compared. The least loaded of the compared holders gets the group
-(the power of two choices: Mitzenmacher 2001).
+tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as the load of these
+prompts needs. If a prefix has several holders, only a few holders are compared. The least loaded of the compared
+holders gets the group (the power of two choices: Mitzenmacher 2001).
 
 Guarantees:
 
@@ -143,7 +143,7 @@ class Placement:
         self._index.remove(self._loads.remove(worker))
 
     def forget(self) -> None:
-        """Forget all beginnings. Call this method after a push of weights."""
+        """Forget all prefixes. Call this method after a push of weights."""
         self._index.clear()
 
     def place(self, prompt: Sequence[int], now: float, cost: float = 1.0, avoid: Collection[str] = ()) -> Placed | None:

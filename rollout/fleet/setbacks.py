@@ -20,8 +20,8 @@ because the request may be the cause.
 @dataclass(frozen=True)
 class _Refusal:
     """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal. The
-    refusal counts only until the next health check. This holds even if that check reports the same state as the check
-    before it, because the worker may have been full only briefly between the two.
+    refusal counts only until the next health check, even if two successive health checks report the same state, because
+    the worker may have been full only briefly between the two checks.
     """
 
     error: TruerollError
@@ -60,8 +60,8 @@ class Setbacks:
         return self._refusing(looks) | (self._rejecting if is_late else set())
 
     def final(self, looks: Mapping[str, int]) -> TruerollError | None:
-        """If all workers refuse the request, return the error of the first refusal, else None. But if a worker was lost
-        while it ran the request and other workers are full, return None, so that the request waits for room.
+        """If all workers refuse the request, return the error of the first refusal, else None. Also return None if a
+        worker was lost while it ran the request and other workers are full, so that the request waits for room.
         """
         refusing = self._refusing(looks)
         if not refusing or not looks.keys() <= refusing:

@@ -160,7 +160,7 @@ class WorkerPool:
                 new = self.follow()
                 refusing = [link for link in self.links if link.is_refusing and not link.is_silent]
                 await asyncio.gather(*map(self.look, {*new, *refusing}))
-                is_new = version != self.dispatch.version  # the other workers have the new version now, or soon
+                is_new = version != self.dispatch.version  # a push reaches all workers at about the same time
                 if is_new or time.monotonic() - looked >= LOOK_SECONDS:
                     version = self.dispatch.version
                     await self._look_at_all()

@@ -190,8 +190,8 @@ async def _prefixes(
     """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
     A prefix contains the text of the prompt. If `logprobs` is set, a prefix also contains the log-probs of the prompt's
-    tokens, with the temperature and the filters of the request, but without its edits: the tokens of a prompt were not
-    drawn. The first token of a prompt has no log-prob.
+    tokens. These log-probs include the temperature and the filters of the request. Edits of logits, such as penalties,
+    are left out, because they apply only to drawn tokens. The first token of a prompt has no log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}

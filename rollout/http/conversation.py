@@ -49,8 +49,8 @@ class ConversationFields(Fields):
 async def prompt_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> Prompt:
     """Return the prompt of a conversation.
 
-    Raise HttpError if the conversation has more than `most` tokens, before the tokens of images are counted. Raise
-    HttpError or InvalidRequestError if a field or an image is not supported.
+    Raise HttpError if the conversation has more than `most` tokens before placeholders are repeated. Raise HttpError or
+    InvalidRequestError if a field or an image is not supported.
     """
     if own.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "'auto' or 'none'", own.tool_choice)
@@ -85,7 +85,7 @@ def text_of(content: str | list[dict[str, Any]] | None) -> str:
 
 def _for_template(position: int, message: Message) -> dict[str, Any]:
     """Return a message in the format that chat templates expect, with tool call arguments as objects. The content is a
-    text, or a list of parts if one of them is an image.
+    list of parts if a part is an image, otherwise a text.
     """
     told = {name: value for name, value in message if value is not None or name == "content"}
     if isinstance(content := message.content, list):
@@ -125,8 +125,8 @@ def _url_of(where: str, given: Any) -> ImageUrl:
 
 
 def _check_texts(values: Any, served: ServedModel) -> None:
-    """Raise InvalidRequestError if a text contains a text that stands for an image. The template's output would not
-    show which of them is an image.
+    """Raise InvalidRequestError if a text of the conversation contains the text that stands for an image. In the
+    template's output, the text and the image could not be told apart.
     """
     marks = served.texts.image_texts(served.images.placeholder)
     for text in strings_in(values):

@@ -147,10 +147,10 @@ class EditFields(Fields):
 class RecordFields(Fields):
     """Fields that say what to record for the tokens of the prompt.
 
-    `prompt_logprobs`: return the log-prob of each token of the prompt, and of this many of the most probable tokens.
-    `prompt_logprob_token_ids`: return the log-probs of these tokens, for each token of the prompt after the token
-    `prompt_logprob_start`. Pad a short row with -1. `routed_experts_prompt_start`: the first token of the prompt with
-    routed experts in the answer.
+    `prompt_logprobs`: number of most probable tokens to return per token of the prompt; the log-prob of the prompt's
+    token is also returned. `prompt_logprob_token_ids`: one row of token ids for each token of the prompt after the
+    token with index `prompt_logprob_start`. The log-probs of these ids are returned; -1 pads a row.
+    `routed_experts_prompt_start`: index of the first token of the prompt with routed experts in the answer.
     """
 
     prompt_logprobs: NumTop | None = None
@@ -167,7 +167,7 @@ class ResponseFormat(Fields):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """The fields of `structured_outputs` with the same meaning; None for any text."""
+        """The fields of `structured_outputs` with the same meaning; None if any text is allowed."""
         if self.json_schema is not None:
             return {"json": self.json_schema["schema"]}
         return {"json_object": True} if self.type == "json_object" else None
@@ -287,7 +287,7 @@ def _taken(fields: dict[str, Any], kind: type[Fields]) -> dict[str, Any]:
 def recording(params: SamplingParams, num_top: int | None) -> SamplingParams:
     """Return a copy of `params` that requests log-probs of the drawn tokens and of the `num_top` most probable tokens.
 
-    If `num_top` is None, the copy requests no log-probs, unless `params` requests those of given tokens.
+    If `num_top` is None, the copy requests log-probs only if `params` has `target_token_ids`.
     """
     if num_top is None:
         return params if params.target_token_ids else params.model_copy(update=dict(logprobs=None))

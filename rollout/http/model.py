@@ -50,7 +50,7 @@ class ServedModel:
 
     @property
     def salt(self) -> str | None:
-        """The cache salt of requests that name none."""
+        """The cache salt of requests without `cache_salt`."""
         return self.salted(SamplingParams()).cache_salt
 
     @property

@@ -117,7 +117,7 @@ class Pages:
         return _data(await self._summary(group) | told)
 
     async def _images(self, group: KeptGroup) -> list[dict[str, Any]]:
-        """Return the beginning of each image in the prompt, and a small picture as a `data:` URL."""
+        """Return the start of each image in the prompt, and a small picture of the image as a `data:` URL."""
         shown = group.images[:MOST_IMAGES]
         files = await self._served.images.thumbnails(shown)
         urls = ["data:image/png;base64," + b64encode(file).decode() for file in files]

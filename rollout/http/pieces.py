@@ -40,8 +40,8 @@ DECODED_TOKENS = 4096
 _RECORDS = {column.name for column in (TARGETS, *KEPT)}
 
 DELTA_SECONDS = 0.25
-"""Minimum time between two messages of the worker for a stream, in seconds, while the worker has many streams. The
-events of a message cost processor time.
+"""Minimum time between two messages of the worker for a stream, in seconds, while the worker has many streams. Each
+message costs processor time, because it becomes events of the stream.
 """
 
 
@@ -52,7 +52,7 @@ class Piece:
     `position`: index of the prompt in the request. `index`: index of the sample within its group. `start`: the
     position, within the sample, of the piece's first token. `text`: the new text; the text of the latest tokens may
     follow in a later piece. `logprobs`: float32 [num_tokens], or None. `top_token_ids`, `top_logprobs`: [num_tokens,
-    k], or None. `records`: the columns of targets and kept sets, if requested. `ended`: the
+    k], or None. `records`: the columns for `target_token_ids` and `return_sampling_mask`, if requested. `ended`: the
     finished sample in the last piece of a choice; None in earlier pieces.
     """
 

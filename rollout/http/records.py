@@ -1,5 +1,5 @@
-"""What a request records besides log-probs: log-probs of given tokens, kept sets, routed experts, and log-probs of the
-prompt, in vLLM's formats where vLLM has one.
+"""Records in an answer, besides the log-probs of the generated tokens: log-probs of given tokens, sampling masks,
+routed experts, and log-probs of the prompt. A record has vLLM's format if vLLM has one.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _ENTRY_BYTES = 60 + TokenBytes.ID + TokenBytes.TEXT + TokenBytes.NUMBER
 def told_records(piece: Piece, own: RecordFields) -> dict[str, Any]:
     """Return the fields of a choice with the records of a piece.
 
-    `target_logprobs`: float32 [num_tokens, K]. `sampling_mask`: for each token, the ids that could be drawn, empty for
-    the whole vocabulary; `sampling_mask_log_mass`: float32 [num_tokens]. `routed_experts`: [num_rows, layers, k], in
-    the last piece. Arrays are `Binary`.
+    `target_logprobs`: float32 [num_tokens, K]. `sampling_mask`: for each token, the ids that could be drawn; an empty
+    list means the whole vocabulary. `sampling_mask_log_mass`: float32 [num_tokens]. `routed_experts`: [num_rows,
+    layers, k], in the last piece. Arrays are `Binary`.
     """
     told, found = dict[str, Any](), piece.records
     if "target_logprobs" in found:
@@ -99,8 +99,8 @@ async def prompt_records(
 ) -> list[dict[str, Any]]:
     """Return, for each prompt, the fields `prompt_logprobs` and `prompt_token_id_logprobs` as requested.
 
-    Log-probs are at the temperature and with the filters of the request, but without its edits: the tokens of a prompt
-    were not drawn.
+    The log-probs include the temperature and the filters of the request. Edits of logits, such as penalties, are left
+    out, because they apply only to drawn tokens.
     """
     if own.prompt_logprobs is None and own.prompt_logprob_token_ids is None:
         return [{} for _ in prompts]

@@ -40,7 +40,7 @@ from .watch import Watch
 
 BACKLOG = 2048
 M_MMAP_THRESHOLD = -3
-"""The parameter of glibc's `mallopt`."""
+"""The parameter of glibc's `mallopt` that sets the minimum block size for `mmap`."""
 LARGE_BLOCK = 2**18
 """Minimum size, in bytes, of the memory blocks that glibc allocates with `mmap`."""
 LOOK_SECONDS = 0.2

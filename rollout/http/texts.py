@@ -167,8 +167,8 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """Return the whole text, beginning with the parts that were already returned. Called if the text of the
-        finished sample does not begin with the parts that were already returned.
+        """Return a text for the whole sample that begins with the parts that were already returned. Called if the
+        decoded text of the finished sample does not begin with these parts.
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()

@@ -20,7 +20,9 @@ from ...kernels.specs import TowerSpec
 from ..images import image_of, pillow
 
 _COMPARED_BY_PIXELS = ("L", "RGB")
-"""The modes of PIL images that consist of their pixels and size only."""
+"""The modes of PIL images that are compared by mode, size and pixels. Images of other modes may have more data, such as
+a palette, so only the same object counts as equal.
+"""
 
 
 class TrainerImages:

@@ -54,8 +54,8 @@ class NeedImage(Message):
 
 
 class PutImage(Message):
-    """The answer to a `NeedImage`: the requested bytes. There is no reply. A worker ignores bytes that it did not ask
-    this connection for.
+    """The answer to a `NeedImage`: the requested bytes. There is no reply. A worker ignores bytes that it did not
+    request from this connection.
     """
 
     type: Literal["put_image"] = "put_image"

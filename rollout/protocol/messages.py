@@ -65,7 +65,7 @@ class _Request(Message):
     """Fields that `Generate` and `GetScores` share.
 
     - `caller`: id of the caller that submits the request. To send a request again because its reply was lost, use the
-      same caller id. If a different caller has aborted the request, this caller does not get the aborted result.
+      same caller id. After an abort, only callers that submitted the request before the abort get the aborted result.
     - `min_weight_version`: minimum weight version at which the request may begin. A worker with older weights answers
       with the error `stale_weights`, unless `wait_for_weights` is set.
     - `wait_for_weights`: do not begin before a push brings weights of the minimum version

@@ -55,7 +55,9 @@ QUESTIONS = (
 
 
 BINS = {"exactly 0": 0.0, "below 0.01": 0.01, "0.01 to 0.1": 0.1, "0.1 or more": np.inf}
-"""The rows of the chart of differences, and the upper limit of each; the first limit belongs to its row."""
+"""The rows of the chart of differences, each with an upper limit that the row excludes. The first row includes its
+limit, 0.
+"""
 TRAINERS = "Log-probs of a trainer and of the worker: same model, dtype, samples"
 BAR = 24
 """Characters of the longest bar in the chart."""

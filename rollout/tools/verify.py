@@ -291,7 +291,8 @@ class _Lab:
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self.subjects) - 1
-        # A step cannot have more tokens than this, and a GPU compiles and plans for as many as the engine allows.
+        # A step cannot have more tokens than this. With a larger budget, a GPU would compile and plan for steps that
+        # never occur.
         budget = min(cell.budget, MAX_NUM_SEQS * self.sizes.num_positions)
         return EngineConfig(
             model=self.config.model,
@@ -560,8 +561,8 @@ def compare(cell: Cell, pieces: Sequence[Piece], baseline: Baseline, premises: l
 def count_differences(piece: Piece, expected: SampleOutput) -> int:
     """Return the number of tokens with a record that differs in any bit.
 
-    A missing token counts as a difference. A different end of the sample counts as one more difference. Each token with
-    different routes, including tokens of the prompt, also counts as one more difference.
+    A missing token counts as different. The result also includes 1 if the sample ended differently, and 1 for each
+    token with different routes, including tokens of the prompt.
     """
     rows = rows_of(expected, expected.token_ids)[piece.start :]
     other_end = piece.end is not None and piece.end != _end(expected)
@@ -590,8 +591,9 @@ def verify(
     """Run the matrix on the model of `config`, print a table of the results, and write the results to `json_file`.
     Return whether the whole matrix passed.
 
-    `quick`: run fewer cells with shorter prompts. If `config` has several ranks, the baseline has one. Raise
-    ConfigError or ModelError if the model cannot be loaded or divided, or its context is too short for the matrix.
+    `quick`: run fewer cells with shorter prompts. The baseline runs on one rank, even if `config` has several ranks.
+    Raise ConfigError or ModelError if the model cannot be loaded or divided, or its context is too short for the
+    matrix.
     """
     # With the MTP module and the vision tower, if there are any.
     max_images = 0 if tower_obstacle(outline(config).spec) else MAX_IMAGES

@@ -364,7 +364,7 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
 
 def _company_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
     """Return the premise about how many samples or score requests shared a step. Cells with `is_starved` or `is_score`
-    claim only that several requests shared a step. With several stages, the samples are divided among that many steps.
+    claim only that several requests shared a step. With S stages, the samples are divided among S steps.
     """
     together = [run.together for run in runs]
     if cell.others == 0:

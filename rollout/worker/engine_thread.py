@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 SECONDS_BETWEEN_CHECKS = 1.0
-"""How often an engine without work checks its other processes."""
+"""Time, in seconds, between two checks of the engine's other processes while the engine has no work."""
 
 
 class ServedEngine(Protocol):

@@ -12,8 +12,8 @@ Guarantees:
 
 - All content together takes at most `max_image_bytes`. Memory is reserved in the order in which requests arrive, and
   for all images of a request at once. So two requests never wait for each other's memory.
-- A request gets exactly the content that its hashes name. If a client sends wrong content, only those requests fail for
-  which no other client can send the content. Users do not share content.
+- A request gets exactly the content that its hashes name. If a client sends wrong content, a request that needs the
+  content fails only if no other client can send it. Users do not share content.
 - Content is accepted only from the connection that was asked. Each connection is asked for one part at a time.
 - If a client is silent for `image_seconds`, or slower than `SLOWEST` on average, only its own requests fail. So no
   request waits forever, and no client occupies memory forever.
@@ -64,8 +64,8 @@ class Supplier(NamedTuple):
 
 @dataclass(eq=False)
 class _Content:
-    """The content of an image. `holders`: the keys of the requests that need it. `data`: None until the first part
-    arrives. `asked`: the connection that sends the content now.
+    """The content of an image. `holders`: the keys of the requests that need the content. `data`: None until the first
+    part arrives. `asked`: the connection that sends the content now.
     """
 
     key: _Key
@@ -179,8 +179,8 @@ class ImageStore:
         return list(ready)
 
     def take_failed(self) -> dict[str, TruerollError]:
-        """Return the requests for which it became clear since the last call that their images cannot arrive. The caller
-        must end these requests.
+        """Return the errors of the requests that failed since the last call, by key. A request fails if its images
+        cannot arrive. The caller must end these requests.
         """
         failed, self._failed = self._failed, {}
         return failed
@@ -227,7 +227,7 @@ class ImageStore:
         """
         if (request := self._requests.get(key)) is None or not request.is_waiting:
             return
-        self._queues[supplier.identity]  # now known to `lose`
+        self._queues[supplier.identity]  # adds an empty queue, which tells `lose` about the connection
         request.suppliers[supplier] = None
         request.deadline = inf
         self._orphans.pop(key, None)
@@ -415,7 +415,9 @@ class ImageStore:
         queue |= waiting
 
     def _supplier_of(self, content: _Content, identity: bytes) -> tuple[str, Supplier] | None:
-        """Return the key of a request that needs the content, and its client on a connection."""
+        """Find a request that needs the content and has a client on the connection. Return the request's key and the
+        client; None if there is no such request.
+        """
         for key in content.holders:
             if supplier := self._requests[key].supplier_on(identity):
                 return key, supplier
@@ -438,11 +440,11 @@ class ImageStore:
         )
 
     def _stop(self, identity: bytes) -> None:
-        """End the question to a connection, and forget what it has sent."""
+        """End the question to a connection, and forget the parts that have arrived."""
         self._questions.pop(identity).content.restart()
 
     def _ask_anyone(self, content: _Content) -> None:
-        """Ask a free connection for content that nobody sends."""
+        """Ask a free connection for content that no connection is sending."""
         for key in content.holders:
             for supplier in self._requests[key].suppliers:
                 self._queues[supplier.identity][content.key] = None

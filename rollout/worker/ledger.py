@@ -83,7 +83,7 @@ def num_bytes_to_name(caller: str | None) -> int:
 
 
 def asked_by(message: Generate | GetScores, submission: Submission) -> Generate | GetScores:
-    """Return a copy of a request with the caller and the wishes for deltas of `submission`.
+    """Return a copy of a request with the caller and the delta settings of `submission`.
 
     Two submissions of the same request are equal apart from these fields.
     """

@@ -1,7 +1,8 @@
 """The bytes of a reply, planned before the request runs.
 
-A sample or score is one message. Its size grows with the number of tokens and with what is recorded for each token, so
-a reply may be larger than the unread bytes that a connection may have. Such a request is refused.
+A sample or score is one message. Its size grows with the number of tokens and with the records of each token, so a
+reply could exceed the limit on unread bytes. A request with such a reply is refused. The error names the size of the
+reply and the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ...engine.request import (
 )
 
 _BESIDE = 4096
-"""The maximum number of bytes in a reply besides its arrays."""
+"""Maximum size of a reply without its arrays, in bytes."""
 
 
 class ModelSizes(Protocol):
@@ -53,7 +54,9 @@ def check_reply(request: Request, sizes: ModelSizes, limit: int) -> None:
 
 
 def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
-    """Return three maxima: tokens with records, bytes of a token, and bytes of all routed experts."""
+    """Return the number of tokens with records, the maximum number of bytes per token, and the bytes of all routed
+    experts.
+    """
     if isinstance(request, ScoreRequest):
         tokens, fed = len(request.token_ids) - request.start, len(request.token_ids) - 1
         num_targets = 0 if request.target_token_ids is None else request.target_token_ids.shape[1]
@@ -69,6 +72,8 @@ def _sizes(request: Request, sizes: ModelSizes) -> tuple[int, int, int]:
 
 
 def _bytes_of_row(columns: Columns) -> int:
-    """Return the bytes of one token in columns without tokens, apart from those with a variable number of elements."""
+    """Return the bytes that one token takes in all columns with a fixed number of elements per token. `columns`: empty
+    columns.
+    """
     fixed = (columns[column.name] for column in COLUMNS if column.name in columns and not column.counts)
     return sum(values.itemsize * prod(values.shape[1:]) for values in fixed)

@@ -12,10 +12,11 @@ from ...kernels.spellings import Parts
 from .manifest import Adapters, Parameters, Shape, describe_unknown, factor_names, list_names
 
 MOST_OF_WEIGHTS = 4
-"""Limit on the elements of all A and B together, as a multiple of the elements of all weights.
+"""Limit on the number of elements of all adapter matrices A and B together, as a multiple of the number of elements of
+all weights.
 
-The limit bounds the memory that the ranks in a message can claim. A single weight has no limit: for a weight with one
-row, such as a gate, A alone has more elements than the weight.
+The limit bounds the memory that the LoRA ranks in a message can claim. There is no limit per weight, because A may have
+more elements than its weight, for example if the weight is a gate with one row.
 """
 
 

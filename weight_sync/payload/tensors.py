@@ -21,8 +21,8 @@ _INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F8
 a finite number are smaller.
 """
 _CACHED_BYTES = 2**18
-"""Number of bytes checked at a time. A chunk of this size stays in a core's cache, so three reads cost as much as one
-read.
+"""Number of bytes checked at a time. A chunk of this size stays in a core's cache, so the three reads of a check cost
+as much as one read.
 """
 _WORD_BYTES = 8
 _CHUNK_WORDS = 2**21
@@ -41,8 +41,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtypes_of(wanted: Parameters) -> Callable[[str], torch.dtype]:
-    """Return a function that maps the name of a tensor to its dtype in a push: the parameter's own dtype for a
-    parameter that has one and for the parts of this parameter, else the common dtype.
+    """Return a function that maps a tensor's name to the tensor's dtype in a push. A parameter in `wanted.dtypes` and
+    its parts have the parameter's own dtype. All other tensors have the common dtype.
     """
     common, own = dtype_named(wanted.dtype), {name: dtype_named(each) for name, each in own_dtypes(wanted).items()}
     return lambda name: own.get(name, common)

@@ -70,8 +70,8 @@ from .transaction import PushSettings, Transaction
 Transport: TypeAlias = Literal["shared", "collective", "disk"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
-"""Sizes of buckets in host memory, the fastest in measurements. For shared memory, larger buckets cost more than the
-extra messages of small buckets. A broadcast costs less per byte with larger buckets.
+"""Sizes of buckets in host memory, the fastest in measurements. For shared memory, larger buckets were slower, although
+they need fewer messages. For a broadcast, larger buckets cost less time per byte.
 """
 GPU_BUCKET_BYTES = 64 * 2**20
 """Size of buckets in GPU memory. Two buckets exist at a time, and each bucket costs a round of messages."""

@@ -12,7 +12,9 @@ from ....engine.request import SamplingParams
 NAME = "trueroll"
 """The rollout's name in verl's settings."""
 LOGPROBS_MODES = {"processed_logprobs": "processed", "raw_logprobs": "raw", "temperature": "temperature"}
-"""trueroll's `logprobs` for each `rollout.logprobs_mode`. verl defines the first two modes."""
+"""trueroll's `logprobs` for each `rollout.logprobs_mode`. verl defines the first two modes, and trueroll adds the
+third.
+"""
 ONLY = {
     "tensor_model_parallel_size": 1,
     "data_parallel_size": 1,
