@@ -47,7 +47,7 @@ _KIND = "Qwen3VLVideoProcessor"
 
 @dataclass(frozen=True)
 class Video:
-    """A processed video. `parts`: its parts in order, each with start 0. `times`: the time of each part, in seconds."""
+    """A processed video. `parts`: the parts in order, each with start 0. `times`: the time of each part, in seconds."""
 
     parts: tuple[ImageInput, ...]
     times: tuple[float, ...]
@@ -77,8 +77,8 @@ class _Settings:
 
     @classmethod
     def read(cls, folder: Path, tower: TowerSpec) -> _Settings:
-        """Return the video settings in a model's folder. Raise ModelError if the folder has none, or if they are not
-        valid.
+        """Return the video settings in a model's folder. Raise ModelError if the folder has no video settings or
+        invalid video settings.
         """
         raw = _read(folder)
         fixed = {
@@ -325,7 +325,7 @@ class VideoProcessor:
         _check_all(count, (width, height), most_pixels)
 
     def _part(self, frames: Sequence[Any], size: tuple[int, int], table: np.ndarray) -> ImageInput:
-        """Return a part, from its frames."""
+        """Convert the frames of a part to an `ImageInput`."""
         height, width = size
         patches = list[np.ndarray]()
         for frame in frames:

@@ -16,7 +16,7 @@ workers. When a worker joins or leaves, the order of the other workers does not 
 hold a prefix, the prefix is treated as unknown, because it favors no particular worker.
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
-Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets no groups, unless
+Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets a group only if
 all other workers must be avoided. If all holders of the longest known prefix are full, holders of shorter prefixes are
 tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as the load of these
 prompts needs. If a prefix has several holders, only a few holders are compared. The least loaded of the compared

@@ -55,7 +55,7 @@ class Setbacks:
 
     def avoided(self, looks: Mapping[str, int], is_late: bool) -> set[str]:
         """Return the keys of the workers that must not get the request now. `is_late`: whether `patience` seconds have
-        passed. If so, the result includes workers that refused the request because of their state.
+        passed. After this time, the result also includes workers that refused the request because of their state.
         """
         return self._refusing(looks) | (self._rejecting if is_late else set())
 

@@ -49,8 +49,8 @@ class ConversationFields(Fields):
 async def prompt_of(own: ConversationFields, served: ServedModel, most: int | None = None) -> Prompt:
     """Return the prompt of a conversation.
 
-    Raise HttpError if the conversation has more than `most` tokens before placeholders are repeated. Raise HttpError or
-    InvalidRequestError if a field or an image is not supported.
+    Raise HttpError if the conversation, before placeholders are repeated, has more than `most` tokens. Raise HttpError
+    or InvalidRequestError if a field or an image is not supported.
     """
     if own.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", "'auto' or 'none'", own.tool_choice)

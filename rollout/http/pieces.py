@@ -246,7 +246,8 @@ class _Choice:
         self._logprobs: list[int] = []  # the bits of the float32 values
 
     def take_unsent(self, delta: SampleDelta) -> Iterator[SampleDelta]:
-        """Yield the unsent part of a delta, in parts that can each be written in one step, and count it as sent.
+        """Yield the unsent tokens of a delta, in parts that can each be written in one step. All yielded tokens count
+        as sent.
 
         Raise WorkerLostError if the delta differs from the tokens and log-probs that were already sent.
         """
@@ -268,8 +269,8 @@ class _Choice:
     def finish(self, sample: SampleOutput) -> str:
         """Return the remaining text of the finished sample.
 
-        Raise HttpError if the sample ended with an error, and WorkerLostError if it differs from the tokens that were
-        already sent.
+        Raise HttpError if the sample ended with an error, and WorkerLostError if the sample differs from the tokens
+        that were already sent.
         """
         check_sample(sample)
         if sample.token_ids != self._token_ids:

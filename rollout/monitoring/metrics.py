@@ -174,7 +174,7 @@ class _Connection:
         return not self._thread.is_alive() or monotonic() >= self._deadline
 
     def end(self) -> None:
-        """Wake the thread if it waits for the client, join it, and close the socket."""
+        """Wake the thread if it waits for the client, join the thread, and close the socket."""
         with suppress(OSError):  # the client has gone
             self._client.shutdown(SHUT_RDWR)
         self._thread.join()

@@ -55,7 +55,7 @@ class ResidentMemory:
 
 
 def _read(file: int) -> int:
-    """Return the resident memory in bytes. It is computed from the number of resident pages, which is the second number
-    in `statm`.
+    """Return the resident memory in bytes. The value is computed from the number of resident pages, which is the second
+    number in `statm`.
     """
     return int(os.pread(file, 256, 0).split()[1]) * resource.getpagesize()

@@ -180,7 +180,7 @@ class Gate:
             self._on_gone(identity)
 
     def _end(self, fd: int) -> None:
-        """Shut down a connection. `follow` removes the connection once the monitor reports that it ended."""
+        """Shut down a connection. `follow` removes the connection once the monitor reports the connection's end."""
         # The descriptor may belong to another file by now. Only a connection of this socket is shut down.
         with suppress(OSError), _socket_at(fd) as connection:
             if _is_at(connection.getsockname(), self._router.get_string(zmq.LAST_ENDPOINT)):
@@ -209,8 +209,8 @@ FRAME_BYTES = 100
 
 @dataclass
 class _Box:
-    """Queued replies to one client. `is_dropped`: whether the client was dropped. If so, its replies were discarded,
-    and only an error that reports the loss is queued.
+    """Queued replies to one client. `is_dropped`: whether the client was dropped. The replies to a dropped client were
+    discarded, and only an error that reports the loss is queued.
     """
 
     frames: deque[bytes] = field(default_factory=deque)
@@ -586,8 +586,8 @@ def _authenticate(context: zmq.Context[zmq.Socket[bytes]], keys: ServerKeys) -> 
 
 
 def _check_ipc_is_free(address: str) -> None:
-    """Raise OSError if the path of an ipc address exists, unless the path is a socket that a dead worker left behind.
-    Without this check, ZMQ would silently remove any file at the path.
+    """Raise OSError if the path of an ipc address exists and is not a socket that a dead worker left behind. Without
+    this check, ZMQ would silently remove any file at the path.
     """
     path = address.removeprefix("ipc://")
     if path == address or not os.path.lexists(path):

@@ -145,10 +145,10 @@ def _check_completeness(frame: bytes) -> None:
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
-    """Return a hook that msgpack calls for each decoded map and array. The hook raises ValueError once all maps and
-    arrays together have more than `limit` elements.
+    """Return a hook that msgpack calls for each decoded map and array. The hook raises ValueError once the total
+    exceeds `limit`.
 
-    Each map and each array also counts as one element.
+    The total is the number of maps and arrays, plus the number of elements in all maps and arrays.
     """
     num_elements = 0
 
@@ -450,8 +450,8 @@ class Growth:
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
-        """Return a delta that begins with token `start`. It has as many tokens as fit into `max_bytes`, but at least
-        one.
+        """Return a delta that begins with token `start`. The delta has as many tokens as fit into `max_bytes`, but at
+        least one.
         """
         room = self.num_tokens if max_bytes is None else self._room(start, max_bytes)
         firsts, ends = self._sizes(self._columns, start), self._sizes(self._columns, start + room)

@@ -66,8 +66,8 @@ class _Request(Message):
 
     - `caller`: id of the caller that submits the request. To send a request again because its reply was lost, use the
       same caller id. After an abort, only callers that submitted the request before the abort get the aborted result.
-    - `min_weight_version`: minimum weight version at which the request may begin. A worker with older weights answers
-      with the error `stale_weights`, unless `wait_for_weights` is set.
+    - `min_weight_version`: minimum weight version at which the request may begin. Without `wait_for_weights`, a worker
+      with older weights answers with the error `stale_weights`.
     - `wait_for_weights`: do not begin before a push brings weights of the minimum version
     """
 
@@ -117,7 +117,7 @@ class Generate(_Request):
 
 
 class GetScores(_Request):
-    """Request the log-probs of two or more given tokens.
+    """Request the log-probs of the tokens in a given sequence of two or more tokens.
 
     - `token_ids`: int32 array
     - `start`: index of the first token with a log-prob

@@ -431,7 +431,9 @@ class WeightPublisher:
         return self._workers is not None or self._fleet is not None
 
     def _takes_out(self, error: PushError, tensors: Tensors) -> bool:
-        """Record the workers that were lost during a push. Return whether to repeat the push without them."""
+        """Record the workers that were lost during a push. Return whether to repeat the push without the lost
+        workers.
+        """
         lost = set(error.lost) - self._taken_out
         if self._fleet is None or not lost or not can_be_read_again(tensors):
             return False

@@ -134,7 +134,7 @@ def measure(
     """Measure all systems on a workload; the systems take turns. Before each run, `say` is called with the name of the
     run.
 
-    The first run of each system is not measured, because the first run is slower: it allocates memory. Raise
+    The first run of each system is not measured, because it allocates memory and is therefore slower. Raise
     RuntimeError if two runs have different bits.
     """
     for name, run in systems.items():

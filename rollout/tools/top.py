@@ -203,7 +203,7 @@ def _rows(before: Look, now: Look) -> Iterator[Row]:
 
 
 def _ranks(before: Look, now: Look) -> str:
-    """Return the numbers of ranks and stages, and the share of the time for which rank 0 waited for the others."""
+    """Return the numbers of ranks and stages, and the share of the time for which rank 0 waited for the other ranks."""
     assert now.model is not None
     stages = now.model.pipeline_parallel_size
     told = f"{now.model.ranks}" + (f" in {stages} stages" if stages > 1 else "")

@@ -226,7 +226,7 @@ def cells_of(loaded: LoadedModel, topology: Topology = ONE_RANK, quick: bool = F
     """Return CELLS, plus STATE_CELLS if the model has recurrent layers, plus ROUTE_CELLS if the model has experts, plus
     MTP_CELLS if the model has an MTP module, plus `image_cells` if the model serves a vision tower.
 
-    `topology`: with more than one rank, all cells have these ranks. Cells that set `threads` are then left out, and all
+    `topology`: the ranks of all cells. With more than one rank, cells that set `threads` are left out, and all
     RANK_CELLS are added. `quick`: return QUICK_CELLS instead of CELLS, and only the first cell of each additional list.
     """
     if topology.size > 1:
@@ -278,7 +278,7 @@ class _Lab:
             return runs, self.premises(cell, runs, topology)
 
     def premises(self, cell: Cell, runs: Sequence[Run], topology: Topology) -> list[Premise]:
-        """Return the checked premises of a cell. `topology`: the ranks of its engine."""
+        """Return the checked premises of a cell. `topology`: the ranks of the cell's engine."""
         return check_premises(cell, runs, torch.get_num_threads(), topology, bool(self.loaded.model.spec.recurrent))
 
     def check_baseline(self, runs: Sequence[Run]) -> list[Premise]:
@@ -493,7 +493,8 @@ def run_together(
     """Serve all requests at once until they finish.
 
     `event`: what happens once, after `steps_before_event` steps. If a sample ends earlier, for example because its
-    drafts were right, the event happens after that step, while the other samples still run.
+    drafts were right, the event happens right after the step in which the sample ends, while the other samples still
+    run.
     """
     outputs, history = [], [engine.stats()]
     for request in requests:

@@ -65,7 +65,7 @@ def check_admission(
 
 def targets_of(message: GetScores) -> np.ndarray | None:
     """Return the target token ids of a score request, int32 [num_tokens - start, K]. Raise InvalidRequestError unless
-    there are equally many ids, at least one, for each token from `start` on.
+    each token from `start` on has the same number of ids, at least 1.
     """
     if message.target_token_ids is None:
         return None

@@ -1,9 +1,10 @@
-"""The preprocessed images of requests: ask clients for images, check their content, and keep it within a memory budget.
+"""The preprocessed images of requests: ask clients for images, check the content of the images, and keep the content
+within a memory budget.
 
 A request names its images by their hashes. If the store lacks the content of an image, it asks a client for the
 content, part by part, and reports when a request has all its images. The store keeps the content until the request
-ends, because the engine may need it again, and then until other images need the memory. So a repeated image is sent
-only once.
+ends, because the engine may need the content again. After that, the content stays until other images need the memory.
+So a repeated image is sent only once.
 
 Owns: the content, the requests that wait for content, and the questions to clients. Does not own: the requests
 (`book`), the connections, or encoded images (the engine).
@@ -202,7 +203,7 @@ class ImageStore:
         return self._limits is not None
 
     def set_limits(self, limits: ImageLimits) -> None:
-        """Set the limits, because the model has loaded. Before that, no request may be added."""
+        """Set the limits once the model has loaded. No request may be added before this call."""
         self._limits = limits
 
     def check(self, refs: tuple[ImageRef, ...], token_ids: np.ndarray) -> None:
@@ -268,7 +269,7 @@ class ImageStore:
         self._give_room()
 
     def put(self, identity: bytes, message: PutImage) -> None:
-        """Handle a part of an image. Ignore it if the connection was not asked for it."""
+        """Handle a part of an image. A part that the connection was not asked for is ignored."""
         question = self._questions.get(identity)
         if question is None:
             return
@@ -379,7 +380,9 @@ class ImageStore:
         self.num_bytes -= content.num_bytes
 
     def _use(self, content: _Content) -> None:
-        """Remove content from the evictable content, because a request holds it or because it is dropped."""
+        """Remove content from the list of evictable content, because a request holds the content or because the content
+        is dropped.
+        """
         if content.key in self._unheld:
             del self._unheld[content.key]
             self._num_unheld_bytes -= content.num_bytes

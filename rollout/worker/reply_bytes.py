@@ -1,8 +1,8 @@
 """The bytes of a reply, planned before the request runs.
 
-A sample or score is one message. Its size grows with the number of tokens and with the records of each token, so a
-reply could exceed the limit on unread bytes. A request with such a reply is refused. The error names the size of the
-reply and the limit.
+A sample or score is one message. The size of the message grows with the number of tokens and with the records of each
+token, so a reply could exceed the limit on unread bytes. A request with such a reply is refused. The error names the
+size of the reply and the limit.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ CollectiveBackend: TypeAlias = Literal["gloo", "nccl"]
 
 
 class CollectiveSource(_Part):
-    """A process group. Its members meet at the store `host`:`port`. Rank 0 broadcasts the buckets; the reader has
-    rank `rank`.
+    """A process group. The members of the group meet at the store `host`:`port`. Rank 0 broadcasts the buckets; the
+    reader has rank `rank`.
 
     `backend`: gloo for buckets in host memory, nccl for buckets in GPU memory.
     """

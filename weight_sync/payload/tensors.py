@@ -106,9 +106,9 @@ def word_sum(data: torch.Tensor) -> int:
 
     The bytes, padded with 1 to 8 zero bytes, are read as little-endian words of 64 bits. Word w with index i is
     replaced by h(w ^ i * c), where c is the increment and h the output function of SplitMix64 (Steele, Lea and Flood,
-    2014). The hashes of all words are added modulo 2**64. The order does not matter, so every device computes the same
-    sum. As h is a bijection, every change within one word is detected. Moved words, or several changed words, go
-    undetected with probability 2**-64 if h is taken as random.
+    2014). The hashes of all words are added modulo 2**64. The order of the additions does not matter, so every device
+    computes the same sum. As h is a bijection, every change within one word is detected. Moved words, or several
+    changed words, go undetected with probability 2**-64 if h is taken as random.
     """
     whole = len(data) // _WORD_BYTES * _WORD_BYTES
     rest = torch.nn.functional.pad(data[whole:], (0, whole + _WORD_BYTES - len(data)))

@@ -12,7 +12,7 @@ weights.
 
 Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. The objects of this
 module keep no reference to a tensor. Memory: one gathered tensor, two buckets, and (with `sparse`) the copy of the
-served weights. All of these are in the workers' dtypes.
+served weights. The tensor, the buckets and the copy are in the workers' dtypes.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class WeightSender:
         """Push the tensors to these workers. With `adapters`, push only `adapters.sent`.
 
         `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push. If `adapters` is
-        given, it iterates over `adapters.tensors`. Raise PushError if the push fails.
+        given, the iterator yields the tensors of `adapters.tensors`. Raise PushError if the push fails.
         """
         gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
         # Each worker adds adapters to its own weights, so there is no complete set of weights to lend.
@@ -337,7 +337,7 @@ class WeightSender:
     @property
     def _may_lend(self) -> bool:
         """Return whether workers may share the memory of their weights. For sparse pushes, return False, since writing
-        a changed element would copy the element's page.
+        a changed element to shared memory would copy the element's memory page.
         """
         return self._transport == "shared" and not self._is_sparse and not self._settings.in_place
 

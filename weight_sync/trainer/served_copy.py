@@ -44,7 +44,8 @@ class ServedCopy:
     def update(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Copy a tensor or part. Return the flat indices of the changed elements, ascending, and their new values.
 
-        Return None if the whole tensor takes no more bytes than the list of changed elements, or was not copied before.
+        Return None if the whole tensor takes no more bytes than the list of changed elements, or if the tensor was not
+        copied before.
         """
         kept = self.tensor(name)
         if not self._known.issuperset(self._leaves(name)):
@@ -70,7 +71,7 @@ class ServedCopy:
         return indices.to(INDEX_DTYPE), kept.view(-1)[indices]
 
     def _leaves(self, name: str) -> list[str]:
-        """Return the names of a tensor's parts; for a part, or a tensor without parts, its own name."""
+        """Return the names of a tensor's parts. If `name` is a part, or a tensor without parts, return only `name`."""
         parts = self._spellings.parts(name) if name in self._tensors else ()
         return [*parts] or [name]
 
@@ -80,8 +81,8 @@ def _kind(wanted: Parameters) -> tuple[object, ...]:
 
 
 def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the ascending indices of unequal elements. The first pass compares eight bytes at a time, since few
-    elements differ.
+    """Return the ascending indices of unequal elements. The first pass compares eight bytes at a time, which is faster
+    because few elements differ.
     """
     per_word = 8 // a.itemsize
     whole = len(a) // per_word * per_word
@@ -92,7 +93,8 @@ def _where_unequal(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _most_elements(tensor: torch.Tensor) -> int:
-    """Return the smallest number of changed elements for which a list is no shorter than the whole tensor.
+    """Return the smallest number of changed elements for which the list of changed elements takes at least as many
+    bytes as the whole tensor.
 
     Return 0 if the tensor must always be sent whole.
     """

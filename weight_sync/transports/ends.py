@@ -13,8 +13,8 @@ from ..payload.manifest import Bucket, Source
 class Slots(Protocol):
     """The trainer's end of a transport, for one push. `slots`: uint8 tensors, each with memory for one bucket.
 
-    `has_word_sums`: True if a bucket has one word sum instead of a checksum of each piece. This is the case for buckets
-    in GPU memory.
+    `has_word_sums`: whether each bucket has one word sum instead of a checksum of each piece. Buckets in GPU memory
+    have word sums.
     """
 
     slots: list[torch.Tensor]

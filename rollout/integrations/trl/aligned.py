@@ -1,7 +1,7 @@
 """`AlignedGRPOTrainer`: a `GRPOTrainer` with a model that computes the worker's log-probs bit for bit.
 
-Owns: the log-probs and entropies of the loss, and the alignment of the policy and the reference model, which happens
-before TRL changes these models. Does not own: the generation of samples (`trueroll_generation`). Guarantees: TRL's
+Owns: the log-probs and entropies of the loss, and the alignment of the policy and the reference model before TRL
+changes these models. Does not own: the generation of samples (`trueroll_generation`). Guarantees: TRL's
 `sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
 setting that would make the difference nonzero raises ConfigError.
 """

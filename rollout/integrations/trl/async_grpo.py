@@ -1,5 +1,5 @@
-"""Connects TRL's `AsyncGRPOTrainer` to a trueroll worker. The module has the two objects that the trainer needs for
-this: `TruerollWorker`, which generates, and `TruerollWeightTransfer`.
+"""Connects TRL's `AsyncGRPOTrainer` to a trueroll worker. The trainer needs two objects from this module:
+`TruerollWorker`, which generates samples, and `TruerollWeightTransfer`, which pushes weights.
 
 Owns: the thread that generates and scores groups, the queue of scored samples, and the rule by which stale samples are
 dropped. Does not own: the worker process, the model or the publisher's settings. Guarantees:

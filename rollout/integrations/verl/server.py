@@ -118,7 +118,7 @@ class TruerollServer:
         return await self._sample(request_id, prompt, images, sampling_params)
 
     async def _score(self, prompt: list[int], images: list[ImageInput], given: dict[str, Any]) -> TokenOutput:
-        """Return the log-probs of a prompt, as verl asks a teacher for them, and no tokens.
+        """Return the log-probs of a prompt and generate no tokens. verl requests log-probs of prompts from teachers.
 
         `prompt_ids` and `prompt_logprobs` have one row for each token of the prompt. With k =
         `given["prompt_logprobs"]`, a row has the ids, or the log-probs, of the k most probable tokens at the next
@@ -145,7 +145,9 @@ class TruerollServer:
         return TokenOutput(token_ids=[], log_probs=[], stop_reason="completed", extra_fields=steps | fields)
 
     async def _processed(self, prompt: list[int], images: list[Any], options: dict[str, Any]) -> list[ImageInput]:
-        """Return the images with their starts and with known hashes."""
+        """Preprocess the images of a prompt. Return the images with their starts, and with hashes that were computed on
+        another thread.
+        """
         if self._images is None:
             raise InvalidRequestError(
                 "image_data: the model has no vision tower, or verl has no processor for it; remove it",
