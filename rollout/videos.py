@@ -1,4 +1,4 @@
-"""Videos for prompts: sampled and resized within limits, and preprocessed once, as by the model's video processor.
+"""Videos for prompts: sampled and resized within limits, and preprocessed once, as the model's video processor does.
 
 A video is divided into parts of a few successive frames (two in all supported models). Each part is a separate
 `ImageInput` with its own hash. In the prompt, a text with the time of a part precedes the part. So workers encode and

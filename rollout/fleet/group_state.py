@@ -7,8 +7,8 @@ Guarantees:
 
 - Each sample is delivered once, and its tokens do not depend on the worker.
 - The request gets exactly one terminal reply.
-- If a worker is lost before any sample was delivered, the whole request is sent to another worker with the same id.
-  Otherwise another worker gets a separate request for each missing sample.
+- If a worker is lost before any sample was delivered, the whole request is sent again, with the same id, to another
+  worker. Otherwise another worker gets a separate request for each missing sample.
 - If a worker exits in the middle of a sample, another worker continues the sample.
 - The weight versions of all tokens differ by at most `max_staleness`. If a push would break this limit, the request is
   restarted; if the caller has already received a part, the request fails.

@@ -1,4 +1,4 @@
-"""The use of Ray: a cluster with one actor for each worker; the actor runs the worker's process.
+"""Connect to a Ray cluster, or start a cluster, and run the process of each worker in a separate actor.
 
 Owns: the connection to the cluster, and the cluster itself if this process started it. Only the settings, the address,
 the process ids, the error and the exit code of a worker are sent through Ray. A worker ends when its actor ends, even

@@ -167,7 +167,7 @@ class GrowingText:
         return self._tell(len(text))
 
     def _end_as_told(self, stop: int | str | None) -> str:
-        """Return a text for the whole sample that begins with the parts that were already returned. Called if the
+        """Return a text of the whole sample. The text begins with the parts that were already returned. Called if the
         decoded text of the finished sample does not begin with these parts.
         """
         held = [] if isinstance(stop, int) else self._held

@@ -291,8 +291,8 @@ class TargetArrays(Message):
 class KeptArrays(Message):
     """The data for `return_sampling_mask`: for each token, which tokens could be drawn.
 
-    `counts`: int32 [num_tokens], how many ids each token has. `log_mass`: float32 [num_tokens]. `token_ids`: int32 [sum
-    of counts].
+    `counts`: int32 [num_tokens], the number of ids for each token of the sample. `log_mass`: float32 [num_tokens].
+    `token_ids`: int32 [sum of counts].
     """
 
     counts: Array

@@ -1,4 +1,4 @@
-"""The bytes of a reply, planned before the request runs.
+"""The maximum size of a reply in bytes, computed before the request runs.
 
 A sample or score is one message. The size of the message grows with the number of tokens and with the records of each
 token, so a reply could exceed the limit on unread bytes. A request with such a reply is refused. The error names the

@@ -121,9 +121,9 @@ class TruerollServer:
         """Return the log-probs of a prompt and generate no tokens. verl requests log-probs of prompts from teachers.
 
         `prompt_ids` and `prompt_logprobs` have one row for each token of the prompt. With k =
-        `given["prompt_logprobs"]`, a row has the ids, or the log-probs, of the k most probable tokens at the next
-        position. If k is 0, the row has only the actual next token of the prompt. The row of the last token is filled
-        with zeros.
+        `given["prompt_logprobs"]`, a row of `prompt_ids` has the ids of the k most probable tokens at the next
+        position, and a row of `prompt_logprobs` has the log-probs of these tokens. If k is 0, the rows have only the id
+        and the log-prob of the actual next token of the prompt. The rows of the last token are filled with zeros.
         """
         k = given["prompt_logprobs"]
         [score] = await self._client.score(
