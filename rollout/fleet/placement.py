@@ -17,10 +17,10 @@ hold a prefix, the prefix is treated as unknown, because it favors no particular
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets a group only if
-all other workers must be avoided. If all holders of the longest known prefix are full, holders of shorter prefixes are
-tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as the load of these
-prompts needs. If a prefix has several holders, only a few holders are compared. The least loaded of the compared
-holders gets the group (the power of two choices: Mitzenmacher 2001).
+all workers that are not full must be avoided. If all holders of the longest known prefix are full, holders of shorter
+prefixes are tried, and then workers by rank. So prompts with a popular prefix spread over as many workers as the load
+of these prompts needs. If a prefix has several holders, only a few holders are compared. The least loaded of the
+compared holders gets the group (the power of two choices: Mitzenmacher 2001).
 
 Guarantees:
 
@@ -205,7 +205,8 @@ class Placement:
 
     def _ranked(self, key: int, limit: float, avoid: Collection[str]) -> Worker | None:
         """Among the workers that are not full, find the two workers that rank highest for a key. Return the less loaded
-        of the two workers. If the highest-ranked workers are all full, return the least loaded worker of the fleet.
+        of the two workers. If the highest-ranked workers are all full or must be avoided, return the least loaded
+        worker outside of `avoid`.
         """
         rows = self._loads.rows
         if not rows.workers:

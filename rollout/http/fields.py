@@ -125,7 +125,7 @@ class StreamOptions(Fields):
 
 
 class EditFields(Fields):
-    """Fields that edit logits and have a different format in `SamplingParams`.
+    """Fields that edit logits and have a different name or format in `SamplingParams`.
 
     `logit_bias`: numbers to add to the logits of some tokens. `bad_words`: texts that a sample must not contain.
     """
