@@ -36,7 +36,8 @@ from trueroll.rollout import AsyncRolloutClient, SampleOutput, SamplingParams, d
 
 TURNS = 3
 MAX_TOKENS = 20  # per turn
-# Maximum characters of an expression. Powers are not supported, so a value has no more digits than this.
+# The maximum length of an expression, in characters. Powers are not supported, so a value cannot have more digits than
+# this maximum.
 MAX_LENGTH = 64
 CHECKPOINT_EVERY = 10
 CALL_ENDS = "</calc>"

@@ -1,8 +1,8 @@
 """Report where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
 
 The report first measures the machine's best rates for matrix products, memory reads, and in-place updates of memory. If
-the model has gated delta nets, state spaces, experts or latent attention, the report also measures their recurrence,
-experts or attention alone. Then each workload of `trueroll bench` runs on an engine in this process. For every op, a
+the model has recurrent layers (gated delta nets or state spaces), experts or latent attention, the report also measures
+each of these parts alone. Then each workload of `trueroll bench` runs on an engine in this process. For every op, a
 table shows the time, the rate of arithmetic, and the rate of the bytes that the op must read at least once per step.
 Both rates are also shown as shares of the machine's best rates. The bytes of a recurrence include the states that it
 writes. The remaining time of a step is Python: scheduling, bookkeeping, and preparing the step's tensors.
@@ -96,7 +96,7 @@ def attention_cost(
 
 
 def experts_cost(x, spec: ExpertsSpec, weights, experts, gates, shared=None) -> tuple[int, int]:
-    """Return the cost of the experts that rows are routed to. The weights of each of these experts are read once."""
+    """Return the cost of the chosen experts for all rows of `x`. The weights of each chosen expert are read once."""
     matrices = weights.gate_up, weights.down
     elements = sum(weight.shape[0] * weight.shape[1] for weight in matrices) // spec.num_experts
     num_bytes = sum(weight.nbytes for weight in matrices) // spec.num_experts
@@ -133,7 +133,9 @@ COSTS = {
 
 @dataclasses.dataclass
 class Rates:
-    """Measures the rate of some work in several tries, in 1e9 per second. `amount`: operations or bytes of one try."""
+    """Measures the rate of some work in several tries. `amount`: operations or bytes of one try. `tries`: 1e9 per
+    second.
+    """
 
     run: Callable[[], object]
     amount: float
@@ -184,7 +186,7 @@ def recurrences(loaded: LoadedModel) -> dict[str, Rates]:
 
 def recurrence(loaded: LoadedModel, lens: list[int]) -> tuple[Callable[[], object], list[int]]:
     """Return a function that runs one step of all recurrences, and the step's cost [floating-point operations, bytes].
-    The sequences have `lens` rows, and each layer has its own states.
+    Sequence i has `lens[i]` rows, and each layer has its own states.
     """
     dtype, count = loaded.model.dtype, len(lens)
     calls, slots = [], torch.arange(count)
@@ -268,7 +270,9 @@ def run_workload(engine: Engine, workload: Workload, meter: Meter) -> dict[str, 
 
 
 def make_rates_table(rates: dict[str, Rates]) -> Table:
-    """Return a table of the rates. Recurrences and experts also show their share of the rate that limits the op."""
+    """Return a table of the rates. For recurrences, experts and latent attention, the table also shows the share of the
+    rate that limits the op.
+    """
     limited_by = {"recurrence, 64 rows": "updating", "recurrence, prompt": "products", "experts, 64 rows": "reading"}
     limited_by |= {"latent, decode at 8k": "products", "latent, prompt of 2k": "products"}
     table = Table(title="15 measurements each, alternating", title_justify="left")

@@ -100,7 +100,7 @@ class Side:
         self.engine = Engine(config, loaded)
 
     def run(self, prompts: list[np.ndarray], work: Work, salt: str) -> tuple[float, list[tuple[object, ...]]]:
-        """Return the seconds and the bits of all samples. Nothing is drafted from requests with another salt."""
+        """Return the seconds and the bits of all samples. The drafter ignores earlier requests with another salt."""
         params = SamplingParams(
             n=work.n, temperature=work.temperature, max_tokens=NEW_TOKENS, seed=1, ignore_eos=True, cache_salt=salt
         )
@@ -122,7 +122,7 @@ class Side:
 
 
 class Report:
-    """Two engines that share one model, and its weights before and after a small step of training."""
+    """Two engines that share one model, and the model's weights before and after a small training step."""
 
     def __init__(self, model: str) -> None:
         folder = resolve_model(model)

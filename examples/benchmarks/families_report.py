@@ -218,7 +218,9 @@ class Theirs:
 
 
 def compare(folder: Path, dtype: str, rounds: int, prompts: Tensor) -> Iterator[Rates]:
-    """Yield the rates of `prompts[0]`, and of decodes after all `prompts`. Raise RuntimeError if the results differ."""
+    """Yield the rates for computing `prompts[0]`, then for decode steps after all `prompts`. Raise RuntimeError if the
+    results differ.
+    """
     ours, theirs = Ours(folder, dtype), Theirs(folder, getattr(torch, dtype))
     found = ours.compute(prompts[0]), theirs.compute(prompts[0])
     if abs(found[0] - found[1]) > MOST_APART:

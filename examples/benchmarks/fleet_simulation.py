@@ -2,23 +2,23 @@
 
 `--help` lists the options.
 
-A client requests groups of samples from many workers and places them by `trueroll.rollout.fleet.placement`. Each
-simulated worker has the engine's scheduler and prefix cache, called in the engine's order, but no model. The clock is
-simulated: a table gives the duration of a step for the number of tokens that the step computes. Some workers are
-slower. Workers fail at random moments, lose all state, and come back empty after a while. The client requests the lost
-groups again from other workers.
+A client requests groups of samples from many workers. `trueroll.rollout.fleet.placement` chooses a worker for each
+group. Each simulated worker has the engine's scheduler and prefix cache, called in the engine's order, but no model.
+The clock is simulated: a table gives the duration of a step for the number of tokens that the step computes. Some
+workers are slower. Workers fail at random moments, lose all state, and come back empty after a while. The client
+requests the lost groups again from other workers.
 
 A prompt has three parts: tokens that all prompts share, one of many prefixes, and tokens of its own. The popularity of
-the prefixes follows Zipf's law. Only the oracle knows the lengths of samples in advance. The client keeps a fixed
-number of groups in flight. When a group ends, the client requests the next group. The only information that the client
-gets from a worker is the finished groups.
+the prefixes follows Zipf's law. Only the oracle (see below) knows the lengths of samples in advance. The client keeps a
+fixed number of groups in flight. When a group ends, the client requests the next group. The only information that the
+client gets from a worker is the finished groups.
 
 The table compares this placement with other placements, on the same groups and the same failures:
 
 - `random`, `round robin`, and `least loaded`, which picks the worker with the fewest groups in flight;
 - `oracle`, which knows all requests, the length of each sample, and the speed of each worker. The oracle sorts the
-  groups by prefix and gives each worker one contiguous piece, sized by the worker's speed. A worker with an empty piece
-  takes groups from other workers.
+  groups by prefix and gives each worker one contiguous piece, sized by the worker's speed. A worker that has begun all
+  groups of its piece takes groups from other workers.
 
 `bound` is a limit that no placement can beat. For the hit rate, the bound assumes one unlimited cache and no failure.
 The fleet then computes each shared full block once, and all other prompts find the block in the cache. For the time,
@@ -114,7 +114,9 @@ class Workload:
         return np.concatenate((self._beginnings[self.prefixes[group]], self._ends[group]))
 
     def shared(self, group: int) -> int:
-        """Return the number of prompt tokens in full blocks that other prompts have or could have."""
+        """Return the number of prompt tokens in full blocks before the prompt's own tokens. Other prompts can share
+        these blocks.
+        """
         return len(self._beginnings[self.prefixes[group]]) // BLOCK_SIZE * BLOCK_SIZE
 
     def prompt_len(self, group: int) -> int:
@@ -122,7 +124,7 @@ class Workload:
         return len(self._beginnings[self.prefixes[group]]) + len(self._ends[group])
 
     def distinct(self) -> int:
-        """Return the number of tokens in the distinct full blocks that prompts share, or could share."""
+        """Return the number of tokens in the distinct blocks that `shared` counts, over all prompts."""
         _, first = np.unique(self.prefixes, return_index=True)
         return COMMON + sum(self.shared(group) - COMMON for group in first)
 
@@ -168,7 +170,7 @@ class Sample:
 class Counts:
     """Token counts over the prompts that workers began to compute.
 
-    `asked`: all prompt tokens. `hits`: tokens found in a cache. `shared`: tokens that other prompts have or could have.
+    `asked`: all prompt tokens. `hits`: tokens found in a cache. `shared`: the tokens that `Workload.shared` counts.
     """
 
     asked: int = 0

@@ -3,8 +3,8 @@
 `python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with torch and Triton from the Python
 interpreter that runs the command. Nothing is downloaded. Nothing is compiled, except Triton's kernels. Missing packages
 come from the folder of wheels that `--wheels` names. docs/gpu.md has the command that creates this folder. For each
-part, a log and the figures of `gpu_report.py` are written to the folder `--out`. Its subfolder `site` holds the
-packages and links to the checkout. The tables of `gpu_report.py` are printed too.
+part, a log and the figures of `gpu_report.py` are written to the folder `--out`. The subfolder `site` of this folder
+holds the packages and links to the checkout. The tables of `gpu_report.py` are printed too.
 
 The tests of each promise run in their own process, so a GPU fault ends only that process. A promise that exceeds its
 time limit is reported as broken. All promises of a part together take less than ten minutes. This time includes the

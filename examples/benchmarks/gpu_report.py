@@ -4,7 +4,7 @@ FILE]`.
 The sections, each printed as soon as it is measured:
 
 - `products`: matrix products against cuBLAS;
-- `tiles`: the same products in every tile of the tables;
+- `tiles`: the same products with every tile size that trueroll's tables contain;
 - `attention`: against torch's scaled_dot_product_attention (SDPA);
 - `steps`: a decode step of Qwen2.5-7B against the same step on cuBLAS and SDPA;
 - `workloads`: requests per second of a workload with published figures of VeXact on one H100;
@@ -72,7 +72,7 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 4, 128, 16
 PRODUCTS = dict(qkv=(4608, 3584), o=(3584, 3584), gate_up=(37888, 3584), down=(3584, 18944), head=(152064, 3584))
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 129, 256, 512, 1024, 2048, 4096, 8192)
 TILE_ROWS = (16, 64, 128, 256, 512, 1024, 2048, 8192)
-MOST_HEAD_ROWS = 512  # the maximum rows of logits that an engine holds at once
+MOST_HEAD_ROWS = 512  # the maximum number of rows of logits that an engine holds at once
 # (sequences, queries per sequence, tokens per sequence)
 DECODES = ((1, 1, 1024), (1, 1, 8192), (1, 1, 32768), (16, 1, 1024), (16, 1, 8192), (64, 1, 1024), (64, 1, 4096))
 PREFILLS = ((1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192), (1, 16384, 16384), (8, 2048, 2048))
@@ -169,9 +169,9 @@ def measure_machine() -> Machine:
 
 
 def measure_products(ops: Backend, machine: Machine) -> Iterator[Row]:
-    """Yield rows of products. `gate_up` includes the activation, and `head` gives float32 logits.
+    """Yield table rows of products. trueroll's `gate_up` includes the activation, and its `head` gives float32 logits.
 
-    cuBLAS does neither.
+    The cuBLAS products include no activation and give 16-bit results.
     """
     special = special_products(ops)
     for name, shape in PRODUCTS.items():
@@ -266,8 +266,8 @@ def dense_attention(
     soft_cap: None = None,
     sinks: None = None,
 ) -> Tensor:
-    """SDPA for a batch of `batch_of`. The blocks of that batch are in order, so keys and values are dense and need no
-    gather.
+    """Compute SDPA for a batch from `batch_of`. The blocks of this batch are in order, so keys and values are dense and
+    need no gather.
     """
     sequences = len(batch.context_lens)
     q = q.unflatten(0, (sequences, -1)).transpose(1, 2)

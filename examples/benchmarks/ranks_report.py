@@ -84,7 +84,9 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 class Alone:
-    """The exchange of a rank that never waits: the counters of other ranks are ahead, and their sums are arbitrary."""
+    """The exchange of a rank that runs alone. The counters of other ranks are always ahead, so the rank never waits.
+    The sums of other ranks are arbitrary.
+    """
 
     def __init__(self, index: int) -> None:
         self.rank = Rank(index, SIZE)
@@ -179,8 +181,8 @@ def milliseconds(call: Callable[[], object], repeats: int = 200) -> float:
 
 
 def exchanging(folder: Path, step: Step) -> tuple[float, int]:
-    """Return the milliseconds that a step takes longer because a rank adds the sums of all ranks. Also return the
-    number of meetings in the step.
+    """Return by how many milliseconds a step takes longer if a rank adds the sums of all ranks, and the number of
+    meetings (barriers) in the step.
     """
     exchange = Alone(0)
     several = LocalExecutor(config_of(folder), load_model(config_of(folder), links_of(exchange)))
@@ -198,7 +200,7 @@ def exchanging(folder: Path, step: Step) -> tuple[float, int]:
 
 
 def meeting() -> float:
-    """Return the duration of a meeting of two processes, in milliseconds."""
+    """Return the duration of a meeting (a barrier) of two processes, in milliseconds."""
     memory = mmap.mmap(-1, 4096)
     counters = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
 

@@ -2,8 +2,8 @@
 
 The report needs no GPU. The report calls every op that has Triton kernels, on tensors without memory, and records the
 launches. The calls have the sizes of several models and many numbers of rows. Then the report compiles the recorded
-launches for three generations of GPUs and prints the resources that the launches use. With an option, the report prints
-times for the layers of one model instead, as estimated by `triton_model` for an H100.
+launches for three generations of GPUs and prints the resources that the launches use. With `--model`, the report
+instead prints times for the layers of one model, which `triton_model` estimates for an H100.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ FLOAT16 = "SmolLM2-135M"
 MODELLED = "Qwen2.5-7B"
 WHOLE = (MODELLED, *DELTA_NETS, "gpt-oss-20b")
 PRODUCTS = ("q, k, v", "o", "gate, up", "down")
-# Numbers of rows around every tile change in the tables, and numbers that are typical of rollouts.
+# Numbers of rows around each number at which the tables change the tile, and numbers that are typical of rollouts.
 DECODES = (1, 16, 32, 64, 65, 96, 97, 128, 129, 144, 145, 192, 193, 256, 257, 320, 321, 384, 385, 512, 513, 1024, 1025)
 PROMPTS = (2048, 8192, 16384)
 DECODE_CONTEXT = 1152

@@ -21,7 +21,8 @@ choices = [
     SamplingParams(n=4, max_tokens=16, temperature=0.7),
     # `processed` includes filters, penalties and bans.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, repetition_penalty=1.1),
-    # `temperature` is the distribution before filters, penalties and bans. Importance ratios then ignore them.
+    # `temperature` is the distribution before filters, penalties and bans. Importance ratios then ignore filters,
+    # penalties and bans.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_p=0.9, min_tokens=4, logprobs="temperature"),
     # `raw` is the model's own distribution (temperature 1), whatever the sampling temperature.
     SamplingParams(n=4, max_tokens=16, temperature=0.7, top_k=20, logprobs="raw"),
@@ -56,7 +57,8 @@ with launch_worker(str(folder), device="cpu") as worker, RolloutClient(worker.ad
         print(f"{params.logprobs!r} at temperature {params.temperature}: the trainer computes the same bits,", end=" ")
         print(f"and the same entropies and {TOP} most probable tokens (mean entropy {entropy:.3f})")
 
-# A trainer that is not aligned divides logits by a temperature. Check that this describes the samples' log-probs.
+# A trainer that is not aligned only divides logits by a temperature. `trainer_temperature` is that temperature. It
+# raises an error if no temperature describes the log-probs of the samples.
 for settings in (dict(top_p=0.9), dict(min_tokens=4), dict(logprobs=None)):
     try:
         print(SamplingParams(**settings).trainer_temperature)
