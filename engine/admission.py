@@ -114,8 +114,8 @@ class Admission:
         return Rules.of(distribution, sorted(_ending_tokens(distribution, self._info)), self._info.vocab_size)
 
     def _place(self, distribution: Distribution, token_ids: np.ndarray, is_given: bool = False) -> Place | None:
-        """Return the place of tokens in a text of the distribution's grammar; None without a grammar. Raise the errors
-        of `Grammars.open`.
+        """Return how far tokens have come in a text of the distribution's grammar; None without a grammar. Raise the
+        errors of `Grammars.open`.
         """
         if (grammar := distribution.structured_outputs) is None:
             return None
@@ -226,7 +226,7 @@ class Admission:
         check_pixels(images, tower)
         encodings, info = self._scheduler.running.encodings, self._info
         assert encodings is not None
-        # The other running sequences may each take a token of a step.
+        # Each of the other running sequences may take one token of a step. An image can use the remaining tokens.
         most = info.max_num_batched_tokens - info.max_num_seqs + 1
         for i, image in enumerate(images):
             size, tokens = encodings.size_of(image), tower.num_tokens(image.rows, image.columns)
@@ -299,7 +299,7 @@ def _check_named_tokens(params: Distribution, info: EngineInfo) -> None:
 
 
 def _named(params: Distribution) -> str:
-    """Return the names of the parameters that exclude tokens, with a conjunction."""
+    """Return the names of the parameters that exclude tokens, joined by `and`."""
     given = dict(allowed_token_ids=params.allowed_token_ids, bad_words_token_ids=params.bad_words_token_ids)
     return " and ".join([*(name for name, value in given.items() if value), *["min_tokens"] * (params.min_tokens > 0)])
 

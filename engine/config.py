@@ -72,15 +72,15 @@ class EngineConfig(BaseModel):
     `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`.
     `pipeline_parallel_size`: the number of stages into which the layers are divided: at most 8, and at most the number
     of layers. Each stage has `tensor_parallel_size` ranks. The bits of samples do not depend on these two numbers.
-    `devices`: the device of each rank, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks.
+    `devices`: the devices of the ranks, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks.
     None: one GPU for each rank, or the CPU; if `device` is a single GPU such as `cuda:1`, all ranks share it.
     `exchange`: how ranks exchange tensors: `shared` (memory of the host), `group` (a process group of torch: NCCL on
     GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each rank has a
     GPU of its own, otherwise `shared`.
 
-    `pieces`: the number of pieces into which each sum that tensor parallelism splits is divided: 1, 2, 4 or 8. Another
-    number gives samples with other bits. None: the number that suits the model (`kernels.pieces`). A trainer needs the
-    same number.
+    `pieces`: tensor parallelism splits some sums; each of these sums is computed in this number of pieces: 1, 2, 4 or
+    8. Another number gives samples with other bits. None: the number that suits the model (`kernels.pieces`). A trainer
+    must use the same number.
 
     `max_images`: the maximum number of images in a prompt. 0: the vision tower is not loaded. Above 0, the model needs
     a vision tower. `max_image_patches`: the maximum number of patches of an image. `image_cache_bytes`: the maximum
@@ -154,7 +154,7 @@ class EngineConfig(BaseModel):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that may be in flight, each in another stage. With drafts, it is 1."""
+        """The number of steps that may be in flight, each in a different stage. With drafts, the number is 1."""
         return 1 if self.num_drafts else self.pipeline_parallel_size
 
     @property

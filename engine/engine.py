@@ -53,7 +53,7 @@ class Engine:
     `loaded`: the result of `load_model` for a configuration with the same model, dtype, device and backend as `config`.
     Pass a loaded model to share weights among engines. `drafter`: used in place of the drafters that
     `config.speculative` names. If `drafter` is given, `config.speculative` must not be `off`. `draft_always`: in each
-    step, draft as many tokens as possible, whatever they cost; always so with `drafter`.
+    step, draft as many tokens as possible, whatever they cost. With `drafter`, the engine always does this.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Engine:
         """
         outputs = [self._pipeline.abort(entry) for entry in self._ledger.find(request_id, index)]
         if not self.has_unfinished:
-            self._pipeline.settle()  # no later step would, and ranks would wait for this process
+            self._pipeline.settle()  # no later call would settle, and other ranks would wait for this process
         return outputs
 
     def stream(self, request_id: str) -> None:
@@ -148,7 +148,7 @@ class Engine:
 
         On a GPU, queue the new step, wait for the previous step and return the outputs of the previous step. If the
         previous step finished the last open request, also wait for the new step. With several stages, wait for the
-        oldest step in flight once there are as many as stages, or if no further step can be planned.
+        oldest step in flight if as many steps are in flight as there are stages, or if no further step can be planned.
         """
         return self._pipeline.step()
 

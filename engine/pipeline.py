@@ -3,12 +3,12 @@
 While a GPU computes one step, the host plans and queues the next step. The next step includes every sequence that has
 not reached `max_tokens`, although the host has not seen the sequence's last token yet. If the unseen token ends the
 sample, the sequence's row in the next step is discarded. While penalties, bad words or a grammar make the logits of a
-sample depend on the tokens that it has, the host waits for them before it plans. On a CPU, a step is done before `step`
-returns.
+sample depend on its earlier tokens, the host waits for these tokens before it plans the next step. On a CPU, a step is
+done before `step` returns.
 
 If a model is divided into stages, as many steps are in flight as there are stages. A step needs the last token of each
-of its sequences, so no other step in flight may be drawing it. The scheduler therefore divides the sequences among the
-steps. While steps are in flight, no sequence is preempted. With drafts, a single step is in flight.
+of its sequences, so no other step in flight may be drawing one of these tokens. The scheduler therefore divides the
+sequences among the steps. While steps are in flight, no sequence is preempted. With drafts, a single step is in flight.
 
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the steps in flight, decides
 whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not
@@ -42,7 +42,7 @@ from .scheduling.sequence import Chunk, Chunks, Generation, Sequence, Takers, ta
 
 Entry: TypeAlias = OpenSample | OpenScore
 _LAYERS_PER_STEP = 2
-"""Layers of a vision tower computed per step, so that an image does not delay other requests."""
+"""The number of vision-tower layers computed per step: only a few, so that an image does not delay other requests."""
 _NOT_FINITE = "the logit of the drawn token is NaN or infinite; check the weights of the model"
 _NOTHING_LEFT = (
     "the logit of the drawn token is NaN or infinite; either the request's bans leave no token to draw, or the weights "
@@ -232,7 +232,7 @@ class Pipeline:
     def step(self) -> list[Output]:
         """See `Engine.step`."""
         self._executor.check_ready()
-        # Nothing can be planned before it is known which drafts are accepted, and a drafter reads the last tokens.
+        # The next step depends on which drafts are accepted, and drafters read the last tokens.
         outputs = self.settle() if any(queued.chunks.drafts for queued in self._queued) else []
         runs_ahead = self._executor.runs_ahead
         if runs_ahead and self._scheduler.running.lanes.read_tokens:
@@ -259,8 +259,8 @@ class Pipeline:
         return outputs
 
     def _masked(self, chunks: Chunks) -> Chunks:
-        """Find the masks of all draws and scores of a step, and return the chunks with drafts cut off where a grammar
-        excludes them: such a token cannot be drawn.
+        """Find the masks of all draws and scores of a step, and return the chunks with shortened drafts. A draft ends
+        before the first token that the grammar excludes, because an excluded token is never drawn.
         """
         takers = takers_of(chunks, self._scheduler.running.lanes)
         drafts: dict[int, AnySequence[int]] = dict(chunks.drafts)
@@ -405,7 +405,7 @@ class Pipeline:
             token_ids = [token_ids[place] for place in places.tolist()]
         self._scheduler.running.lanes.accept(decodes, token_ids[: int(counts.sum())], counts)
         if decodes.drafts and self._drafting is not None:
-            self._scheduler.stats.computed_tokens += int((counts - 1).sum())  # `advance` did not know them
+            self._scheduler.stats.computed_tokens += int((counts - 1).sum())  # `advance` did not count them
             self._drafting.record(decodes, counts)
 
     def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:

@@ -33,7 +33,9 @@ from .media import ImageInput
 
 
 class Widths(NamedTuple):
-    """How many elements each token has in listed columns: the most probable tokens, and the tokens asked for."""
+    """The number of elements per token in columns with lists. `tops`: in the columns of the most probable tokens.
+    `targets`: in the column of the target tokens.
+    """
 
     tops: int = 0
     targets: int = 0
@@ -44,9 +46,9 @@ class Column:
     """A value that is recorded for each token. Each column is a single object, compared by identity.
 
     `name`: the name of the column's field in `SampleOutput`, `SampleDelta` and `ScoreOutput`. `dtype`: the dtype of one
-    element. `listed`: the field of `Widths` that says how many elements each token has. `counts`: the name of the
-    column with the number of elements of each token, whose elements then follow each other. If both are empty, a token
-    has one element.
+    element. `listed`: the field of `Widths` that says how many elements each token has. `counts`: if the number of
+    elements differs between tokens, the name of the column that has these numbers; the elements of all tokens are then
+    concatenated. If `listed` and `counts` are empty, a token has one element.
     """
 
     name: str
@@ -86,13 +88,13 @@ Columns: TypeAlias = dict[str, np.ndarray]
 
 
 def columns_of(output: Any) -> Columns:
-    """Return the columns of a `SampleOutput`, `SampleDelta` or `ScoreOutput`. The last has no `KEPT`."""
+    """Return the columns of a `SampleOutput`, `SampleDelta` or `ScoreOutput`. A `ScoreOutput` has no `KEPT` columns."""
     found = ((column.name, getattr(output, column.name, None)) for column in COLUMNS)
     return {name: values for name, values in found if values is not None}
 
 
 def as_fields(columns: Columns) -> dict[str, Any]:
-    """Return columns as the fields of an output, for which missing columns are None."""
+    """Return columns as the fields of an output. The field of a missing column is None."""
     return {LOGPROBS.name: None, **columns}
 
 
@@ -222,8 +224,8 @@ def _plain_ids(token_ids: Any) -> Any:
 
 
 def _as_tuples(parts: Any, most: int, most_each: int) -> Any:
-    """Convert lists in a list to tuples of plain values. What is beyond the limits is cut off, but for one element, by
-    which validation sees that there was too much.
+    """Convert lists in a list to tuples of plain values. A list that is too long is cut to one element above its limit,
+    so that validation still rejects it.
     """
     if isinstance(parts, str | bytes) or not isinstance(parts, Iterable):
         return parts
@@ -349,8 +351,9 @@ class Distribution(BaseModel):
 
     @property
     def num_numbers(self) -> int:
-        """How many numbers the lists of the parameters have. Each inner list and each text of a choice counts as two
-        numbers, in addition to the numbers in it. Four characters of a grammar count as one number.
+        """The total length of the lists in the parameters, from which callers estimate memory. Each inner list and each
+        text of a choice counts as two numbers, in addition to the numbers in it. Four characters of a grammar count as
+        one number.
         """
         words, grammar = sum(len(word) + 2 for word in self.bad_words_token_ids), self.structured_outputs
         text = 0 if grammar is None else grammar.num_chars // 4 + 2 * len(grammar.choice)
@@ -612,10 +615,10 @@ class GenerateRequest:
     """A request for `params.n` samples of one prompt. The prompt is prefilled once for all samples.
 
     `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
-    disjoint. The content only distinguishes the prompt from others. `images`: the images of the prompt, sorted and
-    disjoint. A request with images has no spans. `params.seed` must be set. If the request continues a sample, the
-    prompt ends with the sample's earlier tokens. `num_prior_tokens` is the number of these tokens. A stop string may
-    begin in these `num_prior_tokens` tokens.
+    disjoint. A span only distinguishes the prompt from prompts with other content. `images`: the images of the prompt,
+    sorted and disjoint. A request with images has no spans. `params.seed` must be set. If the request continues a
+    sample, the prompt ends with the sample's earlier tokens. `num_prior_tokens` is the number of these tokens. A stop
+    string may begin in these `num_prior_tokens` tokens.
     """
 
     id: str
@@ -687,8 +690,8 @@ class SampleOutput:
     has. A token has none if the whole vocabulary could be drawn. `kept_offsets` has the limits of each token's ids.
     `kept_log_mass`: float32 [num_tokens], the natural logarithm of the probability of the kept tokens in the
     distribution before `top_k`, `top_p` and `min_p`, which is after edits and temperature. The log-prob of a token in
-    the distribution from which it was drawn is its log-prob before these filters minus `kept_log_mass`: this float32
-    number is the rounded difference of the two.
+    the distribution from which it was drawn is its log-prob before these filters minus `kept_log_mass`. `kept_log_mass`
+    is computed as the difference of these two log-probs, rounded to float32.
 
     `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
     dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None
@@ -771,9 +774,9 @@ class ScoreOutput:
 
     `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given the tokens before it.
     `finish_reason`: `stop`, or `abort` for an aborted score, or `error` if the masks of its grammar cannot be computed;
-    the last two have empty `logprobs`. `error`: a description of the error, or None. `entropy`, `top_token_ids`,
-    `top_logprobs` and `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`. `routed_experts`:
-    as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
+    with `abort` and `error`, `logprobs` is empty. `error`: a description of the error, or None. `entropy`,
+    `top_token_ids`, `top_logprobs` and `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
+    `routed_experts`: as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """
 
     request_id: str

@@ -927,8 +927,8 @@ class GradientOps:
         NO_TOKEN is 0.
 
         The log-probs are at `temperature`, or after `processing`. The backward pass holds at most `_LOGITS_BYTES` of
-        logits at once, and as many bytes of probabilities, of slopes if the head has a cap, and of other logits if they
-        are processed.
+        logits at once, and as many bytes of probabilities. If the head has a cap, it also holds as many bytes of
+        slopes. With `processing`, it also holds as many bytes of processed logits.
         """
         given = self.backend, hidden, weight, token_ids, temperature, head, processing
         return _LogProbs.apply(*given)  # type: ignore[return-value]

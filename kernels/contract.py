@@ -103,8 +103,8 @@ class AttentionBatch:
     bounds.
 
     `ends` (int64 [M], on the device): query row r sees the tokens of its sequence before ends[r], within the window.
-    None: attention is causal, so the end is the query's position + 1. Each end is at least that. The ends of a
-    sequence never decrease, and the last one is its context length.
+    None: attention is causal, so the end is the query's position + 1. Each end is at least the query's position + 1.
+    The ends of a sequence never decrease, and the last one is its context length.
     """
 
     query_starts: Sequence[int]
@@ -425,7 +425,7 @@ def mark_rows(weight: Any, full_rows: int) -> Any:
 
 
 def full_rows_of(weight: Any) -> int:
-    """Return the number of rows of the weight of which a matrix holds some or all rows."""
+    """Return the number of rows of the whole weight. `weight`: a matrix that holds some or all of these rows."""
     return getattr(weight, "full_rows", weight.shape[0])
 
 
@@ -573,8 +573,8 @@ class Backend(Protocol):
 
         `sigmoid` is the gate of attention's output. `silu` is the gate of MLPs and of a delta net's output.
         `clamped_silu` is the gate of some experts: it clamps both inputs and adds 1 to `up`, as documented at `CLAMP`.
-        `relu` of a tensor as `gate` and as `up` is its squared ReLU.
-        `gelu`, with an `up` of ones, is the activation of vision towers; the fused ops do not support it.
+        If `gate` and `up` are the same tensor, `relu` gives the squared ReLU of this tensor. `gelu`, with an `up` of
+        ones, is the activation of vision towers; the fused ops do not support it.
         """
         ...
 
@@ -596,9 +596,9 @@ class Backend(Protocol):
         is given, a row's experts are the experts in the same row of `chosen`, and `correction` is not read. Returned
         experts are in ascending order in each row.
 
-        Gates. A gate is the expert's score. If `normed`, it is divided by max(sum + eps, floor), where the sum is that
-        of the row's scores, added by ascending id. Then it is multiplied by `scale`. A row with NaN gets NaN gates and
-        arbitrary distinct ids below E.
+        Gates. A gate is the expert's score. If `normed`, the score is divided by max(sum + eps, floor), where sum is
+        the sum of the scores of the row's experts, added by ascending id. Then the gate is multiplied by `scale`. A row
+        with NaN gets NaN gates and arbitrary distinct ids below E.
         """
         ...
 
@@ -806,10 +806,11 @@ class Backend(Protocol):
         head: HeadSpec = PLAIN_HEAD,
     ) -> tuple[Tensor, ...]:
         """Return partial results of `next_tokens`, or of `next_token_statistics` if `k` is not None, for the token ids
-        from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of these ids; it may have none.
+        from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of these ids; there may be no such
+        rows.
 
-        The results are tensors [M, ...], in a format of the backend. To get the results of all ids, join those of
-        consecutive ids along the second axis, and pass them to `fold_sections`.
+        The results are tensors [M, ...], in a format of the backend. To get the results of all ids, join the partial
+        results of consecutive ranges of ids along the second axis, and pass the joined tensors to `fold_sections`.
         """
         ...
 

@@ -35,8 +35,8 @@ _LARGE = 40e9
 def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
     """Return a copy of the spec with this many pieces; None: the number that suits the decoder.
 
-    That number is 4, or 8 for decoders with more than 40e9 parameters, halved until the decoder can be cut. Raise
-    ConfigError for a number into which the decoder cannot be cut.
+    The number that suits a decoder is 4, or 8 for more than 40e9 parameters. If the decoder cannot be cut into this
+    many pieces, the number is halved until it can. Raise ConfigError for a number into which the decoder cannot be cut.
     """
     if count is not None:
         if found := requirement(spec, count):

@@ -10,9 +10,9 @@ embeddings are whole on every rank. The head is divided by sections of the vocab
 of all sections. So every rank has the same hidden states, routes and tokens.
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
-subtree of its own pieces in float32. These sums are then added as the rest of the balanced binary tree, on every rank
-or, for large tensors, divided by rows among the ranks (`Exchange.add`). Bits therefore do not depend on the number of
-ranks. `Exchange` only moves bytes.
+subtree of its own pieces in float32. These sums are then added as the rest of the balanced binary tree. Every rank adds
+all rows, or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits therefore do not depend on
+the number of ranks. `Exchange` only moves bytes.
 """
 
 from __future__ import annotations

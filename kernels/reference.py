@@ -150,7 +150,7 @@ def _row_tiles(x: Tensor) -> tuple[Tensor, ...]:
 def _multiply_tiles(tiles: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     padding, count = -len(weight) % NARROW_TILE, len(weight)
     if padding:
-        # MKL has other kernels for few columns, but a rank's part must have the bits of the whole product.
+        # MKL uses other kernels for few columns. The padding gives a rank's part the bits of the whole product.
         weight = F.pad(weight, (0, 0, 0, padding))
         bias = None if bias is None else F.pad(bias, (0, padding))
     for tile, destination in zip(tiles, out.split(ROW_TILE), strict=True):

@@ -32,9 +32,10 @@ def is_stack(weight: Any) -> TypeGuard[Stack]:
 class Shard:
     """A `Weight` that has the shape of the checkpoint's tensor, but stores only a part of the tensor.
 
-    `own`: the memory of the part, which is a tensor, a backend's weight, or a `Stack`. It is as long as the part along
-    the part's axis. `shape`: the shape of the checkpoint's whole tensor. The source of `copy_` has the shape of the
-    whole tensor, and the indices of `put_` are positions in the whole tensor. Elements outside the part are ignored.
+    `own`: the memory of the part, which is a tensor, a backend's weight, or a `Stack`. Along the part's axis, its
+    length is the length of the part. `shape`: the shape of the checkpoint's whole tensor. The source of `copy_` has the
+    shape of the whole tensor, and the indices of `put_` are positions in the whole tensor. Elements outside the part
+    are ignored.
     """
 
     def __init__(self, own: Any, part: Slice) -> None:

@@ -405,7 +405,8 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """How the float32 products of the head become logits. Every op of the head applies it in float32.
+    """How the float32 products of the head become logits. Every op of the head applies the scale and the cap in
+    float32.
 
     `scale`: multiplies a product. `soft_cap`: a scaled product s becomes soft_cap * tanh(s / soft_cap).
     """
@@ -422,8 +423,8 @@ class LayerSpec:
     """A layer: a token mixer (attention, latent attention, a delta net or a state space) followed by an MLP or experts.
     The mixer and the MLP each add their output to their input. One of them may be missing (None).
 
-    `recurrent_mixer`: a second mixer beside `mixer`, which then has a KV cache. Both read the same hidden states, and
-    the sum of their outputs counts as the output of the mixer.
+    `recurrent_mixer`: a second mixer beside `mixer`. In this case, `mixer` has a KV cache. Both mixers read the same
+    hidden states, and the sum of their outputs counts as the output of the mixer.
 
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
     after the mixer and after the MLP. `residual_scale`: multiplies the outputs of the mixer and of the MLP before they

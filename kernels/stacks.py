@@ -24,7 +24,8 @@ class StackLayout:
 
     `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and of the second half
     alternate. Biases have rows only, so `transposed` does not affect them. `or_transposed`: the files of a checkpoint
-    may instead store all matrices as [E, C, R], which the loader recognizes by their shapes. Pushes must not.
+    may instead store all matrices as [E, C, R], which the loader recognizes by their shapes. The matrices of a push
+    must not be stored in this way.
     """
 
     transposed: bool = False

@@ -122,11 +122,11 @@ class _Rows:
 
 
 class _Embedded:
-    """The embeddings of images. Wrappers pass it on unchanged, as they do `_Rows`.
+    """The embeddings of images. Wrappers pass an `_Embedded` on unchanged, like `_Rows`.
 
     `rows`: [tokens of images, (1 + layers) * H]. The first part of a row replaces the embedding of the token at its
     index in `places`. Each further part is added to the token's hidden states after a layer: the second part after the
-    first layer, and so on. `positions`: of all tokens, int64 [M] or [3, M].
+    first layer, and so on. `positions`: the positions of all tokens, int64 [M] or [3, M].
     """
 
     def __init__(self, rows: Tensor, images: PackedImages | None, positions: Tensor, sees_span: bool) -> None:
@@ -135,7 +135,7 @@ class _Embedded:
         self._images = images if sees_span else None
 
     def seen(self, packed: Packed) -> Packed:
-        """Return the sequences with what each token sees."""
+        """Return `packed`, with the ends of the tokens that each token sees."""
         return packed if self._images is None else self._images.see_spans()
 
 
@@ -180,8 +180,8 @@ class _Drawn:
         self._eos_token_ids, self._masks = eos_token_ids, masks
 
     def processing(self, samples: Samples, tokens: Tensor, vocab_size: int) -> Processing | None:
-        """Return the processing of the logits of `tokens`, or None if they are only divided. `tokens`: indices of
-        sampled tokens, int64 [M].
+        """Return the processing of the logits of `tokens`; None if the logits are only divided by `divisor`. `tokens`:
+        indices of sampled tokens, int64 [M].
         """
         if self._processed is None:
             return None
@@ -317,11 +317,12 @@ def token_log_probs(
     in any forward pass. `input_ids`: integers in one of three forms. Padded [B, T], with `attention_mask` [B, T] (bool
     or integers) if there is padding on the left or on the right. Packed [M], with the `lengths` of the sequences.
     Packed [B, T], with `position_ids` [B, T] that are 0 where a sequence begins. For a model with a vision tower,
-    `position_ids` may also have the axes of its positions: [3, B, T] (time, row and column), or [4, B, T] (after the
-    index). These are checked. `temperature`: the temperature at which log-probs are computed. Pass 0 for greedy
-    samples; their log-probs are computed at temperature 1. `completion_mask` (bool, in the shape of `input_ids`): the
-    tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of each sequence. The
-    model's wrapper and any autocast that is active during the call determine the dtypes of mixed precision.
+    `position_ids` may also have the axes of its positions: [3, B, T] (time, row and column), or [4, B, T] (index, time,
+    row and column). Positions with axes are checked. `temperature`: the temperature at which log-probs are computed.
+    Pass 0 for greedy samples; their log-probs are computed at temperature 1. `completion_mask` (bool, in the shape of
+    `input_ids`): the tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of
+    each sequence. The model's wrapper and any autocast that is active during the call determine the dtypes of mixed
+    precision.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
     in any order. Gradients flow through the gates. If the model has the same arithmetic as the worker, `routed_experts`
@@ -329,10 +330,10 @@ def token_log_probs(
     last token of each sequence are not read. A rollout's record of experts has no row for the last token of a sample.
 
     `media`: the images of the sequences, for a model with a vision tower. Either a list of `ImageInput` for each
-    sequence, as the worker got them: `start` counts the sequence's tokens without padding. Or a map with what an image
-    processor of transformers returned: `pixel_values`, and `image_grid_thw` and `mm_token_type_ids` or
-    `token_type_ids`, [*input_ids.shape], if the model has them. The tokens of images are placeholders; other
-    placeholders are text, which includes those that a worker sampled. Gradients reach the tower. All ranks of a
+    sequence, as the worker got them: `start` counts the sequence's tokens without padding. Or a map with the output of
+    an image processor of transformers: `pixel_values` and, if the model has them, `image_grid_thw` and the token types
+    (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]). The tokens of images are placeholders. All other
+    placeholders are text, including placeholders that a worker sampled. Gradients reach the tower. All ranks of a
     sharded model take part in its tower, so parameters of a tower that saw no image have gradients of zeros.
 
     `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs

@@ -132,7 +132,8 @@ class _Probe(LendableArena):
 def _may_be_looked_at() -> bool:
     """Return whether other processes of this user may access this process's open files.
 
-    If the program runs with capabilities or as another user (setuid), the process's files in /proc belong to root.
+    They may not if the program runs with capabilities or as another user (setuid). In this case, the process's files in
+    /proc belong to root.
     """
     return os.stat("/proc/self/fd").st_uid == os.geteuid()
 

@@ -3,7 +3,7 @@
 | class           | owns                                                                                            |
 |-----------------|-------------------------------------------------------------------------------------------------|
 | `Pool`          | the references to each block of a group, and the group's free blocks in order of reuse          |
-| `BlockTables`   | the blocks that a sequence needs of each group (`Table`), and their allocation                  |
+| `BlockTables`   | the blocks of each group that a sequence needs (`Table`), and their allocation                  |
 | `BlockIdentity` | the identity of blocks (`Chain`), the secret of their hashes, and the epoch                     |
 | `Claims`        | the blocks that running sequences are about to compute                                          |
 | `PrefixCache`   | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed         |
@@ -117,7 +117,7 @@ class Pool(Generic[Owner]):
                 self._empty.append(block)
 
     def unpublish(self, block: int) -> None:
-        """Remove the owner of a block. If the block is free, it is no longer cached."""
+        """Remove the owner of a block. A free block is no longer cached afterwards."""
         del self.published[block]
         if block in self._cached:
             del self._cached[block]
@@ -177,10 +177,10 @@ class Chain:
     """The identity of one sequence's full blocks under one epoch.
 
     `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry under which block i was found or
-    published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover more.
-    `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text content,
-    sorted. `has_records`: whether the blocks are published with routed experts. If not, sequences that need routed
-    experts do not wait for the blocks.
+    published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover further
+    blocks. `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text
+    content, sorted. `has_records`: whether the blocks are published with routed experts. If not, sequences that need
+    routed experts do not wait for the blocks.
     """
 
     epoch: int
@@ -268,7 +268,7 @@ class Claims:
             self._chains.setdefault(key, chain)
 
     def withdraw(self, chain: Chain) -> None:
-        """Drop the claims of a chain on blocks that it has not computed."""
+        """Drop the claims of a chain on blocks that the chain has not computed."""
         for key in chain.hashes[len(chain.entries) :]:
             self.fulfil(chain, key)
 
@@ -341,7 +341,7 @@ class BlockTables:
         return max(0, num_tokens - window + 1) // self.block_size
 
     def can_hold(self, hits: Sequence[Entry], num_tokens: int, chunk: int) -> bool:
-        """Return whether a sequence of `num_tokens` tokens that resumes after `hits` has enough free blocks.
+        """Return whether enough blocks are free for a sequence of `num_tokens` tokens that resumes after `hits`.
 
         The tokens are computed in chunks of up to `chunk` tokens, or in shorter chunks if a group with a window has too
         few blocks.

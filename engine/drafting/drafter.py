@@ -20,8 +20,8 @@ class Drafter(Protocol):
     name: str
 
     def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
-        """Return the chances of the tokens, at most `most`, that could be drafted now for a running sequence. A token's
-        chance is the estimated probability that the token is right if all earlier drafted tokens are right.
+        """Return the chances of up to `most` tokens that could be drafted now for a running sequence. A token's chance
+        is the estimated probability that the token is right if all earlier drafted tokens are right.
 
         `seed`: the seed of the sequence's only sample.
         """

@@ -75,7 +75,7 @@ class Drafting:
         self._in_flight.drafters.pop(sequence, None)
 
     def begin_step(self, running: Running) -> bool:
-        """Return whether to draft in the next step. Drafting may pause for all decoding sequences."""
+        """Return whether to draft in the next step. Return False if drafting pauses for all decoding sequences."""
         lanes, order = running.lanes, running.in_order()
         pauses = [self._pauses.get(each) for each in lanes.sequences[order[lanes.is_decoding[order]]].tolist()]
         self._step += 1
@@ -162,5 +162,5 @@ class Drafting:
 
 
 def _promised(chances: AnySequence[float]) -> float:
-    """Return the number of tokens of a draft that are expected to be accepted."""
+    """Return the expected number of accepted tokens of a draft."""
     return sum(accumulate(chances, mul))

@@ -31,7 +31,7 @@ class MtpDrafter:
 
     def expect(self, sequence: Sequence, seed: int, most: int) -> AnySequence[float]:
         if sequence.num_computed + 1 < sequence.num_tokens:
-            return ()  # the module has not computed all earlier tokens either
+            return ()  # the module, like the decoder, has not computed all earlier tokens yet
         odds = self._odds.setdefault(sequence, Odds(self._most, self._prior))
         return [odds.chance(depth) for depth in range(most)]
 

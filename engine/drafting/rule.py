@@ -2,8 +2,8 @@
 
 A step of R rows takes t(R) seconds and is expected to yield E tokens. Suppose that a drafted token is accepted with
 probability p. The step yields more tokens per second with the token's row than without it if (E + p) / t(R + 1) > E /
-t(R). `StepCosts` measures t in earlier steps, and the drafter estimates p. Under load, every further row makes a step
-slower, so that nothing is drafted. The bits of samples do not depend on these numbers.
+t(R). `StepCosts` measures t in earlier steps, and the drafter estimates p. Under load, each further row makes a step so
+much slower that nothing is drafted. The bits of samples do not depend on these numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _OPTIMISM = 0.25
 """An unmeasured row is assumed to cost this share of an average measured row, so that it is tried and then measured."""
 _STEPS_IN_VAIN, _STEPS_PER_TRIAL = 16, 16
 _KEPT_GAIN, _LEAST_GAIN = 0.95, 0.25
-"""The factor by which earlier gains are multiplied after each step, and the least gain in tokens that is worth
-drafting.
+"""The factor by which earlier gains are multiplied after each step, and the gain, in tokens, above which drafting is
+worthwhile.
 """
 _LEAST_CHANCE, _LEAST_SPEED_UP = 0.02, 1.03
 
@@ -94,8 +94,8 @@ class Pause:
 
     Tokens that were gained earlier count less with each step. Drafting pauses after `_STEPS_IN_VAIN` consecutive steps
     in which the gain is at most `_LEAST_GAIN` tokens. During the pause, the sequence drafts only in every
-    `_STEPS_PER_TRIAL`th step. The pause ends with the first such step that gains more. All sequences make their trials
-    in the same steps, so that the steps between trials can be planned ahead.
+    `_STEPS_PER_TRIAL`th step. The pause ends with the first of these steps after which the gain is above `_LEAST_GAIN`
+    tokens. All sequences make their trials in the same steps, so that the steps between trials can be planned ahead.
     """
 
     def __init__(self) -> None:

@@ -123,8 +123,8 @@ class Decoder:
         held: WeightSpec = PLAIN,
         whole: Owner = Owner.STAGE,
     ) -> Any:
-        """Add an uninitialized weight, and return it as `layer.GetWeight` does. `whole`: the owner of a weight that no
-        ranks divide.
+        """Add an uninitialized weight, and return it as `layer.GetWeight` does. `whole`: the owner of the weight if the
+        weight is not divided among ranks.
         """
         self.owners[name] = owner = whole if held.part is None else Owner.RANK
         memory = memories[owner] if held.dtype is None else partial(memories[owner], dtype=held.dtype)

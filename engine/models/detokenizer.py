@@ -1,7 +1,7 @@
 """The detokenizer: converts tokens to text one by one, for stop strings and for streams.
 
 Guarantees: the cost per token does not grow with the number of earlier tokens. Text is held back while it may end in an
-incomplete character. Text is held back for at most three further tokens that have text.
+incomplete character. No text is held back for more than three further tokens that have text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[list[int]], str], is_silent: Callable[[int], bool]) -> None:
         self._decode, self._is_silent = decode, is_silent
-        # The last tokens: first `_num_settled` tokens with returned text, then tokens without returned text.
+        # The last tokens: `_num_settled` tokens with returned text, followed by tokens without returned text.
         self._window: list[int] = []
         self._num_settled = 0
         self._returned = ""  # the part of the window's text that was returned before

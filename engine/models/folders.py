@@ -1,4 +1,4 @@
-"""Errors for model folders that contain something other than a model, or an adapter beside a model.
+"""Errors for folders that contain no model, and for folders that contain an adapter beside a model.
 
 Each error says what the folder contains and what to do. Owns nothing. Guarantees: only the names of files and the
 settings of an adapter are read. Pickles are never opened.

@@ -182,8 +182,8 @@ def copy_checkpoint(checkpoint: Checkpoint, destinations: Mapping[str, Weight]) 
     `destinations`: maps names in the decoder to weights. Tensors without a destination are skipped. If a destination
     is a `Shard`, only its part of the tensor is read.
 
-    Dtype and device are converted. Every few seconds, the log reports how much is left to copy. Raise ModelError if a
-    file can no longer be read, or if scales are damaged.
+    The tensors are converted to the dtypes and devices of their destinations. Every few seconds, the log reports how
+    much is left to copy. Raise ModelError if a file can no longer be read, or if scales are damaged.
     """
     told, num_bytes = time.monotonic(), 0
     for number, (file, names) in enumerate(checkpoint.files.items(), 1):
@@ -315,11 +315,11 @@ def check_checkpoint(
 ) -> Checkpoint:
     """Find the tensors of `expected` in the folder's safetensors files, and check all tensors in these files.
 
-    Only the headers of files are read, and the values of copies and of their originals. Only the shapes and dtypes of
-    `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates a tensor's name in a file to
-    the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the tensor. `parts`: the parts
-    in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a part in FP8. `tied`: maps the
-    name of each copy that a checkpoint may have to the name of the original. Copies are skipped.
+    The function reads the headers of all files. It reads values only of copies and of their originals. Only the shapes
+    and dtypes of `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates a tensor's name
+    in a file to the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the tensor.
+    `parts`: the parts in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a part in
+    FP8. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. Copies are skipped.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
     missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype, and if a copy differs from its
@@ -346,8 +346,8 @@ def check_checkpoint(
 
 
 def _swapped(folder: Path, found: dict[str, list[_Found]], expected: Mapping[str, Weight]) -> frozenset[str]:
-    """Return the stacks that a checkpoint has with rows and columns swapped: all stacks of layouts that allow it, or
-    none.
+    """Return the stacks that a checkpoint has with rows and columns swapped: all stacks with a layout that allows the
+    swap, or none.
 
     Square matrices fit both ways, but the two stacks of a layer are never both square. Raise ModelError if the
     checkpoint has square stacks only.

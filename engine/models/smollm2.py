@@ -83,7 +83,7 @@ def make_folder_once(folder: Path, write: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         write(partial)
-        for path in (partial, *partial.iterdir()):  # whatever the umask
+        for path in (partial, *partial.iterdir()):  # regardless of the umask
             path.chmod(path.stat().st_mode & ~(stat.S_IWGRP | stat.S_IWOTH))
         partial.rename(folder)
 

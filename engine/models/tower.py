@@ -36,7 +36,7 @@ class Tower:
     def __init__(self, spec: TowerSpec, backend: Backend, get: GetWeight, layers: Sequence[Layer], first: int) -> None:
         self._ops, self._spec, self._first = backend, spec, first
         self._parts = make_tower(spec, BackendTowerOps(backend), get)
-        # The layers after which rows are added, one by one, and the other layers.
+        # One group for each layer after which rows are added, then one group for all other layers.
         count = max(0, len(spec.deepstack) - first)
         self._groups: list[Any] = [backend.new_layers([layer]) for layer in layers[:count]]
         if others := layers[count:]:

@@ -135,14 +135,14 @@ class OpenSample:
     """An unfinished sample.
 
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
-    that end the sample. `editor`: edits the logits of the next token; None without edits. `logprobs`: None if not
-    requested. `commits`: the commits under which tokens were drawn. Each commit comes with the index of the first token
-    that was drawn under it. `error`: a description of the error that ends the sample, or None. `records`: the columns
+    that end the sample. `editor`: edits the logits of the next token; None without edits. `place`: how far the sample
+    has come in a text of its grammar; None without a grammar. `logprobs`: None if not requested. `records`: the columns
     requested by `top_logprobs`, or None. `targets`, `target_ids`: the column requested by `target_token_ids`, and these
-    tokens (int64 [K]), or None. `kept`: the columns requested by `return_sampling_mask`, or None. `joined`: whether the
-    prompt is computed by the sequence of an earlier request. `num_told`: the number of tokens that deltas have
-    reported; None if deltas were not requested. `num_drafted`, `num_accepted`: as in `SampleOutput`. `place`: the
-    sample's place in a text of its grammar; None without a grammar.
+    tokens (int64 [K]), or None. `kept`: the columns requested by `return_sampling_mask`, or None. `commits`: the
+    commits under which tokens were drawn. Each commit comes with the index of the first token that was drawn under it.
+    `error`: a description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the
+    sequence of an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not
+    requested. `num_drafted`, `num_accepted`: as in `SampleOutput`.
     """
 
     request: GenerateRequest
@@ -226,8 +226,8 @@ class OpenSample:
 class OpenScore:
     """An unfinished score request, with columns that are filled as chunks are computed.
 
-    `columns`: as in `ScoreOutput`. `rules`: the edits of logits, or None. `place`: the place of the scored tokens in a
-    text of the grammar, or None.
+    `columns`: as in `ScoreOutput`. `rules`: the edits of logits, or None. `place`: how far the scored tokens have come
+    in a text of their grammar; None without a grammar.
     """
 
     request: ScoreRequest

@@ -3,8 +3,9 @@
 The memory is an unnamed file that the leader creates and that the followers inherit. Each group of ranks has a region
 of the file. The groups are all ranks together, the ranks of each stage, and each pair of ranks that pass hidden states.
 A region has one counter for each rank of the group, and two sides, each with one slot for each rank. A rank writes its
-tensor to its slot, sets its counter to the number of the call, and waits until all counters have reached this number. A
-rank can be at most one call ahead of another rank, so two sides suffice.
+tensor to its slot, sets its counter to the number of the call, and waits until all counters have reached this number.
+Consecutive calls use different sides. A rank can be at most one call ahead of another rank, so no rank overwrites a
+slot that another rank still reads.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Segment:
         }
 
     def links(self, index: int) -> Links:
-        """Return how a rank reaches the others."""
+        """Return the exchanges and links through which a rank reaches the other ranks."""
         topology = self.topology
         before, after = topology.before(index), topology.after(index)
         everyone = stage = SharedExchange(self, _everyone(topology), index)
@@ -111,8 +112,8 @@ class SharedExchange:
         self.native.meet()
 
     def _check_patience(self, turn: int) -> None:
-        """Raise RankError if this rank has waited too long at the meeting `turn`. An error that `check` raises is
-        propagated.
+        """Raise RankError if this rank has waited too long at the meeting with the number `turn`. An error that `check`
+        raises is propagated.
         """
         self._segment.check()
         waiting_for, since = self._waiting
@@ -172,7 +173,7 @@ class SharedExchange:
 
 
 def _region_bytes(size: int) -> int:
-    """Return the size of the region of `size` ranks, in bytes."""
+    """Return the size, in bytes, of the region of a group with `size` ranks."""
     return size * (_COUNTER_BYTES + 2 * SLOT_BYTES)
 
 

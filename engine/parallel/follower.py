@@ -58,7 +58,8 @@ def follow(channel: Channel, file: int, index: int) -> None:
         if channel.is_closed():
             raise LeaderGone
 
-    # A follower waits without a time limit, because the leader has one, and ends all followers if one hangs.
+    # A follower waits without a time limit, because the leader has a time limit, and ends all followers if one of them
+    # hangs.
     place = RankPlace(whole, index, Segment(topology, file, check))
     os.close(file)
     everyone = place.everyone
@@ -111,7 +112,7 @@ def follow(channel: Channel, file: int, index: int) -> None:
 
 def _end_with_the_leader(channel: Channel) -> None:
     """End this process as soon as the leader has closed its end of the socket. Otherwise, a GPU could wait for ranks
-    that have ended, and this process for the GPU.
+    that have ended, and this process could wait for the GPU.
     """
     while not channel.is_closed():
         time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -116,7 +116,8 @@ class SymmetricExchange:
     """The `Exchange` of a rank on a GPU that can read the buffers of the other ranks. `fold_peers(sums)`: returns the
     same bits as `kernels.ranks.fold(sums)`, in one kernel.
 
-    A rank writes to its buffer between two barriers, so a CUDA graph can capture any number of calls.
+    A rank writes to its buffer between two barriers. The write and both barriers run on the GPU's stream, so a CUDA
+    graph can capture any number of calls.
     """
 
     native = None
@@ -248,9 +249,9 @@ def _nccl(store: Any, rank: Rank, device: torch.device) -> Any:
 
 @contextmanager
 def _variables(wanted: dict[str, str]) -> Iterator[None]:
-    """Set these environment variables inside the `with` block, except those that are set already. NCCL reads them when
-    a group is created. The variables turn off the watchdog of NCCL groups, which would kill the process if a rank
-    hangs. The leader ends the ranks instead.
+    """Set these environment variables inside the `with` block, except the variables that are already set. NCCL reads
+    them when a group is created. The variables turn off the watchdog of NCCL groups, which would kill the process if a
+    rank hangs. The leader ends the ranks instead.
     """
     with _environment:
         added = {name: value for name, value in wanted.items() if name not in os.environ}

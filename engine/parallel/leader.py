@@ -60,8 +60,9 @@ class Followers:
         self.close = weakref.finalize(self, _end, self._all)
 
     def start(self, config: EngineConfig, segment: int, folder: str, has_copies: bool) -> None:
-        """Start the followers. `segment`: the shared memory through which ranks exchange tensors. `folder`: where the
-        ranks find each other. `has_copies`: whether each rank computes with a copy of its weights.
+        """Start the followers. `segment`: the file descriptor of the shared memory through which ranks exchange
+        tensors. `folder`: where the ranks find each other. `has_copies`: whether each rank computes with a copy of its
+        weights.
         """
         for index in range(1, self._size):
             own, other = socket.socketpair()
@@ -146,7 +147,7 @@ def _end(followers: list[Follower]) -> None:
 
 
 class _Computation:
-    """A step in flight on all ranks. `compute`: computes this rank's part of it."""
+    """A step in flight on all ranks. `compute`: computes this rank's part of the step."""
 
     def __init__(self, step: Step, compute: Callable[[Step], RankComputation]) -> None:
         self._step, self._compute = step, compute

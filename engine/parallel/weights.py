@@ -200,7 +200,7 @@ class LeaderWeights:
         self, arena: RankedArena, places: Sequence[_Place], allocated: dict[_Place, list[Tensor]]
     ) -> Iterator[tuple[Owner, Empty]]:
         """Yield the functions that allocate a rank's weights. `allocated`: the tensors that earlier ranks have
-        allocated. A later rank that shares an owner with them gets the same tensors.
+        allocated. If a later rank has weights of the same owner, the later rank gets the same tensors.
         """
         for place in places:
             if place in allocated:
@@ -243,12 +243,12 @@ class FollowerArena:
         raise NotImplementedError
 
     def drop(self, keep: bool) -> None:
-        """Free the copy. The leader owns the other memory."""
+        """Free the copy. The leader frees the host memory, which it owns."""
         if self.copy is not None:
             self.copy.drop()
 
     def restore(self) -> None:
-        """Reallocate the copy. The leader must have restored the other memory."""
+        """Reallocate the copy. The leader must have restored the host memory."""
         if self.copy is not None:
             self.copy.restore()
             self.update()

@@ -75,7 +75,7 @@ class Channel:
         return list(files)
 
     def has_news(self, seconds: float = 0.0) -> bool:
-        """Return whether a message has arrived or the other process has ended. Wait for this at most `seconds`."""
+        """Return whether a message has arrived or the other process has ended. Wait up to `seconds` for either."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
@@ -121,7 +121,7 @@ def _packed(value: Any) -> Any:
         content = _NAMES[value.dtype], value.shape, np.ascontiguousarray(value).tobytes()
         return msgpack.ExtType(_ARRAY, msgpack.packb(content))
     if isinstance(value, Distribution):
-        content = {name: getattr(value, name) for name in Distribution.model_fields}  # a subclass may have more
+        content = {name: getattr(value, name) for name in Distribution.model_fields}  # a subclass may have more fields
         return msgpack.ExtType(_OBJECT, msgpack.packb(("Distribution", content), default=_packed))
     if type(value).__name__ in _CLASSES:
         content = {field.name: getattr(value, field.name) for field in fields(value)}

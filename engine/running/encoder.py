@@ -93,5 +93,5 @@ class ImageEncoder:
         return EmbeddedRows(to_device(torch.from_numpy(np.concatenate(places)), self._model.device), torch.cat(parts))
 
     def checksums(self, images: Sequence[ImageRows]) -> list[int]:
-        """Return a checksum of all rows of each image of a step. Wait for the device if an image has none yet."""
+        """Return a checksum of all rows for each image of a step. Wait for the device if a checksum is not known."""
         return [self._encoded[rows.key].checksum for rows in images]

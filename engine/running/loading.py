@@ -86,8 +86,9 @@ class EngineInfo:
     token's recorded experts, in bytes. The four fields about experts are 0 for models without experts.
 
     `tensor_parallel_size`: the number of ranks in each stage. `pipeline_parallel_size`: the number of stages. With
-    several ranks, `weight_bytes` are those of rank 0, and `kv_bytes` and `state_bytes` those of one rank, at most.
-    `token_bytes`: the bytes of a rank's KV cache for each token, summed over the layers with the first window.
+    several ranks, `weight_bytes` is the size of rank 0's weights; `kv_bytes` and `state_bytes` are upper bounds for
+    each rank. `token_bytes`: the bytes of a rank's KV cache for each token, summed over the layers with the first
+    window.
 
     `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`. `llguidance`: the version of the
     package that computes the masks of grammars; None if it is not installed.
@@ -219,7 +220,7 @@ def allocate_model(config: EngineConfig, links: Links | None = None, place: Plac
 
 def outline(config: EngineConfig) -> Decoder:
     """Return the model that `config.model` names, on torch's meta device (without memory). With several ranks, return
-    the part of a rank that has the most weights.
+    the part of the rank with the most weights.
 
     Accepts the same names and raises the same errors as `load_dummy`. Raise ConfigError if the model cannot have
     the ranks that `config` asks for.

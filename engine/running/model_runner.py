@@ -137,7 +137,7 @@ class ModelRunner:
         embedded: EmbeddedRows | None = None,
     ) -> ModelOutput:
         """Run the model's forward pass, which reads and writes the memories. A stage begins with the hidden states of
-        the previous stage, and sends its own to the next one.
+        the previous stage, and sends its own hidden states to the next stage.
 
         `positions`, `embedded`: as in `ModelInput`. `pages`: for each window, where to read and write keys and values.
         `states`, `journal`: as in `Step`, for a model with recurrent layers.

@@ -33,9 +33,9 @@ class DraftStep:
     """N sequences for which tokens are drafted. Arrays are int64 unless stated otherwise.
 
     `token_ids`, `positions` [N]: the last token of each sequence, and its position. `counts` [N]: how many tokens to
-    draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. They have room for
-    every drafted token except the last: no step computes its KV. `records`: `DRAW` [N], how each sequence draws.
-    `block_copies`: as in `Step`, made before anything is drafted.
+    draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. The blocks have room
+    for every drafted token except the last, because no step computes the last token's KV. `records`: `DRAW` [N], how
+    each sequence draws. `block_copies`: as in `Step`, made before anything is drafted.
     """
 
     token_ids: np.ndarray

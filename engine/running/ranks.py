@@ -50,11 +50,11 @@ class Topology(NamedTuple):
         return [*range(first, first + self.tensor)]
 
     def before(self, index: int) -> int | None:
-        """Return the rank that sends hidden states to a rank, or None in the first stage."""
+        """Return the rank from which the rank `index` receives hidden states, or None in the first stage."""
         return None if self.stage(index).is_first else index + self.tensor
 
     def after(self, index: int) -> int | None:
-        """Return the rank to which a rank sends hidden states, or None in the last stage."""
+        """Return the rank to which the rank `index` sends hidden states, or None in the last stage."""
         return None if self.stage(index).is_last else index - self.tensor
 
 

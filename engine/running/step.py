@@ -24,7 +24,8 @@ from ..scheduling.sequence import Chunk, Chunks, Lanes, Takers
 
 T = TypeVar("T")
 NO_LANE = -1
-"""The lane of a draw that is not stored on the device, because the host sees the token before the sequence continues.
+"""The lane of a draw if the drawn token is not stored on the device. The host sees such a token before the sequence
+continues.
 """
 
 
@@ -75,7 +76,9 @@ class Draws:
 
 
 def _taken(found: Mapping[int, T], places: np.ndarray) -> dict[int, T]:
-    """Return what `found` has at the given indices, by the new index."""
+    """Return the values of `found` at the keys in `places`. The new key of a value is the index of its old key in
+    `places`.
+    """
     return {i: found[place] for i, place in enumerate(places.tolist()) if place in found}
 
 
@@ -254,9 +257,10 @@ def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray,
 
 
 def _journal(chunks: Chunks, lanes: Lanes, num_drafted: np.ndarray, drafted: np.ndarray) -> JournalRows | None:
-    """Return the rows for recurrent layers; None without recurrent layers, drafted and repeated rows.
+    """Return the rows for recurrent layers. Return None for a model without recurrent layers, and for a step that has
+    neither drafted nor repeated rows.
 
-    `num_drafted`: int64 [N], the number of drafted rows of each chunk. `drafted`: their indices.
+    `num_drafted`: int64 [N], the number of drafted rows of each chunk. `drafted`: the indices of the drafted rows.
     """
     repeated = lanes.states.num_repeated[chunks.lanes]
     has_states = lanes.states.target[chunks.lanes[0]] != NO_SLOT
@@ -317,7 +321,7 @@ def _edits(edited: np.ndarray, owners: np.ndarray, chunks: Chunks, takers: Taker
         assert editor is not None
         drafts = chunks.drafts.get(int(chunks.lanes[takers.places[owner]]), ())
         rows = editor.rows(drafts, masks)
-        edits |= zip(places, rows, strict=False)  # edits end with min_tokens, maybe amid the drafts
+        edits |= zip(places, rows, strict=False)  # the edits of min_tokens may end before the last draft
     return edits
 
 

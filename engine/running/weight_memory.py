@@ -65,8 +65,8 @@ class WeightMemory(Protocol):
     def num_bytes(self) -> int: ...
 
     def new_arena(self, is_live: bool) -> Any:
-        """Return memory for a set of weights. `is_live`: for the live weights, with which ranks compute. Raise
-        MemoryError or RuntimeError if there is not enough memory.
+        """Return memory for a set of weights. `is_live`: whether the memory is for the live weights, with which ranks
+        compute. Raise MemoryError or RuntimeError if there is not enough memory.
         """
         ...
 

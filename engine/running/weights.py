@@ -58,8 +58,9 @@ class OptionalWeights:
     """The weights of a model's MTP module. `names`: their names. New weights may lack them, because no sample depends
     on them.
 
-    transformers drops the module when it loads a model, so most trainers cannot push it. The worker then keeps its own.
-    Owns the record of whether the last commit replaced these weights, and their values during a sleep.
+    transformers drops the module when it loads a model, so most trainers cannot push it. The worker then keeps the
+    module's current weights. Owns the record of whether the last commit replaced these weights, and their values during
+    a sleep.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -68,7 +69,7 @@ class OptionalWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """The weights that the next commit may lack, but only all of them together.
+        """The weights that the next commit may lack. A commit may lack all of these weights, but not just some of them.
 
         Empty if an in-place staging was dropped after it had written to some of the weights.
         """

@@ -240,7 +240,9 @@ class Branches:
         self._takers.setdefault(sequence.chain.hashes[num_hits - 1], sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Forget a sequence's branch after the sequence has taken the checkpoint there, or if it will never do so."""
+        """Forget a sequence's branch after the sequence has taken the checkpoint there, or if the sequence will never
+        take this checkpoint.
+        """
         if sequence.branch:
             key = sequence.chain.hashes[sequence.branch // self._block_size - 1]
             if self._takers.get(key) is sequence:

@@ -116,7 +116,7 @@ class Waiting:
     """The waiting sequences: the sorted list `ready`, and the sequences that are set aside until a block is published.
 
     To decide whether a ready sequence can start, the scheduler hashes the sequence's prompt. Sequences that are set
-    aside are not considered.
+    aside are not considered, so they cost no time.
     """
 
     def __init__(self) -> None:
@@ -365,7 +365,9 @@ class Starter:
         return recorded if len(recorded) == len(hits) else self._cache.deepest(recorded)
 
     def _outside_images(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
-        """Return the hits after which the sequence can continue."""
+        """Return the longest prefix of `hits` after which the sequence can continue. If the tokens of an image see each
+        other, the prefix must not end within an image.
+        """
         if sequence.media is None:
             return hits
         while hits and not sequence.media.can_resume(len(hits) * self._cache.block_size):
@@ -574,8 +576,8 @@ class Scheduler:
             plan.add(sequence.lane, size if states is None else states.cut(sequence, size))
 
     def _reserve(self, sequence: Sequence, start: int, size: int, plan: _Plan, least: int = 0) -> int:
-        """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible. For the
-        first `least` of them, or for one token if `least` is 0, newer sequences are preempted.
+        """Give a running sequence blocks for tokens [start, start + size), or for as many of them as possible. If
+        blocks for the first `least` tokens (at least one token) are lacking, newer sequences are preempted.
 
         Return how many of the `size` tokens have blocks afterwards.
         """

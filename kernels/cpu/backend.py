@@ -71,7 +71,7 @@ _PAIR = {torch.float32: 1, torch.bfloat16: 2}
 # The numbers of `Activation` in native/common.h.
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "sigmoid": 2, "clamped_silu": 3, "relu": 4}
 
-# The numbers of `Score`.
+# The numbers of `Score` in native/common.h.
 SCORES: dict[Score, int] = {"softmax_of_chosen": 0, "softmax": 1, "sigmoid": 2}
 
 
@@ -168,8 +168,9 @@ class PackedLayers(tuple[Layer, ...]):
 
     @cached_property
     def _storages(self) -> list[tuple[torch.UntypedStorage, Tensor]]:
-        """Each storage, with a mask of the tensors that lie there. The masks of layers that are never computed, with a
-        storage for each tensor, would take memory in proportion to the square of their number.
+        """Each storage, with a mask of the tensors that lie there. If each tensor has a storage of its own, the masks
+        take memory proportional to the square of the number of tensors. They are therefore made only when the layers
+        are first computed.
         """
         return [(storage, (self._owners == i).long()) for storage, i in self._indices.items()]
 
@@ -272,9 +273,9 @@ def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
 def _widths(layer: Layer) -> tuple[int, ...]:
     """Return `PackedLayers.widths` of one layer.
 
-    The widths are those of the following, in order: the mixer's projected input, that input after a convolution, the
-    gate of the mixer's output, the gates of a recurrence, the mixer's output, hidden states, the inner features of the
-    MLP, hidden states.
+    The result has the widths of the following rows, in this order: the mixer's projected input, that input after a
+    convolution, the gate of the mixer's output, the gates of a recurrence, the mixer's output, hidden states, the inner
+    features of the MLP, hidden states.
     """
     spec, mixer, mlp = cast(tuple[Any, Any, Any], (layer.spec.mixer, layer.mixer, layer.spec.mlp))
     hidden, inner = mixer.o.shape[0], _inner_width(mlp)

@@ -39,9 +39,9 @@ from ..specs import (
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 MOST_LAYERS = 2**10
-"""Limit on layers."""
+"""The maximum number of layers."""
 MOST_EXPERTS = 2**16
-"""Limit on experts, so that the id of an expert fits in a uint16."""
+"""The maximum number of experts. The id of an expert must fit in a uint16."""
 # Limits on sizes: several times the sizes of any published decoder, but products of sizes stay far below 2**63.
 _MOST = {
     "vocab_size": 2**24,
@@ -290,7 +290,9 @@ class Settings(PreTrainedConfig):
         )
 
     def _stretched_scale(self: Any) -> float:
-        """Return the factor by which a stretched rotation multiplies the queries and keys of a latent attention."""
+        """Return the factor by which a rotation with `mscale_all_dim` multiplies the queries and keys of a latent
+        attention.
+        """
         parameters = self.rope_parameters
         if parameters.get("rope_type", "default") == "default" or not (each := parameters.get("mscale_all_dim")):
             return 1.0

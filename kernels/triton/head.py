@@ -85,7 +85,7 @@ def fold_sections(found: Sequence[Tensor], wanted: Wanted, k: int | None) -> Fol
 
 
 def log_probs(logits: Tensor, token_ids: Tensor) -> Tensor:
-    """torch's gather only moves data; the kernels do all arithmetic."""
+    """See `Backend.log_probs`. torch's gather only moves data; the kernels do all arithmetic."""
     logits, listed = aligned(logits), token_ids if token_ids.dim() == 2 else token_ids[:, None]
     unread = listed[:, 0].contiguous()
     ones = torch.ones_like(unread, dtype=torch.float32)
@@ -129,7 +129,7 @@ def _choose_and_sum(
 
 
 def token_statistics(logits: Tensor, token_ids: Tensor, k: int) -> TokenStatistics:
-    """torch's sort and gather only move data; the kernels do all arithmetic."""
+    """See `Backend.token_statistics`. torch's sort and gather only move data; the kernels do all arithmetic."""
     logits, ids = aligned(logits), aligned(token_ids)
     ones = torch.ones_like(ids, dtype=torch.float32)
     _, log_probs, _, peaks, totals = _choose_and_sum(logits, ids, ones, ones.bool(), ids, ids)
@@ -149,7 +149,7 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """torch's sort and scatter only move data; all sums and all rounding happen in `_count_kept_kernel`."""
+    """See `Backend.filter_logits`. torch's sort and scatter only move data; the kernel does all arithmetic."""
     rows, vocab_size = logits.shape
     ordered, ids = torch.sort(logits, dim=-1, descending=True, stable=True)
     kept = torch.empty_like(top_k)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates are per second and for the whole GPU. Numbers per clock are for one multiprocessor (SM)."""
+    """The properties of a GPU. Rates are per second and for the whole GPU. Numbers per clock are for one multiprocessor
+    (SM).
+    """
 
     sms: int
     memory: float
