@@ -37,8 +37,8 @@ _OF_DEVICE: Any = None  # a placeholder until the device is known
 class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    The only settings that affect the bits of samples are `model`, `dtype`, `device`, `backend` and `pieces`. The
-    instruction set that the backend uses also affects the bits.
+    The only settings that affect the bits of samples are `model`, `dtype`, `device`, `backend` and `pieces`. In
+    addition to these settings, the instruction set that the backend uses affects the bits.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
@@ -74,13 +74,13 @@ class EngineConfig(BaseModel):
     of layers. Each stage has `tensor_parallel_size` ranks. The bits of samples do not depend on these two numbers.
     `devices`: the devices of the ranks, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks.
     None: one GPU for each rank, or the CPU; if `device` is a single GPU such as `cuda:1`, all ranks share it.
-    `exchange`: how ranks exchange tensors: `shared` (memory of the host), `group` (a process group of torch: NCCL on
+    `exchange`: how ranks exchange tensors: `shared` (through host memory), `group` (a process group of torch: NCCL on
     GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each rank has a
     GPU of its own, otherwise `shared`.
 
     `pieces`: tensor parallelism splits some sums; each of these sums is computed in this number of pieces: 1, 2, 4 or
-    8. Another number gives samples with other bits. None: the number that suits the model (`kernels.pieces`). A trainer
-    must use the same number.
+    8. A different number gives samples with different bits. None: the number that suits the model (`kernels.pieces`). A
+       trainer must use the same number.
 
     `max_images`: the maximum number of images in a prompt. 0: the vision tower is not loaded. Above 0, the model needs
     a vision tower. `max_image_patches`: the maximum number of patches of an image. `image_cache_bytes`: the maximum

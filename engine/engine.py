@@ -96,7 +96,9 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of requests. Its methods `is_prepared` and `prepare` may be called from any thread."""
+        """The grammars of requests. The methods `is_prepared` and `prepare` of `Grammars` may be called from any
+        thread.
+        """
         return self._grammars
 
     @property
@@ -231,7 +233,9 @@ class Engine:
         self._executor.peers.check()
 
     def close(self) -> None:
-        """End the engine's other processes. No call may follow. Without this call, they end with this process."""
+        """End the engine's other processes. No call may follow. Without this call, the other processes end when this
+        process ends.
+        """
         self._executor.peers.close()
         self._grammars.close()
 

@@ -19,7 +19,7 @@ class ExpertRecorder:
     def __init__(self, format: RouteFormat | None) -> None:
         self._format = format
         shape = (0, 0) if format is None else (format.layers, format.num_experts)
-        self._accepted = np.zeros(shape, np.int64)  # of accepted drafts, which the device does not count
+        self._accepted = np.zeros(shape, np.int64)  # the counts of accepted drafts, which the device does not count
         self.counts = self._accepted.tobytes()
 
     def record(self, chunks: Chunks, ends: np.ndarray, rows: memoryview | None, counts: bytes) -> None:

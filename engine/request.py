@@ -57,7 +57,7 @@ class Column:
     counts: str = ""
 
     def num_bytes(self, widths: Widths) -> int:
-        """Return the number of bytes per token. The column must have the same number for each token."""
+        """Return the number of bytes per token. The column must have the same number of bytes for each token."""
         assert not self.counts
         return np.dtype(self.dtype).itemsize * (getattr(widths, self.listed) if self.listed else 1)
 
@@ -84,7 +84,7 @@ COLUMNS = (LOGPROBS, *TOPS, TARGETS, *KEPT)
 _BY_NAME = {column.name: column for column in COLUMNS}
 
 Columns: TypeAlias = dict[str, np.ndarray]
-"""The columns of the same tokens, by name, in the order of `COLUMNS`."""
+"""The columns of a range of tokens: a map from column name to values, in the order of `COLUMNS`."""
 
 
 def columns_of(output: Any) -> Columns:
@@ -108,8 +108,8 @@ def empty_columns(params: SamplingParams) -> Columns:
 
 
 def new_columns(top_logprobs: int | None, num_targets: int, rows: int) -> Columns:
-    """Return the columns of a score for `rows` tokens, filled with zeros. `num_targets`: tokens asked for at each
-    position.
+    """Return the columns of a score for `rows` tokens, filled with zeros. `num_targets`: the number of target tokens at
+    each position.
     """
     asked = (LOGPROBS, *(TOPS if top_logprobs is not None else ()), *(TARGETS,) * (num_targets > 0))
     widths = Widths(top_logprobs or 0, num_targets)
@@ -192,7 +192,7 @@ _EDITS = (
 
 
 class _HashableFailFast(FailFast):
-    """`FailFast` for a type beside None: Python may hash the types of a union."""
+    """A hashable `FailFast`, for a type in a union with None: Python may hash the types of a union."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -255,8 +255,9 @@ class Distribution(BaseModel):
     in `stop_token_ids` and, unless `ignore_eos` is set, the model's end-of-sequence tokens.
 
     `structured_outputs`: a `Grammar`, or a map with its fields; None allows all texts. A token is drawn only if the
-    text of the sample, with this token, begins a text of the grammar. The tokens that end a sample are drawn only
-    where the text is complete, unless they are themselves part of the text. Special tokens are never part of the text.
+    sample's text, including this token, is a prefix of a text of the grammar. The tokens that end a sample are drawn
+    only where the text is complete, unless they are themselves part of the text. Special tokens are never part of the
+    text.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -388,12 +389,12 @@ class SamplingParams(Distribution):
     which tokens are drawn, after temperature and filters. `temperature`: after temperature, without filters. `raw`: the
     model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens that are recorded
     for each token of the sample. The entropy of the distribution is recorded as well. If `top_logprobs` is 0, only the
-    entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is recorded.
-    `target_token_ids`: for each token of the sample, record the log-probs of these tokens, as `target_logprobs`.
-    `return_sampling_mask`: for each token of the sample, record which tokens filters and bans left to draw, as
-    `kept_token_ids`, and their probability, as `kept_log_mass`.
-    `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
-    experts. `cache_salt`: only requests with the same salt share cached prefixes.
+    entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is recorded. `target_token_ids`:
+    for each token of the sample, record the log-probs of these tokens, as `target_logprobs`. `return_sampling_mask`:
+    for each token of the sample, record the tokens that could be drawn after filters and bans, as `kept_token_ids`, and
+    the logarithm of their total probability, as `kept_log_mass`. `return_routed_experts`: record the experts chosen for
+    each token of prompt and sample, if the model is a mixture of experts. `cache_salt`: only requests with the same
+    salt share cached prefixes.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -637,7 +638,7 @@ class ScoreRequest:
     the distribution edits logits, the tokens before `start` are the prompt and the others are the sample. `spans`,
     `images`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in `SamplingParams`.
     `target_token_ids`: compute the log-probs of these tokens, too: int32 [num_tokens - start, K], K at least 1, or
-    None. NO_TARGET fills up a row; its log-prob is 0.
+    None. Rows with fewer tokens are padded with NO_TARGET, which has the log-prob 0.
     """
 
     id: str
@@ -687,8 +688,8 @@ class SampleOutput:
     `kept_counts`, `kept_log_mass` and `kept_token_ids` are None unless `return_sampling_mask` was requested.
     `kept_token_ids`: int32 [sum of `kept_counts`], the tokens that could be drawn: for each token of the sample, all
     ids that neither filters nor bans excluded, ascending. `kept_counts`: int32 [num_tokens], how many ids each token
-    has. A token has none if the whole vocabulary could be drawn. `kept_offsets` has the limits of each token's ids.
-    `kept_log_mass`: float32 [num_tokens], the natural logarithm of the probability of the kept tokens in the
+    has. A token has none if the whole vocabulary could be drawn. `kept_offsets` says where each token's ids begin and
+    end. `kept_log_mass`: float32 [num_tokens], the natural logarithm of the probability of the kept tokens in the
     distribution before `top_k`, `top_p` and `min_p`, which is after edits and temperature. The log-prob of a token in
     the distribution from which it was drawn is its log-prob before these filters minus `kept_log_mass`. `kept_log_mass`
     is computed as the difference of these two log-probs, rounded to float32.
@@ -725,8 +726,8 @@ class SampleOutput:
 
     @property
     def kept_offsets(self) -> np.ndarray | None:
-        """The limits of each token's part of `kept_token_ids`: int64 [num_tokens + 1], token i has the ids
-        [offsets[i], offsets[i + 1]). None unless `return_sampling_mask` was requested.
+        """Where each token's part of `kept_token_ids` begins and ends: int64 [num_tokens + 1]. Token i has the ids at
+        the indices [offsets[i], offsets[i + 1]). None unless `return_sampling_mask` was requested.
         """
         return None if self.kept_counts is None else np.concatenate(([0], self.kept_counts.cumsum(dtype=np.int64)))
 

@@ -2,7 +2,7 @@
 
 A PEFT model changes weights in two ways. A weight with an adapter is replaced by `Backend.merge` of the weight and the
 adapter's matrices A and B, each in the dtype of the forward pass. A module listed in `modules_to_save` is replaced by
-its active copy. This module recognizes PEFT's classes by module and name, and does not import PEFT.
+its active copy. This module recognizes PEFT's classes by Python module and class name, and does not import PEFT.
 """
 
 from __future__ import annotations

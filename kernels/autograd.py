@@ -716,8 +716,7 @@ class _LogProbs(Function):
 
         The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
         would turn a rounding difference in the logits into a large error. The gradients of logits are multiplied by the
-        slopes of edits, and by those of the head's scale and cap. A token that filters or edits have dropped gets no
-        gradient.
+        slopes of edits and of the head's scale and cap. A token that filters or edits have dropped gets no gradient.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = as_weight(ctx.ops, weight)

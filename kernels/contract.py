@@ -298,9 +298,9 @@ class Norms:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a decoder with its weights. `mixer_pieces`, `recurrent_pieces`: the pieces of the `o` of `mixer` and
-    of `recurrent_mixer`. `mlp_pieces`: the pieces of `down` in the MLP or in the shared expert. The number of these
-    pieces is also the number of groups of experts.
+    """One layer of a decoder with its weights. `mixer_pieces`, `recurrent_pieces`: the pieces of the weight `o` of
+    `mixer` and of `recurrent_mixer`. `mlp_pieces`: the pieces of `down` in the MLP or in the shared expert. The number
+    of these pieces is also the number of groups of experts.
     """
 
     spec: LayerSpec
@@ -622,7 +622,8 @@ class Backend(Protocol):
 
         `groups`: a power of two that divides the number of experts. Group i holds the experts [i G, (i + 1) G), where G
         is the number of experts divided by `groups`. Within a group, the outputs are added in ascending order of expert
-        id; with several groups, they are added to +0.0. The sums of the groups are added as a balanced binary tree.
+        id. With several groups, the sum of each group starts at +0.0. The sums of the groups are added as a balanced
+        binary tree.
         """
         ...
 
@@ -630,8 +631,8 @@ class Backend(Protocol):
         self, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
     ) -> Tensor:
         """Return the float32 sums [M, H] of `experts` over the experts that `spec.own` names, before the shared expert
-        and before rounding. `weights` has these experts, and `groups` divides their number. The outputs of a group are
-        added to +0.0, even if there is only one group. `experts` has ids of all experts.
+        and before rounding. `weights` has only these experts, and their number is a multiple of `groups`. The outputs
+        of a group are added to +0.0, even if there is only one group. `experts` has ids of all experts.
         """
         ...
 

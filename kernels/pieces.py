@@ -26,7 +26,7 @@ from .specs import DecoderSpec, Mamba2Spec, RecurrentSpec
 
 MOST_PIECES = 8
 _MULTIPLE = 16
-"""The native kernels multiply neighbouring columns together, so a piece must not end between them."""
+"""A piece ends at a multiple of this number, because native kernels multiply neighbouring columns together."""
 _USUAL_PIECES = 4
 _LARGE = 40e9
 """Decoders with more parameters are cut into `MOST_PIECES`, because most of them need several devices."""

@@ -264,7 +264,9 @@ def _part_of_mamba2(spec: Mamba2Spec, rank: Rank) -> tuple[Mamba2Spec, dict[str,
     inner, vectors, i = own.inner_size, own.vector_size, rank.index
 
     def parts(*sizes: int) -> tuple[tuple[int, int], ...]:
-        """Return the rank's range of each part of some rows. `sizes`: the numbers of the rank's rows in each part."""
+        """For rows that consist of several parts, return the rank's range of rows in each part. `sizes`: the number of
+        the rank's rows in each part.
+        """
         return tuple((rank.size * sum(sizes[:n]) + i * size, size) for n, size in enumerate(sizes))
 
     channels = inner, vectors, vectors

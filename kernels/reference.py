@@ -286,7 +286,8 @@ def _row_sum(x: Tensor) -> Tensor:
 
 
 def _best(x: Tensor, count: int) -> Tensor:
-    """Return the indices of the highest elements of each row; among equals, the lower ones."""
+    """Return the indices of the `count` highest elements of each row; among equal elements, the lower indices.
+    """
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -669,7 +670,7 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _longest_first(batch: StateBatch) -> tuple[list[int], list[int]]:
-    """Return the sequences sorted by descending number of rows, and their numbers of rows."""
+    """Return two lists: the sequences in descending order of their numbers of rows, and these numbers."""
     counts = [end - start for start, end in pairwise(batch.query_starts)]
     order = sorted(range(len(counts)), key=lambda i: -counts[i])
     return order, [counts[i] for i in order]

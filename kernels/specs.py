@@ -173,7 +173,7 @@ class LatentSpec:
 
     @property
     def head_dim(self) -> int:
-        """The size of a cached key, and of a query of it."""
+        """The size of a cached key, and of a query that is multiplied by cached keys."""
         return self.latent_dim + self.rope_dim
 
     @property
@@ -545,8 +545,8 @@ class TowerSpec:
     the side of the windows, in blocks, within which patches see each other; None without windows. `whole_layers`: the
     layers without windows. `last_norm`: a norm follows the last layer.
 
-    `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Otherwise, they are
-    normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm in both cases.
+    `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Otherwise, the rows
+    are normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm in both cases.
     `deepstack`: after each of these layers, a further merger computes a row for each block, which is added to the
     hidden states of a layer of the decoder: the row of the first merger after the decoder's first layer, and so on
     (Meng et al. 2024). These mergers join the rows before they normalize them.
@@ -678,7 +678,7 @@ class Stage(NamedTuple):
         return self.index == self.size - 1
 
     def layers(self, count: int) -> range:
-        """Return the indices of the stage's layers, of `count` layers of a decoder."""
+        """Return the indices of the stage's layers in a decoder with `count` layers."""
         return range(count * self.index // self.size, count * (self.index + 1) // self.size)
 
 
@@ -765,7 +765,7 @@ class DecoderSpec:
 
     @property
     def own_experts(self) -> slice:
-        """The layers of this stage, as a slice of the layers with experts."""
+        """The layers with experts of this stage, as a slice of all layers with experts."""
         is_mixture, own = [isinstance(layer.mlp, ExpertsSpec) for layer in self.layers], self.own_layers
         return slice(sum(is_mixture[: own.start]), sum(is_mixture[: own.stop]))
 

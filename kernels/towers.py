@@ -1,9 +1,9 @@
 """The arithmetic of vision towers, defined once in terms of the ops.
 
-`encode` turns the pixels of images into rows of embeddings. Workers run it with the ops of a backend, image by image,
-and trainers with ops with gradients (`TowerOps`), for all images of a batch. The rows of an image depend only on its
-pixels, its grid and the weights: a patch sees only patches of its image, and no op lets other rows change the bits of a
-row. Learned positions are interpolated in float32, in a fixed order, and rounded once.
+`encode` turns the pixels of images into rows of embeddings. Workers run `encode` image by image, with the ops of a
+backend. Trainers run `encode` for all images of a batch, with ops that have gradients (`TowerOps`). The rows of an
+image depend only on its pixels, its grid and the weights: a patch sees only patches of its image, and no op lets other
+rows change the bits of a row. Learned positions are interpolated in float32, in a fixed order, and rounded once.
 
 A tower consists of parts. In a trainer, the weights of a part are in one module, and each part is computed while that
 module is called, once for all images (`training_towers`).
@@ -171,7 +171,7 @@ class TowerParts:
         return (part for part in parts if part is not None)
 
     def map(self, function: Callable[[Any], Any]) -> TowerParts:
-        """Return the tower in which `function` has replaced each part."""
+        """Return a tower with the result of `function` in place of each part."""
         return TowerParts(
             function(self.patch),
             None if self.table is None else function(self.table),

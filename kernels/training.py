@@ -241,7 +241,7 @@ def unalign(model: Any) -> None:
         raise AlignmentError(f"model is not aligned (got a plain {type(model).__name__}); unalign does not apply to it")
     for module in aligned:
         del module._aligned
-        if plain_class(type(module)) is type(module):  # otherwise fully_shard put its class before the aligned one
+        if plain_class(type(module)) is type(module):  # otherwise, fully_shard has put its class in front
             module.__class__ = type(module).__bases__[0]
 
 
@@ -334,7 +334,7 @@ def token_log_probs(
     an image processor of transformers: `pixel_values` and, if the model has them, `image_grid_thw` and the token types
     (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]). The tokens of images are placeholders. All other
     placeholders are text, including placeholders that a worker sampled. Gradients reach the tower. All ranks of a
-    sharded model take part in its tower, so parameters of a tower that saw no image have gradients of zeros.
+    sharded model call its tower. On a rank without images, the tower's parameters get gradients of zeros.
 
     `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
     are then those that a worker returns, for any `logprobs` except None: edits and filters keep the same tokens as in

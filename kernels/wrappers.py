@@ -38,7 +38,9 @@ def unwrapped(model: Any) -> Any:
 
 
 def text_decoder(model: Any) -> Any:
-    """Return the decoder of a transformers model, which is beside the vision tower if there is one."""
+    """Return the decoder of a transformers model. If the model has a vision tower, the decoder is the module beside the
+    tower.
+    """
     return getattr(model.model, "language_model", model.model)
 
 

@@ -2,7 +2,7 @@
 
 The lender is the process that fills an arena and seals it. A borrower is a process that maps the arena. After the seal,
 writes are private: a process that writes gets its own copy of the pages, and other processes see no change. This module
-owns the mappings. It also owns the lender's file descriptor until the arena is dropped.
+owns the mappings and, until the arena is dropped, the lender's file descriptor.
 
 Guarantees: the memory has no name in the file system. The system frees the memory when no process maps it any more,
 even if the processes were killed. A borrower maps exactly the memory that was lent.

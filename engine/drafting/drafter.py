@@ -30,8 +30,8 @@ class Drafter(Protocol):
     def draft(self, counts: Mapping[Sequence, int]) -> AnySequence[AnySequence[int]]:
         """Guess the next tokens of some sequences, and return them in the order of `counts`.
 
-        `counts`: how many tokens to draft for each sequence; at most as many as `expect` returned. The sequences have
-        blocks for the drafted tokens. A drafter may return fewer tokens.
+        `counts`: how many tokens to draft for each sequence; at most the number of chances that `expect` returned. The
+        sequences have blocks for the drafted tokens. A drafter may return fewer tokens.
         """
         ...
 

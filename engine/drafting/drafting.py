@@ -47,9 +47,9 @@ class Drafting:
     """Drafts at most `most` tokens per sequence and step. `vocab_size`: a draft ends before the first token id outside
     [0, vocab_size).
 
-    `drafters`: in each step, each sequence uses the drafter with the most expected accepted tokens. `adapts`:
-    whether `rule` chooses the number of drafted tokens. If `adapts` is False, all tokens that a drafter can guess are
-    computed. `costs`: the durations of steps, which the caller records.
+    `drafters`: in each step, each sequence uses the drafter with the highest expected number of accepted tokens.
+    `adapts`: whether `rule` chooses the number of drafted tokens. If `adapts` is False, all tokens that a drafter can
+    guess are computed. `costs`: the durations of steps, which the caller records.
     """
 
     def __init__(self, drafters: AnySequence[Drafter], most: int, vocab_size: int, adapts: bool = True) -> None:

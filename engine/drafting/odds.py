@@ -8,7 +8,7 @@ _DECAY, _PRIOR_WEIGHT = 0.95, 3.0
 class Odds:
     """How often guesses of different kinds were right. `count`: the number of kinds, which are numbered from 0.
 
-    Estimates start at the estimate of `prior`, or at 0.5 without one. `prior` also records every guess.
+    Estimates start at the estimate of `prior`, or at 0.5 without a prior. `prior` also records every guess.
     """
 
     def __init__(self, count: int, prior: Odds | None = None) -> None:

@@ -106,7 +106,9 @@ class Pause:
         return self._in_vain < _STEPS_IN_VAIN or step % _STEPS_PER_TRIAL == 0
 
     def record(self, gain: float) -> None:
-        """Record what drafts gained in a step: accepted tokens, minus the tokens that could be drawn in that time."""
+        """Record the gain of drafts in a step: accepted tokens, minus the tokens that could be drawn in the time that
+        the drafts took.
+        """
         self._gain = _KEPT_GAIN * self._gain + gain
         self._in_vain = 0 if self._gain > _LEAST_GAIN else self._in_vain + 1
         if self._in_vain >= _STEPS_IN_VAIN:

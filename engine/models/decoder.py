@@ -216,7 +216,7 @@ class Decoder:
         return [turn(self.ops, rotation, inv_freq, positions) for inv_freq, rotation in pairs]
 
     def embedded(self, token_ids: Tensor) -> Tensor:
-        """Return the scaled embeddings [M, hidden_size] of tokens, int64 [M]."""
+        """Return the scaled embeddings [M, hidden_size] of `token_ids`, which are int64 [M]."""
         return scale_embedding(self.ops.embedding(token_ids, self.embed), self.spec)
 
     def forward(self, tokens: ModelInput) -> ModelOutput:

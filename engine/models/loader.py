@@ -258,7 +258,8 @@ def _dequantize(rows: Rows, weight: Any) -> int:
 
 
 def _read_scales(found: Mapping[str, _Found]) -> dict[str, torch.Tensor]:
-    """Return the scales of matrices in FP8, which may be in any files. Each file is opened once.
+    """Return the scales of matrices in FP8. The scales may be in any of the checkpoint's files. Each file is opened
+    once.
 
     Raise ModelError for scales that no matrix can have.
     """
@@ -284,7 +285,7 @@ def _damaged(scales: _Found, where: str, error: ValueError) -> ModelError:
 
 
 def _unpack(blocks: _Found, scales: _Found, stack: Any) -> int:
-    """Copy a stack that is stored as MXFP4, expert by expert. Return the number of bytes that were read. Blocks and
+    """Copy, expert by expert, a stack that is stored as MXFP4. Return the number of bytes that were read. Blocks and
     scales may be in different files.
 
     Raise ModelError if a scale is NaN.

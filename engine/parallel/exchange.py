@@ -27,7 +27,7 @@ from ...kernels.ranks import Finish, Rank, fold
 from ..running.ranks import Links, Topology
 
 MOST_SECONDS, MOST_SECONDS_TO_START = 60.0, 1800.0
-"""How long a rank waits for the other ranks in a step, and how long while ranks load and warm up."""
+"""How many seconds a rank waits for the other ranks: in a step, and while ranks load and warm up."""
 SLOT_BYTES = 4 * 2**20
 _COUNTER_BYTES = 64  # a cache line each, so that ranks do not slow each other down
 

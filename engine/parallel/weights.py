@@ -1,10 +1,10 @@
 """The weights of an engine with several ranks.
 
 The leader owns the memory of all weights: one arena for the embeddings, which several stages may use; one for the
-vision tower, which all ranks use; one per stage for the weights that all its ranks use whole (norms, routers); and one
-per rank for its part of the divided weights. A follower maps the arenas that its model needs. So the leader receives,
-reads, saves and drops weights as an engine in one process does. New weights reach a follower as one file descriptor per
-arena. Followers do not compute while the leader writes into live weights.
+vision tower, which all ranks use; one per stage for the weights that are not divided among its ranks (norms, routers);
+and one per rank for its part of the divided weights. A follower maps the arenas that its model needs. So the leader
+receives, reads, saves and drops weights as an engine in one process does. New weights reach a follower as one file
+descriptor per arena. Followers do not compute while the leader writes into live weights.
 
 This memory is in the host. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up to
 date after each commit.

@@ -43,7 +43,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class LoadedModel:
     """A model in memory, its backend, and the end-of-sequence tokens named in the model folder. `links`: how this rank
-    reaches the others, if the model is the part of one of several ranks.
+    reaches the other ranks, if the model is only this rank's part.
 
     Several engines can share a loaded model, as long as no engine commits other weights or puts the weights to sleep.
     """

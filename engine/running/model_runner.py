@@ -98,7 +98,7 @@ class ModelRunner:
 
     @property
     def num_held(self) -> int:
-        """The bytes that the memory holds now, including that of the MTP module."""
+        """The bytes that the memory holds now, including the memory of the MTP module."""
         return sum(arena.num_held for arena in self._arenas)
 
     def sleep(self) -> None:

@@ -5,9 +5,9 @@ without a window. Slot q holds a value that depends on tokens up to q only, and 
 last tokens. Cache hits, forks and preemptions therefore need no other state: the blocks of a prefix are enough to guess
 what follows.
 
-The module computes every token that the decoder computes, a prompt's tokens too. Otherwise, its KV cache would have
-gaps. While drafting, the module writes to slots after the last token. The decoder's next step computes these tokens,
-and overwrites the slots.
+The module computes every token that the decoder computes, including the tokens of prompts. Otherwise, its KV cache
+would have gaps. While drafting, the module writes to slots after the last token. The decoder's next step computes these
+tokens, and overwrites the slots.
 """
 
 from __future__ import annotations
@@ -130,13 +130,15 @@ class MtpRunner:
         return torch.where((places >= 0).unsqueeze(1), found, self._nothing)
 
     def _place(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Return where the hidden states of tokens are kept, one token for each row of `table`; -1 for position -1."""
+        """For each row of `table`, return where the hidden state of the token at the row's position is kept; -1 for
+        position -1.
+        """
         blocks = table[np.arange(len(positions)), positions.clip(min=0) // self._block_size]
         return np.where(positions < 0, -1, blocks * self._kept + positions % self._block_size % self._kept)
 
     def _places(self, table: np.ndarray, step: Step, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where the hidden state before each sequence's first token is kept, the rows of a step to keep, and
-        where to keep them.
+        """Return three arrays: where the hidden state before each sequence's first token is kept, which rows of the
+        step to keep, and where to keep these rows.
 
         In each block, the states of the last tokens that the step computes are kept.
         """

@@ -54,8 +54,8 @@ class Storage:
 class Sizes:
     """The sizes of blocks and states in bytes, summed over the layers of a rank.
 
-    All ranks have the same numbers of blocks and states. If the stages of a model differ, each size is that of the
-    stage in which it is largest.
+    All ranks have the same numbers of blocks and states. If the stages of a model differ, each size is the largest of
+    all stages.
 
     `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
     group, and the hidden states that an MTP module keeps for the block. `windows` has a pair for each further group:

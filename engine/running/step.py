@@ -104,7 +104,7 @@ class ScoredRows:
         return self.text is not None or self.targets is not None or self.distribution.has_filters
 
     def edits(self, rows: slice) -> Mapping[int, RowEdits]:
-        """Return the edits of some rows, counted from `start`, by their index in `rows`."""
+        """Return the edits of `rows`, which are counted from `start`. The keys of the result are indices in `rows`."""
         if self.text is None:
             return {}
         before = len(self.text.token_ids) - len(self.token_ids)

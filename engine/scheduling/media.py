@@ -84,8 +84,8 @@ class SequenceMedia:
         return size
 
     def size_of_span(self, start: int) -> int:
-        """Return the number of tokens of the image that begins at this token and must be computed in one step; 0 if
-        there is none.
+        """Return the number of tokens of the image that begins at this token and must be computed in one step; 0 if no
+        such image begins at this token.
         """
         found = (span.end - span.start for span in self.spans if span.start == start)
         return next(found, 0) if self._sees_span else 0

@@ -566,7 +566,7 @@ class Scheduler:
         if media is not None and start < media.end:
             least = media.size_of_span(start)
             if size < least:
-                plan.budget = 0  # newer sequences could otherwise take the tokens that this image needs, in every step
+                plan.budget = 0  # otherwise, newer sequences could use up the budget in every step
             size = self.running.with_images(sequence, size)
         size = self._reserve(sequence, start, size, plan, least)
         if media is not None and start < media.end:

@@ -1,5 +1,5 @@
-"""DeepSeek V2 and V3 and their relatives (Moonlight, Kimi K2, GLM-4.7-Flash, Mistral 4, the text of Kimi K2.5): latent
-attention, experts, and a shared expert for all tokens.
+"""DeepSeek V2 and V3 and their relatives (Moonlight, Kimi K2, GLM-4.7-Flash, Mistral 4, the text decoder of Kimi K2.5):
+latent attention, experts, and a shared expert for all tokens.
 
 Files may end with layers for multi-token prediction, which are not served.
 """
@@ -30,7 +30,7 @@ _V2: dict[str, Any] = dict(
     topk_method="greedy",
 )
 _UNUSED_IN_V2 = dict(rope_interleave=True, norm_topk_prob=False)
-"""The values that transformers computes with in V2, whatever a file states."""
+"""The values that transformers uses for V2, whatever a file states."""
 _V3: dict[str, Any] = dict(
     max_position_embeddings=4096,
     num_attention_heads=128,
@@ -81,7 +81,8 @@ def _family(
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:
-        # Files of V2 may have null for settings that they do not use. A null in `_NULLS` does not mean the default.
+        # Files of V2 may have null for settings that they do not use. For the settings in `_NULLS`, null does not mean
+        # the default.
         given = {key: value for key, value in raw.items() if value is not None or key in _NULLS}
         raw = defaults | given | (fixed or {})
         raw["head_dim"] = raw.get("qk_rope_head_dim", 64)  # the part of a head that is rotated

@@ -1,4 +1,4 @@
-"""Mistral 3: the text of a model with a vision tower. The text is Mistral, Ministral 3 or Mistral 4."""
+"""Mistral 3: the text decoder of a model with a vision tower. The decoder is Mistral, Ministral 3 or Mistral 4."""
 
 from __future__ import annotations
 

@@ -30,7 +30,9 @@ _ROTATED, _UNROTATED = 0, 1
 def _decoder(
     settings: Any, architecture: str, layer: LayerSpec, kinds: list[tuple[bool, int | None]], **names: Any
 ) -> DecoderSpec:
-    """Return a decoder with one layer for each pair (whether the layer rotates, the layer's window)."""
+    """Return a decoder with one layer for each pair in `kinds`. A pair says whether the layer rotates, and gives the
+    layer's window.
+    """
     mixer = cast(AttentionSpec, layer.mixer)
     layers = [
         replace(layer, mixer=replace(mixer, rotation=_ROTATED if rotates else _UNROTATED, window=window))

@@ -161,8 +161,8 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply each head of x [M, heads, K] by the transpose of the head's rows of weight [heads * N, K], and round
     once. Return [M, heads, N].
 
-    A chain of matrix instructions sums all of K. All programs have the same features; the number of tokens of a program
-    does not affect a bit, as in the other products.
+    A chain of matrix instructions sums all of K. All programs compute the same number of features. As in the other
+    products, the number of tokens of a program affects no bit.
     """
     x = aligned(x)
     tokens, heads, columns = x.shape
@@ -229,7 +229,7 @@ def qkv_parts(hidden: Tensor, weights: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 
 
 def _linear(x: Tensor, factor: Factor, bias: Tensor | None, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the product with the factor's only weight in this dtype, with the epilogue of `_finish`."""
+    """Return, in this dtype, the product of x and the factor's only weight, after the epilogue of `_finish`."""
     x = aligned(x)
     out = x.new_empty(len(x), *factor.rows, dtype=dtype)
     # A pointer must be valid even if the kernel does not read it.
@@ -244,7 +244,7 @@ def _linear(x: Tensor, factor: Factor, bias: Tensor | None, residual: Tensor | N
 
 
 def factor_of(*weights: Tensor) -> Factor:
-    """Return weights of which a product is computed side by side. They have the same number of columns."""
+    """Return the `Factor` of weights that are multiplied side by side. The weights have the same number of columns."""
     columns = weights[0].shape[1]
     return Factor(
         weights, tuple(pieces_of(k_splits(full_rows_of(each), columns), columns, SPLIT_UNIT) for each in weights)
@@ -269,7 +269,7 @@ def ways_of(tokens: int, columns: int, rows: tuple[int, ...], pieces: int) -> li
     tiles = TILES if math.gcd(*rows) % 8 == 0 else CUT_TILES
     whole, apart = (CUT_TILES, tiles) if pieces > 1 else (tiles, ())
     if pieces > 4:
-        whole = CUT_TILES[:1]  # each level of the tree needs an accumulator, and larger tiles would spill
+        whole = CUT_TILES[:1]  # each level of the tree needs an accumulator, so larger tiles would spill
     if columns % 8:
         whole, apart = (NARROW_TILE,), apart and (NARROW_TILE,)
     if tokens > APART_TOKENS:
