@@ -299,7 +299,7 @@ class Engine:
         return found
 
     def _forget_images(self) -> None:
-        """Drop all encoded images, and the one under way."""
+        """Drop all encoded images, and the image that is being encoded."""
         if (encodings := self._scheduler.running.encodings) is not None and self._executor.encoder is not None:
             encodings.clear()
             self._executor.encoder.clear()

@@ -683,12 +683,12 @@ class SampleOutput:
     logits are sorted by ascending id. `top_logprobs`: float32 [num_tokens, k], the log-probs of `top_token_ids`. If the
     filters kept fewer than k tokens, the lists are filled up with dropped tokens, in ascending order of id. The
     log-prob of a dropped token is -inf. `target_logprobs`: float32 [num_tokens, K], the log-probs of `target_token_ids`
-    in the same distribution; None if there are none.
+    in the same distribution; None without `target_token_ids`.
 
     `kept_counts`, `kept_log_mass` and `kept_token_ids` are None unless `return_sampling_mask` was requested.
     `kept_token_ids`: int32 [sum of `kept_counts`], the tokens that could be drawn: for each token of the sample, all
     ids that neither filters nor bans excluded, ascending. `kept_counts`: int32 [num_tokens], how many ids each token
-    has. A token has none if the whole vocabulary could be drawn. `kept_offsets` says where each token's ids begin and
+    has. A token has 0 ids if the whole vocabulary could be drawn. `kept_offsets` says where each token's ids begin and
     end. `kept_log_mass`: float32 [num_tokens], the natural logarithm of the probability of the kept tokens in the
     distribution before `top_k`, `top_p` and `min_p`, which is after edits and temperature. The log-prob of a token in
     the distribution from which it was drawn is its log-prob before these filters minus `kept_log_mass`. `kept_log_mass`

@@ -598,8 +598,8 @@ def _recur_in_chunks(recur_chunk: Callable[..., tuple[Tensor, Tensor]], packed: 
 
     `recur_chunk(state, *inputs)`: return the outputs [B, heads, T, V] of a chunk of T tokens, and the states [B, heads,
     K, V] after the chunk. The first inputs are queries and keys, [B, heads, T, K], and values, [B, heads, T, V];
-    further inputs are [B, heads, T]. `inputs`: the same for packed tokens, [M, heads, ...]. Sequences of a batch are
-    padded with zeros on the right.
+    further inputs are [B, heads, T]. `inputs`: these further arguments for all packed tokens, [M, heads, ...].
+    Sequences of a batch are padded with zeros on the right.
     """
     rows, found = [x.split(list(packed.lens)) for x in inputs], dict[int, Tensor]()
     for group in packed.groups():

@@ -85,8 +85,8 @@ def axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Tensor:
 
 
 def span_ends(num_tokens: int, spans: Sequence[ImageSpan]) -> Tensor:
-    """For each token of a sequence, return the end of the tokens that it sees, if the tokens of an image see the whole
-    image. The result is int64 [num_tokens] (`AttentionBatch.ends`).
+    """For each token of a sequence, return the end of the tokens that the token sees. The tokens of an image see the
+    whole image. The result is int64 [num_tokens] (`AttentionBatch.ends`).
     """
     ends = torch.arange(1, num_tokens + 1)
     for span in spans:

@@ -50,7 +50,9 @@ def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
 
 
 def requirement(spec: DecoderSpec, count: int) -> str:
-    """Return a text that tells what the number of pieces of a decoder must be; empty if the number may be `count`."""
+    """Return a requirement that `count` pieces do not meet, such as `a divisor of 12 heads`; empty if `count` is
+    allowed.
+    """
     if count < 1 or count > MOST_PIECES or count & (count - 1):
         return "1, 2, 4 or 8"
     for mixer in spec.attentions:

@@ -286,8 +286,7 @@ def _row_sum(x: Tensor) -> Tensor:
 
 
 def _best(x: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` highest elements of each row; among equal elements, the lower indices.
-    """
+    """Return the indices of the `count` highest elements of each row; among equals, lower indices."""
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :count]
 
 

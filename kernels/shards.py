@@ -124,8 +124,8 @@ class Shard:
         return Shard(_rows(self.own, first, part.length), part)
 
     def part(self, expert: int, start: int, length: int) -> Shard:
-        """Return rows [start, start + length) of one expert's matrix, for a shard of a `Stack` with some experts. The
-        result shares this shard's memory, and ignores all values if the shard does not hold the expert.
+        """Return rows [start, start + length) of one expert's matrix, for a shard that holds some experts of a `Stack`.
+        The result shares this shard's memory, and ignores all values if the shard does not hold the expert.
         """
         is_held = expert in self.experts
         own = self.own.part(expert - self.experts.start if is_held else 0, start, length if is_held else 0)

@@ -551,11 +551,11 @@ class TowerSpec:
     hidden states of a layer of the decoder: the row of the first merger after the decoder's first layer, and so on
     (Meng et al. 2024). These mergers join the rows before they normalize them.
 
-    `placeholder`: the rows of an image replace the embeddings of tokens with this id. `video_placeholder`: the same for
-    the frames of a video; None if the model takes no videos. `sees_span`: in the decoder's attention, each
-    token of an image sees all tokens of the image. `grid`: the only size of images that the tower takes, in rows and
-    columns of patches; None for any size. `names`: weight names by role. The names of layers and of deepstack mergers
-    have a place `{}` for the number.
+    `placeholder`: the rows of an image replace the embeddings of tokens with this id. `video_placeholder`: the id of
+    the tokens that stand for frames of a video; None if the model takes no videos. `sees_span`: in the decoder's
+    attention, each token of an image sees all tokens of the image. `grid`: the only size of images that the tower
+    takes, in rows and columns of patches; None for any size. `names`: weight names by role. The names of layers and of
+    deepstack mergers have a place `{}` for the number.
     """
 
     hidden_size: int

@@ -179,8 +179,8 @@ class Chain:
     `hashes[i]`: identifies full block i; computed once. `entries[i]`: the index entry under which block i was found or
     published. While the sequence runs, `entries` covers all full blocks that are computed; `hashes` may cover further
     blocks. `salt`: the bytes of the cache salt, which belong to the extra identity of every block. `spans`: non-text
-    content, sorted. `has_records`: whether the blocks are published with routed experts. If not, sequences that need
-    routed experts do not wait for the blocks.
+    content, sorted. `has_records`: whether the blocks are published with routed experts. If `has_records` is False,
+    sequences that need routed experts do not wait for the blocks.
     """
 
     epoch: int

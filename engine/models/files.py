@@ -1,4 +1,4 @@
-"""Checks of the kind and size of files in a model folder, which may be untrusted.
+"""Checks of the kind and size of files in a model folder that may be untrusted.
 
 Owns nothing. Guarantees: only regular files and links to regular files are opened. The memory for reading a file is
 bounded by the limits in this module. If a file is faulty, the functions raise a ModelError that names the file and has

@@ -341,8 +341,8 @@ def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Back
 
 
 def _serves_tower(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool:
-    """Return whether to load the model's vision tower. Raise ConfigError if `max_images` asks for it, but the model has
-    none that can be served.
+    """Return whether to load the model's vision tower. Raise ConfigError if `max_images` asks for a tower, but the
+    model has no tower that can be served.
     """
     if not config.max_images:
         return False

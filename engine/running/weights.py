@@ -159,8 +159,8 @@ class WeightStore:
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Prefixes of tensor names. Trainers leave tensors with these names out of a push, for example those of an
-        unused tower.
+        """Prefixes of tensor names. Trainers leave tensors with these names out of a push, for example the tensors of
+        an unused tower.
         """
         return self.model.spec.left_out
 
@@ -217,7 +217,7 @@ class WeightStore:
     def borrow(self, lent: tuple[int, int, int, int], has_optional: bool = True) -> BorrowedStaging:
         """Return a staging with the complete weights that a process of the same `kin` lends.
 
-        `lent`: the fields of `LentMemory`. `has_optional`: whether the lent weights include the optional ones. Raise
+        `lent`: the fields of `LentMemory`. `has_optional`: whether the lent weights include the optional weights. Raise
         OSError if the lent memory is gone.
         """
         found = LentMemory(*lent)

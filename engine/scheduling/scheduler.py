@@ -224,7 +224,8 @@ class Running:
         self.lanes.add_blocks(sequence)
 
     def extend_if_free(self, sequence: Sequence, count: int) -> int:
-        """Give a running sequence free blocks for up to `count` tokens after its last token, without preempting others.
+        """Give a running sequence free blocks for up to `count` tokens after its last token, without preempting other
+        sequences.
 
         Return how many of the `count` tokens have blocks afterwards.
         """
@@ -453,7 +454,7 @@ class Scheduler:
 
         The result is empty only if there are no sequences, or if all sequences wait for results of the steps in flight
         (tokens, blocks or prefixes) or for encoded images. `may_preempt`: whether sequences may lose their blocks to
-        older ones. If not, a sequence that finds no free block waits.
+        older ones. If `may_preempt` is False, a sequence that finds no free block waits.
         """
         plan, lanes = _Plan(self.max_num_batched_tokens, may_preempt), self.running.lanes
         running = self.running.in_order()

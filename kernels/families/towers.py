@@ -119,8 +119,8 @@ def wrapped(
 ) -> Describe:
     """Return the `Describe` function of a model with a vision tower. The settings of its decoder are in `text_config`.
 
-    `renamed`: as in `DecoderSpec`. `is_tied`: the default of the outer `tie_word_embeddings`, which overrides the one
-    in `text_config`.
+    `renamed`: as in `DecoderSpec`. `is_tied`: the default of the outer `tie_word_embeddings`, which overrides the same
+    setting in `text_config`.
     """
 
     def describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:

@@ -25,7 +25,8 @@ same bits from either variant:
 In latent attention, all heads share one key-value head, and the values are the first V elements of the keys [D]. A
 program multiplies both parts of a key in turn, V elements and then the rest, and uses the first part again as the
 value. The heads are cut into groups of up to ROWS heads, which take the place of the groups that share a key-value
-head. The first part of a cached key is always finite: `write_kv` marks a token that is not finite by NaN in the rest.
+head. The first part of a cached key is always finite: `write_kv` marks a token with non-finite elements by NaNs in the
+rest of the key.
 
 A sink is an additional key with a value of zero. Every query of the sink's head sees the sink. Both variants fold in
 the sink after the last partition, with the same function.

@@ -120,7 +120,7 @@ def experts(
     """Apply each row's experts to x [M, H], add the outputs in float32 by ascending expert id, add `shared` [M, H], and
     return the sum [M, H]. With several `groups`, the sums of the groups are added as a balanced binary tree.
 
-    Rows are processed in groups, so that the products of one group take at most MOST_MADE bytes.
+    Rows are processed in parts, so that the products of one part take at most MOST_MADE bytes.
     """
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     most = _most_rows(spec, x)
@@ -149,7 +149,7 @@ def expert_sums(
 
 
 def _most_rows(spec: ExpertsSpec, x: Tensor) -> int:
-    """Return the maximum number of rows in a group. A multiple of 16 rows keeps each part aligned to 16 bytes."""
+    """Return the maximum number of rows in a part. A multiple of 16 rows keeps each part aligned to 16 bytes."""
     return max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)
 
 
@@ -366,7 +366,7 @@ def _are_listed(expert, chosen_ptr, TOP_K: tl.constexpr):
 
 @device_function
 def _are_best(ranks, expert, E: tl.constexpr, SPAN: tl.constexpr, TOP_K: tl.constexpr):
-    """Return a mask of the TOP_K experts, of E, with the highest ranks. Among equal ranks, lower ids are chosen first.
+    """Return a mask of the TOP_K of E experts with the highest ranks. Among equal ranks, lower ids are chosen first.
     Any NaN ranks highest.
 
     Ranks and ids are mapped to distinct integers, ordered by rank and then by descending id.

@@ -27,7 +27,7 @@ from . import products
 from .launch import aligned, device_function, exact_jit, launch
 
 SECTION = 2048
-_LISTED = 32  # tokens with log-probs that are stored at a time
+_LISTED = 32  # the number of tokens for which log-probs are stored at a time
 _SAMPLE = tl.constexpr(SAMPLE)
 
 

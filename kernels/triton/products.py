@@ -1,7 +1,7 @@
 """Products of tokens with weights. The bits of a product's elements do not depend on the number of tokens.
 
 An element of a product is the sum over K of a weight row times a token. Only the shape of the weight, or the `Pieces`
-of the call, determine how K is cut into pieces (split-K, `k_splits`). One chain of matrix instructions sums a piece:
+of the call, determines how K is cut into pieces (split-K, `k_splits`). One chain of matrix instructions sums a piece:
 the chain starts from zero and adds 16 columns at a time, in ascending order of the columns. The sums of the pieces are
 added to +0.0 in the order of the pieces; the sums of given `Pieces` are added as a balanced binary tree. The tile of a
 program, and the number of columns that a program loads at a time, may depend on the number of tokens. The tile and the
@@ -24,12 +24,12 @@ A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
 programs finishes last. Matrix instructions and loads compete for the bandwidth of shared memory. With few tokens, the
 time of a product is the time to read the weights from memory. For up to 128 tokens, reading the weights from L2 takes
-most of the time. Each tile of tokens reads the weights once, so up to 128 tokens form one tile. Weights with at least
-8192 rows have enough tiles to occupy all SMs. Weights with fewer rows are cut along their columns into up to four
-pieces, which gives programs to more SMs. No piece of a cut weight has fewer than 768 columns, so a program still reads
-at least 96 KB. Each piece has its own program if this saves more time than it takes to store and fold the parts. A
-program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are as large
-as registers allow.
+most of the time. Every further tile of tokens would read the weights again, so up to 128 tokens form one tile. Weights
+with at least 8192 rows have enough tiles to occupy all SMs. Weights with fewer rows are cut along their columns into up
+to four pieces, which gives programs to more SMs. No piece of a cut weight has fewer than 768 columns, so a program
+still reads at least 96 KB. Each piece has its own program if this saves more time than it takes to store and fold the
+parts. A program that sums all pieces needs a second accumulator and therefore smaller tiles. For many tokens, tiles are
+as large as registers allow.
 """
 
 from __future__ import annotations
