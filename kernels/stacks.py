@@ -78,7 +78,7 @@ class HeadLayout:
         return torch.Size(shape)
 
     def rows_first(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert a checkpoint's tensor to the two matrices."""
+        """Convert a checkpoint's tensor to the matrices that the ops read: the K rows and the V rows of all heads."""
         keys, values = tensor.unflatten(0, (-1, self.head_rows)).tensor_split([self.key_rows], 1)
         return keys.transpose(1, 2).flatten(0, 1), values.flatten(0, 1)
 

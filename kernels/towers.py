@@ -246,8 +246,8 @@ def describe_parts(spec: TowerSpec) -> TowerParts:
 
 def encode(spec: TowerSpec, tower: TowerParts, patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, Tensor]:
     """Compute the embeddings [tokens, row_size] of all images, image by image. `patches`: [patches of all images,
-    patch_values], in the tower's dtype. `grids`: one for each image, at least one. `tower`: parts that can be run.
-    Yield after each layer, and return the embeddings when the generator ends.
+    patch_values], in the tower's dtype. `grids`: one for each image, at least one. `tower`: the tower's parts, each as
+    a `RunPart`. Yield after each layer, and return the embeddings when the generator ends.
     """
     layout = _Layout(spec, grids, patches.device)
     x = tower.patch(lambda ops, own, x: ops.linear(x, ops.matrix(own.weight.flatten(1)), own.bias), patches)

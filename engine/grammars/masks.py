@@ -166,8 +166,8 @@ class Grammars:
             self._fail(asked, known.fault)
 
     def _compute(self, asked: list[_Asked], is_alone: bool) -> list[_Asked]:
-        """Find masks in one call. Return what was not found, because the child has died or was replaced. `is_alone`:
-        send the translated grammar, too.
+        """Find masks in one call. Return the entries of `asked` that got no masks because the child died or was
+        replaced. `is_alone`: send the translated grammar, too.
         """
         left = list[_Asked]()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]

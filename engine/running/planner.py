@@ -57,11 +57,11 @@ class Sizes:
     All ranks have the same numbers of blocks and states. If the stages of a model differ, each size is the largest of
     all stages.
 
-    `block`: the size of a block of the first group: the keys and values of `block_size` tokens in all layers of the
-    group, and the hidden states that an MTP module keeps for the block. `windows` has a pair for each further group:
-    its window in tokens, and the size of its blocks. `state`: the size of one sequence's state in all recurrent layers;
-    0 for models without recurrent layers. `draft`: the size of the inputs that recurrent layers keep for a drafted
-    token.
+    `block`: the size of a block of the first group. Such a block holds the keys and values of `block_size` tokens in
+    all layers of the group, and the hidden states that an MTP module keeps for the block. `windows` has a pair for each
+    further group: its window in tokens, and the size of its blocks. `state`: the size of one sequence's state in all
+    recurrent layers; 0 for models without recurrent layers. `draft`: the size of the inputs that recurrent layers keep
+    for a drafted token.
     """
 
     block_size: int

@@ -257,8 +257,9 @@ async def take_sampling(
 ) -> tuple[SamplingParams, int | None]:
     """Remove the sampling parameters and the seed from `fields`, and return the parameters and the seed.
 
-    `max_tokens`: the default of `max_tokens`. `encode_words`: encodes `bad_words`. The returned parameters request
-    log-probs under the sampling distribution. Raise InvalidRequestError or HttpError if a value is invalid.
+    `max_tokens`: the default of `max_tokens`. `encode_words`: encodes `bad_words`. With the returned parameters, the
+    log-probs of samples refer to the sampling distribution. Raise InvalidRequestError or HttpError if a value is
+    invalid.
     """
     named: dict[str, Any] = {"max_tokens": max_tokens} | {name: fields.pop(name) for name in SAMPLING if name in fields}
     if is_same(named.get("top_k"), 0):
