@@ -45,7 +45,8 @@ class ModelInput:
     the embeddings of some tokens, or None; the same in all stages. The replacements are not scaled. `before`: the
     output of the previous stage, which the forward pass overwrites; None in the first stage.
 
-    For a stage, `memories` and `pages` have the layers of the stage.
+    In the input of a stage, `memories` and `pages` have one entry for each layer of that stage, and none for the layers
+    of other stages.
     """
 
     token_ids: Tensor

@@ -60,10 +60,10 @@ class Streams:
     reader. Does not own: sockets, the ledger, or the replies that end a sample.
 
     Guarantees: a reader gets each token once and in order, from the first token on. A reader that joins late also
-    starts with the first token. Deltas stop when a sample ends, because the finished sample contains the remaining
-    tokens. Once a reader has read all earlier messages and its pause is over, the stream sends all unsent tokens in one
-    message, or in several messages of about `MOST_BYTES`. A slow reader needs little memory: only its position in each
-    sample is stored. A request without readers needs no memory in `Streams`.
+    starts with the first token. When a sample ends, its unsent tokens are not sent as deltas, because the reply that
+    ends the sample contains all of its tokens. Once a reader has read all earlier messages and its pause is over, the
+    stream sends all unsent tokens in one message, or in several messages of about `MOST_BYTES`. A slow reader needs
+    little memory: only its position in each sample is stored. A request without readers needs no memory in `Streams`.
     """
 
     def __init__(self, send: Callable[[bytes, Deltas], object], takes: Callable[[bytes], bool]) -> None:

@@ -132,8 +132,8 @@ class TruerollWorker:
         """Start generating. Raise ConfigError if `max_inflight_tasks` is less than 1."""
         if self._args.max_inflight_tasks < 1:
             raise ConfigError(
-                f"max_inflight_tasks: must be at least 1 (got {self._args.max_inflight_tasks}); set it, or pass the "
-                "trainer's own args, in which TRL sets it"
+                f"max_inflight_tasks: must be at least 1 (got {self._args.max_inflight_tasks}); set it in args, or "
+                "pass the args of the trainer (trainer.args), because TRL sets max_inflight_tasks there"
             )
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="trueroll-rollouts", daemon=True)
