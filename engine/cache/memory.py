@@ -123,7 +123,8 @@ class HostArena(Arena):
     """Pages of host memory. `drop(keep=True)` leaves the content in place.
 
     The pages may come from a file that `map_file` mapped into this arena, or into the arena from which `take` moved the
-    content.
+    content. Forked processes do not have the pages: they would keep the memory from the system, and double it as this
+    process writes.
     """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:
@@ -137,6 +138,7 @@ class HostArena(Arena):
         super().__init__(whole[start : start + num_bytes])
         self._huge_pages = huge_pages
         self._advise()
+        _keep_from_children(self._memory)
 
     def map_file(self, file: int, flags: int) -> None:
         """Replace the arena's content with the content of a file. `flags`: MAP_SHARED or MAP_PRIVATE of mmap."""
@@ -216,6 +218,13 @@ def _map(memory: Tensor, flags: int, file: int) -> None:
     access, address = mmap.PROT_READ | mmap.PROT_WRITE, memory.data_ptr()
     if _system().mmap(address, max(1, memory.nbytes), access, flags | _FIXED, file, 0) != address:
         raise OSError(ctypes.get_errno(), "mmap: cannot map the pages of an arena")
+    _keep_from_children(memory)
+
+
+def _keep_from_children(memory: Tensor) -> None:
+    """Let processes that are forked from now on not have the pages of `memory`. Raise OSError on failure."""
+    if not advise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTFORK):
+        raise OSError(ctypes.get_errno(), "madvise: cannot keep the pages of an arena from forked processes")
 
 
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:

@@ -16,6 +16,7 @@ from trueroll.engine.cache import memory
 from trueroll.engine.cache.lending import LendableArena
 from trueroll.engine.cache.memory import ALIGNMENT, Arena, DeviceArena, HostArena, bytes_needed, new_arena
 from trueroll.engine.cache.shared import FileArena
+from trueroll.engine.models.trials import attempt
 from trueroll.kernels.cpu.backend import PackedWeight
 
 CPU = torch.device("cpu")
@@ -110,6 +111,31 @@ def test_a_packed_weight_follows_its_memory(make: Callable[[int], Arena]) -> Non
     assert torch.equal(weight.to_dense(), rows)
     weight.copy_(2 * rows)
     assert torch.equal(weight.to_dense(), 2 * rows) and all(tensor.isnan().all() for tensor in elsewhere)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "device"])
+def test_forked_processes_do_not_have_the_memory(kind: str) -> None:
+    """Otherwise the memory would stay in use after `drop`, and double with each write."""
+    arena, other = KINDS[kind](4 * MIB), KINDS[kind](4 * MIB)
+    address = arena.empty(torch.uint8, 4 * MIB).data_ptr()
+    other.empty(torch.uint8, 4 * MIB)
+
+    def holds() -> bool:
+        bounds = [line.split(" ", 1)[0].split("-") for line in open("/proc/self/maps")]
+        return any(int(first, 16) <= address < int(end, 16) for first, end in bounds)
+
+    def check() -> None:
+        assert not holds()
+
+    assert holds(), "premise"
+    attempt(check)
+    arena.take(other)
+    attempt(check)
+    arena.drop(keep=False)
+    attempt(check)
+    arena.restore()
+    attempt(check)
+    assert holds(), "premise"
 
 
 def test_a_device_releases_kept_memory_too() -> None:
