@@ -113,7 +113,7 @@ class WaitingRoom:
         self.release(key)
 
     def release(self, key: str) -> None:
-        """Let the next `take_due` check a held request. No-op for other requests."""
+        """Let the next `take_due` check a held request. No-op if it has ended."""
         if (waiting := self._held.pop(key, None)) is not None:
             self._due[key] = waiting
 
@@ -339,10 +339,7 @@ class RequestBook:
 
     def take_prepared(self, event: Prepared) -> None:
         """Admit a request after the preparation of its grammar, or end it with an error."""
-        waiting = self.waiting_room.get(event.key)
-        if waiting is None or _grammar_of(waiting.request) != event.grammar:
-            return  # the request has ended; another request may have its id
-        if event.error is not None:
+        if event.error is not None and event.key in self.waiting_room:
             self.end(event.key, event.error)
         else:
             self.waiting_room.release(event.key)

@@ -31,7 +31,6 @@ class Prepared:
     """The end of a preparation. `key`: the request. `error`: the reason why it cannot be served, or None."""
 
     key: str
-    grammar: Grammar
     error: TruerollError | None
 
 
@@ -56,9 +55,9 @@ class GrammarThread:
             key, grammar = self._queue.get()
             try:
                 self._grammars.prepare(grammar)
-                self._publish(Prepared(key, grammar, None))
+                self._publish(Prepared(key, None))
             except TruerollError as error:
-                self._publish(Prepared(key, grammar, error))
+                self._publish(Prepared(key, error))
             except Exception as error:  # must not end the thread, because requests would wait forever
                 failed = UnavailableError(f"structured_outputs: the grammar could not be prepared ({error}); try again")
-                self._publish(Prepared(key, grammar, failed))
+                self._publish(Prepared(key, failed))
