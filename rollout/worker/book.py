@@ -39,7 +39,7 @@ from ..config import WorkerConfig
 from ..protocol import Generate, GetScores
 from .admission import Conditions, check_admission, check_joining, check_succession, serves, targets_of, too_old
 from .engine_thread import Add, Command, End, Ended, Run, Stream
-from .grammars import GrammarThread, Prepared
+from .grammars import GrammarThread, Preparation
 from .images import ImageStore, Supplier
 from .ledger import Calls, Entry, Ledger, Submission, asked_by, salt_of, scoped, submission_of
 from .streams import Streams
@@ -47,11 +47,14 @@ from .streams import Streams
 
 @dataclass
 class Waiting:
-    """A waiting request and its message. `ended`: indices of the aborted samples; {0} for an aborted score."""
+    """A waiting request and its message. `ended`: indices of the aborted samples; {0} for an aborted score.
+    `preparation`: the last preparation of the request's grammar.
+    """
 
     request: Request
     message: Generate | GetScores
     ended: set[int] = field(default_factory=set)
+    preparation: Preparation | None = None
 
     def abort(self, index: int | None) -> list[Output]:
         """End sample `index`, or all remaining samples if `index` is None.
@@ -113,17 +116,18 @@ class WaitingRoom:
         self.release(key)
 
     def release(self, key: str) -> None:
-        """Let the next `take_due` check a held request. No-op if it has ended."""
-        if (waiting := self._held.pop(key, None)) is not None:
-            self._due[key] = waiting
+        """Let the next `take_due` check a held request."""
+        self._due[key] = self._held.pop(key)
 
     def get(self, key: str) -> Waiting | None:
         return self._due.get(key) or self._early.get(key) or self._held.get(key)
 
     def discard(self, key: str) -> None:
         """Remove a request that has ended."""
-        for waiting in (self._due, self._early, self._held):
-            waiting.pop(key, None)
+        if (waiting := self.get(key)) is not None and waiting.preparation is not None:
+            waiting.preparation.is_wanted = False
+        for requests in (self._due, self._early, self._held):
+            requests.pop(key, None)
 
     def look_at_all(self) -> None:
         """Make the next `take_due` check all requests again, because the weights may have changed."""
@@ -337,12 +341,16 @@ class RequestBook:
                 self.waiting_room.give_images(key, self.images.images_of(key))
             self._admit_released()
 
-    def take_prepared(self, event: Prepared) -> None:
-        """Admit a request after the preparation of its grammar, or end it with an error."""
-        if event.error is not None and event.key in self.waiting_room:
-            self.end(event.key, event.error)
+    def take_prepared(self, preparation: Preparation) -> None:
+        """Admit a request after the preparation of its grammar, or end it with an error. No-op if it has ended, even if
+        its id was used again.
+        """
+        if not preparation.is_wanted:
+            return
+        if preparation.error is not None:
+            self.end(preparation.key, preparation.error)
         else:
-            self.waiting_room.release(event.key)
+            self.waiting_room.release(preparation.key)
             self._admit_released()
 
     def _admit_released(self) -> None:
@@ -389,7 +397,7 @@ class RequestBook:
             self.waiting_room.postpone(key, waiting)  # until the model has loaded
         else:
             self.waiting_room.hold(key, waiting)
-            self.grammars.prepare(key, grammar)
+            waiting.preparation = self.grammars.prepare(key, grammar)
 
     def _ask_for_images(self, key: str, waiting: Waiting) -> None:
         """Get the images of a request before the request is sent to the engine. Memory for images is reserved only if

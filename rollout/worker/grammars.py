@@ -26,38 +26,50 @@ class Preparing(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The end of a preparation. `key`: the request. `error`: the reason why it cannot be served, or None."""
+@dataclass(eq=False)
+class Preparation:
+    """The preparation of the grammar of request `key`. `is_wanted`: false if the request has ended meanwhile. `error`:
+    why the request cannot be served, or None.
+    """
 
     key: str
-    error: TruerollError | None
+    grammar: Grammar
+    is_wanted: bool = True
+    error: TruerollError | None = None
 
 
 class GrammarThread:
-    """Prepares grammars in a thread, which the first grammar starts. `publish`: called there after each grammar."""
+    """Prepares grammars in a thread, which the first grammar starts. `publish`: called there with each preparation that
+    is done. A preparation that is no longer wanted is left out.
+    """
 
-    def __init__(self, grammars: Preparing, publish: Callable[[Prepared], None]) -> None:
+    def __init__(self, grammars: Preparing, publish: Callable[[Preparation], None]) -> None:
         self.is_prepared, self.close = grammars.is_prepared, grammars.close
         self._grammars, self._publish = grammars, publish
-        self._queue: queue.SimpleQueue[tuple[str, Grammar]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Preparation] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def prepare(self, key: str, grammar: Grammar) -> None:
-        """Prepare the grammar of request `key`, after the grammars of earlier calls."""
-        self._queue.put((key, grammar))
+    def prepare(self, key: str, grammar: Grammar) -> Preparation:
+        """Prepare the grammar of request `key`, after those asked for before."""
+        preparation = Preparation(key, grammar)
+        self._queue.put(preparation)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
+        return preparation
 
     def _run(self) -> None:
         while True:
-            key, grammar = self._queue.get()
-            try:
-                self._grammars.prepare(grammar)
-                self._publish(Prepared(key, None))
-            except TruerollError as error:
-                self._publish(Prepared(key, error))
-            except Exception as error:  # must not end the thread, because requests would wait forever
-                failed = UnavailableError(f"structured_outputs: the grammar could not be prepared ({error}); try again")
-                self._publish(Prepared(key, failed))
+            if (preparation := self._queue.get()).is_wanted:
+                preparation.error = self._error_of(preparation.grammar)
+                self._publish(preparation)
+
+    def _error_of(self, grammar: Grammar) -> TruerollError | None:
+        """Prepare a grammar. Return the error that this raises, or None."""
+        try:
+            self._grammars.prepare(grammar)
+        except TruerollError as error:
+            return error
+        except Exception as error:  # must not end the thread, because requests would wait forever
+            return UnavailableError(f"structured_outputs: the grammar could not be prepared ({error}); try again")
+        return None

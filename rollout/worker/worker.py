@@ -46,7 +46,7 @@ from .admission import Conditions
 from .book import RequestBook
 from .control import Control
 from .engine_thread import Ended, EngineThread, Event, Failed, Finished, Loaded, Ran, Refused, ServedEngine, Stop
-from .grammars import GrammarThread, Prepared
+from .grammars import GrammarThread, Preparation
 from .ledger import Calls
 from .pushes import PushNews
 
@@ -386,7 +386,7 @@ class Worker:
         self._failure: BaseException | None = None
         self._ending = Ending(config.drain_seconds)
         self._flush_at = float("inf")  # the end of the next pause of a stream
-        self._inbox: Inbox[Event | PushNews | Prepared] = Inbox()
+        self._inbox: Inbox[Event | PushNews | Preparation] = Inbox()
         timings = Timings()
         self._engine_thread = EngineThread(make_engine, self.publish_event, timings.step, config.max_unread_bytes)
         self._router = Router(config, lambda identity: self._book.lose(identity))
@@ -423,7 +423,7 @@ class Worker:
         self._ending.ask()
         self._inbox.wake()
 
-    def publish_event(self, event: Event | PushNews | Prepared) -> None:
+    def publish_event(self, event: Event | PushNews | Preparation) -> None:
         """Pass an event from another thread to the worker's thread."""
         self._inbox.put(event)
 
@@ -542,13 +542,13 @@ class Worker:
         while (event := self._inbox.get()) is not None:
             self._handle_event(event)
 
-    def _handle_event(self, event: Event | PushNews | Prepared) -> None:
+    def _handle_event(self, event: Event | PushNews | Preparation) -> None:
         if self._state == "failed":
             return  # every caller has already received a reply
         match event:
             case Loaded():
                 self._finish_loading(event)
-            case Prepared():
+            case Preparation():
                 self._book.take_prepared(event)
             case Finished(outputs, deltas):
                 self._book.take_deltas(deltas)

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import zmq
 
+from trueroll.engine.grammars.source import Grammar
 from trueroll.engine.request import Distribution, SampleOutput, SamplingParams
-from trueroll.errors import WorkerFailedError
+from trueroll.errors import InvalidRequestError, WorkerFailedError
 from trueroll.rollout import protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.network.router import Outboxes
 from trueroll.rollout.worker.admission import Conditions
 from trueroll.rollout.worker.book import RequestBook
-from trueroll.rollout.worker.engine_thread import Command, End, Ended
+from trueroll.rollout.worker.engine_thread import Add, Command, End, Ended
+from trueroll.rollout.worker.grammars import Preparation
 
 TOKENS = bytes(4 * 5)
 READY = Conditions("ready", False, True, 3)
@@ -187,3 +189,39 @@ def test_a_successor_that_gives_up_is_withdrawn_without_an_error() -> None:
     desk.book.lose(b"A")
     desk.book.abort(b"B", None, protocol.Abort(id="give up", request_id="k", caller="two"))
     assert desk.socket.types(b"B") == ["aborted"] and len(desk.ends()) == 1
+
+
+class Grammars:
+    """Grammars that are never prepared by themselves. `asked`: what the book asked for."""
+
+    def __init__(self) -> None:
+        self.asked, self.done = list[Preparation](), set[Grammar]()
+
+    def is_prepared(self, grammar: Grammar) -> bool:
+        return grammar in self.done
+
+    def prepare(self, key: str, grammar: Grammar) -> Preparation:
+        self.asked.append(Preparation(key, grammar))
+        return self.asked[-1]
+
+
+def test_a_grammar_of_an_ended_request_says_nothing_about_its_successor() -> None:
+    desk, grammars = Desk(), Grammars()
+    desk.book.grammars = grammars  # type: ignore[assignment]
+    for regex in ("(", "a"):
+        params = SamplingParams(max_tokens=4, structured_outputs=Grammar(regex=regex))
+        desk.book.submit(b"me", None, protocol.Generate(id="r", prompt_token_ids=TOKENS, params=params))
+        if regex == "(":
+            desk.book.abort(b"me", None, protocol.Abort(id="abort", request_id="r"))
+            desk.book.acknowledge(None, protocol.Ack(ids=("r",)))
+    refused, good = grammars.asked
+    assert (refused.key, refused.is_wanted, good.is_wanted) == (good.key, False, True)
+    refused.error = InvalidRequestError("structured_outputs: unclosed")
+    desk.book.take_prepared(refused)
+    refused.error = None
+    desk.book.take_prepared(refused)
+    assert "r" in desk.book.waiting_room and not desk.commands
+    grammars.done.add(good.grammar)
+    desk.book.take_prepared(good)
+    assert [command.request.id for command in desk.commands if isinstance(command, Add)] == ["r"]
+    assert desk.socket.types(b"me") == ["sample", "done", "aborted"]

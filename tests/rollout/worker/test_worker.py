@@ -65,7 +65,7 @@ class SlowGrammars(FakeGrammars):
 def test_a_slow_grammar_delays_only_its_own_requests(engine: FakeEngine) -> None:
     engine.grammars = slow = SlowGrammars()
     with serving(engine) as worker, RawClient(worker.address) as raw:
-        for id, regex in (("bad", "("), ("good", "a"), ("equal", "a"), ("aborted", "b")):
+        for id, regex in (("bad", "("), ("aborted", "b"), ("good", "a"), ("equal", "a")):
             raw.generate(id, structured_outputs={"regex": regex})
         raw.generate("plain")
         assert {reply["id"] for reply in raw.receive_until("done")} == {"plain"}
@@ -77,6 +77,7 @@ def test_a_slow_grammar_delays_only_its_own_requests(engine: FakeEngine) -> None
         finished = raw.receive_until("done") + raw.receive_until("done")
         assert [reply["id"] for reply in finished if reply["type"] == "done"] == ["good", "equal"]
         assert [request.id for request in engine.requests] == ["plain", "good", "equal"]
+        assert Grammar(regex="a") in slow.prepared and Grammar(regex="b") not in slow.prepared
 
 
 def test_an_equal_submission_joins_and_gets_all_replies(worker: WorkerOnThread, engine: FakeEngine) -> None:
