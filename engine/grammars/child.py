@@ -6,6 +6,7 @@ releases Python's lock while it compiles, so a slow grammar delays no mask.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -58,6 +59,8 @@ def _answer(work: Callable[[Any], Any], message: bytes) -> bytes:
         return _packed(work(msgpack.unpackb(message)), None)
     except GrammarError as error:
         return _packed(None, str(error))
+    except MemoryError:
+        os._exit(1)  # the next child has all its memory
     except BaseException as error:  # a Rust panic is not an Exception
         return _packed(None, said(f"{type(error).__name__}: {error}"))
 

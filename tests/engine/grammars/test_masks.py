@@ -18,10 +18,11 @@ from trueroll.engine.grammars import child, masks
 from trueroll.engine.grammars.masks import Grammars
 from trueroll.engine.grammars.matching import GrammarError, Walk
 from trueroll.engine.grammars.source import Grammar
+from trueroll.engine.models import child_process
 from trueroll.engine.models.trials import Limits
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import Distribution, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
-from trueroll.errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError, UnavailableError
 
 from ..drive import bits, drain, generate, make_engine, run, tokens
 
@@ -61,6 +62,40 @@ def test_a_killed_child_changes_no_bit(expected: dict[tuple[str, int], object], 
         outputs += engine.step() if engine.has_unfinished else []
     assert all_bits({(each.request_id, each.index): each for each in outputs}) == expected
     assert len(killed) > 2, "premise"
+
+
+def test_many_masks_take_several_calls(expected: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask has 64 bytes."""
+    engine = make_engine(tiny_llama)
+    for request in INNOCENT:
+        engine.add(request)
+    before = child_of(engine)
+    monkeypatch.setattr(masks, "_MOST_CALL_BYTES", 2 * 64)
+    monkeypatch.setattr(child_process, "MAX_REPLY_BYTES", 3 * 64)
+    found = {(each.request_id, each.index): each for each in drain(engine) if isinstance(each, SampleOutput)}
+    assert all_bits(found) == expected and child_of(engine) == before
+
+
+def test_samples_end_if_no_process_can_be_started(
+    expected: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tiny_llama)
+    for request in INNOCENT:
+        engine.add(request)
+    outputs = engine.step()
+    engine.grammars._child.end()  # type: ignore[union-attr]
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnavailableError("cannot start another process")
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr(masks, "ChildProcess", refuse)
+        outputs += drain(engine)
+    found = {(each.request_id, each.index): each for each in outputs if isinstance(each, SampleOutput)}
+    assert all_bits(found)["plain", 0] == expected["plain", 0]
+    for key in (("json", 0), ("json", 1), ("choice", 0)):
+        assert (found[key].finish_reason, found[key].error) == ("error", "cannot start another process")
+    assert all_bits(run(engine, INNOCENT)) == expected
 
 
 def hang(walk: Walk) -> None:
@@ -128,6 +163,21 @@ def test_a_bomb_is_refused_and_remembered(name: str, tiny_llama: Path, monkeypat
         assert grammars._trial is None and grammars._child is None
     grammars.prepare(Grammar(regex="a+"))
     assert grammars.is_prepared(Grammar(**bomb)) and not grammars.is_prepared(Grammar(regex="a"))
+
+
+@pytest.mark.parametrize(("owner", "work"), [(child, "_try"), (child._Masks, "open")])
+def test_a_child_without_memory_is_replaced(
+    owner: Any, work: str, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    grammars = Grammars(tiny_llama, 512, [2])
+    with monkeypatch.context() as full:
+        full.setattr(owner, work, fail)
+        with pytest.raises(InvalidRequestError, match="or crashes"):
+            grammars.prepare(Grammar(regex="a+"))
+    grammars.prepare(Grammar(regex="b+"))
 
 
 def test_without_the_package_a_grammar_is_refused(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
