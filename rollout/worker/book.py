@@ -397,7 +397,7 @@ class RequestBook:
             self.waiting_room.postpone(key, waiting)  # until the model has loaded
         else:
             self.waiting_room.hold(key, waiting)
-            waiting.preparation = self.grammars.prepare(key, grammar)
+            waiting.preparation = self.grammars.prepare(self.ledger.open[key].user, key, grammar)
 
     def _ask_for_images(self, key: str, waiting: Waiting) -> None:
         """Get the images of a request before the request is sent to the engine. Memory for images is reserved only if

@@ -1,12 +1,13 @@
 """The thread that prepares the grammars of requests, so that neither messages nor steps wait for a slow grammar.
 
-Grammars are prepared one at a time, in the order of arrival. A grammar that was prepared before does not come here.
+Grammars are prepared one at a time. Users take turns, so that the slow grammars of one user delay each grammar of
+another by one grammar at most. A grammar that was prepared before does not come here.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,13 +47,16 @@ class GrammarThread:
     def __init__(self, grammars: Preparing, publish: Callable[[Preparation], None]) -> None:
         self.is_prepared, self.close = grammars.is_prepared, grammars.close
         self._grammars, self._publish = grammars, publish
-        self._queue: queue.SimpleQueue[Preparation] = queue.SimpleQueue()
+        self._waiting = dict[str | None, deque[Preparation]]()  # by user, the next user first
+        self._has_changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def prepare(self, key: str, grammar: Grammar) -> Preparation:
-        """Prepare the grammar of request `key`, after those asked for before."""
+    def prepare(self, user: str | None, key: str, grammar: Grammar) -> Preparation:
+        """Prepare the grammar of request `key`, after those of the same user that were asked for before."""
         preparation = Preparation(key, grammar)
-        self._queue.put(preparation)
+        with self._has_changed:
+            self._waiting.setdefault(user, deque()).append(preparation)
+            self._has_changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
             self._thread.start()
@@ -60,9 +64,19 @@ class GrammarThread:
 
     def _run(self) -> None:
         while True:
-            if (preparation := self._queue.get()).is_wanted:
+            if (preparation := self._next()).is_wanted:
                 preparation.error = self._error_of(preparation.grammar)
                 self._publish(preparation)
+
+    def _next(self) -> Preparation:
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._waiting)
+            user, own = next(iter(self._waiting.items()))
+            del self._waiting[user]
+            preparation = own.popleft()
+            if own:
+                self._waiting[user] = own  # after the other users
+            return preparation
 
     def _error_of(self, grammar: Grammar) -> TruerollError | None:
         """Prepare a grammar. Return the error that this raises, or None."""

@@ -200,7 +200,7 @@ class Grammars:
     def is_prepared(self, grammar: Grammar) -> bool:
         return grammar in self.done
 
-    def prepare(self, key: str, grammar: Grammar) -> Preparation:
+    def prepare(self, user: str | None, key: str, grammar: Grammar) -> Preparation:
         self.asked.append(Preparation(key, grammar))
         return self.asked[-1]
 

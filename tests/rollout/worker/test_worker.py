@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from trueroll.engine.request import ContentSpan
 from trueroll.errors import ConfigError, InvalidRequestError, ModelError, WorkerFailedError, WorkerLostError
 from trueroll.rollout import RolloutClient, SamplingParams
 from trueroll.rollout.config import WorkerConfig
+from trueroll.rollout.worker.grammars import GrammarThread, Preparation
 from trueroll.rollout.worker.worker import Worker
 
 
@@ -78,6 +80,16 @@ def test_a_slow_grammar_delays_only_its_own_requests(engine: FakeEngine) -> None
         assert [reply["id"] for reply in finished if reply["type"] == "done"] == ["good", "equal"]
         assert [request.id for request in engine.requests] == ["plain", "good", "equal"]
         assert Grammar(regex="a") in slow.prepared and Grammar(regex="b") not in slow.prepared
+
+
+def test_users_take_turns_with_their_grammars() -> None:
+    slow, done = SlowGrammars(), SimpleQueue[Preparation]()
+    thread = GrammarThread(slow, done.put)
+    for key in ("a0", "a1", "a2", "a3", "b0"):
+        thread.prepare(key[0], key, Grammar(regex=key))
+    slow.gate.set()
+    keys = [done.get(timeout=20).key for _ in range(5)]
+    assert keys.index("b0") < keys.index("a2") and [key for key in keys if key != "b0"] == ["a0", "a1", "a2", "a3"]
 
 
 def test_an_equal_submission_joins_and_gets_all_replies(worker: WorkerOnThread, engine: FakeEngine) -> None:
