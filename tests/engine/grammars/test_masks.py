@@ -19,6 +19,7 @@ from trueroll.engine.grammars.masks import Grammars
 from trueroll.engine.grammars.matching import GrammarError, Walk
 from trueroll.engine.grammars.source import Grammar
 from trueroll.engine.models import child_process
+from trueroll.engine.models.tokenizer import load_tokenizer
 from trueroll.engine.models.trials import Limits
 from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import Distribution, GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest
@@ -74,6 +75,24 @@ def test_many_masks_take_several_calls(expected: Any, tiny_llama: Path, monkeypa
     monkeypatch.setattr(child_process, "MAX_REPLY_BYTES", 3 * 64)
     found = {(each.request_id, each.index): each for each in drain(engine) if isinstance(each, SampleOutput)}
     assert all_bits(found) == expected and child_of(engine) == before
+
+
+def test_a_long_text_has_more_time(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would seem the fault of the grammar, which is then refused for all users."""
+    seconds, ask = list[float](), child_process.ChildProcess.ask
+
+    def listen(self: Any, message: bytes, limit: float, *args: Any, **kwargs: Any) -> bytes:
+        seconds.append(limit)
+        return ask(self, message, limit, *args, **kwargs)
+
+    grammars = Grammars(tiny_llama, 512, [2])
+    grammar, [letter] = Grammar(regex="a+"), load_tokenizer(tiny_llama / "tokenizer.json").encode("a").ids
+    grammars.prepare(grammar)
+    monkeypatch.setattr(child_process.ChildProcess, "ask", listen)
+    for count in (1, 50_001):
+        grammars.open(grammar, [2], [letter] * count, is_given=False)
+    grammars.close()
+    assert len(seconds) == 2 and seconds[1] - seconds[0] == pytest.approx(5.0)
 
 
 def test_samples_end_if_no_process_can_be_started(
