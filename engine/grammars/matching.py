@@ -65,10 +65,14 @@ def translated(grammar: Grammar) -> str:
         return f"{_HEADER}start: %json {_with_options(grammar)}"
     if grammar.choice:
         # As a single terminal: alternatives of a rule would be items of the parser, which are limited.
-        return f"{_HEADER}start: T\nT: {' | '.join(json.dumps(text, ensure_ascii=False) for text in grammar.choice)}"
+        return f"{_HEADER}start: T\nT: {' | '.join(map(_quoted, grammar.choice))}"
     if grammar.regex is not None:
         return f"{_HEADER}start: /{_regex(grammar.regex)}/"
     return _HEADER + _from_gbnf(grammar.grammar or "")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON does not escape this one
 
 
 def _with_options(grammar: Grammar) -> str:

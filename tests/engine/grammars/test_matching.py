@@ -206,7 +206,7 @@ def test_a_schema_that_would_be_matched_inexactly_is_refused(name: str, text: To
 def test_other_kinds_of_grammars(text: TokenText) -> None:
     ebnf = 'root ::= item ("," item)*\nitem ::= [a-c]{2} | "é" # a comment\n'
     assert accepts(text, "ab,é,cc", grammar=ebnf) and not accepts(text, "ab,", grammar=ebnf)
-    choice = ["yes", "maybe so", 'a"b\\\n', "\U0001f600"]
+    choice = ["yes", "maybe so", 'a"b\\\n', "\U0001f600", *map(chr, range(1, 161))]
     assert all(accepts(text, each, choice=choice) for each in choice) and not accepts(text, "maybe", choice=choice)
     assert accepts(text, '{ "a": [1] }', json_object=True) and not accepts(text, "[1]", json_object=True)
     assert not accepts(text, '{ "a":1}', json_object=True, disable_any_whitespace=True)
