@@ -8,7 +8,6 @@ next call.
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import threading
@@ -159,7 +158,6 @@ def _read_reply(reply: bytes) -> bytes:
 
 def _run(tokenizer: Any, limits: Limits, niceness: int, pipes: Sequence[socket.socket]) -> None:
     """Answer calls in the child."""
-    gc.freeze()
     os.nice(niceness)
     limit_memory(limits.more_bytes)
 

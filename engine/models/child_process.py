@@ -6,6 +6,7 @@ replies have a bounded length; and the child ends with the object, or with this 
 
 from __future__ import annotations
 
+import gc
 import select
 import socket
 import struct
@@ -83,6 +84,7 @@ def answer_calls(pipe: socket.socket, answer: Callable[[bytes], bytes]) -> None:
 
 
 def _run(work: Callable[[Sequence[socket.socket]], object], pipes: Sequence[socket.socket]) -> None:
+    gc.freeze()  # a search for garbage would copy the parent's objects, and finalize some, such as memory of a GPU
     close_all_but(*(pipe.fileno() for pipe in pipes))
     work(pipes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections.abc import Sequence
@@ -57,3 +58,31 @@ def test_an_answer_that_trickles_in_is_abandoned_at_the_deadline() -> None:
         dripping.join(20)
         ours.close()
         theirs.close()
+
+
+class Cycle:
+    num_deleted = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        Cycle.num_deleted += 1
+
+
+def test_a_child_does_not_finalize_the_garbage_of_its_parent() -> None:
+    def answer(message: bytes) -> bytes:
+        Cycle()
+        gc.collect()
+        return bytes([Cycle.num_deleted])
+
+    gc.disable()
+    try:
+        Cycle()
+        child = ChildProcess(lambda pipes: answer_calls(pipes[0], answer))
+    finally:
+        gc.enable()
+    assert child.ask(b"", 20) == b"\1"
+    child.end()
+    gc.collect()
+    assert Cycle.num_deleted == 1, "premise"
