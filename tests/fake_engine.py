@@ -73,11 +73,11 @@ class FakeInfo:
 class FakeGrammars:
     """Grammars that need no preparation. Samples of the fake engine ignore them."""
 
-    def is_prepared(self, grammar: Grammar) -> bool:
-        return True
+    def find(self, grammar: Grammar) -> object | None:
+        return grammar
 
-    def prepare(self, grammar: Grammar) -> None:
-        pass
+    def prepare(self, grammar: Grammar) -> object:
+        return grammar
 
     def close(self) -> None:
         pass

@@ -46,7 +46,7 @@ _MOST_CALL_BYTES = 2**23
 
 
 @dataclass(eq=False)
-class _Known:
+class Prepared:
     """A grammar that was tried. `lark`: its translation. `fault`: why no text is generated with it, or None."""
 
     number: int
@@ -66,7 +66,7 @@ class Place:
     number: int
     ending_token_ids: list[int]
     token_ids: array[int]
-    known: _Known
+    known: Prepared
     masks: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     error: str | None = None
     num_told: int = 0
@@ -78,7 +78,8 @@ class Grammars:
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._path, self._vocab_size, self._eos = folder / "tokenizer.json", vocab_size, eos_token_ids
         self._numbers = count()
-        self._known = OrderedDict[Grammar, _Known]()
+        self._known = weakref.WeakValueDictionary[Grammar, Prepared]()
+        self._latest = OrderedDict[Grammar, Prepared]()
         self._places = weakref.WeakSet[Place]()
         self._ended = list[int]()
         self._lock, self._preparing, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
@@ -92,15 +93,26 @@ class Grammars:
         """Return whether a sample or score with a grammar is open."""
         return bool(self._places)
 
-    def is_prepared(self, grammar: Grammar) -> bool:
-        """Return whether `prepare` need not try the grammar, because it did so before."""
-        return self._find(grammar) is not None
-
-    def prepare(self, grammar: Grammar) -> None:
-        """Try and compile a grammar, which may take as long as `TRIAL` allows. Raise InvalidRequestError if the grammar
-        is not supported, and UnavailableError if the system cannot start a process.
+    def find(self, grammar: Grammar) -> Prepared | None:
+        """Return the grammar if `prepare` need not try it, because it did so before; else None. This stays so while the
+        result is held.
         """
-        self._prepared(grammar)
+        with self._lock:
+            if (known := self._known.get(grammar)) is not None:
+                self._remember(grammar, known)
+            return known
+
+    def prepare(self, grammar: Grammar) -> Prepared:
+        """Try and compile a grammar, which may take as long as `TRIAL` allows. Return it, as `find` does. Raise
+        InvalidRequestError if the grammar is not supported, and UnavailableError if the system cannot start a process.
+        """
+        if (known := self.find(grammar)) is None:
+            with self._preparing:
+                if (known := self.find(grammar)) is None:  # else another thread has prepared it
+                    known = self._try(grammar)
+        if known.fault is not None:
+            raise _refused(known.fault)
+        return known
 
     def open(
         self, grammar: Grammar, ending_token_ids: Sequence[int], token_ids: Sequence[int], is_given: bool
@@ -108,7 +120,7 @@ class Grammars:
         """Return the place after tokens of a text, or the place of given tokens, of which the last may be an excluded
         one. Raise the errors of `prepare`, and InvalidRequestError if the grammar excludes an earlier token.
         """
-        known = self._prepared(grammar)
+        known = self.prepare(grammar)
         place = Place(next(self._numbers), [*ending_token_ids], array("i", token_ids), known)
         self._places.add(place)
         weakref.finalize(place, self._ended.append, place.number)
@@ -205,33 +217,22 @@ class Grammars:
         place.error = fault
         place.masks = np.zeros((num_masks, -(-self._vocab_size // 32)), np.int32)
 
-    def _find(self, grammar: Grammar) -> _Known | None:
-        with self._lock:
-            if grammar in self._known:
-                self._known.move_to_end(grammar)
-            return self._known.get(grammar)
+    def _remember(self, grammar: Grammar, known: Prepared) -> None:
+        self._known[grammar] = self._latest[grammar] = known
+        self._latest.move_to_end(grammar)
+        if len(self._latest) > MOST_TEMPLATES:
+            self._latest.popitem(last=False)
 
-    def _prepared(self, grammar: Grammar) -> _Known:
-        if (known := self._find(grammar)) is None:
-            with self._preparing:
-                if (known := self._find(grammar)) is None:  # else another thread has prepared it
-                    known = self._try(grammar)
-        if known.fault is not None:
-            raise _refused(known.fault)
-        return known
-
-    def _try(self, grammar: Grammar) -> _Known:
+    def _try(self, grammar: Grammar) -> Prepared:
         """Try a new grammar, compile it in the child for masks, and remember it."""
         number, (lark, fault) = next(self._numbers), self._translated(grammar)
         if fault is None:
             # Another grammar may end the child in the meantime.
             answers = (self._ask(0, _pack(number, lark), TRIAL.seconds) for _ in range(2))
             fault = _read(next(filter(None, answers), b""))[1]
-        known = _Known(number, lark, fault)
+        known = Prepared(number, lark, fault)
         with self._lock:
-            self._known[grammar] = known
-            if len(self._known) > MOST_TEMPLATES:
-                self._known.popitem(last=False)
+            self._remember(grammar, known)
         return known
 
     def _translated(self, grammar: Grammar) -> tuple[str, str | None]:

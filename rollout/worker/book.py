@@ -379,17 +379,18 @@ class RequestBook:
             if len(waiting.request.images) < len(waiting.message.images):
                 self._ask_for_images(key, waiting)
                 continue
-            if (grammar := _grammar_of(waiting.request)) is not None and self._must_prepare(grammar):
+            grammar, prepared = _grammar_of(waiting.request), None
+            if grammar is not None and (prepared := self._find(grammar)) is None:
                 self._prepare(key, waiting, grammar)
                 continue
-            self._command(Add(waiting.request, tuple(waiting.ended)))
+            self._command(Add(waiting.request, tuple(waiting.ended), prepared))
             if key in self.streams:
                 self._command(Stream(key))
         for key, error in refused.items():
             self.end(key, error)
 
-    def _must_prepare(self, grammar: Grammar) -> bool:
-        return self.grammars is None or not self.grammars.is_prepared(grammar)
+    def _find(self, grammar: Grammar) -> object | None:
+        return None if self.grammars is None else self.grammars.find(grammar)
 
     def _prepare(self, key: str, waiting: Waiting, grammar: Grammar) -> None:
         """Prepare the grammar of a request before the engine gets the request."""

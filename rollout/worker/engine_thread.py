@@ -98,11 +98,13 @@ class ServedEngine(Protocol):
 class Add:
     """Add a request to the engine. The response is the request's outputs, or `Refused`.
 
-    `ended`: indices of samples that are already aborted and must not be generated.
+    `ended`: indices of samples that are already aborted and must not be generated. `prepared`: keeps the request's
+    grammar prepared until the engine has the request, because steps would wait while the engine tries it again.
     """
 
     request: Request
     ended: tuple[int, ...] = ()
+    prepared: object | None = None
 
 
 @dataclass(frozen=True)

@@ -20,22 +20,23 @@ from ...engine.grammars.source import Grammar
 class Preparing(Protocol):
     """What the worker needs from `trueroll.engine.grammars.masks.Grammars`. Any thread may call the methods."""
 
-    def is_prepared(self, grammar: Grammar) -> bool: ...
+    def find(self, grammar: Grammar) -> object | None: ...
 
-    def prepare(self, grammar: Grammar) -> None: ...
+    def prepare(self, grammar: Grammar) -> object: ...
 
     def close(self) -> None: ...
 
 
 @dataclass(eq=False)
 class Preparation:
-    """The preparation of the grammar of request `key`. `is_wanted`: false if the request has ended meanwhile. `error`:
-    why the request cannot be served, or None.
+    """The preparation of the grammar of request `key`. `is_wanted`: false if the request has ended meanwhile.
+    `prepared`: the result, which keeps the grammar prepared. `error`: why the request cannot be served, or None.
     """
 
     key: str
     grammar: Grammar
     is_wanted: bool = True
+    prepared: object | None = None
     error: TruerollError | None = None
 
 
@@ -45,7 +46,7 @@ class GrammarThread:
     """
 
     def __init__(self, grammars: Preparing, publish: Callable[[Preparation], None]) -> None:
-        self.is_prepared, self.close = grammars.is_prepared, grammars.close
+        self.find, self.close = grammars.find, grammars.close
         self._grammars, self._publish = grammars, publish
         self._waiting = dict[str | None, deque[Preparation]]()  # by user, the next user first
         self._has_changed = threading.Condition()
@@ -65,7 +66,7 @@ class GrammarThread:
     def _run(self) -> None:
         while True:
             if (preparation := self._next()).is_wanted:
-                preparation.error = self._error_of(preparation.grammar)
+                self._finish(preparation)
                 self._publish(preparation)
 
     def _next(self) -> Preparation:
@@ -78,12 +79,11 @@ class GrammarThread:
                 self._waiting[user] = own  # after the other users
             return preparation
 
-    def _error_of(self, grammar: Grammar) -> TruerollError | None:
-        """Prepare a grammar. Return the error that this raises, or None."""
+    def _finish(self, preparation: Preparation) -> None:
         try:
-            self._grammars.prepare(grammar)
+            preparation.prepared = self._grammars.prepare(preparation.grammar)
         except TruerollError as error:
-            return error
+            preparation.error = error
         except Exception as error:  # must not end the thread, because requests would wait forever
-            return UnavailableError(f"structured_outputs: the grammar could not be prepared ({error}); try again")
-        return None
+            text = f"structured_outputs: the grammar could not be prepared ({error}); try again"
+            preparation.error = UnavailableError(text)

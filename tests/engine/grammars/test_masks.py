@@ -181,7 +181,21 @@ def test_a_bomb_is_refused_and_remembered(name: str, tiny_llama: Path, monkeypat
             grammars.prepare(Grammar(**bomb))
         assert grammars._trial is None and grammars._child is None
     grammars.prepare(Grammar(regex="a+"))
-    assert grammars.is_prepared(Grammar(**bomb)) and not grammars.is_prepared(Grammar(regex="a"))
+    assert grammars.find(Grammar(**bomb)) is not None and grammars.find(Grammar(regex="a")) is None
+
+
+def test_a_grammar_stays_prepared_for_the_request_that_waits(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise many new grammars would make the engine's thread try it again, between two steps."""
+    engine, first, second = make_engine(tiny_llama), Grammar(regex="a+"), Grammar(regex="b+")
+    monkeypatch.setattr(masks, "MOST_TEMPLATES", 1)
+    held = engine.grammars.prepare(first)
+    engine.grammars.prepare(second)
+    assert list(engine.grammars._latest) == [second], "premise"
+    monkeypatch.setattr(engine.grammars, "_try", None)
+    engine.add(generate("a", PROMPT, structured_outputs=first, ignore_eos=False, max_tokens=3))
+    del held
+    assert engine.grammars.find(second) is None
+    assert len(drain(engine)) == 1
 
 
 @pytest.mark.parametrize(("owner", "work"), [(child, "_try"), (child._Masks, "open")])

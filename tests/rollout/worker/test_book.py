@@ -197,8 +197,8 @@ class Grammars:
     def __init__(self) -> None:
         self.asked, self.done = list[Preparation](), set[Grammar]()
 
-    def is_prepared(self, grammar: Grammar) -> bool:
-        return grammar in self.done
+    def find(self, grammar: Grammar) -> object | None:
+        return grammar if grammar in self.done else None
 
     def prepare(self, user: str | None, key: str, grammar: Grammar) -> Preparation:
         self.asked.append(Preparation(key, grammar))

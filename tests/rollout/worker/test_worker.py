@@ -54,14 +54,15 @@ class SlowGrammars(FakeGrammars):
         self.gate = threading.Event()
         self.prepared = list[Grammar]()
 
-    def is_prepared(self, grammar: Grammar) -> bool:
-        return grammar in self.prepared
+    def find(self, grammar: Grammar) -> object | None:
+        return grammar if grammar in self.prepared else None
 
-    def prepare(self, grammar: Grammar) -> None:
+    def prepare(self, grammar: Grammar) -> object:
         assert self.gate.wait(20)
         self.prepared.append(grammar)
         if grammar.regex == "(":
             raise InvalidRequestError("structured_outputs: unclosed", field="structured_outputs")
+        return grammar
 
 
 def test_a_slow_grammar_delays_only_its_own_requests(engine: FakeEngine) -> None:
