@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of requests. The methods `find` and `prepare` of `Grammars` may be called from any thread."""
+        """The grammars of requests. Its methods `find` and `prepare` may be called from any thread."""
         return self._grammars
 
     @property

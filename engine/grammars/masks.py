@@ -1,4 +1,4 @@
-"""Grammars of an engine's requests: tried at the door, and asked for masks at each step.
+"""Grammars of an engine's requests: tried before a request is admitted, and asked for masks at each step.
 
 No grammar is translated, compiled or matched in this process. One child tries new grammars, with limits on time and
 memory. Another child compiles what has passed, follows the samples, and computes all masks of a step in one call
@@ -13,19 +13,20 @@ from __future__ import annotations
 import threading
 import weakref
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 from trueroll.errors import InvalidRequestError, ModelError, UnavailableError
 
+from ...kernels.contract import MASK_BITS
 from ..models.child_process import ChildProcess
 from ..models.files import MAX_TOKENIZER_BYTES, check_file
 from ..models.trials import Limits, TrialError, attempt
@@ -50,17 +51,17 @@ class Prepared:
     """A grammar that was tried. `lark`: its translation. `fault`: why no text is generated with it, or None."""
 
     number: int
-    lark: str = ""
-    fault: str | None = None
+    lark: str
+    fault: str | None
 
 
 @dataclass(eq=False)
 class Place:
-    """How far a sample, or given tokens, have come in a text of a grammar.
+    """The place of a sample, or of tokens to score, in a text of a grammar.
 
     `token_ids`: the tokens since the beginning of the text. `masks` (int32 [n + 1, ceil(V / 32)]): the masks that the
-    last call of `fill` or `fill_given` has found. `error`: why there are none; masks that allow nothing take their
-    place.
+    last call of `fill` or `fill_given` has found. `error`: the reason why masks cannot be found, or None. With an
+    error, `masks` allow nothing. `num_told`: the number of tokens that the child for masks has got.
     """
 
     number: int
@@ -72,8 +73,18 @@ class Place:
     num_told: int = 0
 
 
+class _Asked(NamedTuple):
+    """Masks to find: the mask of the token after the first `num_tokens` tokens of a place, and of the token after each
+    of the `following` tokens.
+    """
+
+    place: Place
+    num_tokens: int
+    following: Sequence[int]
+
+
 class Grammars:
-    """The grammars of one engine. `folder`: the model's folder. `prepare` may be called from any thread."""
+    """The grammars of one engine. `folder`: the model's folder. Any thread may call `find` and `prepare`."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._path, self._vocab_size, self._eos = folder / "tokenizer.json", vocab_size, eos_token_ids
@@ -81,7 +92,7 @@ class Grammars:
         self._known = weakref.WeakValueDictionary[Grammar, Prepared]()
         self._latest = OrderedDict[Grammar, Prepared]()
         self._places = weakref.WeakSet[Place]()
-        self._ended = list[int]()
+        self._ended = deque[int]()  # any thread may collect a place
         self._lock, self._preparing, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
         self._is_closed = False
         self._text: TokenText | GrammarError | None = None
@@ -117,15 +128,16 @@ class Grammars:
     def open(
         self, grammar: Grammar, ending_token_ids: Sequence[int], token_ids: Sequence[int], is_given: bool
     ) -> Place:
-        """Return the place after tokens of a text, or the place of given tokens, of which the last may be an excluded
-        one. Raise the errors of `prepare`, and InvalidRequestError if the grammar excludes an earlier token.
+        """Return the place of a sample that begins with `token_ids`. If `is_given`, these are tokens to score, and the
+        grammar may exclude the last one. Raise the errors of `prepare`, and InvalidRequestError if the grammar excludes
+        another token.
         """
         known = self.prepare(grammar)
         place = Place(next(self._numbers), [*ending_token_ids], array("i", token_ids), known)
         self._places.add(place)
         weakref.finalize(place, self._ended.append, place.number)
         if token_ids:
-            self._fill([(place, len(token_ids) - is_given, ())])
+            self._fill([_Asked(place, len(token_ids) - is_given, ())])
             if place.error is not None:
                 raise _refused(place.error)
         return place
@@ -134,13 +146,13 @@ class Grammars:
         """Find the masks of places: of the token after all tokens of the place, and of the token after each of the
         following tokens, up to the first one that the grammar excludes.
         """
-        self._fill_or_fail([(place, len(place.token_ids), following) for place, following in asked])
+        self._fill_or_fail([_Asked(place, len(place.token_ids), following) for place, following in asked])
 
     def fill_given(self, place: Place, first: int, end: int) -> None:
         """Find the masks with which tokens [first, end) of a place were drawn."""
         rows, found = self._most_rows, list[np.ndarray]()
         for start in range(first, end, rows):
-            self._fill_or_fail([(place, start, place.token_ids[start : min(start + rows, end) - 1])])
+            self._fill_or_fail([_Asked(place, start, place.token_ids[start : min(start + rows, end) - 1])])
             found.append(place.masks)
         place.masks = np.concatenate(found)
 
@@ -156,66 +168,63 @@ class Grammars:
     def _most_rows(self) -> int:
         return max(1, _MOST_CALL_BYTES * 8 // self._vocab_size)
 
-    def _fill_or_fail(self, asked: list[tuple[Place, int, Sequence[int]]]) -> None:
-        """As `_fill`. If the system cannot start a process, the samples end, but not the step."""
+    def _fill_or_fail(self, asked: list[_Asked]) -> None:
+        """As `_fill`. If the system cannot start a process, the samples end, but the step goes on."""
         try:
             self._fill(asked)
         except UnavailableError as error:
-            for place, _, following in asked:
-                self._fail(place, len(following) + 1, str(error))
+            for each in asked:
+                self._fail(each, str(error))
 
-    def _fill(self, asked: list[tuple[Place, int, Sequence[int]]]) -> None:
-        """As `fill`, after a given number of the place's tokens."""
+    def _fill(self, asked: list[_Asked]) -> None:
+        """Find masks. If one call for several places fails, call once for each place."""
         for part in _parts(asked, self._most_rows):
             for each in self._compute(part, is_alone=False):
-                self._fill_alone(*each)
+                self._fill_alone(each)
 
-    def _fill_alone(self, place: Place, num_tokens: int, following: Sequence[int]) -> None:
-        """Ask for one place in a call of its own, after a call for several places has failed. So the grammar at fault
-        is found.
-        """
-        known, place.num_told = place.known, 0
-        if known.fault is None and self._compute([(place, num_tokens, following)], is_alone=True):
+    def _fill_alone(self, asked: _Asked) -> None:
+        """Find the masks of one place in a call of its own, so that only a grammar at fault is blamed for a failure."""
+        known, asked.place.num_told = asked.place.known, 0
+        if known.fault is None and self._compute([asked], is_alone=True):
             known.fault = f"a mask needs more than {STEP_SECONDS:.0f} s or {MORE_BYTES >> 20} MiB, or crashes"
         if known.fault is not None:
-            self._fail(place, len(following) + 1, known.fault)
+            self._fail(asked, known.fault)
 
-    def _compute(
-        self, asked: list[tuple[Place, int, Sequence[int]]], is_alone: bool
-    ) -> list[tuple[Place, int, Sequence[int]]]:
-        """Ask the child for masks. Return the places that got none, because the child has died or was replaced.
-        `is_alone`: send the translated grammar, too.
+    def _compute(self, asked: list[_Asked], is_alone: bool) -> list[_Asked]:
+        """Find masks in one call. Return the entries of `asked` that got no masks because the child died or was
+        replaced. `is_alone`: send the translated grammar, too.
         """
-        left = list[tuple[Place, int, Sequence[int]]]()
-        rows = [_row(*each, is_alone) for each in asked if each[0].error is None]
-        results, error = self._asked(rows, _num_masks(asked), is_alone) if rows else ([], None)
+        left = list[_Asked]()
+        rows = [_row(each, is_alone) for each in asked if each.place.error is None]
+        results, error = self._results(rows, _num_masks(asked), is_alone) if rows else ([], None)
         if error is not None:
             return asked
         found = iter(results)
-        for place, num_tokens, following in asked:
-            if place.error is not None:
-                self._fail(place, len(following) + 1, place.error)
+        for each in asked:
+            if each.place.error is not None:
+                self._fail(each, each.place.error)
                 continue
             accepted, masks, fault = next(found)
             if fault == AGAIN:
-                left.append((place, num_tokens, following))
+                left.append(each)
             elif fault is not None:
-                self._fail(place, len(following) + 1, fault)
+                self._fail(each, fault)
             else:
-                place.masks = np.frombuffer(masks, np.int32).reshape(accepted + 1, -1)
-                place.num_told = num_tokens
+                each.place.masks = np.frombuffer(masks, np.int32).reshape(accepted + 1, -1)
+                each.place.num_told = each.num_tokens
         return left
 
-    def _asked(self, rows: list[tuple[Any, ...]], num_masks: int, is_alone: bool) -> tuple[Any, str | None]:
-        """Return the results of the rows, and the error of the whole call."""
+    def _results(self, rows: list[tuple[Any, ...]], num_masks: int, is_alone: bool) -> tuple[Any, str | None]:
+        """Return the child's results for the rows, and the error of the whole call."""
         num_new = sum(len(new) // 4 for *_, new, _ in rows)
         seconds = STEP_SECONDS + ROW_SECONDS * num_masks + TOKEN_SECONDS * num_new + COMPILE_SECONDS * is_alone
-        ended = [self._ended.pop() for _ in range(len(self._ended))]  # another thread may append
+        ended = [self._ended.popleft() for _ in range(len(self._ended))]
         return _read(self._ask(1, _pack(ended, rows), seconds))
 
-    def _fail(self, place: Place, num_masks: int, fault: str) -> None:
-        place.error = fault
-        place.masks = np.zeros((num_masks, -(-self._vocab_size // 32)), np.int32)
+    def _fail(self, asked: _Asked, fault: str) -> None:
+        """Give a place its error, and masks that allow nothing."""
+        asked.place.error = fault
+        asked.place.masks = np.zeros((len(asked.following) + 1, -(-self._vocab_size // MASK_BITS)), np.int32)
 
     def _remember(self, grammar: Grammar, known: Prepared) -> None:
         self._known[grammar] = self._latest[grammar] = known
@@ -227,7 +236,7 @@ class Grammars:
         """Try a new grammar, compile it in the child for masks, and remember it."""
         number, (lark, fault) = next(self._numbers), self._translated(grammar)
         if fault is None:
-            # Another grammar may end the child in the meantime.
+            # A second call, because another grammar may end the child during the first one.
             answers = (self._ask(0, _pack(number, lark), TRIAL.seconds) for _ in range(2))
             fault = _read(next(filter(None, answers), b""))[1]
         known = Prepared(number, lark, fault)
@@ -245,7 +254,7 @@ class Grammars:
             if self._trial is None and not self._is_closed:
                 self._trial = ChildProcess(partial(try_grammars, text, TRIAL))
             trial = self._trial
-        reply = b"" if trial is None else trial.ask(_pack(vars_of(grammar)), TRIAL.seconds)
+        reply = b"" if trial is None else trial.ask(_pack(asdict(grammar)), TRIAL.seconds)
         if not reply and trial is not None:
             trial.end()
             self._trial = None
@@ -264,7 +273,9 @@ class Grammars:
         return self._text
 
     def _ask(self, pipe: int, message: bytes, seconds: float) -> bytes:
-        """Ask the child for masks, which is started if there is none. If it does not answer, end it."""
+        """Send a call to the child that computes masks, and return its reply. Start the child if there is none. If the
+        reply is empty, end the child.
+        """
         with self._starting:
             if self._child is None and not self._is_closed:
                 assert isinstance(self._text, TokenText)
@@ -285,13 +296,9 @@ def _pack(*call: Any) -> bytes:
     return message
 
 
-def vars_of(grammar: Grammar) -> dict[str, Any]:
-    """Return the fields of a grammar."""
-    return {name: getattr(grammar, name) for name in Grammar.__dataclass_fields__}
-
-
-def _row(place: Place, num_tokens: int, following: Sequence[int], is_alone: bool) -> tuple[Any, ...]:
+def _row(asked: _Asked, is_alone: bool) -> tuple[Any, ...]:
     """Return a row of `_Masks.compute`."""
+    place, num_tokens, following = asked
     if place.num_told > num_tokens:
         place.num_told = 0  # given tokens are computed again
     new = np.array(place.token_ids[place.num_told : num_tokens], np.int32).tobytes()
@@ -300,21 +307,19 @@ def _row(place: Place, num_tokens: int, following: Sequence[int], is_alone: bool
     return place.number, known.number, lark, place.ending_token_ids, place.num_told, new, after
 
 
-def _num_masks(asked: Sequence[tuple[Place, int, Sequence[int]]]) -> int:
-    return sum(len(following) + 1 for _, _, following in asked)
+def _num_masks(asked: Sequence[_Asked]) -> int:
+    return sum(len(each.following) + 1 for each in asked)
 
 
-def _parts(
-    asked: Sequence[tuple[Place, int, Sequence[int]]], most: int
-) -> Iterator[list[tuple[Place, int, Sequence[int]]]]:
+def _parts(asked: Sequence[_Asked], most: int) -> Iterator[list[_Asked]]:
     """Yield parts with at most `most` masks, or a single place with more."""
-    part, room = list[tuple[Place, int, Sequence[int]]](), most
+    part, room = list[_Asked](), most
     for each in asked:
-        if part and room < len(each[2]) + 1:
+        if part and room < len(each.following) + 1:
             yield part
             part, room = [], most
         part.append(each)
-        room -= len(each[2]) + 1
+        room -= len(each.following) + 1
     if part:
         yield part
 

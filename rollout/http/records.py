@@ -57,8 +57,8 @@ def check_records(own: RecordFields, prompts: Sequence[Sequence[int]], is_stream
     if is_stream and (name := next((name for name, value in asked.items() if value is not None), None)):
         raise unsupported(name, "null for a stream", asked[name])
     if (targets := own.prompt_logprob_token_ids) is not None:
-        for prompt in prompts:
-            _check_targets(targets, own.prompt_logprob_start, len(prompt))
+        for prompt_len in dict.fromkeys(map(len, prompts)):
+            _check_targets(targets, own.prompt_logprob_start, prompt_len)
     shortest = min(map(len, prompts))
     if params.return_routed_experts and own.routed_experts_prompt_start > shortest:
         raise InvalidRequestError(

@@ -93,6 +93,20 @@ def test_users_take_turns_with_their_grammars() -> None:
     assert keys.index("b0") < keys.index("a2") and [key for key in keys if key != "b0"] == ["a0", "a1", "a2", "a3"]
 
 
+def test_the_error_of_a_grammar_does_not_reach_a_later_request_with_the_same_id(engine: FakeEngine) -> None:
+    engine.grammars = slow = SlowGrammars()
+    with serving(engine) as worker, RawClient(worker.address) as raw:
+        raw.generate("a", structured_outputs={"regex": "("})
+        raw.send("abort", id="x", request_id="a")
+        raw.receive_until("aborted")
+        raw.send("ack", ids=["a"])
+        raw.generate("a", structured_outputs={"regex": "b"})
+        raw.health()
+        slow.gate.set()
+        assert [reply["type"] for reply in raw.receive_until("done", "error")] == ["sample", "done"]
+        assert slow.prepared[-1].regex == "b"
+
+
 def test_an_equal_submission_joins_and_gets_all_replies(worker: WorkerOnThread, engine: FakeEngine) -> None:
     engine.gate.clear()
     with RawClient(worker.address) as first, RawClient(worker.address) as second:
