@@ -100,8 +100,8 @@ class Example:
         self.steps.append([conversation for group in groups for conversation in group])
         return groups
 
-    def record(self, *args: Any, completion_mask: torch.Tensor, distribution: Any) -> torch.Tensor:
-        log_probs = self.token_log_probs(*args, distribution=distribution)
+    def record(self, *args: Any, completion_mask: torch.Tensor, **drawn: Any) -> torch.Tensor:
+        log_probs = self.token_log_probs(*args, **drawn)
         log_probs.retain_grad()
         self.gradients.append((log_probs, completion_mask))
         return log_probs
