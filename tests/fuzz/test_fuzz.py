@@ -138,7 +138,7 @@ def test_no_message_harms_a_worker_or_a_good_request() -> None:
     assert {*TERMINAL.values(), "sample", "deltas", "need_image"} < set(numbers.replies)
     assert CODES - {"version_gap", "other_base", "deadline_exceeded"} <= set(numbers.replies)
     assert numbers.good_requests > 80 and numbers.good_tokens > 2000
-    assert numbers.streams > 80 and numbers.reconnects > 40 and numbers.pushes > 4
+    assert numbers.streams > 40 and numbers.reconnects > 40 and numbers.pushes > 1
     assert numbers.preemptions > 0 and numbers.good_refused > 0
     assert {*ANSWERS, *IMAGE_ERRORS, "served", "unanswered"} == set(numbers.images)
     assert numbers.good_with_images > 20 and numbers.good_parts > 8
