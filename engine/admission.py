@@ -114,8 +114,8 @@ class Admission:
         return Rules.of(distribution, sorted(_ending_tokens(distribution, self._info)), self._info.vocab_size)
 
     def _place(self, distribution: Distribution, token_ids: np.ndarray, is_given: bool = False) -> Place | None:
-        """Return how far tokens have come in a text of the distribution's grammar; None without a grammar. Raise the
-        errors of `Grammars.open`.
+        """Return the place that a text of the distribution's grammar has reached after `token_ids`; None if the
+        distribution has no grammar. Raise the errors of `Grammars.open`.
         """
         if (grammar := distribution.structured_outputs) is None:
             return None

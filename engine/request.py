@@ -474,8 +474,8 @@ class SamplingParams(Distribution):
         found = self._filters + self._edits
         if self.logprobs == "processed" and found:
             raise ConfigError(
-                f"logprobs='processed' with {', '.join(found)} is a distribution that a temperature alone does not "
-                "describe; pass the parameters to token_log_probs as distribution, or sample with "
+                f"with logprobs='processed' and {', '.join(found)}, the log-probs come from a distribution that a "
+                "temperature alone does not describe; call token_log_probs(..., distribution=params), or sample with "
                 "logprobs='temperature'",
                 field="logprobs",
                 value=self.logprobs,

@@ -166,7 +166,9 @@ class Verdict:
 
 
 class Check:
-    """Runs promises with the packages of a folder. `out`: folder for the logs. `site`: entry for PYTHONPATH."""
+    """Runs the checks of promises, with the packages in the folder `site`. `out`: the folder for the logs. `site`: a
+    subfolder of `out`, and the first entry of PYTHONPATH.
+    """
 
     def __init__(self, out: Path, is_rehearsal: bool) -> None:
         self.out, self.is_rehearsal, self.site = out, is_rehearsal, out / "site"

@@ -7,8 +7,8 @@ All ops here that return log-probs run the same two kernels, compiled identicall
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
 each section to its highest logit, its sum of exponentials and its best token. The second kernel folds the sections. A
 NaN logit makes the sum NaN. If the sum of a row is NaN, every log-prob of the row is NaN. `token_statistics` reuses the
-folded sums, because a separate kernel with a different number of warps would add in a different order. No op reads a
-value on the host.
+folded sums, because a separate kernel with a different number of warps would add in a different order. No op
+copies a value from the GPU to the host.
 """
 
 from __future__ import annotations

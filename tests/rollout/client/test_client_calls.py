@@ -347,7 +347,7 @@ def test_trainer_temperature(params: dict[str, Any], expected: float) -> None:
     ],
 )
 def test_trainer_temperature_names_settings_that_no_trainer_computes(params: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=f"^logprobs='processed' with {named} is .*logprobs='temperature'"):
+    with pytest.raises(ConfigError, match=f"^with logprobs='processed' and {named}, .*logprobs='temperature'"):
         _ = SamplingParams(**params).trainer_temperature
     with pytest.raises(ConfigError, match="^logprobs is None"):
         _ = SamplingParams(logprobs=None, **params).trainer_temperature
