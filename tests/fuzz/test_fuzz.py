@@ -131,17 +131,16 @@ def test_messages_that_may_harm_other_clients_are_not_sent(memory: Memory, in_fl
 
 
 def test_no_message_harms_a_worker_or_a_good_request() -> None:
-    """The rounds include one in which an attacker does not answer, and one with each kind of broken connection."""
-    with tiny_campaign(Plan(8_000, seed=1, first_round=10, warm_up=3000)) as campaign:
+    with tiny_campaign(Plan(20_000, seed=1)) as campaign:
         numbers = campaign.run()
-    assert numbers.messages >= 8_000 and set(numbers.sent) == {*SHARES, "deserted"}
+    assert numbers.messages >= 20_000 and set(numbers.sent) == {*SHARES, "deserted"}
     assert {*TERMINAL.values(), "sample", "deltas", "need_image"} < set(numbers.replies)
     assert CODES - {"version_gap", "other_base", "deadline_exceeded"} <= set(numbers.replies)
-    assert numbers.good_requests > 80 and numbers.good_tokens > 2000
-    assert numbers.streams > 40 and numbers.reconnects > 40 and numbers.pushes > 1
+    assert numbers.good_requests > 200 and numbers.good_tokens > 5000
+    assert numbers.streams > 200 and numbers.reconnects > 100 and numbers.pushes > 10
     assert numbers.preemptions > 0 and numbers.good_refused > 0
     assert {*ANSWERS, *IMAGE_ERRORS, "served", "unanswered"} == set(numbers.images)
-    assert numbers.good_with_images > 20 and numbers.good_parts > 8
+    assert numbers.good_with_images > 50 and numbers.good_parts > 20
     assert numbers.before is not None and numbers.after is not None
 
 

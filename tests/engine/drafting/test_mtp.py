@@ -66,13 +66,13 @@ def test_acceptance_after_a_hit_equals_that_after_a_miss(family: str, tmp_path: 
     """For prompts of every length up to two blocks, so that hits end within, at and behind a block."""
     engine = make(make_mtp_model(family, tmp_path / "model"), block_size=4, state_interval=4)
     for length in range(5, 14):
-        asked = [generate(f"{length}", tokens(length, seed=length), n=3, max_tokens=13, temperature=0.7)]
+        asked = [generate(f"{length}", tokens(length, seed=length), n=3, max_tokens=25, temperature=0.7)]
         before = accepted(engine)
         run(engine, asked)
         first, hits = accepted(engine, before), engine.stats().prefix_hits
         run(engine, asked)
         assert engine.stats().prefix_hits > hits and accepted(engine, before) == tuple(2 * each for each in first)
-    assert min(accepted(engine)) > 15
+    assert min(accepted(engine)) > 50
 
 
 def test_chunks_preemptions_and_interruptions_lose_no_draft(tmp_path: Path) -> None:
