@@ -1,8 +1,8 @@
 """Grammars of an engine's requests: tried before a request is admitted, and asked for masks at each step.
 
 No grammar is translated, compiled or matched in this process. One child tries new grammars, with limits on time and
-memory. Another child compiles what has passed, follows the samples, and computes all masks of a step in one call
-(`child`).
+memory. Another child compiles what has passed, follows the samples, and computes all masks of a step (`child`): in one
+call, or in several if the masks are large (`_MOST_CALL_BYTES`).
 
 Guarantees: a grammar that takes too much time or memory, or crashes, ends only its own samples, with an error. If the
 child for masks dies, a new one gets the tokens of the samples again, so that no mask changes.
