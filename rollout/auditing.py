@@ -3,8 +3,8 @@
 An audit requests a few groups of samples from the worker, computes the log-probs of the samples as the trainer does,
 and compares both sets of log-probs bit by bit. The audit also compares everything that determines the bits: alignment,
 dtype, backend, instruction set, weights (by checksums of the tensors), version, and the token distribution under which
-log-probs are computed. Each cause comes with advice. An audit changes nothing, but the worker pauses between two steps
-while it computes checksums.
+log-probs are computed. For each cause, the result has advice on how to remove the difference. An audit changes nothing,
+but the worker pauses between two steps while it computes checksums.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ class Audit:
     - `place`: (prompt, sample, token) indices of the largest difference; None if all log-probs are equal
     - `causes`: the differences that were found between trainer and worker
     - `tensors`: names of the tensors that differ between trainer and worker, or that only one of the two has
-    - `is_aligned`: whether the trainer's model is aligned
+    - `is_aligned`: whether the trainer's model is aligned (see `align`)
     - `differences`: for each sample, the trainer's log-probs minus the worker's, as a float32 array [tokens of the
-      sample]. NaN is replaced with infinity. If the worker sent no log-probs for the sample, all elements are infinity
+      sample]. A difference of NaN is replaced with infinity. If the worker sent no log-probs for the sample, all
+      elements are infinity
     """
 
     num_tokens: int
@@ -114,8 +115,9 @@ def audit(
       an error.
     - `prompts`: token ids
     - `params`: sampling parameters; by default 4 samples of 32 tokens for each prompt
-    - `temperature`: the number by which the trainer divides the logits. By default, an aligned model uses the
-      distribution of the samples, and any other model uses `params.trainer_temperature`
+    - `temperature`: the number by which the trainer divides the logits. By default, the log-probs of an aligned model
+      refer to the distribution of the samples, and the logits of any other model are divided by
+      `params.trainer_temperature`
     - `version`: weight version of the trainer's last push; None if the trainer has not pushed
     - `log_probs`: the function with which the trainer computes log-probs; by default `token_log_probs` for an aligned
       model, otherwise the log-softmax of the model's logits
@@ -176,9 +178,10 @@ def audit_folder(
 ) -> list[Audit]:
     """Run `audit` on a checkpoint, as a trainer could before its first step.
 
-    The checkpoint is loaded in the worker's dtype and aligned. `model`: as for a worker. `prompts`: by default, three
-    prompts of consecutive low token ids. `with_plain`: also audit the model without alignment, on the same samples.
-    Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded or aligned.
+    The checkpoint is loaded in the worker's dtype and aligned. `model`: name or folder of the model, as for a worker.
+    `prompts`: by default, three prompts of consecutive low token ids. `with_plain`: also audit the model without
+    alignment, on the same samples. Raise ConfigError, ModelError or AlignmentError if the model cannot be loaded or
+    aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
     loaded = _load(resolve_model(model), dtype)
@@ -247,8 +250,8 @@ def _temperature(params: SamplingParams, given: float | None) -> tuple[float, li
 
 
 def _decoder(model: Any) -> Any:
-    """Return the transformers model that `model` contains as a submodule, even if workers do not support the model. If
-    `model` contains no transformers model, return `model`.
+    """Return the transformers model that `model` contains as a submodule, even if workers do not support this
+    transformers model. If `model` contains no transformers model, return `model`.
     """
     return next(filter(is_decoder, model.modules()), model)
 

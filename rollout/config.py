@@ -20,17 +20,17 @@ class WorkerConfig(BaseModel):
     """Settings of a worker, without the settings of its engine. Unknown keys and out-of-range values raise ConfigError.
 
     - `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free port); None: an ipc socket in a new private folder
-    - `curve_secret_key_file`, `clients_file`: the first file has the worker's secret key, in the format of
-      `zmq.auth.create_certificates`. The second file has the public keys of the admitted clients (see `network.keys`).
-      Set both settings or neither. A tcp address beyond loopback needs both the secret key file and the clients file. A
+    - `curve_secret_key_file`, `clients_file`: a file with the worker's secret key, in the format of
+      `zmq.auth.create_certificates`, and a file with the public keys of the admitted clients (see `network.keys`). Set
+      both files or neither file. A tcp address beyond loopback needs both the secret key file and the clients file. A
       tcp address on loopback uses this user's own keys by default.
-    - `max_connections`: maximum number of connections. A number above half of the process's limit on file descriptors
-      is lowered to half of this limit.
+    - `max_connections`: maximum number of connections. If `max_connections` exceeds half of the process's limit on file
+      descriptors, the worker uses half of this limit instead.
     - `max_message_bytes`: maximum size of a message
     - `max_n`: maximum number of samples per request
-    - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of unfinished requests, of their
-      samples, and of their bytes in memory. Submissions that wait for an unfinished request have a separate budget of
-      `max_queued_bytes`.
+    - `max_queued_requests`, `max_queued_samples`, `max_queued_bytes`: maximum number of unfinished requests, maximum
+      number of their samples, and maximum size of these requests in memory, in bytes. If a known request is submitted
+      again, the new submission counts against a separate budget of `max_queued_bytes`.
     - `max_kept_results`, `max_kept_bytes`: maximum number of unacknowledged results, and their maximum total size in
       bytes, including the names of their callers. The oldest results are evicted first.
     - `max_unread_bytes`: maximum total size, in bytes, of the replies that clients have not read yet

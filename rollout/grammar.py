@@ -1,6 +1,7 @@
-"""The masks of a grammar, computed by a trainer, for the log-probs of samples that were drawn with the grammar.
+"""Compute the token masks of a grammar in a trainer. The log-probs of samples that were drawn with the grammar need
+these masks.
 
-Runs llguidance in this process, without limits on time and memory: use it for grammars that you trust.
+Runs llguidance in this process, without limits on time and memory: use this module only for grammars that you trust.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from ..engine.request import Distribution
 class GrammarMasks:
     """The masks of `distribution.structured_outputs`, for the argument `masks` of `kernels.training.token_log_probs`.
 
-    `tokenizer`: the model's tokenizer: a `tokenizers.Tokenizer`, or one of transformers that has one. `engine`: the
-    worker's `health().engine`.
+    `tokenizer`: the model's tokenizer, either a `tokenizers.Tokenizer` or a transformers tokenizer that contains one.
+    `engine`: the worker's `health().engine`.
 
-    Raise AlignmentError if the worker has another version of llguidance, which may have other masks, or if the grammar
-    or the tokenizer is not supported.
+    Raise AlignmentError if worker and trainer have different versions of llguidance, because the masks may then differ.
+    Raise AlignmentError also if the grammar or the tokenizer is not supported.
     """
 
     def __init__(self, distribution: Distribution, tokenizer: Any, engine: Mapping[str, Any]) -> None:
@@ -44,10 +45,10 @@ class GrammarMasks:
             raise AlignmentError(f"structured_outputs: {error}") from None
 
     def rows(self, sample: np.ndarray, first: int) -> np.ndarray:
-        """Return the masks with which tokens [first, end) of a sample were drawn: int32 [end - first, ceil(V / 32)].
-        `sample`: all its tokens before `end`.
+        """Return the masks with which tokens [first, end) of a sample were drawn, as int32 [end - first, ceil(V / 32)].
+        `sample`: all tokens of the sample before `end`.
 
-        Raise AlignmentError if the grammar excludes a token of the sample before the last one.
+        Raise AlignmentError if the grammar excludes a token of `sample` other than the last token.
         """
         walk, token_ids = Walk(self._template, self._ending), sample.tolist()
         try:

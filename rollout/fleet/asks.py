@@ -2,8 +2,8 @@
 request, or one message for each missing sample.
 
 Pure functions and data. A sample depends on its seed and its prompt, but not on the worker. So a missing sample is
-requested as sample 0 of a separate request, with a seed that gives the same noise. A partial sample is continued: only
-its remaining tokens are requested.
+requested as sample 0 of a separate request, with a seed that gives this sample 0 the noise of the missing sample. A
+partial sample is continued: only its remaining tokens are requested.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ask:
     refusal: TruerollError | None = None
 
     def note(self, error: TruerollError) -> bool:
-        """Record an error from the worker. Return whether the request may succeed at another worker."""
+        """Record an error from the worker. Return whether the request may succeed on another worker."""
         self.is_lost = self.is_lost or isinstance(error, _LOST)
         self.refusal = error if isinstance(error, _REFUSED) else self.refusal
         return isinstance(error, _LOST + _REFUSED)
@@ -62,8 +62,8 @@ class Ask:
         return None in self.messages and self.num_samples == n
 
     def targets(self, indices: Collection[int], n: int) -> list[tuple[str, int | None]]:
-        """Return the arguments of `abort` calls, as pairs (request id, sample index). These calls end the samples
-        `indices` at the worker. `n`: number of samples in the request. Index None aborts the whole request.
+        """Return the arguments of `abort` calls, as pairs (request id, sample index). The calls end the samples
+        `indices` on the worker. `n`: number of samples in the request. Index None aborts the whole request.
         """
         if (whole := self.messages.get(None)) is None:
             return [(message.id, None) for index, message in self.messages.items() if index in indices]

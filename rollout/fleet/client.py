@@ -167,8 +167,8 @@ class AsyncFleetClient(AsyncRolloutClient):
         """Return the combined health of the workers that answer.
 
         Counts are summed. `state`: the state of the least ready worker. `weight_version`: the oldest version.
-        `instance`: the number of workers. `troubles`: the names and errors of joining workers that could not get the
-        weights.
+        `instance`: a text with the number of workers. `troubles`: the names and errors of joining workers that could
+        not get the weights.
         """
         healths = list((await self.healths()).values())
         return all_healths(healths, [link.member.told for link in self._pool.links if link.member.trouble])

@@ -59,7 +59,7 @@ class Dispatch:
 
     def place(self, prompt: Sequence[int], cost: float, avoid: Collection[str]) -> tuple[Link, Placed] | None:
         """Choose a worker for a group. Return None if all eligible workers are in `avoid`. `prompt`: hashes of the
-        prompt's prefixes, from `beginnings`. `avoid`: keys of workers.
+        prompt's prefixes, as `beginnings` returns them. `avoid`: keys of workers.
         """
         placed = self._placement.place(prompt, time.monotonic(), cost, avoid)
         return None if placed is None else (self._open[placed.worker], placed)

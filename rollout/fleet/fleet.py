@@ -45,15 +45,16 @@ class Fleet:
     `FleetConfig` has the default and the range of each setting. Workers on other machines need `curve_secret_key_file`
     and `clients_file`.
 
-    - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine. None uses the cluster that
-      this process is already connected to, or else starts a local cluster.
+    - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine. None means the cluster
+      that this process is already connected to. If there is no connection, the fleet starts a local cluster.
     - `ray_without_authentication`: also join clusters that do not require an authentication token, and log a warning
     - `cpus`, `gpus`, `resources`: the resources that Ray reserves for each worker
     - `file`: file with the current members, for clients in other processes
     - `weights_folder`: a folder that all machines share; by default a folder on this machine. Joining workers read
       their weights from this folder. If trainers push with the transport `disk`, let them push to this folder. With
       other transports, a serving worker writes its weights to this folder when another worker joins.
-    - `server_public_key`, `client_key`: keys for workers with named clients. The client needs the role `control`.
+    - `server_public_key`, `client_key`: keys for workers with named clients. The client with the key `client_key` needs
+      the role `control`.
     - `startup_timeout`: maximum number of seconds from the start of a worker until it is ready
     - `hang_seconds`: a worker is replaced if its engine has work but makes no progress for this many seconds
     - `drain_timeout`: maximum number of seconds for a leaving worker to finish its requests
@@ -118,7 +119,7 @@ class Fleet:
         Raise the error of a worker that cannot start, or that cannot get the weights of the other workers. Raise
         IllegalStateError if workers must be added while all workers are asleep. Raise IllegalStateError also if all
         workers were lost and no copy of the pushed weights is left. Raise TruerollError if the fleet is closed during
-        the call. After an error, the fleet still tries to reach `num_workers`.
+        the call. After an error, the fleet still tries to reach `num_workers` workers.
         """
         _check_count(num_workers)
         try:
@@ -127,8 +128,8 @@ class Fleet:
             raise TruerollError("fleet: closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
-        """Return a pair of process ids for each running worker, by the worker's name. The first id is the id of the Ray
-        actor, and the second is the id of the worker. Both processes run on the worker's machine.
+        """Return a pair of process ids for each running worker, by the worker's name. The first process id is the id of
+        the Ray actor, and the second is the id of the worker. The actor and the worker run on the same machine.
         """
         return {slot.name: worker.pids for slot in self._slots if (worker := slot.worker) is not None}
 

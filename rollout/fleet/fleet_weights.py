@@ -25,8 +25,8 @@ class FleetWeights:
     """The weights of a fleet.
 
     `file`: the fleet's file; trainers in other processes write push notes beside this file. `fleet`: the members.
-    `noted`: the push that a joining worker must serve while no other worker serves; None means the weights of the
-    checkpoint.
+    `noted`: the push with the weights that a joining worker must get if no other worker serves; None means the weights
+    of the checkpoint.
     """
 
     def __init__(self, folder: WeightFolder, file: Path | None, fleet: Membership, keys: Keys) -> None:

@@ -10,8 +10,9 @@ Guarantees:
 - If a worker is lost before any sample was delivered, the whole request is sent again, with the same id, to another
   worker. Otherwise another worker gets a separate request for each missing sample.
 - If a worker exits in the middle of a sample, another worker continues the sample.
-- The weight versions of all tokens differ by at most `max_staleness`. If a push would break this limit, the request is
-  restarted; if the caller has already received a part, the request fails.
+- The weight versions of all tokens differ by at most `max_staleness`. If a push would make the versions differ by more
+  than `max_staleness`, the request is restarted. If the caller has already received a part of the request, the request
+  fails instead.
 - Replies to an `Ask` that is no longer needed are ignored.
 """
 

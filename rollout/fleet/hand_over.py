@@ -101,8 +101,8 @@ class WeightFolder:
 
 @dataclass(frozen=True)
 class _Only:
-    """A membership with only one member, the worker at `address`. Once this worker has left `fleet`, the membership is
-    empty.
+    """A membership with only one member, the worker at `address`. Once the worker at `address` has left `fleet`, the
+    membership is empty.
     """
 
     fleet: Membership
@@ -122,9 +122,9 @@ async def hand_over(
 ) -> bool:
     """Give a worker the weights of the fleet: the weights of a peer or, without a peer, the weights of the last push.
 
-    `client`: client of the joining worker, which is a member of `fleet`. `peer`: client of a serving worker, or None.
-    `noted`: the last push; None means the weights of the checkpoint. Return True if the worker now serves the weights
-    of the fleet. Return False if no copy of the weights is left and the worker must wait for a push. Raise
+    `client`: client of the joining worker; this worker is a member of `fleet`. `peer`: client of a serving worker, or
+    None. `noted`: the last push; None means the weights of the checkpoint. Return True if the worker now serves the
+    weights of the fleet. Return False if no copy of the weights is left and the worker must wait for a push. Raise
     TruerollError if the hand-over fails.
     """
     joining = _Only(fleet, client.address)

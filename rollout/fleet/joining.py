@@ -64,7 +64,7 @@ class _Failures:
 
     @property
     def are_too_many(self) -> bool:
-        """Return whether to give up."""
+        """Return whether the fleet must stop trying to hand over the weights."""
         return self.are_final or self.num_passing >= MOST_FAILURES
 
 

@@ -2,7 +2,8 @@
 
 This module owns no state: each slot holds the state of its worker. Guarantees: a worker that ends, hangs or fails is
 replaced. A worker that ran for longer than `STEADY_SECONDS` is replaced after a short pause. If workers in a slot keep
-ending sooner, the pauses grow. A worker begins to serve only after it has the weights that the other workers serve.
+ending within `STEADY_SECONDS`, the pauses grow. A worker begins to serve only after it has the weights that the other
+workers serve.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ class Keeper:
 
         The worker is first marked as serving, and then its weights are compared with the weights of the peer. A push
         that ends after the worker was marked as serving includes the worker. The comparison of weights detects a push
-        that ended before the worker was marked as serving. If the slot is removed from the fleet in the meantime, the
-        worker does not join.
+        that ended before the worker was marked as serving. If the slot is removed from the fleet before the worker
+        serves, the worker does not join.
         """
         while not slot.is_leaving:
             self._slots.stand(slot, "joining")

@@ -1,4 +1,4 @@
-"""Kinds of workers. Workers of one kind give the same bits.
+"""Kinds of workers. With the same weights, workers of one kind give the same bits for the same request.
 
 Owns: the kind of the fleet, and the set of workers of other kinds. The kind of the fleet is the kind of the first
 listed member that answers. The kind of the fleet changes only when no worker of this kind is left. Workers of other

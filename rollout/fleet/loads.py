@@ -66,8 +66,8 @@ class Rows:
         self._scores = np.empty_like(self._keys)
 
     def rank(self, key: int) -> np.ndarray:
-        """For each worker, return a hash of `key`. The result is a uint64 array [num_workers], which the next call to
-        this method overwrites.
+        """For each worker, return a hash of `key` and the worker's own key. The result is a uint64 array [num_workers],
+        which the next call to this method overwrites.
         """
         np.bitwise_xor(self._keys, np.uint64(key), out=self._scores)
         return np.multiply(self._scores, _FACTOR, out=self._scores)

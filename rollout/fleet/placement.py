@@ -12,8 +12,9 @@ find their prefix in the worker's cache.
 
 If no prefix of the prompt is known, workers are ranked for the prompt by rendezvous hashing (Thaler, Ravishankar 1998).
 The less loaded of the two highest-ranked workers gets the group. So independent clients choose between the same two
-workers. When a worker joins or leaves, the order of the other workers does not change. If more than half of the workers
-hold a prefix, the prefix is treated as unknown, because it favors no particular worker.
+workers for a prompt. When a worker joins or leaves, the ranks of the other workers relative to each other do not
+change. If more than half of the workers hold a prefix, the prefix is treated as unknown, because such a prefix favors
+no particular worker.
 
 A worker is full while its load is at least `1 + SLACK` times its share of the total load (Mirrokni, Thorup,
 Zadimoghaddam 2018). Shares are proportional to the measured speeds of the workers. A full worker gets a group only if
@@ -109,9 +110,9 @@ class Placement:
     """Places groups on the workers of a fleet. A new object has no workers.
 
     - `capacity`: maximum number of known prefixes; must be 2 or more. The `capacity // 2` most recently used prefixes
-      are always kept. A good value is the number of pieces that fit into the caches of all workers.
-    - `free_load`: a worker with less load than this is never full, even if the other workers are idle. A good value is
-      the load that a worker can compute in parallel.
+      are always kept. A good `capacity` is the number of pieces that fit into the caches of all workers.
+    - `free_load`: a worker with less load than this is never full, even if the other workers are idle. A good
+      `free_load` is the load that a worker can compute in parallel.
 
     Times are in seconds of any monotonic clock.
     """
@@ -150,8 +151,8 @@ class Placement:
         """Choose a worker for a group, and add the group to the worker's load. Return None if all workers are in
         `avoid`.
 
-        `prompt`: hashes of the prompt's prefixes, from `beginnings`. `cost`: amount of work, in any unit that is the
-        same for all groups.
+        `prompt`: hashes of the prompt's prefixes, as `beginnings` returns them. `cost`: amount of work, in any unit
+        that is the same for all groups.
         """
         rows = self._loads.gather()
         prompt = prompt[: self._index.capacity // 2]
@@ -194,7 +195,7 @@ class Placement:
 
     def _least_loaded(self, holders: Holders, start: int, limit: float, avoid: Collection[str]) -> Worker | None:
         """Compare a few holders, beginning with the holder at position `start`, and return the worker with the least
-        pressure. Return None if all these holders are full or must be avoided.
+        pressure. Return None if all compared holders are full or must be avoided.
         """
         found, count = None, len(holders)
         for i in range(start, start + min(_CHOICES, count)):

@@ -84,7 +84,7 @@ class LocalAccess:
                 _set_variable(name, value)
 
     def keep_folder(self) -> None:
-        """Never remove the folder, so that Ray's logs can still be read."""
+        """Keep the cluster's folder when this process ends, so that Ray's logs can still be read."""
         self._removal.detach()
 
     def remove_folder(self) -> None:

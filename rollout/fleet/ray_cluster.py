@@ -38,11 +38,11 @@ _RAYLET = "RAY_RAYLET_PID"
 def _outliving_its_raylet() -> Iterator[None]:
     """Context manager in which to import Ray, so that Ray does not end this process when a raylet ends.
 
-    On import, Ray reads the id of a process from an environment variable. When the process with this id ends, Ray ends
-    the importing process. For Ray's own worker processes, the variable has the id of the raylet. If the variable is
-    unset and the parent is process 1, Ray treats the importing process as an orphan, and ends the process together with
-    the process's raylet. Without the variable, Ray would treat a fleet as an orphan if a service manager started it. So
-    the variable is set to the id of this process.
+    On import, Ray reads the id of a process from the environment variable `RAY_RAYLET_PID`. When the process with this
+    id ends, Ray ends the importing process. In Ray's own worker processes, `RAY_RAYLET_PID` is the id of the raylet. If
+    `RAY_RAYLET_PID` is unset and the parent is process 1, Ray treats the importing process as an orphan, and ends the
+    process together with the process's raylet. Without `RAY_RAYLET_PID`, Ray would treat a fleet as an orphan if a
+    service manager started the fleet. So `RAY_RAYLET_PID` is set to the id of this process.
     """
     if _RAYLET in os.environ:
         yield

@@ -4,7 +4,7 @@ Owns: the tasks that send the request to workers, and the wait for an eligible w
 not own: the samples that have arrived and the content of the next `Ask` (`GroupState`), or the workers (`WorkerPool`).
 
 Guarantees: the request gets exactly one terminal reply, whatever happens to its workers. If a worker's replies are no
-longer needed, the request is aborted at this worker.
+longer needed, the request is aborted on this worker.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class FleetRequest:
             link.has_refused = True
 
     async def _give_up(self) -> None:
-        """Cancel all attempts. Cancelling an attempt aborts the request at its worker."""
+        """Cancel all attempts. Cancelling an attempt aborts the request on the attempt's worker."""
         for task in self._attempts:
             task.cancel()
         await asyncio.gather(*self._attempts, return_exceptions=True)

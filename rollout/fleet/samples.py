@@ -27,7 +27,7 @@ class Samples:
     - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered before
     - `max_staleness`: maximum difference between the weight versions that generated the request's tokens
     - `delivered`: finish reasons of the delivered samples, by index
-    - `parts`: the unfinished samples of workers that are exiting, by index
+    - `parts`: the unfinished samples of workers that are exiting, by sample index
     """
 
     def __init__(self, request: Request, may_repeat: bool, max_staleness: int) -> None:

@@ -20,8 +20,8 @@ because the request may be the cause.
 @dataclass(frozen=True)
 class _Refusal:
     """A worker's refusal of a request. `num_looks`: number of health checks of the worker before the refusal. The
-    refusal counts only until the next health check, even if two successive health checks report the same state, because
-    the worker may have been full only briefly between the two checks.
+    refusal counts only until the next health check. Two successive health checks may report the same state although the
+    worker refused the request between them, because the worker may have been full only briefly.
     """
 
     error: TruerollError
@@ -55,7 +55,7 @@ class Setbacks:
 
     def avoided(self, looks: Mapping[str, int], is_late: bool) -> set[str]:
         """Return the keys of the workers that must not get the request now. `is_late`: whether `patience` seconds have
-        passed. After this time, the result also includes workers that refused the request because of their state.
+        passed. If `is_late` is True, the result also includes workers that refused the request because of their state.
         """
         return self._refusing(looks) | (self._rejecting if is_late else set())
 
@@ -85,8 +85,8 @@ class Setbacks:
         return next((refusal.error for refusal in self._refusals.values()), None)
 
     def _refusing(self, looks: Mapping[str, int]) -> set[str]:
-        """Drop the refusal of a worker that is no longer eligible, or was checked again after the refusal. Return the
-        keys of the workers with a remaining refusal.
+        """Drop the refusal of a worker that is no longer eligible, or had another health check after the refusal.
+        Return the keys of the workers with a remaining refusal.
         """
         self._refusals = {key: it for key, it in self._refusals.items() if looks.get(key) == it.num_looks}
         return {*self._refusals}

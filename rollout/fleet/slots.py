@@ -104,8 +104,8 @@ class Slots:
         return max(peers, key=_readiness_to_give, default=None)
 
     def are_ahead_of(self, worker: RunningWorker) -> bool:
-        """Return whether other workers serve newer weights. Return False during a push, because the push may reach the
-        other workers before this worker.
+        """Return whether other workers serve newer weights than `worker`. Return False during a push, because the push
+        may reach the other workers before this worker.
         """
         healths = [other.health for other in self.serving if other.health is not None]
         if worker.health is None or any(health.push or health.state == "updating" for health in healths):

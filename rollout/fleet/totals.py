@@ -68,7 +68,7 @@ def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 def _merged(values: Sequence[Any]) -> Any:
     """Merge values. Numbers are added, including numbers in nested maps and lists. `bytes` values are int64 arrays,
-    which are added element by element. For values of other types, the result is the first value.
+    which are added element by element. For values of other types, the result is the first worker's value.
     """
     first = values[0]
     if isinstance(first, Mapping):

@@ -104,7 +104,8 @@ class WorkerPool:
     ) -> tuple[Link, Placed]:
         """Choose a worker with `Dispatch.place`. If no worker is eligible, wait for one. Raise WorkerLostError if no
         worker becomes eligible by `deadline`, a time in monotonic seconds. `avoid`: function that returns the keys of
-        workers that must not be chosen now. `patience`: length of the whole wait in seconds, for the error text.
+        workers that must not be chosen now. `patience`: length of the whole wait in seconds, which the error text
+        states.
         """
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
