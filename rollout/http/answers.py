@@ -88,8 +88,8 @@ class Rows:
 
 
 class Binary:
-    """An array that is written as a string: a file in NumPy's format .npy, in base64. Only a part of the string is in
-    memory at a time.
+    """An array that is written as a JSON string: the bytes of a file in NumPy's format .npy, in base64. Only a part of
+    the string is in memory at a time.
     """
 
     def __init__(self, array: np.ndarray) -> None:
@@ -97,11 +97,13 @@ class Binary:
 
     @staticmethod
     def num_chars(num_bytes: int) -> int:
-        """Return the length of the string for an array of `num_bytes` bytes, apart from the head of the file."""
+        """Return the length of the base64 string for an array of `num_bytes` bytes, without the header of the .npy
+        file.
+        """
         return -(-4 * num_bytes // 3)
 
     def parts(self) -> Iterator[str]:
-        """Yield the string in parts of at most `TURN_CHARS` * 4 characters."""
+        """Yield the base64 string in parts of at most `TURN_CHARS` * 4 characters."""
         head = BytesIO()
         np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(self._array))
         begun, content = head.getvalue(), self._array.reshape(-1).data.cast("B")

@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 
 class TokenizeTextFields(Fields):
-    """Fields of a `/tokenize` request for a text instead of a conversation. `return_token_strs`: also return the text
-    of each token.
+    """Fields of a `/tokenize` request that contains a text. Requests with a conversation have other fields.
+    `return_token_strs`: also return the text of each token.
     """
 
     model: str | None = None

@@ -32,8 +32,8 @@ class ChatFields(TextFields, ConversationFields):
 
 @dataclass
 class ChatForm:
-    """Writes chat completions. `finds_tools`: whether to parse tool calls in the text. `told_prompt`: the records of
-    the prompt.
+    """Writes chat completions. `finds_tools`: whether to parse tool calls in the text. `told_prompt`: the fields of the
+    answer with the log-probs of the prompt.
     """
 
     id: str

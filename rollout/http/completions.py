@@ -37,7 +37,8 @@ class CompletionFields(TextFields):
     """Fields of a completion.
 
     `logprobs`: how many of the most probable tokens to return per position; each generated token's log-prob is also
-    returned. `echo`: also return the prompt. `images`: the images of a single prompt of token ids.
+    returned. `echo`: also return the prompt. `images`: the images of the prompt, which must be a single prompt of token
+    ids.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]
@@ -51,8 +52,8 @@ class CompletionFields(TextFields):
 class CompletionForm:
     """Writes completions.
 
-    `prefixes`: for each prompt, the text and log-probs that `echo` puts before each completion. `told_prompts`: the
-    records of each prompt.
+    `prefixes`: for each prompt, the text and log-probs that `echo` puts before each completion. `told_prompts`: for
+    each prompt, the fields of the answer with the log-probs of the prompt.
     """
 
     id: str
@@ -190,8 +191,9 @@ async def _prefixes(
     """Return, for each prompt, the prefix that `echo` puts before the completions of the prompt.
 
     A prefix contains the text of the prompt. If `logprobs` is set, a prefix also contains the log-probs of the prompt's
-    tokens. These log-probs include the temperature and the filters of the request. Edits of logits, such as penalties,
-    are left out, because they apply only to drawn tokens. The first token of a prompt has no log-prob.
+    tokens. The log-probs of the prompt's tokens include the temperature and the filters of the request. Edits of
+    logits, such as penalties, are left out, because they apply only to drawn tokens. The first token of a prompt has no
+    log-prob.
     """
     prefixes = [
         {"text": each if isinstance(each, str) else await served.texts.decode_long(each, own.skip_special_tokens)}

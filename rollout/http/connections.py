@@ -82,7 +82,7 @@ def most_connections(config: HttpConfig) -> int:
 
 
 class Connections:
-    """All open connections. `app` answers the requests. Needs a running event loop."""
+    """All open connections. `app` answers the requests. The object needs a running event loop."""
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self.app, self.config = app, config
@@ -216,8 +216,8 @@ class Connections:
 
 
 class _Turns:
-    """A first-in, first-out queue of callbacks. After every `TURN_SECONDS` of callbacks, the event loop runs other
-    work.
+    """A first-in, first-out queue of callbacks. Whenever callbacks have run for `TURN_SECONDS`, the event loop runs
+    other work.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Conversations: render the messages with the model's chat template, and place the images in the prompt.
 
-A part `image_url` becomes `{"type": "image"}` for the template. The template writes one placeholder for each of these
-parts. Each placeholder is then repeated, once for each token of its image.
+The template gets `{"type": "image"}` for each message part of type `image_url`, and writes one placeholder for each
+image. Each placeholder is then repeated, once for each token of its image.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _url_of(where: str, given: Any) -> ImageUrl:
 
 def _check_texts(values: Any, served: ServedModel) -> None:
     """Raise InvalidRequestError if a text of the conversation contains the text that stands for an image. In the
-    template's output, the text and the image could not be told apart.
+    template's output, such a text and the placeholder of a real image could not be told apart.
     """
     marks = served.texts.image_texts(served.images.placeholder)
     for text in strings_in(values):

@@ -83,19 +83,20 @@ def _has_long_number(part: bytes | bytearray) -> bool:
 
 
 def _without_half_an_escape(step: bytearray) -> bytearray:
-    """Return the step without its last byte if that byte is a backslash that escapes the byte after the step.
+    """Return `step`, a part of a body, without its last byte if that byte is a backslash that escapes the next byte of
+    the body.
 
-    A step of a single byte is returned unchanged.
+    A `step` of a single byte is returned unchanged.
     """
     num_backslashes = len(step) - len(step.rstrip(b"\\"))
     return step[:-1] if num_backslashes % 2 and len(step) > 1 else step
 
 
 def _outside_of_strings(step: bytearray, in_string: bool) -> tuple[np.ndarray, bool]:
-    """Return a uint8 array with the bytes of a step that are outside of strings, and return whether the step ends
-    within a string.
+    """Return a uint8 array with the bytes of `step`, a part of a body, that are outside of strings, and whether the
+    part ends within a string.
 
-    `in_string`: whether the step begins within a string.
+    `in_string`: whether the part begins within a string.
     """
     characters = np.frombuffer(step.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
     within = np.logical_xor.accumulate(characters == _QUOTE) ^ in_string

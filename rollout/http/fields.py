@@ -97,8 +97,8 @@ _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 class Fields(BaseModel):
     """Base class for the fields of a request. Values of a wrong type and unknown fields are refused.
 
-    Lists in subclasses must use `fail_fast`. Without `fail_fast`, a list with a million invalid elements would produce
-    a million errors, which cost seconds and gigabytes.
+    Lists in subclasses must use pydantic's `fail_fast`. Without `fail_fast`, a list with a million invalid elements
+    would produce a million errors, which cost seconds and gigabytes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -149,8 +149,8 @@ class RecordFields(Fields):
 
     `prompt_logprobs`: number of most probable tokens to return per token of the prompt; the log-prob of the prompt's
     token is also returned. `prompt_logprob_token_ids`: one row of token ids for each token of the prompt after the
-    token with index `prompt_logprob_start`. The log-probs of these ids are returned; -1 pads a row.
-    `routed_experts_prompt_start`: index of the first token of the prompt with routed experts in the answer.
+    token with index `prompt_logprob_start`. The answer contains the log-probs of the ids in each row; -1 pads a row.
+    `routed_experts_prompt_start`: index of the first prompt token for which the answer contains routed experts.
     """
 
     prompt_logprobs: NumTop | None = None
@@ -167,7 +167,9 @@ class ResponseFormat(Fields):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """The fields of `structured_outputs` with the same meaning; None if any text is allowed."""
+        """The fields of `structured_outputs` that allow the same texts as `response_format`; None if any text is
+        allowed.
+        """
         if self.json_schema is not None:
             return {"json": self.json_schema["schema"]}
         return {"json_object": True} if self.type == "json_object" else None
@@ -186,7 +188,7 @@ class ResponseFormat(Fields):
 
 
 class FormatFields(Fields):
-    """The field that gives a grammar in OpenAI's form."""
+    """The field `response_format`, which specifies a grammar as in OpenAI's API."""
 
     response_format: ResponseFormat = ResponseFormat(type="text")
 
@@ -281,7 +283,7 @@ async def take_sampling(
 
 
 def _taken(fields: dict[str, Any], kind: type[Fields]) -> dict[str, Any]:
-    """Remove and return the fields of a class."""
+    """Remove the fields of the class `kind` from `fields`, and return the removed fields."""
     return {name: fields.pop(name) for name in kind.model_fields if name in fields}
 
 

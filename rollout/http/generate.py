@@ -43,7 +43,7 @@ class SamplingFields(RecordFields):
 @dataclass(frozen=True)
 class GenerateForm:
     """Writes samples as token ids. Log-probs have the format of chat completions; token 7 has the name `token_id:7` and
-    the `token_id` 7. `told_prompt`: the records of the prompt.
+    the `token_id` 7. `told_prompt`: the fields of the answer with the log-probs of the prompt.
     """
 
     request_id: str

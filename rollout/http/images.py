@@ -130,7 +130,7 @@ class ImageMemory:
 
 
 class RecentImages:
-    """The images that were processed last, by the hash of their URL. Thread-safe. `most`: the limit in bytes."""
+    """The most recently processed images, by the hash of their URL. Thread-safe. `most`: the limit in bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -145,7 +145,7 @@ class RecentImages:
             return self._images.get(key)
 
     def add(self, key: bytes, image: ImageInput) -> None:
-        """Keep an image, and drop the images that were not used for the longest time."""
+        """Keep an image, and drop the least recently used images."""
         with self._lock:
             if key not in self._images:
                 self._images[key] = image
@@ -240,7 +240,9 @@ class Images:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _found(self, part: T | None) -> T:
-        """Return `part`, which is needed for images. Raise HttpError if the front end could not load the part."""
+        """Return `part`, a component that requests with images need. Raise HttpError if the front end could not load
+        the part.
+        """
         if part is None:
             raise HttpError(501, f"images: {self._fault}", code="images_unavailable")
         return part

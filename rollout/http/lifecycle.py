@@ -71,7 +71,7 @@ class Lifecycle:
     """Handlers for calls about the worker as a whole, not about single requests.
 
     `address`: address of the worker, or path of a fleet's file. `keys`: `server_public_key` and `client_key`. `watch`:
-    the `Watch` that polls the same worker.
+    the `Watch` that polls the worker at `address`.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Lifecycle:
 
     @_changing
     async def wake_up(self, request: Request) -> Response:
-        """Allocate the released memory again."""
+        """Wake the worker: allocate the memory that `sleep` released."""
         return _told(await self._client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
 
     async def is_sleeping(self, request: Request) -> Response:
@@ -198,7 +198,9 @@ class Lifecycle:
 
 
 def _next_version(served: int) -> int:
-    """Return the version after `served`. Raise PushError if `served` is the largest possible version."""
+    """Return the weight version that follows the version `served`. Raise PushError if `served` is the largest possible
+    version.
+    """
     if served >= LAST_VERSION:
         raise PushError(f"weight_version: the served version {served} is the largest possible; restart the worker")
     return served + 1

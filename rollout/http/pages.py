@@ -117,7 +117,9 @@ class Pages:
         return _data(await self._summary(group) | told)
 
     async def _images(self, group: KeptGroup) -> list[dict[str, Any]]:
-        """Return the start of each image in the prompt, and a small picture of the image as a `data:` URL."""
+        """Return the index of each image's first token in the prompt, and a small picture of the image as a `data:`
+        URL.
+        """
         shown = group.images[:MOST_IMAGES]
         files = await self._served.images.thumbnails(shown)
         urls = ["data:image/png;base64," + b64encode(file).decode() for file in files]
@@ -170,7 +172,9 @@ class Pages:
         return told | compared(sample.logprobs, score.logprobs)
 
     async def _preview(self, group: KeptGroup) -> str:
-        """For a conversation, return the beginning of the last user message. For any other prompt, return its end."""
+        """For a conversation, return the beginning of the last user message. For any other prompt, return the end of
+        the prompt's text.
+        """
         if group.message is not None:
             text = " ".join(group.message.split())
             return text if len(text) <= PREVIEW_CHARS else f"{text[:PREVIEW_CHARS]}…"
@@ -228,7 +232,7 @@ def _viewer(request: Request) -> str | None:
 
 def _further(params: SamplingParams) -> dict[str, Any]:
     """Return the parameters that differ from their defaults, except for private parameters and parameters shown
-    elsewhere. Of a list, return only the length.
+    elsewhere. For a parameter that is a list, return only the length of the list.
     """
     hidden = {*SHOWN, "seed", "cache_salt", "stop", "stop_token_ids", "logprobs", "top_logprobs"}
     found = params.model_dump(exclude=hidden, exclude_defaults=True)

@@ -108,7 +108,7 @@ async def prompt_records(
 
 
 def prompt_distribution(params: SamplingParams) -> Distribution:
-    """Return the distribution of the log-probs of prompts."""
+    """Return the distribution to which the log-probs of prompts refer."""
     return Distribution(**{name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")})
 
 

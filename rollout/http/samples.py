@@ -1,4 +1,4 @@
-"""The latest groups of samples that this front end returned. The page at `/ui` shows them.
+"""The latest groups of samples that this front end returned. The page at `/ui` shows these groups.
 
 Owns: the tokens and log-probs of the kept groups, as arrays, and the images of their prompts. Guarantees that at most
 `MOST_GROUPS` groups and `MOST_BYTES` bytes are kept, for prompts and samples of any length. The oldest groups are

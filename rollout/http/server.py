@@ -56,9 +56,9 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
     """Run the front end until SIGTERM or SIGINT. Call this function in the main thread, because only the main thread
     gets signals.
 
-    `keys`: `server_public_key` and `client_key` for the worker. `on_ready`: called with the URL and the model's name.
-    Raise ConfigError for invalid settings, WorkerLostError if there is no worker, ModelError if the model has no
-    tokenizer, and KeyboardInterrupt once a SIGINT has ended the front end.
+    `keys`: `server_public_key` and `client_key` for the worker. `on_ready`: called with the front end's URL and the
+    model's name. Raise ConfigError for invalid settings, WorkerLostError if there is no worker, ModelError if the model
+    has no tokenizer, and KeyboardInterrupt once a SIGINT has ended the front end.
     """
     clients = clients_of(config)
     members = membership_of(config.address).members()

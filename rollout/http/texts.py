@@ -1,4 +1,5 @@
-"""Tokenizing and detokenizing in the front end. Child processes tokenize texts. Samples are decoded while they grow.
+"""Tokenizing and detokenizing in the front end. Child processes tokenize texts. The tokens of a sample are decoded as
+they arrive.
 
 Guarantees that short texts never wait behind long texts. Work for a client that has disconnected is dropped or stopped.
 """
@@ -168,7 +169,7 @@ class GrowingText:
 
     def _end_as_told(self, stop: int | str | None) -> str:
         """Return a text of the whole sample. The text begins with the parts that were already returned. Called if the
-        decoded text of the finished sample does not begin with these parts.
+        decoded text of the finished sample does not begin with the parts that were already returned.
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
@@ -176,7 +177,7 @@ class GrowingText:
         return text if at < 0 else text[:at]
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
-        """Return the text that precedes the stop string. The last token completes the stop string."""
+        """Return the text that precedes the stop string. The last token of the sample completes the stop string."""
         before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
         at = text.find(stop, max(0, before - len(stop) + 1))
         return text if at < 0 else text[:at]

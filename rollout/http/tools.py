@@ -30,7 +30,7 @@ class ToolText:
         return content
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the remaining content, and the tool calls."""
+        """Return the remaining content of the sample, and the tool calls."""
         calls = _calls(self._held)
         return ("", calls) if calls else (self._held, [])
 

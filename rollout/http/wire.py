@@ -96,7 +96,7 @@ def _result(steps: Steps) -> dict[str, Any]:
 def _parse(body: bytearray, max_elements: int, is_setting: bool) -> Steps:
     """Return the JSON object in a body.
 
-    Yields between steps. The cost of the elements is checked first, so that every step is short.
+    Yields between steps. The cost of the elements is checked before parsing, so that every step of the parser is short.
     """
     if not body:
         return {}
@@ -128,7 +128,8 @@ def _refuse_constant(name: str) -> None:
 def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object's members.
 
-    Raise ValueError if a name occurs twice, because some parsers would use the first value and others the last value.
+    Raise ValueError if a name occurs twice in an object, because some parsers would use the first value and others the
+    last value.
     """
     found = dict(members)
     if len(found) != len(members):
