@@ -28,8 +28,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP")
 
 def open_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Any:
     """Return a PIL image in RGB from the bytes of a PNG, JPEG or WebP file. The size of the image is checked before the
-    pixels are decompressed. Raise InvalidRequestError for other data, for broken data, and for more pixels than
-    `most_pixels`.
+    pixels are decompressed. Raise InvalidRequestError for any other file format, for broken data, and for an image with
+    more pixels than `most_pixels`.
     """
     Image, ImageOps = pillow()
     try:
@@ -59,7 +59,7 @@ def check_pixels(size: tuple[int, int], most_pixels: int) -> None:
 
 
 def tower_of(model: str) -> TowerSpec:
-    """Return the vision tower of a model. Raise ModelError if the model has none."""
+    """Return the vision tower of a model. Raise ModelError if the model has no vision tower."""
     from ..engine.models.loader import read_config
     from ..engine.models.names import resolve_model
     from ..kernels.families import describe
@@ -137,8 +137,9 @@ class ImageProcessor:
 def image_of(made: Mapping[str, Any], tower: TowerSpec) -> ImageInput:
     """Convert the output of a transformers processor for one image to an `ImageInput` with start 0.
 
-    `made`: the output: `pixel_values`, and also `image_grid_thw` if the tower takes images of any size. Raise
-    InvalidRequestError for several crops of an image, for frames that differ, and for more than 256 values per channel.
+    `made`: the processor's output, with `pixel_values` and, if the tower takes images of any size, `image_grid_thw`.
+    Raise InvalidRequestError if the output has several crops of an image, frames that differ, or more than 256 distinct
+    values per channel.
     """
     pixels = np.asarray(made["pixel_values"], np.float32)
     if not tower.pooled:
@@ -164,7 +165,7 @@ def _first_frames(pixels: np.ndarray, tower: TowerSpec) -> np.ndarray:
 
 def picture_size(image: Any) -> tuple[int, int]:
     """Return the width and height of a PIL image, or of an array uint8 [rows, columns, 3], without reading its pixels.
-    Raise InvalidRequestError for anything else.
+    Raise InvalidRequestError for an object of any other kind.
     """
     Image, _ = pillow()
     if isinstance(image, np.ndarray):
@@ -180,8 +181,8 @@ def picture_size(image: Any) -> tuple[int, int]:
 
 
 def as_picture(image: Any) -> Any:
-    """Return a PIL image. Processors guess the meaning of an array's axes, so arrays are converted first. Raise
-    InvalidRequestError in the same cases as `picture_size`.
+    """Return a PIL image. Processors guess the meaning of an array's axes, so arrays are converted to PIL images before
+    a processor gets them. Raise InvalidRequestError in the same cases as `picture_size`.
     """
     picture_size(image)
     return pillow()[0].fromarray(image) if isinstance(image, np.ndarray) else image
@@ -212,7 +213,9 @@ def _as_levels(patches: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _by_channel(patches: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the distinct values of each channel in ascending order, and the index of each value among them."""
+    """For each channel, yield the distinct values in ascending order, and, for each value of the channel, its index
+    among the distinct values.
+    """
     for channel in patches.transpose(1, 0, 2):
         values, places = np.unique(channel, return_inverse=True)
         if len(values) > NUM_LEVELS:

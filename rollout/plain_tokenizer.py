@@ -1,5 +1,4 @@
-"""Tokenizers that transformers would load from tokenizer.json without changes, so that the package `tokenizers`
-suffices.
+"""Load a tokenizer with only the package `tokenizers`, if transformers would load its tokenizer.json without changes.
 
 Importing transformers' AutoTokenizer imports torch, which takes seconds. For most models, transformers also rebuilds
 the tokenizer with a class for the model. This module recognizes the folders for which transformers does not rebuild the

@@ -83,7 +83,9 @@ class TextChild:
         self._process: ChildProcess | None = None
 
     def encode(self, text: str, add_special_tokens: bool, most: int, is_abandoned: IsAbandoned = never) -> np.ndarray:
-        """Return the tokens of a text: int32 [num_tokens]. Raise TooMany, ChildError or UnavailableError."""
+        """Return the tokens of a text: int32 [num_tokens]. Raise TooMany if there are more than `most` tokens,
+        ChildError if the child returns no result, and UnavailableError if no child can be started.
+        """
         return self._ask_for_tokens(("encode", (add_special_tokens, most, text)), is_abandoned)
 
     def encode_conversation(
@@ -96,7 +98,8 @@ class TextChild:
     ) -> np.ndarray:
         """Render a conversation with the chat template, and return its tokens: int32 [num_tokens].
 
-        Raise TooMany, ChildError or UnavailableError.
+        Raise TooMany if the text exceeds a limit, ChildError if the child returns no result, and UnavailableError if no
+        child can be started.
         """
         return self._ask_for_tokens(("conversation", (messages, arguments, most_chars, most)), is_abandoned)
 

@@ -223,13 +223,13 @@ class VideoProcessor:
         """Preprocess a video. `frames`: a list of PIL images or arrays uint8 [rows, columns, 3], or an array uint8
         [frames, rows, columns, 3]. All frames must have the same size.
 
-        Give either `fps` or `times`. `fps`: the frames per second of the video; frames are sampled as the model's
-        settings say. `times`: the time of each frame in seconds; all frames are used. If the number of used frames is
-        odd, the last frame is used twice.
+        Give either `fps` or `times`, but not both. `fps`: the frames per second of the video; frames are sampled as the
+        model's settings say. `times`: the time of each frame in seconds; all frames are used. If the number of used
+        frames is odd, the last frame is used twice.
 
-        Raise InvalidRequestError for other values, for more than `MOST_FRAMES` frames, for a frame with more than
-        `MOST_PIXELS` pixels, and if all used frames together have more than `most_pixels` pixels before or after
-        resizing. All sizes are checked before pixels are read.
+        Raise InvalidRequestError for other values, for more than `MOST_FRAMES` frames, and for a frame with more than
+        `MOST_PIXELS` pixels. Raise InvalidRequestError also if all used frames together have more than `most_pixels`
+        pixels before or after resizing. All sizes are checked before pixels are read.
         """
         used, moments = self._chosen(frames, fps, times)
         width, height = _common_size(used, most_pixels)
@@ -250,9 +250,9 @@ class VideoProcessor:
         `ImageProcessor.expand` has returned them.
 
         Each part is written as these tokens: its time as text, such as "<0.5 seconds>"; the token that begins an image;
-        one placeholder for each token of the part; and the token that ends an image. The tokens around the placeholder
-        stay, as with transformers 5.18 and 5.23. Raise InvalidRequestError unless there is one placeholder for each
-        video.
+        one placeholder for each token of the part; and the token that ends an image. The tokens before and after a
+        video placeholder are kept, as with transformers 5.18 and 5.23. Raise InvalidRequestError unless there is one
+        placeholder for each video.
         """
         tokens, placeholder = np.asarray(token_ids, np.int32), self.tower.video_placeholder
         places = np.flatnonzero(tokens == placeholder)

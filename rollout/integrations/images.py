@@ -84,7 +84,9 @@ def _key(picture: Any) -> Any:
 
 
 def _placed(name: str, token_ids: np.ndarray, images: Sequence[ImageInput], tower: TowerSpec) -> list[ImageInput]:
-    """Return the images with the starts of their placeholders. The prompt must have no other placeholders."""
+    """Return the images with the starts of their placeholders. The prompt must have no placeholders except the
+    placeholders of these images.
+    """
     places = np.flatnonzero(token_ids == tower.placeholder)
     counts = [tower.num_tokens(image.rows, image.columns) for image in images]
     if sum(counts) != len(places):

@@ -15,7 +15,7 @@ from trueroll.errors import ModelError
 
 
 class QwenProcessor(ProcessorMixin):
-    """The argument for TRL's `GRPOTrainer(processing_class=...)` with the models Qwen3-VL, Qwen3.5 and Qwen2.5-VL.
+    """The object to pass as `processing_class` to TRL's `GRPOTrainer` for the models Qwen3-VL, Qwen3.5 and Qwen2.5-VL.
 
     Combines a model's image processor with its tokenizer. Does not process videos. Raise ModelError if the tokenizer
     has no placeholder token for images.
@@ -39,7 +39,7 @@ class QwenProcessor(ProcessorMixin):
         return cls(AutoImageProcessor.from_pretrained(model, backend="pil", **options), tokenizer)
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **options: Any) -> None:  # type: ignore[override]
-        """Save the image processor and the tokenizer, each in its own file, as in the folder of a model."""
+        """Save the image processor and the tokenizer in separate files, in the layout of a model folder."""
         for part in (self.image_processor, self.tokenizer):
             part.save_pretrained(save_directory, push_to_hub=push_to_hub, **options)
 

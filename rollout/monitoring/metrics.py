@@ -1,8 +1,8 @@
 """An HTTP server on loopback for `/metrics` (Prometheus) and `/healthz`.
 
 Owns: a listening socket on 127.0.0.1, with its connections and threads. The number and the lifetime of connections and
-threads are bounded, whatever clients do. `close` ends all connections and threads. Does not own: the values. Sources
-must return values without blocking, so that a long or stuck step never delays a scrape.
+threads are bounded, whatever clients do. `close` ends all connections and threads. Does not own: the values of the
+metrics. The sources of the values must return without blocking, so that a long or stuck step never delays a scrape.
 
 A test checks that docs/operations.md describes every metric.
 """

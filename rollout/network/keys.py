@@ -3,8 +3,9 @@
 A worker identifies its clients in one of three ways:
 
 - An ipc socket needs no keys, because the file system gives access only to the worker's own user.
-- On a loopback TCP port, worker and clients run as the same user, and use the keys in a private file of this user. Keys
-  are needed because any user of the machine can reach the port. The file is created on first use.
+- On a loopback TCP port, worker and clients run as the same user, and use the keys in a private file of this user. A
+  TCP port needs keys even on loopback, because any user of the machine can reach the port. The file with the keys is
+  created on first use.
 - If `curve_secret_key_file` and `clients_file` are set, each client has a user name and a role. Named clients work with
   any address.
 
@@ -170,7 +171,8 @@ def _parse_client(where: str, line: str) -> tuple[str, Client]:
 def read_private_file(setting: str, path: str, most_bytes: int) -> bytes:
     """Return the content of a regular file that belongs to this user or root and that other users cannot read.
 
-    Never blocks on a pipe. Raise ConfigError for any other file, and for a file of more than `most_bytes`.
+    Never blocks on a pipe. Raise ConfigError for a file of any other kind, and for a file of more than `most_bytes`
+    bytes.
     """
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

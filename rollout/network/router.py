@@ -72,21 +72,21 @@ class Gate:
 
     ZMQ provides incomplete information about connections. With each message, ZMQ reports the file descriptor of the
     connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger
-    number. When a connection begins or ends, ZMQ's monitor reports only the descriptor. The monitor reports a new
-    connection before its first message can be received. The monitor reports an ended connection before the descriptor
-    is reused. But messages of an ended connection may stay queued for a long time. Queued messages of an ended
-    connection arrive interleaved with messages of other connections, possibly after the descriptor was reused. Of two
-    connections with the same descriptor, the connection with the larger number is newer. Of all connections with the
-    same descriptor, only the newest can be open. Hence:
+    number than all earlier connections. When a connection begins or ends, ZMQ's monitor reports only the descriptor.
+    The monitor reports a new connection before its first message can be received. The monitor reports an ended
+    connection before the descriptor is reused. But messages of an ended connection may stay queued for a long time.
+    Queued messages of an ended connection arrive interleaved with messages of other connections, possibly after the
+    descriptor was reused. Of two connections with the same descriptor, the connection with the larger number is newer.
+    Of all connections with the same descriptor, only the newest can be open. Hence:
 
     - `heard` never returns False for an open connection.
-    - `heard` may return True for an ended connection. If a message of the ended connection was heard before, `heard`
-      may return True until `follow` learns that the connection has ended and calls `on_gone`. If no message of the
-      ended connection was heard before, `heard` may return True while a newer connection with the same descriptor is
-      open and silent. If the ended connection was never heard, `on_gone` is called as soon as a message of the newer
-      connection is heard or the newer connection ends.
-    - Connections without keys have no numbers. So if several connections were heard on one descriptor, the gate treats
-      all of them as open until the last one ends.
+    - `heard` may return True for an ended connection. If `heard` already got a message of the ended connection, `heard`
+      may return True until `follow` learns that the connection has ended and calls `on_gone`. If `heard` never got a
+      message of the ended connection, `heard` may return True while a newer connection with the same descriptor is open
+      and silent. `on_gone` is then called for the ended connection as soon as `heard` gets a message of the newer
+      connection, or the newer connection ends.
+    - Connections without keys have no numbers. So if `heard` got messages of several connections without keys on one
+      descriptor, the gate treats all these connections as open until the last one ends.
     """
 
     def __init__(self, router: zmq.Socket[bytes], max_connections: int, on_gone: Callable[[bytes], None]) -> None:
@@ -101,7 +101,7 @@ class Gate:
 
     @property
     def monitor(self) -> Any:
-        """The socket to poll. Call `follow` when the socket is readable."""
+        """The socket to poll. Call `follow` when the monitor's socket is readable."""
         return self._monitor
 
     def follow(self) -> None:
@@ -228,10 +228,10 @@ class Outboxes:
     Owns: the queued replies. Guarantees: each client gets its replies in order, and the queued replies of all clients
     stay within `max_bytes`.
 
-    At the limit, the user with the most queued bytes is selected. Of this user's connections, the connection with the
-    most queued bytes is dropped. The replies to a dropped connection are discarded, and its messages are ignored.
-    Messages are accepted again once the client has read an error reply without an id. An error reply without an id ends
-    all calls of the client.
+    If the queued replies exceed `max_bytes`, the user with the most queued bytes loses a connection: the connection
+    with the most queued bytes is dropped. The replies to a dropped connection are discarded, and its messages are
+    ignored. Messages of a dropped connection are accepted again once the client has read an error reply without an id.
+    An error reply without an id ends all calls of the client.
     """
 
     def __init__(
@@ -264,7 +264,9 @@ class Outboxes:
         return box is not None and box.is_dropped
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send a frame now, or when the client reads. Return False if the client has disconnected or was dropped."""
+        """Send a frame now, or queue the frame until the client reads. Return False if the client has disconnected or
+        was dropped.
+        """
         box = self._boxes.get(identity)
         if box is None:
             if (was_sent := self._try(identity, frame)) is not None:
@@ -383,7 +385,7 @@ class Peer:
 
     - `identity`: identity of the connection, to which replies are addressed
     - `client`: the authenticated client
-    - `is_gone`: the connection has ended, so another connection may get the identity; see `Gate`
+    - `is_gone`: the connection has ended, so another connection may get its identity; see `Gate`
     """
 
     identity: bytes
@@ -506,8 +508,9 @@ class Router:
 
 
 def _ends(frames: list[zmq.Frame]) -> list[bytes]:
-    """Return a message's frames. The first and the last frame are copied. All frames between the first and the last are
-    replaced with empty bytes, because a message of more than one frame is invalid and may have many frames.
+    """Return a message's frames. The first and the last frame of the message are copied. All frames between the first
+    and the last are replaced with empty bytes, because a message of more than one frame is invalid and may have many
+    frames.
     """
     return [frame.bytes if index in (0, len(frames) - 1) else b"" for index, frame in enumerate(frames)]
 

@@ -85,7 +85,7 @@ def encode(message: FromClient | FromWorker) -> bytes:
 
 def encode_for_anyone(message: FinishedSample | Done | Scores) -> bytes:
     """Return the frame of a reply, except for the value of the last field, `caller`. The function `address` adds the
-    value.
+    value of `caller`.
     """
     return encode(message.model_copy(update={"caller": None}))[: -len(_NIL)]
 
@@ -145,10 +145,10 @@ def _check_completeness(frame: bytes) -> None:
 
 
 def _element_counter(limit: int) -> Callable[[Any], Any]:
-    """Return a hook that msgpack calls for each decoded map and array. The hook raises ValueError once the total
-    exceeds `limit`.
+    """Return a hook that msgpack calls for each decoded map and array. The hook raises ValueError once the total number
+    of elements exceeds `limit`.
 
-    The total is the number of maps and arrays, plus the number of elements in all maps and arrays.
+    This total is the number of maps and arrays, plus the number of elements in all maps and arrays.
     """
     num_elements = 0
 
@@ -460,7 +460,7 @@ class Growth:
         return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._listed))
 
     def _room(self, start: int, max_bytes: int) -> int:
-        """Return how many tokens from `start` on fit into `max_bytes`, at least 1."""
+        """Return how many tokens from `start` on fit into `max_bytes`, but at least 1."""
         fixed = sum(column.num_bytes(self._listed) for column in self._columns if not column.counts)
         if not (kept := _counts(self._columns)):
             return max(1, max_bytes // fixed)

@@ -142,7 +142,8 @@ class GetScores(_Request):
 
 
 class Abort(Message):
-    """End request `request_id`, or only its sample `index`. The result has the tokens generated so far.
+    """End request `request_id`, or only its sample `index`. The result of an aborted request has the tokens that were
+    generated before the abort.
 
     If `caller` is given, only this caller abandons the request, and the worker sends this caller no more replies. If no
     other caller waits for the request, the request ends and the worker drops its result.
@@ -179,7 +180,7 @@ class GetStats(Message):
 
 
 class Pause(Message):
-    """Pause generation before the next engine step. Running requests keep their tokens and blocks."""
+    """Pause generation before the next engine step. Running requests keep their tokens and their KV blocks."""
 
     type: Literal["pause"] = "pause"
     id: Id
@@ -225,7 +226,7 @@ class WakeUp(Message):
 
 
 class Invalidate(Message):
-    """Drop all cached prefixes. Running requests keep their blocks."""
+    """Drop all cached prefixes. Running requests keep their KV blocks."""
 
     type: Literal["invalidate"] = "invalidate"
     id: Id
@@ -374,7 +375,7 @@ class Delta(Message):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size on the wire."""
+        """Approximate size of the delta on the wire, in bytes."""
         per_token = 4 + 4 * (self.logprobs is not None) + (0 if self.tops is None else 4 + 8 * self.tops.k)
         per_token += 0 if self.targets is None else 4 * self.targets.k
         kept = 0 if self.kept is None else 8 * self.num_tokens + len(self.kept.token_ids)

@@ -249,8 +249,8 @@ class WeightPublisher:
       the folder.
     - `folder`: for `disk`, the folder for pushes. Each push creates a subfolder and removes the subfolders of older
       pushes. A new folder gets mode 0700; an existing folder keeps its mode.
-    - `host`: for `collective`, the address at which workers reach this machine, by default 127.0.0.1. The traffic is
-      neither encrypted nor authenticated.
+    - `host`: for `collective`, the address at which workers reach this machine, by default 127.0.0.1. The traffic of
+      `collective` is neither encrypted nor authenticated.
     - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. With
       `sparse`, the trainer keeps a copy of the weights.
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
@@ -262,7 +262,8 @@ class WeightPublisher:
     - `on_lost`: what the publisher does if a worker does not answer, or is still loading its model, when a push begins.
       `raise` fails the push. `skip` pushes to the other workers only, and later pushes include the worker once it
       answers again.
-    - `server_public_key`, `client_key`: see `RolloutClient`. The client needs the role `control`.
+    - `server_public_key`, `client_key`: see `RolloutClient`. The client with the key `client_key` needs the role
+      `control`.
     """
 
     def __init__(
@@ -343,7 +344,8 @@ class WeightPublisher:
           Tensors may have any dtype and be on any device. If tensors are sharded (DTensor, as with FSDP2), every rank
           of the trainer must call this method with the same names in the same order. Rank 0 gathers the tensors one by
           one and pushes them; the other ranks return when rank 0 returns, and raise when rank 0 raises. With
-          DistributedDataParallel, call this method on rank 0 only. The wrapped module is pushed.
+          DistributedDataParallel, call this method on rank 0 only. The module inside the DistributedDataParallel
+          wrapper is pushed.
         - `version`: at most 2**63 - 2, and higher than every version that a worker serves. A new worker serves version
           0.
         - `allow_older`: accept a `version` that is not higher than the served versions. With `allow_older`, samples

@@ -50,8 +50,8 @@ class Workload:
     """A workload of random prompts.
 
     - `num_prompts`: number of prompts
-    - `shared`: length of the prefix that all prompts share. `own`: number of tokens that follow this prefix in each
-      prompt
+    - `shared`: length of the prefix that all prompts share. `own`: number of tokens that follow the shared prefix in
+      each prompt
     - `n`: samples per prompt
     - `max_tokens`: new tokens per sample
     """
@@ -224,7 +224,9 @@ def _requests(workload: Workload, vocab_size: int, run: int) -> list[GenerateReq
 
 
 class TransformersSystem:
-    """transformers' `generate` with all prompts of a workload in one batch. All first tokens arrive together."""
+    """transformers' `generate` with all prompts of a workload in one batch. The first tokens of all prompts arrive
+    together.
+    """
 
     def __init__(self, loaded: LoadedModel) -> None:
         from transformers import AutoModelForCausalLM

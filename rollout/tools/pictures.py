@@ -56,8 +56,8 @@ def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
 def plot_speeds(speeds: Mapping[tuple[str, str], Sequence[float]], title: str, file: Path) -> None:
     """Write a PNG with a group of bars for each workload. Each bar shows the tokens/s of one system.
 
-    `speeds`: (system, workload) -> the speed of each run. A bar shows the median speed. The line on the bar extends
-    from the lowest to the highest speed.
+    `speeds`: maps (system, workload) to the speeds of all runs. A bar shows the median speed. The line on the bar
+    extends from the lowest to the highest speed.
     """
     systems, workloads = (list(dict.fromkeys(names)) for names in zip(*speeds, strict=True))
     figure, axes = _figure(max(7, 2 + 2 * len(workloads)), 4)

@@ -94,7 +94,7 @@ class _Asked:
         return replace(self, config=self.config.model_copy(update={"max_num_seqs": count}))
 
     def with_more_ranks(self) -> Iterator[_Asked]:
-        """Yield the same plan for each larger number of ranks that can divide a layer."""
+        """Yield a copy of the plan for each larger number of ranks that can divide a layer."""
         ranks = 2 * self.config.tensor_parallel_size
         while ranks <= min(_MOST_RANKS, self.model.spec.pieces):
             config = self.config.model_copy(update={"tensor_parallel_size": ranks})

@@ -37,8 +37,8 @@ STATE_STYLES: dict[protocol.State, str] = {"ready": "green", "dirty": "yellow", 
 
 
 class _Shown(BaseModel):
-    """Base class for displayed fields of health and stats. The protocol sends these fields in dictionaries and does not
-    define each field.
+    """Base class for displayed fields of health and stats. The protocol sends the fields of health and stats in
+    dictionaries, and does not define each field.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)

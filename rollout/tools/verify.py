@@ -198,7 +198,7 @@ class CellResult:
 
 def run_matrix(config: EngineConfig, loaded: LoadedModel, sizes: Sizes, quick: bool = False) -> Iterator[CellResult]:
     """Yield the result of the baseline, and then the result of each cell in `cells_of`. Cells with images have their
-    own baseline. A baseline has one rank.
+    own baseline. The engine of a baseline has one rank.
 
     `loaded`: the model of `config`. The dtype, device, backend and ranks are also taken from `config`. Raise
     ConfigError if the model does not support `sizes.num_positions` tokens.
@@ -329,8 +329,8 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
-        """Yield the compared requests in batches. If a batch has fewer than `cell.others` + 1 requests, fillers are
-        added.
+        """Yield the compared requests in batches. If a batch has fewer than `cell.others` + 1 requests, fillers,
+        requests that are not compared, are added.
         """
         subjects = self.subjects
         if cell.budget == 1:
@@ -375,7 +375,7 @@ class _Lab:
 
 
 class _ImageLab(_Lab):
-    """As `_Lab`, for prompts with images."""
+    """A `_Lab` for prompts with images."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, max_tokens: int) -> None:
         tower = loaded.model.spec.served_tower
@@ -492,9 +492,8 @@ def run_together(
 ) -> Run:
     """Serve all requests at once until they finish.
 
-    `event`: what happens once, after `steps_before_event` steps. If a sample ends earlier, for example because its
-    drafts were right, the event happens right after the step in which the sample ends, while the other samples still
-    run.
+    `event`: what happens once, after `steps_before_event` steps. If a sample ends in an earlier step, for example
+    because its drafts were right, the event happens right after this step, while the other samples still run.
     """
     outputs, history = [], [engine.stats()]
     for request in requests:

@@ -44,8 +44,8 @@ class ImageCell(Cell):
       encoded image
     - `cuts`: some chunks of prompts end inside images; if the model needs whole images, these chunks end before the
       image instead
-    - `asks_again`: another question about the same image follows the first one
-    - `is_refused`: the budget is too small for an image
+    - `asks_again`: after the first request, a second request asks another question about the same image
+    - `is_refused`: the token budget of a step is too small for an image
     """
 
     encoder: Literal["miss", "hit", "evicted"] = "miss"
@@ -119,7 +119,8 @@ class ImageSubjects:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the matrix. Only `prompt_lengths` and `max_tokens` matter."""
+        """The sizes of the matrix. For requests with images, only the sizes `prompt_lengths` and `max_tokens` are used.
+        """
         return Sizes(tuple(len(each.prompt_token_ids) for each in self.requests), self._max_tokens)
 
     @property
@@ -128,7 +129,7 @@ class ImageSubjects:
         return max(self.sizes.num_positions, _FILLER_PROMPT + _FILLER_TOKENS)
 
     def row_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the encoded rows of an image. `itemsize`: the bytes of an element."""
+        """Return the size of the encoded rows of an image, in bytes. `itemsize`: the size of an element, in bytes."""
         return _num_tokens(self.tower) * self.tower.row_size * itemsize
 
     def fillers(self, count: int) -> list[GenerateRequest]:

@@ -38,7 +38,7 @@ class Cell:
       `adapters` that change nothing; or a `sleep`. After the event, all requests are computed again
     - `drafts`: how tokens are drafted: `repeats`, `mtp`, or `adversarial` (see `verify_drafts`)
     - `ranks`: number of processes among which the model is divided
-    - `stages`: number of stages into which the layers are divided; each has the same number of ranks
+    - `stages`: number of stages into which the layers are divided; all stages have the same number of ranks
     """
 
     cache: Literal["cold", "warm", "off"] = "cold"
@@ -196,7 +196,7 @@ _STATE_COUNTERS = {
 def check_premises(
     cell: Cell, runs: Sequence[Run], num_threads: int, topology: Topology, cuts: bool = False
 ) -> list[Premise]:
-    """Check the premises of a cell against its `runs`, and return all of them.
+    """Check the premises of a cell against its `runs`, and return all premises.
 
     `num_threads`, `topology`: the number of threads and the ranks during the runs. `cuts`: whether prompts are also
     split at checkpoints of recurrent states.
@@ -346,9 +346,9 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
     """Return the premise about the number of chunks per prompt.
 
     If a sample runs alone and `cuts` is False, the number of chunks must be exactly the number that the budget implies.
-    If samples run together, the number of chunks may be larger, because a waiting sample of a group recomputes the end
-    of its prompt. If `cuts` is True, the number of chunks may also be larger. With a warm cache, few prompt tokens are
-    left to split into chunks, so the number of chunks is not checked.
+    If samples run together, there may be more chunks than the budget implies, because a waiting sample of a group
+    recomputes the end of its prompt. If `cuts` is True, there may also be more chunks than the budget implies. With a
+    warm cache, few prompt tokens are left to split into chunks, so the number of chunks is not checked.
     """
     chunks = [sum(prompt > 0 for prompt, _ in run.steps) for run in runs]
     expected = [-(-run.longest // cell.budget) for run in runs]
@@ -364,7 +364,7 @@ def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:
 
 def _company_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
     """Return the premise about how many samples or score requests shared a step. Cells with `is_starved` or `is_score`
-    claim only that several requests shared a step. With S stages, the samples are divided among S steps.
+    claim only that several requests shared a step. With S pipeline stages, the samples are divided among S steps.
     """
     together = [run.together for run in runs]
     if cell.others == 0:

@@ -2,8 +2,9 @@
 which run at the same time.
 
 Owns the requests, but does not serve the requests. A variation is a request with the prompt and seed of an original
-request but other parameters, so that a comparison of the two requests shows the effect of the parameters. The stop
-tokens and stop strings of a variation are taken from the text that the model generates for the original request.
+request, but with other parameters. A comparison of the variation with the original request shows the effect of the
+parameters. The stop tokens and stop strings of a variation are taken from the text that the model generates for the
+original request.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest
 
 
 def _delay(plain: GenerateRequest, serve: Serve) -> GenerateRequest:
-    """Return the plain request with two stop tokens: `min_tokens` delays the first, and the second ends the sample.
+    """Return the plain request with two stop tokens: `min_tokens` delays the first stop token, and the second stop
+    token ends the sample.
 
     The first stop token is the first token of the plain sample. The second stop token is a token near the end of the
     sample. If the second stop token also occurs among the first `min_tokens` tokens, the token is banned in these
@@ -136,8 +138,8 @@ def _find_text(vocabulary: Vocabulary, token_ids: list[int]) -> str:
 
 
 def make_fillers(count: int, sizes: Sizes, vocab_size: int) -> list[GenerateRequest]:
-    """Return requests that run at the same time as the compared requests, but are not compared. The prompts have 3 to
-    40 tokens.
+    """Return fillers: requests that run at the same time as the compared requests, but are not compared. The prompts
+    have 3 to 40 tokens.
     """
     generator = np.random.default_rng(1)
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=sizes.max_tokens)

@@ -27,7 +27,7 @@ class TruerollError(Exception):
 
     - `field`: the invalid parameter, named as in the caller's code, such as `max_tokens` or `prompts[3]`
     - `value`: the invalid value, if it is a number, a boolean, or a text of at most `MAX_VALUE_CHARS` characters. For
-      any other value, the text that `brief` returns.
+      any other value, `value` is the text that `brief` returns.
     - `limit`: the numeric limit on the value
     """
 
@@ -235,8 +235,8 @@ def _is_small(number: int | float) -> bool:
 
 
 def said(cause: object) -> str:
-    """Return an error message of another package as one line, shortened and escaped. Such a message may quote the
-    content of a file.
+    """Return an error message of another package as one line, shortened and escaped. The error message of another
+    package may quote the content of a file.
     """
     return printable(" ".join(str(cause).split())[:_MAX_SAID_CHARS])
 

@@ -3,7 +3,7 @@
 Owns: the log-probs and entropies of the loss, and the alignment of the policy and the reference model before TRL
 changes these models. Does not own: the generation of samples (`trueroll_generation`). Guarantees: TRL's
 `sampling/sampling_logp_difference` is 0.0 if trainer and worker use the same dtype, backend and instruction set. A
-setting that would make the difference nonzero raises ConfigError.
+setting that would make TRL's `sampling_logp_difference` nonzero raises ConfigError.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class AlignedGRPOTrainer(grpo_trainer.GRPOTrainer):
     ) -> tuple[Tensor, Tensor, None]:
         """Return log-probs, entropies and None (no auxiliary loss) for the last `logits_to_keep` tokens of each row.
 
-        Log-probs and entropies are float32 [B, logits_to_keep]. Both refer to the distribution from which the samples
-        were drawn. If the filters drop a token under the current weights, its log-prob is -inf. Entropies have no
-        gradient. Rows are computed in chunks of `batch_size`. `inputs`: the images of all rows, as TRL's processor has
-        returned them, and `num_images`, the number of images of each row.
+        Log-probs and entropies are float32 [B, logits_to_keep]. Log-probs and entropies refer to the distribution from
+        which the samples were drawn. If the filters drop a token under the current weights, its log-prob is -inf.
+        Entropies have no gradient. Rows are computed in chunks of `batch_size`. `inputs`: the images of all rows, as
+        TRL's processor has returned them, and `num_images`, the number of images of each row.
         """
         images = _Images.read(inputs, len(input_ids))
         wanted, size = attention_mask.bool(), batch_size or len(input_ids)

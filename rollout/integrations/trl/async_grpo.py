@@ -7,7 +7,8 @@ dropped. Does not own: the worker process, the model or the publisher's settings
 - Groups are generated in the order of the dataset, with seeds that depend on the trainer's seed.
 - No token of a sample comes from weights older than the sample's reported version. Samples from unexpected versions
   raise WeightsError.
-- An exception on the thread is logged. The trainer raises the exception when it runs out of samples.
+- An exception on the generating thread is logged. When the trainer runs out of samples, the trainer raises this
+  exception of the generating thread.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ log = logging.getLogger(__name__)
 
 
 class TruerollWeightTransfer:
-    """The argument for `AsyncGRPOTrainer(weight_transfer=...)`. `publisher`: connected to the worker that generates."""
+    """The argument for `AsyncGRPOTrainer(weight_transfer=...)`. `publisher`: a publisher that is connected to the
+    worker that generates samples.
+    """
 
     def __init__(self, publisher: WeightPublisher) -> None:
         self._publisher = publisher
@@ -66,7 +69,7 @@ class TruerollWeightTransfer:
         """Do nothing: a worker keeps generating while it receives weights."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Push the tensors from TRL as the next version. TRL counts versions in the same way, starting at 1."""
+        """Push the tensors from TRL as the next version. Versions are counted from 1, as in TRL."""
         self._version += 1
         # The worker may serve a version of an earlier training run, which also counted from 1.
         self._publisher.push(iterator, self._version, allow_older=self._version == 1)
@@ -82,10 +85,11 @@ class TruerollWeightTransfer:
 class TruerollWorker:
     """The argument for `AsyncGRPOTrainer(rollout_worker=...)`.
 
-    Use the object together with a `TruerollWeightTransfer` that pushes to the same worker. Use the object for only one
-    call to `train`. If training resumes from a checkpoint, the dataset and the seeds start again from the beginning.
+    Use each `TruerollWorker` together with a `TruerollWeightTransfer` that pushes to the same worker, and for only one
+    call to the trainer's `train`. If training resumes from a checkpoint, the dataset and the seeds start again from the
+    beginning.
 
-    - `client`: a client that only this object uses. The client is closed when the training run ends.
+    - `client`: a client that only this `TruerollWorker` uses. The client is closed when the training run ends.
     - `args`: the `args` of the trainer; `token_budget` must be set
     - `train_dataset`: rows with a `prompt`; after the last row, iteration starts again with the first row
     - `reward_funcs`: functions or coroutine functions, called on another thread for one group at a time. Each function

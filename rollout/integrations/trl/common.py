@@ -80,7 +80,8 @@ def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[
 def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> None:
     """Check that all samples finished normally with weights of versions `oldest` to `newest`, both inclusive.
 
-    Raise TruerollError for a sample that did not finish normally, and WeightsError for a sample from other weights.
+    Raise TruerollError for a sample that did not finish normally, and WeightsError for a sample from weights of any
+    other version.
     """
     expected = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     for sample in samples:
@@ -98,8 +99,8 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
 
 
 def logprobs_of(sample: SampleOutput) -> np.ndarray:
-    """Return a sample's log-probs as float32 [completion_len]. `sampling_params` requests log-probs for every
-    sample.
+    """Return a sample's log-probs as float32 [completion_len]. Every sample has log-probs, because the parameters from
+    `sampling_params` request them.
     """
     assert sample.logprobs is not None
     return sample.logprobs

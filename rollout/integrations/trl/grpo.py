@@ -47,7 +47,7 @@ def rollout_func(client: RolloutClient, publisher: WeightPublisher) -> RolloutFu
     `client`, `publisher`: connected to the same worker. TRL's loss ignores the log-probs that the function returns. For
     a loss that uses the worker's log-probs, use `trueroll_generation`. The function raises ConfigError for a trainer
     with several processes, for prompts with images and for settings that a worker does not support. The function raises
-    WeightsError for samples from weights other than the last push.
+    WeightsError for samples from weights other than the weights of the last push.
     """
     pushed_state, pushed_version = None, 0
 
@@ -76,8 +76,8 @@ def trueroll_generation(client: RolloutClient, publisher: WeightPublisher) -> It
 
     TRL then applies its importance sampling correction to the worker's log-probs, and reports the difference between
     the log-probs of worker and trainer as `sampling/sampling_logp_difference`. Inside the context, `TruerollGeneration`
-    replaces TRL's own class. A trainer that was created inside the context keeps the replacement afterwards. `client`,
-    `publisher`: connected to the same worker.
+    replaces TRL's class `VLLMGeneration`. A trainer that was created inside the context keeps using trueroll after the
+    context exits. `client`, `publisher`: connected to the same worker.
     """
     original = grpo_trainer.VLLMGeneration
     grpo_trainer.VLLMGeneration = functools.partial(TruerollGeneration, client, publisher)
@@ -93,7 +93,7 @@ class TruerollGeneration:
     TRL creates the object. All arguments except `client` and `publisher` come from TRL. Raise ConfigError for a trainer
     with several processes and for settings that a worker does not support.
 
-    `params`: the parameters of all samples, except for their number and seed.
+    `params`: the sampling parameters of all samples, without the number of samples and the seed.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class TruerollGeneration:
 
         Return (prompts, token ids, log-probs, None). The token ids are [B][T], where T is the length of each sample.
         The log-probs are [B][T][1]: TRL expects vLLM's format, which can have several log-probs per position. The last
-        element is None: there are no additional log-probs, and so no token ids for them.
+        element of the tuple, for the token ids of additional log-probs, is None, because only the sampled tokens have
+        log-probs.
         """
         with profiler:
             placed = [[] for _ in prompts] if images is None else self._images.place(prompts, images)

@@ -66,7 +66,9 @@ class TruerollAdapter(BaseRollout):
         await server.set_version.remote(version)
 
     async def _server(self) -> Any:
-        """Return the server's actor. The first call looks up the actor, because verl creates servers after adapters."""
+        """Return the server's actor. The first call looks up the server's actor, because verl creates servers after
+        adapters.
+        """
         if self._found is None:
             server: Any = ray.get_actor(server_name(self.replica_rank))
             address = await server.address.remote()
@@ -86,8 +88,8 @@ def _check_kind(wire_format: str, peft_config: Any) -> None:
 
 
 def _taken_on(loop: asyncio.AbstractEventLoop, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the pairs of `weights` on the calling thread. The pairs are created on the thread of `loop`, which has
-    verl's device and process groups.
+    """Yield the pairs of `weights` on the calling thread. The pairs are created on the thread of `loop`, because this
+    thread has verl's device and process groups.
     """
     pairs = ensure_async_iterator(weights)
 

@@ -206,8 +206,8 @@ class TruerollServer:
         return {"global_steps": steps[-1], "min_global_steps": min(steps), "max_global_steps": max(steps)}
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """End all requests. Each request returns its tokens so far. No request starts until `resume_generation` is
-        called.
+        """End all requests. Each aborted request returns the tokens that it has so far. No request starts until
+        `resume_generation` is called.
 
         New requests wait for `resume_generation`. With `reject_request`, new requests return empty samples instead of
         waiting.
@@ -221,7 +221,9 @@ class TruerollServer:
         self._gate.set()
 
     async def sleep(self) -> None:
-        """Release the memory of weights and KV cache. A push must follow. Running requests continue after the push."""
+        """Release the memory of weights and KV cache. A push must follow. Running requests continue after the push that
+        follows `sleep`.
+        """
         if self._can_sleep:
             await self._client.sleep(level=2)
 
@@ -246,7 +248,9 @@ class TruerollServer:
 
 
 def _routes(routed: np.ndarray | None, num_fed: int) -> np.ndarray | None:
-    """Return the routed experts of the first `num_fed` tokens: uint8, or int16 as verl stores larger ids."""
+    """Return the routed experts of the first `num_fed` tokens: as uint8, or as int16 (verl's dtype for larger ids) if
+    uint8 is too small.
+    """
     if routed is None:
         return None
     return routed[:num_fed] if routed.dtype == np.uint8 else routed[:num_fed].astype(np.int16)
