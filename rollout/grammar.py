@@ -1,5 +1,5 @@
-"""Compute the token masks of a grammar in a trainer. The log-probs of samples that were drawn with the grammar need
-these masks.
+"""Compute the token masks of a grammar in a trainer. A trainer needs the masks to compute the log-probs of samples that
+were drawn with the grammar.
 
 Runs llguidance in this process, without limits on time and memory: use this module only for grammars that you trust.
 """

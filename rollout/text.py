@@ -210,8 +210,8 @@ def _short_config(folder: Path) -> Any:
     """Return the part of a model's config that transformers needs to choose the tokenizer's class.
 
     Reading the whole config would import model classes and torch's compiler, which takes seconds and 150 MB. Return
-    None if the tokenizer's config names no class or names a class in the model's own code. In both cases, transformers
-    needs the whole config.
+    None if the tokenizer's config names no class or names a class in the model's own code. Without a class name, or
+    with a class in the model's own code, transformers needs the whole config.
     """
     from transformers import PreTrainedConfig
 

@@ -63,7 +63,7 @@ def image_mark(tokenizer: Any) -> tuple[str, str] | None:
     """Return two texts: the text that a chat template writes for an image, and the text, with a placeholder, that must
     replace it. Return None if the template itself writes the placeholder.
 
-    For example, Gemma 3's template writes only the token that begins an image.
+    Gemma 3's template, for example, writes only the token that begins an image, and no placeholder.
     """
     begin, placeholder, end = (getattr(tokenizer, name, None) for name in ("boi_token", "image_token", "eoi_token"))
     if not (begin and placeholder and end) or begin == placeholder:

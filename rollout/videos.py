@@ -1,4 +1,5 @@
-"""Videos for prompts: sampled and resized within limits, and preprocessed once, as the model's video processor does.
+"""Preprocess videos for prompts: sample and resize their frames within limits, as the model's video processor does.
+Each video is preprocessed only once.
 
 A video is divided into parts of a few successive frames (two in all supported models). Each part is a separate
 `ImageInput` with its own hash. In the prompt, a text with the time of a part precedes the part. So workers encode and
@@ -55,7 +56,7 @@ class Video:
 
 @dataclass(frozen=True)
 class _Settings:
-    """The settings of a video processor, with the names of the model's files and the defaults of transformers.
+    """The settings of a video processor. Names are as in the model's files, and defaults are as in transformers.
     `shortest_edge`, `longest_edge`: minimum and maximum number of pixels of all frames together, after resizing.
     """
 
@@ -158,7 +159,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _edges(folder: Path, size: Any) -> dict[str, Any]:
-    """Return `shortest_edge` and `longest_edge` as in the file; None for the defaults."""
+    """Return the file's values of `shortest_edge` and `longest_edge`; None if the file does not set them."""
     names = "shortest_edge", "longest_edge"
     if size is not None and not (isinstance(size, dict) and size.keys() >= {*names}):
         raise ModelError(

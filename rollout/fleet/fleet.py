@@ -46,7 +46,8 @@ class Fleet:
     and `clients_file`.
 
     - `ray_address`: address of a cluster to join, or `auto` for the cluster on this machine. None means the cluster
-      that this process is already connected to. If there is no connection, the fleet starts a local cluster.
+      that this process is already connected to. If this process is not connected to a cluster, the fleet starts a local
+      cluster.
     - `ray_without_authentication`: also join clusters that do not require an authentication token, and log a warning
     - `cpus`, `gpus`, `resources`: the resources that Ray reserves for each worker
     - `file`: file with the current members, for clients in other processes

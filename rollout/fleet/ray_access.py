@@ -154,7 +154,8 @@ def asks_for_token(address: str) -> bool:
 def reachable_ip(node_ip: str) -> str:
     """Return the IP address at which other machines can reach this machine. `node_ip`: the IP address that Ray has for
     this node. If `node_ip` is a loopback address and the machine has a default route, the result is the address of the
-    network interface with this route. In all other cases, the result is `node_ip`.
+    network interface with this route. If `node_ip` is any other address, or the machine has no default route, the
+    result is `node_ip`.
     """
     if not is_loopback(node_ip):
         return node_ip

@@ -37,8 +37,8 @@ class CompletionFields(TextFields):
     """Fields of a completion.
 
     `logprobs`: how many of the most probable tokens to return per position; each generated token's log-prob is also
-    returned. `echo`: also return the prompt. `images`: the images of the prompt, which must be a single prompt of token
-    ids.
+    returned. `echo`: also return the prompt. `images`: the images of the prompt; a request with images must have a
+    single prompt of token ids.
     """
 
     prompt: str | TokenIds | Annotated[list[str], _FAIL_FAST] | Annotated[list[TokenIds], _FAIL_FAST]

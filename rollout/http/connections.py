@@ -151,8 +151,8 @@ class Connections:
         """Close the oldest connection in the first non-empty stage of `GIVES_WAY`. Return whether a connection was
         closed.
 
-        `is_extra`: which connections to consider. True: connections in the reserve for `/health`; False: all other
-        connections; None: all connections.
+        `is_extra`: which connections to consider. True means only the reserve for `/health`, False means only
+        connections outside this reserve, and None means all connections.
         """
         for stage in GIVES_WAY:
             for connection in self._by_stage[stage]:

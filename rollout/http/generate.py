@@ -42,8 +42,8 @@ class SamplingFields(RecordFields):
 
 @dataclass(frozen=True)
 class GenerateForm:
-    """Writes samples as token ids. Log-probs have the format of chat completions; token 7 has the name `token_id:7` and
-    the `token_id` 7. `told_prompt`: the fields of the answer with the log-probs of the prompt.
+    """Writes samples as token ids. Log-probs have the format of chat completions; token 7, for example, has the name
+    `token_id:7` and the `token_id` 7. `told_prompt`: the fields of the answer with the log-probs of the prompt.
     """
 
     request_id: str

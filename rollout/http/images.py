@@ -227,8 +227,8 @@ class Images:
         return await self._in_thread(partial(_placed, tower, tokens, images))
 
     async def thumbnails(self, images: Sequence[ImageInput]) -> list[bytes]:
-        """Return a small PNG picture of each image, as the tower sees it; an empty list if the model has no image
-        processor here.
+        """Return a small PNG picture of each image, as the tower sees it; an empty list if there is no image processor
+        of the model on this machine.
         """
         if self._processor is None:
             return []

@@ -1,8 +1,8 @@
 """`/ui`: a page that shows the worker's activity and the latest samples.
 
 The files of the page contain no data, so clients can read the files without a key. The page reads data from other
-paths, which require a key. Text from a model is sent as JSON and inserted as text, never as markup. In addition, the
-page's Content-Security-Policy lets browsers run only the page's own scripts.
+paths, which require a key. Text from a model is sent as JSON and inserted as text, never as markup. The page's
+Content-Security-Policy lets browsers run only the page's own scripts.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def _map_large_blocks() -> None:
     """Make glibc allocate each large block with a separate `mmap`, so that the system gets back the memory of large
     request bodies.
 
-    By default, glibc raises the minimum block size for `mmap` whenever a block from `mmap` is freed. With this default,
-    the process would keep hundreds of megabytes after the request bodies are freed.
+    By default, glibc raises the minimum block size for `mmap` whenever a block from `mmap` is freed. With glibc's
+    default, the process would keep hundreds of megabytes after the request bodies are freed.
     """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # only glibc has mallopt
         mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)

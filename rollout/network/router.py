@@ -67,8 +67,8 @@ class Gate:
       message yet. If a limit is exceeded, the oldest silent connection is closed. So a peer that opens connections
       without authentication cannot exhaust the file descriptors of the process, and cannot lock out other clients.
     - If a client has sent more than `MAX_AHEAD_BYTES` bytes that are not part of a received message, its TCP connection
-      is closed within about `LOOK_SECONDS`. A connection reaches this limit if its client sends faster than the worker
-      receives, or sends an endless message.
+      is closed within about `LOOK_SECONDS`. A connection exceeds `MAX_AHEAD_BYTES` if its client sends faster than the
+      worker receives, or sends an endless message.
 
     ZMQ provides incomplete information about connections. With each message, ZMQ reports the file descriptor of the
     connection and, if keys are used, the number of the connection. The authenticator gives each new connection a larger

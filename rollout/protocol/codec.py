@@ -2,8 +2,8 @@
 deltas.
 
 A message is one frame: a MessagePack map with `version`, `type` and the fields of the type. Every received frame is
-decoded by `from_client` or `from_worker`, which reject missing, unknown, mistyped and out-of-range fields. So all other
-modules get only valid messages.
+decoded by `from_client` or `from_worker`, which reject missing, unknown, mistyped and out-of-range fields. So all
+modules except `codec` get only valid messages.
 
 Arrays are raw little-endian bytes: int32 for tokens, float32 for log-probs, uint8 or uint16 for routed experts. Only
 this module maps the columns of `engine.request` to message fields.
@@ -148,7 +148,7 @@ def _element_counter(limit: int) -> Callable[[Any], Any]:
     """Return a hook that msgpack calls for each decoded map and array. The hook raises ValueError once the total number
     of elements exceeds `limit`.
 
-    This total is the number of maps and arrays, plus the number of elements in all maps and arrays.
+    Each map and each array counts as an element itself, in addition to its elements.
     """
     num_elements = 0
 

@@ -290,7 +290,8 @@ class TargetArrays(Message):
 
 
 class KeptArrays(Message):
-    """The data for `return_sampling_mask`: for each token, which tokens could be drawn.
+    """The data for `return_sampling_mask`: for each token of the sample, the token ids that could be drawn at its
+    position.
 
     `counts`: int32 [num_tokens], the number of ids for each token of the sample. `log_mass`: float32 [num_tokens].
     `token_ids`: int32 [sum of counts].

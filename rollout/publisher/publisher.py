@@ -243,8 +243,8 @@ class WeightPublisher:
     - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network) or `disk`
       (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory. `shared` uses
       CUDA IPC if trainer and workers are on the same GPU. `collective` uses NCCL, and requires a separate GPU for the
-      trainer and for each worker. In all other cases, and with `sparse`, the weights are copied through host memory,
-      and `collective` uses gloo.
+      trainer and for each worker. If the weights cannot stay in GPU memory, and always with `sparse`, the weights are
+      copied through host memory, and `collective` uses gloo.
     - `timeout`: limit on each wait, in seconds. With `disk`, the limit includes the time that a worker needs to read
       the folder.
     - `folder`: for `disk`, the folder for pushes. Each push creates a subfolder and removes the subfolders of older
@@ -260,7 +260,7 @@ class WeightPublisher:
       `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.
     - `on_lost`: what the publisher does if a worker does not answer, or is still loading its model, when a push begins.
-      `raise` fails the push. `skip` pushes to the other workers only, and later pushes include the worker once it
+      `raise` fails the push. `skip` pushes without the unavailable worker; later pushes include this worker once it
       answers again.
     - `server_public_key`, `client_key`: see `RolloutClient`. The client with the key `client_key` needs the role
       `control`.

@@ -230,8 +230,8 @@ def _audit(client: RolloutClient, model: str, prompts: list[list[int]], sizes: S
 def compare_trainers(console: Console, aligned: Audit, plain: Audit) -> bool:
     """Print how much the log-probs of both trainers differ from the log-probs of the worker.
 
-    Return True if the aligned trainer computed exactly the worker's log-probs, and the other trainer computed different
-    log-probs. If both trainers had the same bits, the comparison would prove nothing.
+    Return True if the aligned trainer computed exactly the worker's log-probs, and the trainer without alignment
+    computed different log-probs. If both trainers had the same bits, the comparison would prove nothing.
     """
     names = "aligned trainer", "ordinary forward pass"
     table = Table("trainer", "other bits", "at most", "importance ratios", title=TRAINERS)

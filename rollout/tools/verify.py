@@ -329,8 +329,8 @@ class _Lab:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
-        """Yield the compared requests in batches. If a batch has fewer than `cell.others` + 1 requests, fillers,
-        requests that are not compared, are added.
+        """Yield the compared requests in batches. A batch of fewer than `cell.others` + 1 requests is filled up with
+        requests that are not compared.
         """
         subjects = self.subjects
         if cell.budget == 1:

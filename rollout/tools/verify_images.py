@@ -1,7 +1,7 @@
 """Prompts with images in the exactness matrix: the requests, the cells and their premises. Runs no engine.
 
 The images have random levels. Two of the images have the same number of placeholders. If the tower takes images of any
-size, these two images also have the same levels but different sizes.
+size, these two images with the same number of placeholders also have the same levels, but different sizes.
 """
 
 from __future__ import annotations
@@ -119,8 +119,7 @@ class ImageSubjects:
 
     @property
     def sizes(self) -> Sizes:
-        """The sizes of the matrix. For requests with images, only the sizes `prompt_lengths` and `max_tokens` are used.
-        """
+        """The sizes of the matrix. For images, only the sizes `prompt_lengths` and `max_tokens` are used."""
         return Sizes(tuple(len(each.prompt_token_ids) for each in self.requests), self._max_tokens)
 
     @property

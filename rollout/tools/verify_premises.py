@@ -126,8 +126,9 @@ class Run:
     def reused(self) -> int:
         """Number of prompt tokens found in the cache.
 
-        Requests that shared a running computation of the same prompt are not counted. A request that shared a
-        computation reports all its prompt tokens as cached, but a cache lookup never finds the last token.
+        Requests that shared a running computation of the same prompt are not counted. These requests are recognized
+        because they report all their prompt tokens as cached, while a cache lookup never finds the last token of a
+        prompt.
         """
         lengths = {r.id: len(r.prompt_token_ids) for r in self.requests if isinstance(r, GenerateRequest)}
         return sum(s.num_cached_tokens for s in self.samples if s.num_cached_tokens < lengths[s.request_id])

@@ -100,8 +100,8 @@ class TruerollServer:
         processor preprocesses the images with `mm_processor_kwargs`. If the model samples a placeholder token for
         images or videos, the sample ends before this token, because verl's trainer would treat the token as an image.
 
-        Raise InvalidRequestError for other media, for images that do not match the prompt or the model, and for
-        parameters that a worker does not support. Raise StaleWeightsError if the worker was restarted.
+        Raise InvalidRequestError for media other than images, for images that do not match the prompt or the model, and
+        for parameters that a worker does not support. Raise StaleWeightsError if the worker was restarted.
         """
         if given := [name for name, value in others.items() if value]:
             text = f"{', '.join(given)}: not supported, because a worker takes texts and images only; remove it"

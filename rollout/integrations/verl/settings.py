@@ -37,8 +37,8 @@ def check_rollout(config: Any) -> None:
 
 
 def worker_settings(config: Any, device: str) -> dict[str, Any]:
-    """Convert a `rollout` section to settings for `launch_worker`. In addition to these settings, the returned dict
-    contains `num_workers`, the number of workers in the replica.
+    """Convert a `rollout` section to settings for `launch_worker`. In addition to the settings for `launch_worker`, the
+    returned dict contains `num_workers`, the number of workers in the replica.
 
     The section's `engine_kwargs.trueroll` may contain any settings of EngineConfig and WorkerConfig. Settings in
     `engine_kwargs.trueroll` override all other settings. Raise ConfigError if `num_workers` is not possible on the
