@@ -197,7 +197,7 @@ def audit_folder(
 
 def _load(folder: Path, dtype: torch.dtype) -> Any:
     """Load a checkpoint as a model of transformers in `dtype`. Tensors that a worker always holds in float32, such as a
-    router's correction bias, stay float32; transformers alone would round them for some families.
+    router's correction bias, stay float32. For some model families, transformers alone would round these tensors.
     """
     spec = describe(read_config(folder))
     original = getattr(transformers, spec.architecture)

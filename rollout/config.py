@@ -22,8 +22,8 @@ class WorkerConfig(BaseModel):
     - `address`: `ipc://PATH`, or `tcp://IP:PORT` (port `*`: any free port); None: an ipc socket in a new private folder
     - `curve_secret_key_file`, `clients_file`: a file with the worker's secret key, in the format of
       `zmq.auth.create_certificates`, and a file with the public keys of the admitted clients (see `network.keys`). Set
-      both files or neither file. A tcp address beyond loopback needs both the secret key file and the clients file. A
-      tcp address on loopback uses this user's own keys by default.
+      both `curve_secret_key_file` and `clients_file`, or neither of them. A tcp address beyond loopback needs both the
+      secret key file and the clients file. A tcp address on loopback uses this user's own keys by default.
     - `max_connections`: maximum number of connections. If `max_connections` exceeds half of the process's limit on file
       descriptors, the worker uses half of this limit instead.
     - `max_message_bytes`: maximum size of a message

@@ -61,8 +61,8 @@ class WeightFolder:
         return next((path for path in named if read_manifest(path).push_id == push_id), None)
 
     def find_base(self, adapters: Adapters) -> Path:
-        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if no push has these
-        base weights.
+        """Return the folder of a push with the base weights of `adapters`. Raise OtherBaseError if no push has the base
+        weights of `adapters`.
         """
         for path in self._pushes():
             try:

@@ -73,7 +73,7 @@ def error_from_code(
 ) -> TruerollError:
     """Return the exception for `code`, or a plain TruerollError if this version of trueroll does not know the code.
 
-    The text comes from another process, so unprintable characters are escaped for logs and terminals.
+    The text of the error comes from another process, so unprintable characters are escaped for logs and terminals.
     """
     kind = _BY_CODE.get(code, TruerollError)
     return kind(printable(message, kept=LINES), field=field, value=value, limit=limit)

@@ -1,7 +1,7 @@
 """Prompts with images in the exactness matrix: the requests, the cells and their premises. Runs no engine.
 
 The images have random levels. Two of the images have the same number of placeholders. If the tower takes images of any
-size, these two images with the same number of placeholders also have the same levels, but different sizes.
+size, the two images with the same number of placeholders also have the same levels, but different sizes.
 """
 
 from __future__ import annotations
