@@ -254,7 +254,7 @@ def with_adapter(ops: Any, weight: Tensor, adapter: Adapter | None) -> Tensor:
 
 def _active(module: Any, among: Any) -> str | None:
     """Return the name of a PEFT module's active adapter, if the name is in `among`; None if no such adapter is active,
-    or if adapters are disabled. Raise AlignmentError if several are active.
+    or if adapters are disabled. Raise AlignmentError if several adapters are active.
     """
     active = [name for name in _read(module, "active_adapters") if name in among]
     if _read(module, "disable_adapters") or not active:

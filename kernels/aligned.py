@@ -136,7 +136,7 @@ def parameter(
 def place(owner: nn.Module, prefix: str, name: str) -> tuple[nn.Module, str]:
     """Find a parameter by name. Return the module that holds the parameter, and the parameter's name in that module.
 
-    `owner`: a layer, or another part of the model. `prefix`: the prefix of the names of its parameters.
+    `owner`: a layer, or another part of the model. `prefix`: the prefix of the names of the owner's parameters.
     """
     path, _, leaf = name.removeprefix(prefix).rpartition(".")
     try:

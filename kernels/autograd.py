@@ -4,9 +4,9 @@ The forward pass of each op calls the backend's op, so the results are bit-ident
 uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Three parts of the backward
 pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of
 a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all tokens of a chunk
-give the chunk's outputs and final state, without a loop over tokens. Torch differentiates these products, and therefore
-keeps one state per chunk instead of one per token. Forward and backward passes disable autocast, which would change
-dtypes inside an op. The caller casts instead.
+give the chunk's outputs and final state, without a loop over tokens. Torch differentiates the products of each chunk,
+and therefore keeps one state per chunk instead of one per token. Forward and backward passes disable autocast, which
+would change dtypes inside an op. The caller casts instead.
 
 M is the number of rows. The rows are the tokens of any number of sequences. The floating-point tensors of a call share
 one dtype and device unless stated otherwise. The module owns no state. Each call packs its weights into the backend's
@@ -252,7 +252,9 @@ class _Route(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient through the gates. Neither the choice of experts nor its correction has a gradient."""
+        """Return the gradient through the gates. Neither the choice of experts nor the correction bias has a
+        gradient.
+        """
         logits, experts = ctx.saved_tensors
 
         def gates(logits: Tensor) -> Tensor:
@@ -442,8 +444,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor | None, sinks: Tensor 
 
 
 class _LatentAttention(Function):
-    """Latent attention in the absorbed order, like a worker. The backward pass uses the expanded order, which computes
-    fewer products: it recomputes each head's keys and values, and differentiates plain attention.
+    """Latent attention, computed in the absorbed order, as in a worker. The backward pass uses the expanded order,
+    which computes fewer products: it recomputes each head's keys and values, and differentiates plain attention.
     """
 
     @staticmethod
@@ -598,8 +600,8 @@ def _recur_in_chunks(recur_chunk: Callable[..., tuple[Tensor, Tensor]], packed: 
 
     `recur_chunk(state, *inputs)`: return the outputs [B, heads, T, V] of a chunk of T tokens, and the states [B, heads,
     K, V] after the chunk. The first inputs are queries and keys, [B, heads, T, K], and values, [B, heads, T, V];
-    further inputs are [B, heads, T]. `inputs`: these further arguments for all packed tokens, [M, heads, ...].
-    Sequences of a batch are padded with zeros on the right.
+    further inputs are [B, heads, T]. The arguments `inputs` of this function hold the same values for all packed
+    tokens, [M, heads, ...]. Sequences of a batch are padded with zeros on the right.
     """
     rows, found = [x.split(list(packed.lens)) for x in inputs], dict[int, Tensor]()
     for group in packed.groups():
@@ -615,11 +617,12 @@ def _recur_in_chunks(recur_chunk: Callable[..., tuple[Tensor, Tensor]], packed: 
 
 
 def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, logs: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """`recur_chunk` of a delta rule with the logarithms of the decays and the update rates (Yang et al. 2024).
+    """`recur_chunk` of a delta rule (Yang et al. 2024). The further inputs are the logarithms of the decays and the
+    update rates.
 
     Token i changes the state by k_i u_i^T, where u_i = rate_i (v_i - r_i). r_i is the product of k_i and the state that
-    token i finds. This is the state before the chunk plus the changes by tokens j < i, after all decays up to token i.
-    The equations for all u_i form a triangular system.
+    token i finds. The state that token i finds is the state before the chunk plus the changes by tokens j < i, after
+    all decays up to token i. The equations for all u_i form a triangular system.
     """
     decays = _decays_between(logs)
     since_start = logs.cumsum(-1).exp()[..., None]
@@ -716,7 +719,8 @@ class _LogProbs(Function):
 
         The probabilities are computed from the logits that the backend's op computes. Division by a low temperature
         would turn a rounding difference in the logits into a large error. The gradients of logits are multiplied by the
-        slopes of edits and of the head's scale and cap. A token that filters or edits have dropped gets no gradient.
+        slopes of edits and of the head's scale and cap. The logit of a token that filters or edits have dropped gets no
+        gradient.
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = as_weight(ctx.ops, weight)
@@ -757,7 +761,7 @@ def _processed_parts(
 
 
 def _listed(columns: Tensor) -> Tensor:
-    """Return [M, K] for [M] or [M, K]."""
+    """Return `columns` as [M, K]. A tensor [M] becomes [M, 1]."""
     return columns if columns.dim() == 2 else columns[:, None]
 
 
@@ -926,8 +930,8 @@ class GradientOps:
         NO_TOKEN is 0.
 
         The log-probs are at `temperature`, or after `processing`. The backward pass holds at most `_LOGITS_BYTES` of
-        logits at once, and as many bytes of probabilities. If the head has a cap, it also holds as many bytes of
-        slopes. With `processing`, it also holds as many bytes of processed logits.
+        logits at once, and as many bytes of probabilities. If the head has a cap, the backward pass also holds as many
+        bytes of slopes. With `processing`, the backward pass also holds as many bytes of processed logits.
         """
         given = self.backend, hidden, weight, token_ids, temperature, head, processing
         return _LogProbs.apply(*given)  # type: ignore[return-value]

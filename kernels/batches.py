@@ -86,8 +86,8 @@ def read_routes(
     experts, M, top_k], and each row is in ascending order.
 
     `shape`: the shape of input_ids. A worker never computes the last token of a sequence. The entries in
-    `routed_experts` for this token are therefore ignored, and its row of the result is OWN_CHOICE. Raise AlignmentError
-    for a model without experts, and for `routed_experts` that do not fit the model.
+    `routed_experts` for the last token are therefore ignored, and the token's row of the result is OWN_CHOICE. Raise
+    AlignmentError for a model without experts, and for `routed_experts` that do not fit the model.
     """
     if not spec.experts:
         raise AlignmentError(
@@ -114,7 +114,9 @@ def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def _check_ids(routes: Tensor, count: int) -> None:
-    """Raise AlignmentError unless all ids are below `count` and no row repeats an id. `routes` ascends in each row."""
+    """Raise AlignmentError unless all ids are below `count` and no row repeats an id. The ids in each row of `routes`
+    are in ascending order.
+    """
     wrong = routes[(routes < 0) | (routes >= count)]
     if len(wrong):
         raise AlignmentError(

@@ -70,7 +70,8 @@ CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 class Rotation(NamedTuple):
     """Cosines and sines of M tokens, each float32 [M, P], for the P rotated pairs of a head. `q_scale` (float32 [M]):
-    multiplies the queries after the rotation; None for no factor. The product is in float32 and rounded once.
+    multiplies the queries after the rotation; None for no factor. The product of query and `q_scale` is computed in
+    float32 and rounded once.
     """
 
     cosines: Tensor
@@ -93,8 +94,8 @@ tails [slots, kernel_size - 1, channels]. A tail holds the last inputs of the co
 class AttentionBatch:
     """The queries of a batch that mixes prompt chunks and decodes, and the cached tokens that each query attends to.
 
-    Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). These rows are the last tokens of the
-    sequence. All `context_lens[i]` tokens of the sequence are in the cache. Token t of sequence i lies in block
+    Sequence i owns the query rows [query_starts[i], query_starts[i + 1]). The rows that a sequence owns are its last
+    tokens. All `context_lens[i]` tokens of the sequence are in the cache. Token t of sequence i lies in block
     `block_tables[i, t // block_size]`, at offset t % block_size. `block_tables`: int64 [num_sequences, max_blocks],
     padded with any valid block id.
 
@@ -102,9 +103,9 @@ class AttentionBatch:
     reads `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper
     bounds.
 
-    `ends` (int64 [M], on the device): query row r sees the tokens of its sequence before ends[r], within the window.
-    None: attention is causal, so the end is the query's position + 1. Each end is at least the query's position + 1.
-    The ends of a sequence never decrease, and the last one is its context length.
+    `ends` (int64 [M], on the device): query row r sees the tokens of its sequence before ends[r], within the window. If
+    `ends` is None, attention is causal, so the end is the query's position + 1. Each end is at least the query's
+    position + 1. The ends of a sequence never decrease, and the last one is its context length.
     """
 
     query_starts: Sequence[int]
@@ -116,7 +117,8 @@ class AttentionBatch:
 
 @dataclass(frozen=True)
 class StateBatch:
-    """The recurrent states that the sequences of a step read and write. The batch is mixed, as in `AttentionBatch`.
+    """The recurrent states that the sequences of a step read and write. The batch mixes prompt chunks and decodes, as
+    in `AttentionBatch`.
 
     Sequence i owns the rows [query_starts[i], query_starts[i + 1]), possibly none. `reads[i]`: the slot with the state
     from which sequence i starts, or NO_SLOT to start from zeros. `writes[i]`: the slot that receives the state after
@@ -128,8 +130,8 @@ class StateBatch:
     that another sequence writes. Backends do not check these rules.
 
     `drafted[i]`: the number of drafted rows at the end of sequence i. Drafted rows are computed like other rows, but do
-    not enter the state that is written. Empty if no row is drafted. `journal`: describes how a step's rows become the
-    rows of this batch. It is None unless a sequence has drafted rows or repeats drafted rows.
+    not enter the state that is written. `drafted` is empty if no row is drafted. `journal`: describes how a step's rows
+    become the rows of this batch. It is None unless a sequence has drafted rows or repeats drafted rows.
     """
 
     query_starts: Sequence[int]
@@ -356,7 +358,7 @@ class TokenStatistics(NamedTuple):
 
 
 class FoldedHead(NamedTuple):
-    """The results of `next_tokens`; and the statistics, if they are wanted."""
+    """The results of `next_tokens`, and the statistics if they were requested."""
 
     token_ids: Tensor
     logprobs: Tensor
@@ -367,7 +369,7 @@ class FoldedHead(NamedTuple):
 def new_caches(
     ops: Backend, mixer: CachedSpec, blocks: int, block_size: int, empty: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return uninitialized caches of keys and values. Their memory comes from `empty(*shape)`."""
+    """Return uninitialized caches of keys and values. The caches' memory comes from `empty(*shape)`."""
     key_size, value_size = mixer.cached_sizes
     shape = blocks, block_size, mixer.num_kv_heads
     keys = empty(*shape, key_size)
@@ -585,7 +587,7 @@ class Backend(Protocol):
         int32 [M, top_k], and `gates` is float32 [M, top_k]. All steps are in float32.
 
         Scores. `softmax`: e^(logit - highest logit), divided by the sum of these exponentials over all experts.
-        `softmax_of_chosen`: the same over the row's experts only; the exponentials are added by ascending id.
+        `softmax_of_chosen`: a softmax over the row's experts only; the exponentials are added by ascending id.
         `sigmoid`: 1 / (1 + e^-logit).
 
         Choice. Experts are ranked by logits, or, if `RouterSpec.ranks_scores`, by scores plus `correction` (float32
@@ -631,8 +633,9 @@ class Backend(Protocol):
         self, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, experts: Tensor, gates: Tensor, groups: int
     ) -> Tensor:
         """Return the float32 sums [M, H] of `experts` over the experts that `spec.own` names, before the shared expert
-        and before rounding. `weights` has only these experts, and their number is a multiple of `groups`. The outputs
-        of a group are added to +0.0, even if there is only one group. `experts` has ids of all experts.
+        and before rounding. `weights` has only the experts in `spec.own`, and their number is a multiple of `groups`.
+        The outputs of a group are added to +0.0, even if there is only one group. `experts` may have ids of any expert,
+        including experts outside `spec.own`.
         """
         ...
 
@@ -695,7 +698,8 @@ class Backend(Protocol):
         A query at position p with the end e (`AttentionBatch.ends`; p + 1 for causal attention) sees the tokens (p -
         window, e); without a window, the query sees all tokens before e. With a cap, a score s = scale * (q . k)
         becomes soft_cap * tanh(s / soft_cap). `sinks` [heads]: for each head, the score of an additional key that every
-        query sees. The value vector of the additional key is zero. The key is folded in after the last split.
+        query sees. The value vector of the additional key is zero. The additional key is folded in after the last
+        split.
         """
         ...
 
@@ -723,7 +727,7 @@ class Backend(Protocol):
         states: Tensor,
         batch: StateBatch,
     ) -> Tensor:
-        """Run the recurrence of a gated delta net over each sequence's tokens, one by one: [M, value_heads, V].
+        """Run the recurrence of a gated delta net over each sequence's tokens, one by one. Return [M, value_heads, V].
 
         `qkv` [M, channels]: each row holds q [key_heads, K], k [key_heads, K] and v [value_heads, V] side by side. `b`
         and `a`: [M, value_heads], the inputs of the gates. `states`: float32 [slots, value_heads, K, V]. Value head h
@@ -746,7 +750,7 @@ class Backend(Protocol):
         states: Tensor,
         batch: StateBatch,
     ) -> Tensor:
-        """Run the recurrence of a state space over each sequence's tokens, one by one: [M, heads, V].
+        """Run the recurrence of a state space over each sequence's tokens, one by one. Return [M, heads, V].
 
         `xbc` [M, channels]: each row holds x [heads, V], B [groups, N] and C [groups, N] side by side. `steps`: [M,
         heads], the inputs of the time steps. `states`: float32 [slots, heads, N, V]. Head h reads group h * groups //
@@ -782,7 +786,7 @@ class Backend(Protocol):
     def next_tokens(
         self, hidden: Tensor, weight: Weight, wanted: Wanted, head: HeadSpec = PLAIN_HEAD
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (token ids, log-probs, validity), each [M]. Their dtypes are int64, float32 and bool.
+        """Return (token ids, log-probs, validity), each [M]. The three dtypes are int64, float32 and bool.
 
         A result is valid if the token's logit is finite and its log-prob is not NaN. `hidden`: [any number, H];
         `weight`: [V, H]. The op fuses `lm_head`, division by the temperature, the choice of a token, and `log_probs`.
@@ -807,8 +811,8 @@ class Backend(Protocol):
         head: HeadSpec = PLAIN_HEAD,
     ) -> tuple[Tensor, ...]:
         """Return partial results of `next_tokens`, or of `next_token_statistics` if `k` is not None, for the token ids
-        from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of these ids; there may be no such
-        rows.
+        from `first` on. `first` is a multiple of HEAD_SECTION. `weight` has the rows of the ids from `first` on,
+        possibly none.
 
         The results are tensors [M, ...], in a format of the backend. To get the results of all ids, join the partial
         results of consecutive ranges of ids along the second axis, and pass the joined tensors to `fold_sections`.
@@ -837,8 +841,8 @@ class Backend(Protocol):
         """For each row of float32 logits [M, V], return `log_probs` of the row's token in `token_ids` (int64 [M]), the
         row's entropy, and the row's k best tokens.
 
-        `k`: from 0 to V. The log-prob of a listed token has the same bits as the token's result from `log_probs`. If a
-        row has NaN or no finite maximum, its log-probs and entropy are NaN and its ids are arbitrary.
+        `k` is a number from 0 to V. The log-prob of a listed token has the same bits as the token's result from
+        `log_probs`. If a row has NaN or no finite maximum, its log-probs and entropy are NaN and its ids are arbitrary.
         """
         ...
 

@@ -1,7 +1,7 @@
 """The distribution from which the tokens of a rollout were drawn, computed by a trainer from its own logits.
 
-An aligned model has the worker's logits to the bit. So edits, temperature and filters keep the worker's tokens, and
-log-probs have the worker's bits, without a record of which tokens were kept.
+An aligned model has the worker's logits to the bit. Edits and filters therefore keep the same tokens as on the worker,
+and log-probs have the worker's bits. The trainer needs no record of which tokens the worker kept.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Samples:
     """Which tokens of a packed batch belong to samples, and which to their prompts.
 
     `ids`, `is_sampled`: the tokens and whether they were sampled, int64 and bool [M]. A run of sampled tokens in a
-    sequence is a sample, and everything before the run is its prompt. `is_sampled` is None if that is not known.
+    sequence is a sample, and everything before the run is its prompt. `is_sampled` is None if it is not known which
+    tokens were sampled.
     """
 
     def __init__(self, ids: Tensor, packed: Packed, is_sampled: Tensor | None) -> None:
@@ -69,7 +70,7 @@ class Samples:
 
 
 class Processing:
-    """From logits to the distribution of each token in `tokens`: edits, temperature and filters.
+    """Converts logits to the distribution of each token in `tokens` by edits, temperature and filters.
 
     `tokens`: the indices of M tokens in `samples`, ascending. `divisor`: the temperature. `masks`: the masks of the
     distribution's grammar, if it has one.
@@ -121,7 +122,7 @@ def rules_of(
     """Return the edits that a worker made for a distribution. `eos_token_ids`: the tokens that end the worker's
     samples. `masks`: as in `Processing`.
 
-    Raise AlignmentError if they depend on something that is not given.
+    Raise AlignmentError if the edits depend on an argument that is missing.
     """
     needs_eos = distribution.min_tokens > 0 and not distribution.ignore_eos
     if needs_eos and eos_token_ids is None:

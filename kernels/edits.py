@@ -1,15 +1,17 @@
 """Edits: how bans, biases and penalties change the logits of one token.
 
-Owns the order and the arithmetic of these changes, for worker and trainer alike. With the same logits, both compute the
-same bits. The changes of a row depend only on the request and on the earlier tokens of the sample, so neither other
-rows nor chunks change them.
+Owns the order and the arithmetic of these changes, for worker and trainer alike. Given the same logits, worker and
+trainer compute the same bits. The changes of a row depend only on the request and on the earlier tokens of the sample,
+so neither other rows nor chunks change them.
 
-The order is vLLM's. Tokens that are not allowed, by the request or by its grammar, banned tokens, and tokens that would
-complete a bad word get the logit -inf. Then, for each token of the vocabulary, in float32, with each result rounded:
+The order is vLLM's. The logit becomes -inf for three kinds of tokens: tokens that the request or its grammar does not
+allow, banned tokens, and tokens that would complete a bad word. Then, for each token of the vocabulary, in float32,
+with each result rounded:
 
 1. `logit_bias` is added.
-2. If the token occurs in the prompt or in the sample, a positive logit is divided by `repetition_penalty`, and another
-   logit is multiplied by it (Keskar et al. 2019, "CTRL", arXiv 1909.05858; as in transformers, the prompt counts).
+2. If the token occurs in the prompt or in the sample, a positive logit is divided by `repetition_penalty`, and any
+   other logit is multiplied by it (Keskar et al. 2019, "CTRL", arXiv 1909.05858; as in transformers, the prompt
+   counts).
 3. `frequency_penalty` times the number of times that the token occurs in the sample is subtracted.
 4. `presence_penalty` is subtracted if the token occurs in the sample.
 
@@ -61,7 +63,7 @@ class Masks(Protocol):
 
     def rows(self, sample: np.ndarray, first: int) -> np.ndarray:
         """Return the masks (`RowEdits.mask`) with which tokens [first, end) of a sample were drawn: int32 [end - first,
-        ceil(V / 32)]. `sample`: all its tokens before `end`.
+        ceil(V / 32)]. `sample`: all tokens of the sample before `end`.
         """
         ...
 
@@ -86,11 +88,12 @@ class RowEdits:
 
 @dataclass(frozen=True, eq=False)
 class Rules:
-    """What a request says about edits.
+    """The edits that a request asks for.
 
-    `penalties`: as in `RowEdits`. `bias`: maps tokens to what is added. `ending_tokens`: banned in the first
-    `min_tokens` tokens of a sample. `bad`: sequences of tokens; the last token is banned after the others. `mask`: as
-    in `RowEdits`, for all tokens of a sample. `has_grammar`: whether each token also has a mask of its own.
+    `penalties`: as in `RowEdits`. `bias`: maps tokens to the numbers that are added to their logits. `ending_tokens`:
+    banned in the first `min_tokens` tokens of a sample. `bad`: bad words, as sequences of tokens; a sequence's last
+    token is banned wherever its other tokens precede. `mask`: as in `RowEdits`, for all tokens of a sample.
+    `has_grammar`: whether each token also has a mask of its own.
     """
 
     penalties: np.ndarray
@@ -126,7 +129,7 @@ class Rules:
 
     @property
     def end(self) -> int:
-        """The number of tokens after which a sample is no longer edited; a large number if it always is."""
+        """The number of tokens after which a sample is no longer edited; a large number if all tokens are edited."""
         is_short = not (self.bias or self.bad or self.has_penalties or self.has_grammar) and self.mask is None
         return self.min_tokens if is_short else 2**62
 
@@ -152,12 +155,12 @@ class Rules:
 
     @cached_property
     def while_short(self) -> RowEdits:
-        """The edits of the first `min_tokens` tokens, if they do not depend on tokens."""
+        """The edits of the first `min_tokens` tokens, if the edits do not depend on earlier tokens."""
         return self.row(self.named, self.named["ends"])
 
     @cached_property
     def afterwards(self) -> RowEdits:
-        """The edits of later tokens, if they do not depend on tokens."""
+        """The edits of the tokens after the first `min_tokens`, if the edits do not depend on earlier tokens."""
         return self.row(self.named)
 
     def row(self, entries: np.ndarray, bans: np.ndarray | None = None) -> RowEdits:
@@ -200,7 +203,7 @@ class Editor:
             self._table.count(token)
 
     def row(self) -> RowEdits:
-        """Return the edits of the next token. The result does not change with the editor."""
+        """Return the edits of the next token. Later changes of the editor do not affect the result."""
         rules, is_short = self.rules, self._num_new < self.rules.min_tokens
         if self._table is None and not rules.bad:
             return rules.while_short if is_short else rules.afterwards
@@ -238,8 +241,8 @@ def _masked(row: RowEdits, mask: np.ndarray) -> RowEdits:
 
 @dataclass(frozen=True, eq=False)
 class EditedText:
-    """Given tokens, drawn with `rules`. `token_ids` (integers [T]): the tokens from `start` on are the sample, and the
-    others are its prompt. `masks`: the grammar's masks of the last tokens, as in `Editor.rows`.
+    """A prompt and a sample that was drawn with `rules`. `token_ids` (integers [T]): the tokens from `start` on are the
+    sample, and the others are its prompt. `masks`: the grammar's masks of the last tokens, as in `Editor.rows`.
     """
 
     rules: Rules
@@ -248,8 +251,8 @@ class EditedText:
     masks: np.ndarray | None = None
 
     def rows(self, first: int, end: int) -> list[RowEdits]:
-        """Return the edits with which tokens [first, end) were drawn. At least one token; `first` is not below
-        `start`.
+        """Return the edits with which tokens [first, end) were drawn. The range has at least one token, and `first` is
+        not below `start`.
         """
         prompt, sample = self.token_ids[: self.start], self.token_ids[self.start : first]
         masks = self.masks
@@ -260,7 +263,7 @@ class EditedText:
 
 
 class _Table:
-    """Entries for the tokens that a request names and for those that occur in prompt or sample."""
+    """Entries for the tokens that a request names and for the tokens that occur in prompt or sample."""
 
     def __init__(self, named: np.ndarray, prompt: np.ndarray, sample: np.ndarray) -> None:
         others = np.setdiff1d(np.concatenate((prompt, sample)), named["token_id"])
@@ -301,7 +304,7 @@ def edit(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
 
 
 def edit_(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
-    """As `edit`, but overwrite `logits`, which must be contiguous, and return them. Saves the time of a copy."""
+    """Like `edit`, but overwrite and return `logits`, which must be contiguous. This saves the time of a copy."""
     if not rows:
         return logits
     if (entries := _Entries.of(rows, logits)) is not None:
@@ -312,8 +315,8 @@ def edit_(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
 
 
 def edit_slopes(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
-    """Return the derivatives of the results of `edit` by the logits [M, V], for the logits that are not -inf
-    afterwards: float32 [M, V].
+    """Return the derivatives of the results of `edit` with respect to the logits: float32 [M, V]. They are valid only
+    for logits that `edit` does not set to -inf.
     """
     slopes = torch.ones_like(logits)
     if (entries := _Entries.of(rows, logits)) is not None:
@@ -335,7 +338,7 @@ class _Entries(NamedTuple):
 
     @classmethod
     def of(cls, rows: Mapping[int, RowEdits], logits: Tensor) -> _Entries | None:
-        """Return the changed logits of rows of `logits` [M, V]; None if no logit changes besides those of masks."""
+        """Return the changed logits of rows of `logits` [M, V]; None if only masks change logits."""
         sizes = [len(each.entries) for each in rows.values()]
         if not sum(sizes):
             return None
@@ -359,7 +362,7 @@ class _Entries(NamedTuple):
         return penalized - presence * (self.counts > 0).float()
 
     def slopes(self, logits: Tensor) -> Tensor:
-        """Return the derivatives of `edited` by the logits [E]."""
+        """Return the derivatives of `edited` with respect to the logits [E]."""
         repetition = self.penalties[0]
         slope = torch.where(logits + self.bias > 0, 1.0 / repetition, repetition)
         return torch.where(self.occurs, slope, 1.0)

@@ -122,7 +122,7 @@ HEAD, LAYERS = "lm_head.weight", "model.layers"
 
 
 def make_layer(decoder: DecoderSpec, index: int, get: GetWeight) -> Layer:
-    """Return a layer with the weights that `get` returns. Every call requests them in the same order."""
+    """Return a layer with the weights that `get` returns. Every call requests the weights in the same order."""
     return layer_of(decoder, decoder.layers[index], f"{LAYERS}.{index}", get)
 
 

@@ -59,7 +59,7 @@ class ImageSpan(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The index of the token after the span."""
+        """The index of the first token after the span."""
         return self.start + self.rows * self.columns
 
 

@@ -6,8 +6,8 @@ into pieces, and the pieces are added as a balanced binary tree. With several de
 which gives the same bits.
 
 The number of pieces depends only on the decoder, so that a worker on several devices, a worker on one device and a
-trainer agree to the bit. A different number may give different bits. A decoder in n pieces can run on at most n
-devices.
+trainer agree to the bit. A different number of pieces may give different bits. A decoder in n pieces can run on at most
+n devices.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def with_pieces(spec: DecoderSpec, count: int | None = None) -> DecoderSpec:
     """Return a copy of the spec with this many pieces; None: the number that suits the decoder.
 
     The number that suits a decoder is 4, or 8 for more than 40e9 parameters. If the decoder cannot be cut into this
-    many pieces, the number is halved until it can. Raise ConfigError for a number into which the decoder cannot be cut.
+    many pieces, the number is halved until the cut is possible. Raise ConfigError for a number into which the decoder
+    cannot be cut.
     """
     if count is not None:
         if found := requirement(spec, count):
@@ -72,7 +73,9 @@ def requirement(spec: DecoderSpec, count: int) -> str:
 
 
 def _requirement_of_recurrence(spec: RecurrentSpec, count: int) -> str:
-    """`requirement` for a mixer with a recurrent state. Heads that share keys or a norm stay in one piece."""
+    """Return the result of `requirement` for a mixer with a recurrent state. Heads that share keys or a norm stay in
+    one piece.
+    """
     is_mamba2 = isinstance(spec, Mamba2Spec)
     together, size = (spec.num_groups, spec.inner_size) if is_mamba2 else (spec.num_key_heads, spec.value_size)
     if together % count:

@@ -7,12 +7,12 @@ ranks of one stage.
 Each rank holds a part of each large weight and computes a part of each layer: neighbouring heads of attention and of
 delta nets, neighbouring inner features of an MLP, and neighbouring experts. Norms of hidden states, routers and
 embeddings are whole on every rank. The head is divided by sections of the vocabulary, and every rank folds the results
-of all sections. So every rank has the same hidden states, routes and tokens.
+of all sections. Every rank therefore has the same hidden states, routes and tokens.
 
 A rank's part consists of whole pieces (`pieces`). Where a layer leads back to the hidden states, each rank computes the
-subtree of its own pieces in float32. These sums are then added as the rest of the balanced binary tree. Every rank adds
-all rows, or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits therefore do not depend on
-the number of ranks. `Exchange` only moves bytes.
+subtree of its own pieces in float32. The sums of the ranks are then added as the rest of the balanced binary tree.
+Every rank adds all rows, or, for large tensors, each rank adds a share of the rows (`Exchange.add`). Bits therefore do
+not depend on the number of ranks. `Exchange` only moves bytes.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Exchange(Protocol):
     def native(self) -> Meetings | None: ...
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
-        """Return the tensors of all ranks, in their order. All ranks pass tensors of the same shape and dtype. The
-        result is valid until the next call.
+        """Return the tensors of all ranks, in the order of the ranks. All ranks pass tensors of the same shape and
+        dtype. The result is valid until the next call.
         """
         ...
 
@@ -114,7 +114,7 @@ of the result [rows, N] depends on the same row of `total` only.
 
 
 def fold(sums: Sequence[Tensor]) -> Tensor:
-    """Add tensors as a balanced binary tree. Their number is a power of two."""
+    """Add tensors as a balanced binary tree. The number of tensors is a power of two."""
     sums = list(sums)
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
@@ -226,7 +226,7 @@ def _part_of_attention(spec: AttentionSpec, rank: Rank) -> tuple[AttentionSpec, 
 
 
 def _part_of_latent(spec: LatentSpec, rank: Rank) -> tuple[LatentSpec, dict[str, Slice]]:
-    """Each rank has some heads, and the whole cache, since all heads share the cached rows."""
+    """Each rank has some heads of a latent attention, but the whole cache, since all heads share the cached rows."""
     heads = spec.num_heads
     found = {
         "mixer.q" if spec.q_rank is None else "latent.q_b": _share(rank, heads, spec.query_dim),
@@ -431,7 +431,7 @@ class RankedOps(RankedHead):
         return bool(merged.isfinite().all())
 
     def gate_up(self, x: Tensor, gate: Weight, up: Weight, activation: Any) -> Tensor:
-        """See `Backend.gate_up`. A rank may hold no inner features."""
+        """See `Backend.gate_up`. A rank may hold no inner features; the result then has no columns."""
         return self.backend.gate_up(x, gate, up, activation) if gate.shape[0] else x.new_empty(len(x), 0)
 
     def project_back(

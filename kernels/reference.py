@@ -286,7 +286,9 @@ def _row_sum(x: Tensor) -> Tensor:
 
 
 def _best(x: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` highest elements of each row; among equals, lower indices."""
+    """Return the indices of the `count` highest elements of each row; among equal elements, lower indices come
+    first.
+    """
     return torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -432,8 +434,8 @@ class _EqualQueries:
         return out.unflatten(2, (queries, group)).transpose(1, 2).reshape(*q.shape[:3], -1)
 
     def _row_places(self, num_rows: int, group: int) -> tuple[Tensor, Tensor]:
-        """Return the absolute positions [U, num_rows] of the rows' queries, and the ends of the tokens that they see.
-        Padding rows repeat the last query.
+        """For each row, return the absolute position of the row's query, and the end of the tokens that the query sees,
+        both [U, num_rows]. Padding rows repeat the last query.
         """
         query = (torch.arange(num_rows, device=self.tables.device) // group).clamp(max=self.num_queries - 1)
         positions = (self.context_lens - self.num_queries)[:, None] + query
@@ -473,8 +475,8 @@ class _EqualQueries:
         return max(0, self.contexts[-1] - self.num_queries - self.window + 1) // KV_SPLIT * KV_SPLIT
 
     def _first_tile(self, start: int, group: int, tile: int) -> int:
-        """Return a tile before which no query sees key `start`. In causal attention, this is the first tile of the
-        sequence with the longest context that sees the key.
+        """Return the number of a tile: no query in the tiles before it sees key `start`. In causal attention, the
+        result is the first tile that sees the key, in the sequence with the longest context.
         """
         if self.ends is not None:
             return 0
@@ -657,8 +659,8 @@ def _heads(qkv: Tensor, spec: DeltaNetSpec) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gates(b: Tensor, a: Tensor, weights: DeltaNetWeights) -> tuple[Tensor, Tensor]:
-    """Return two tensors. The first is the decay of the states at each token: [M, value_heads, 1, 1]. The second is the
-    update rate of each token: [M, value_heads, 1].
+    """Return two tensors. The first tensor is the decay of the states at each token: [M, value_heads, 1, 1]. The second
+    tensor is the update rate of each token: [M, value_heads, 1].
     """
     decays = torch.exp(-torch.exp(weights.decay.float()) * _softplus(a.float() + weights.bias.float()))
     return decays[..., None, None], (1.0 / (1.0 + torch.exp(-b.float())))[..., None]
@@ -669,7 +671,9 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _longest_first(batch: StateBatch) -> tuple[list[int], list[int]]:
-    """Return two lists: the sequences in descending order of their numbers of rows, and these numbers."""
+    """Return two lists: the sequences in descending order of their numbers of rows, and the numbers of rows in the same
+    order.
+    """
     counts = [end - start for start, end in pairwise(batch.query_starts)]
     order = sorted(range(len(counts)), key=lambda i: -counts[i])
     return order, [counts[i] for i in order]

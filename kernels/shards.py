@@ -1,7 +1,7 @@
 """Weights that hold parts of a checkpoint's tensor.
 
-`Shard` is the part of one rank. It accepts whole tensors, or single elements of a tensor, in the checkpoint's layout,
-and ignores elements outside its part. `Shards` is the whole tensor, as the parts of all ranks.
+`Shard` is the part of one rank. A `Shard` accepts whole tensors, or single elements of a tensor, in the checkpoint's
+layout, and ignores elements outside its part. `Shards` is the whole tensor, as the parts of all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGNED = 16
 
 
 def is_stack(weight: Any) -> TypeGuard[Stack]:
-    """Return whether a weight is a `Stack`, or consists of shards of one. Such shards have the attributes of a `Stack`
+    """Return whether a weight is a `Stack`, or consists of shards of a `Stack`, which have the attributes of a `Stack`
     too.
     """
     if isinstance(weight, Shards):
@@ -32,10 +32,10 @@ def is_stack(weight: Any) -> TypeGuard[Stack]:
 class Shard:
     """A `Weight` that has the shape of the checkpoint's tensor, but stores only a part of the tensor.
 
-    `own`: the memory of the part, which is a tensor, a backend's weight, or a `Stack`. Along the part's axis, its
-    length is the length of the part. `shape`: the shape of the checkpoint's whole tensor. The source of `copy_` has the
-    shape of the whole tensor, and the indices of `put_` are positions in the whole tensor. Elements outside the part
-    are ignored.
+    `own`: the memory of the part, which is a tensor, a backend's weight, or a `Stack`. Along the part's axis, the
+    length of `own` is the length of the part. `shape`: the shape of the checkpoint's whole tensor. The source of
+    `copy_` has the shape of the whole tensor, and the indices of `put_` are positions in the whole tensor. Elements
+    outside the part are ignored.
     """
 
     def __init__(self, own: Any, part: Slice) -> None:
@@ -137,7 +137,7 @@ class Shard:
 
 
 def _rows(weight: Any, start: int, length: int) -> Any:
-    """Return rows [start, start + length) of a weight, which may begin and end anywhere."""
+    """Return rows [start, start + length) of a weight. The rows may begin and end anywhere."""
     end = start + length
     is_aligned = start % _ALIGNED == 0 and (end % _ALIGNED == 0 or end == weight.shape[0])
     is_matrix = len(weight.shape) == 2 and not isinstance(weight, Stack)
@@ -145,7 +145,7 @@ def _rows(weight: Any, start: int, length: int) -> Any:
 
 
 class _Rows:
-    """Rows of a matrix that `Weight.narrow` does not accept. They are written element by element."""
+    """Rows of a matrix that `Weight.narrow` does not accept. Such rows are written element by element."""
 
     def __init__(self, weight: Any, start: int, length: int) -> None:
         self._weight, self._start = weight, start
@@ -167,7 +167,7 @@ class _Rows:
 
 
 class Shards:
-    """A `Weight` that consists of the shards of all ranks. Its shape is that of the checkpoint's tensor."""
+    """A `Weight` that consists of the shards of all ranks. The weight has the shape of the checkpoint's tensor."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
@@ -194,7 +194,9 @@ class Shards:
         return sum(shard.nbytes for shard in self.shards)
 
     def copy_(self, source: Tensor | Shards) -> None:
-        """Store a whole tensor, or copy other shards of the same parts. Raise ValueError for another shape."""
+        """Store a whole tensor, or copy other shards of the same parts. Raise ValueError if the source has another
+        shape.
+        """
         sources = source.shards if isinstance(source, Shards) else [source] * len(self.shards)
         for shard, own in zip(self.shards, sources, strict=True):
             shard.copy_(own)

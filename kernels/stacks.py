@@ -24,8 +24,8 @@ class StackLayout:
 
     `transposed`: matrices are stored as [E, C, R]. `in_turn`: the rows of the first half and of the second half
     alternate. Biases have rows only, so `transposed` does not affect them. `or_transposed`: the files of a checkpoint
-    may instead store all matrices as [E, C, R], which the loader recognizes by their shapes. The matrices of a push
-    must not be stored in this way.
+    may instead store all matrices as [E, C, R], which the loader recognizes by their shapes. Pushes must not use this
+    alternative.
     """
 
     transposed: bool = False
@@ -113,7 +113,9 @@ class HeadMatrices:
         return sum(each.nbytes for each in self.matrix) * self.shape[0] // (heads * self.layout.head_rows)
 
     def copy_(self, source: Tensor | HeadMatrices) -> None:
-        """Store a tensor of this shape, or the same rows of other matrices. Raise ValueError for another shape."""
+        """Store a tensor of this shape, or the same rows of other matrices. Raise ValueError if the source has another
+        shape.
+        """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         rows = source.to_dense() if isinstance(source, HeadMatrices) else source
@@ -195,7 +197,9 @@ class Stack:
         return self.matrix.nbytes
 
     def copy_(self, source: Tensor | Stack) -> None:
-        """Store a tensor of the checkpoint's shape, or a stack of this layout. Raise ValueError for another shape."""
+        """Store a tensor of the checkpoint's shape, or a stack of this layout. Raise ValueError if the source has
+        another shape.
+        """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
         self.matrix.copy_(source.matrix if isinstance(source, Stack) else self._flat(source))

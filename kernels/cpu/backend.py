@@ -101,7 +101,7 @@ class PackedWeight:
 
     def copy_(self, source: Tensor | PackedWeight) -> None:
         """Copy a packed weight, or pack a tensor. The tensor may be on any device and have any dtype. Raise ValueError
-        for another shape.
+        if the tensor has another shape than the weight.
         """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")
@@ -169,8 +169,8 @@ class PackedLayers(tuple[Layer, ...]):
     @cached_property
     def _storages(self) -> list[tuple[torch.UntypedStorage, Tensor]]:
         """Each storage, with a mask of the tensors that lie there. If each tensor has a storage of its own, the masks
-        take memory proportional to the square of the number of tensors. They are therefore made only when the layers
-        are first computed.
+        take memory proportional to the square of the number of tensors. The masks are therefore made only when the
+        layers are first computed.
         """
         return [(storage, (self._owners == i).long()) for storage, i in self._indices.items()]
 
@@ -244,7 +244,7 @@ def _mlp_tensors(layer: Layer) -> tuple[Tensor | None, ...]:
 
 def _experts_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, ...]:
     """Return the tensors that `ExpertsPointers` points to, in the order of the struct's fields. `count`: the number of
-    experts that are held.
+    experts that this process holds.
     """
     shared = (None,) * 3
     if (mlp := weights.shared) is not None:

@@ -30,8 +30,8 @@ class _RankExchange(ctypes.Structure):
 class RankMeetings:
     """One rank's part in the meetings of `size` ranks. `counters`, `slots`: the addresses of the shared memory.
 
-    `check(turn)`: called repeatedly while the rank waits, with the number of the meeting. If it raises an exception,
-    the rank stops waiting, and the call raises this exception.
+    `check(turn)`: called repeatedly while the rank waits, with the number of the meeting. If `check` raises an
+    exception, the rank stops waiting, and the call raises this exception.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 """ERNIE 4.5 with experts. The experts have softmax scores in float32 and a correction bias, and there is a shared
-expert for all tokens. Some layers have an MLP instead. Neighbouring elements of a head are rotated together.
+expert for all tokens. Some layers have an MLP instead of experts. Neighbouring elements of a head are rotated together.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def _falcon_h1(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 def _attention(settings: Any, biased: bool) -> Any:
     """Return the attention. The scale of the scores includes the factors of the input and of the keys, and the scale of
-    the output includes the factor of the input. The result differs from transformers only in rounding.
+    the output includes the factor of the input. The attention's results differ from transformers only in rounding.
     """
     of_input = float(settings.attention_in_multiplier)
     if biased and of_input != 1.0:

@@ -7,8 +7,8 @@ Granite 4: like Bamba, with the multipliers of Granite. Attention rotates whole 
 have experts in addition to an MLP for all tokens.
 
 Nemotron-H (Nemotron Nano 2, Nemotron 3): a layer has one norm, and one of these: a state space, attention without
-rotation, an MLP with squared ReLU, or experts with a shared expert for all tokens. Each expert is such an MLP. In some
-models, a product converts hidden states to smaller rows, which the experts read.
+rotation, an MLP with squared ReLU, or experts with a shared expert for all tokens. Each expert is an MLP with squared
+ReLU. In some models, a matrix product converts hidden states to smaller rows, which the experts read.
 """
 
 from __future__ import annotations

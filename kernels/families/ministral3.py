@@ -43,7 +43,9 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def q_growth(parameters: dict[str, Any]) -> tuple[float, int]:
-    """Return `RotationSpec.q_growth` for `rope_parameters`. Raise ModelError if a number is missing or too large."""
+    """Return `RotationSpec.q_growth` for `rope_parameters`. Raise ModelError if a parameter is missing or out of
+    range.
+    """
     beta = parameters.get("llama_4_scaling_beta")
     if not isinstance(beta, int | float) or not 0.0 <= beta <= _MOST_BETA:
         raise ModelError(

@@ -50,7 +50,7 @@ def _describe(raw: dict[str, Any], architecture: str) -> DecoderSpec:
 
 
 def _factors(rope: dict[str, Any], name: str, rotation: RotationSpec) -> Any:
-    """Return a set of factors. Raise ModelError unless it has a factor for each pair."""
+    """Return a set of LongRoPE factors. Raise ModelError unless the set has one factor for each rotated pair."""
     factors, count = rope.get(name), len(rotation.inv_freq)
     if not isinstance(factors, list) or len(factors) != count:
         raise ModelError(f"{name} in config.json must have {count} numbers (got {brief(factors)}); correct the file")

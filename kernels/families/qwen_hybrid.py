@@ -6,8 +6,8 @@ a part of each head. Norms multiply by 1 + w, except the norm of a delta net's o
 Qwen3-Next has experts in some or all layers, and Qwen3.5-MoE has experts in all layers. Each layer with experts has a
 shared expert for all tokens. A Qwen3.5 checkpoint may have a vision tower.
 
-The spec includes the model's module for multi-token prediction (MTP), if this module has one layer. That layer has
-attention, and the same MLP or experts as the decoder's last layer.
+The spec includes the model's module for multi-token prediction (MTP), if this module has one layer. The MTP module's
+layer has attention, and the same MLP or experts as the decoder's last layer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The checked settings of a config.json, which the families read.
 
-Guarantees that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers slow to
-build. The base class of transformers' configurations checks the values and converts old files. The subclasses for
-single architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
+This module guarantees that no size exceeds its limit in `_MOST`, so even a hostile file cannot make the list of layers
+slow to build. The base class of transformers' configurations checks the values and converts old files. The subclasses
+for single architectures are not used: importing a subclass also imports torch's compiler, which takes 150 MB.
 """
 
 # No `from __future__ import annotations` here: `strict` does not check types with annotations that are strings.
@@ -448,8 +448,8 @@ def _axes(parameters: Mapping[str, Any], num_pairs: int) -> tuple[int, ...]:
 
 
 def _rope_function(kind: str) -> Callable[..., Any]:
-    """Return transformers' function for a kind of rotation. Raise ModelError if the function is missing or has
-    changed.
+    """Return transformers' function for a kind of rotation. Raise ModelError if the function is missing or takes other
+    arguments than expected.
     """
     function = ROPE_INIT_FUNCTIONS.get(kind, lambda: None)
     arguments = {*inspect.signature(function).parameters}
@@ -471,8 +471,8 @@ def read_settings(
     """Return the `Settings` in `raw`, the content of config.json.
 
     `fill`: a function that adds the settings that a file may omit. `quantized`: the quantization methods that
-    checkpoints of the family may have besides FP8 in blocks of 128 by 128. `names`: maps the names of settings to the
-    names that the file may have instead. Raise ModelError for a broken file, for a checkpoint with any other
+    checkpoints of the family may have besides FP8 in blocks of 128 by 128. `names`: maps the names of settings to
+    alternative names that the file may use. Raise ModelError for a broken file, for a checkpoint with any other
     quantization, and for per-layer settings, which no family supports.
     """
     _check_quantization(raw.get("quantization_config"), quantized)
@@ -547,7 +547,7 @@ def _broken(error: Exception, names: Mapping[str, str] | None = None) -> ModelEr
 
 def _with_own_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return `raw` with some settings also under their names in `Settings`. `names`: as in `read_settings`. Raise
-    ModelError if the file has both names, with different values.
+    ModelError if the file has a setting under both names, with different values.
     """
     found = {name: own for name, own in names.items() if own in raw and own != name}
     for name, own in found.items():

@@ -1,7 +1,7 @@
 """The vision towers of families, as config.json describes them.
 
-Guarantees, as `settings` does for decoders, that no size exceeds its limit, so a hostile file cannot make a tower slow
-to build.
+Like `settings` for decoders, this module guarantees that no size exceeds its limit, so a hostile file cannot make a
+tower slow to build.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def wrapped(
 def wrapped_text(
     text_families: Mapping[str, str], beside: tuple[str, ...], renamed: Mapping[str, str], is_tied: bool = False
 ) -> Describe:
-    """Return the `Describe` function of a model of which only the text decoder is served. The settings of its decoder
-    are in `text_config`.
+    """Return the `Describe` function of a model with a vision tower that is not served: only the text decoder is
+    served. The settings of its decoder are in `text_config`.
 
     `text_families`: maps each `model_type` that `text_config` may have to the architecture of the text model; the first
     is the default. `beside`, `renamed`: as in `DecoderSpec`. `is_tied`: as for `wrapped`.
@@ -274,7 +274,9 @@ def _qwen_sizes(
 
 
 def _vision_of(raw: dict[str, Any], defaults: Mapping[str, int]) -> tuple[dict[str, Any], SimpleNamespace]:
-    """Return `vision_config`, and the sizes named in `defaults`. A size that a file omits is the default."""
+    """Return `vision_config`, and the sizes named in `defaults`. If the file omits a size, the result has the default
+    value.
+    """
     vision = _map(raw, "vision_config")
     return vision, SimpleNamespace(**{name: _size(vision, name, default) for name, default in defaults.items()})
 

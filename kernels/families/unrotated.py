@@ -1,7 +1,8 @@
 """SmolLM3 and EXAONE 4: some layers do not rotate q and k (Kazemnejad et al. 2023).
 
 SmolLM3 is like Llama. EXAONE 4 has norms only after mixer and MLP, and norms of the heads of q and k. Three of every
-four layers of its larger models have a window, and only these layers rotate; without windows, all layers rotate.
+four layers of EXAONE 4's larger models have a window, and only these layers rotate. In models without windows, all
+layers rotate.
 """
 
 from __future__ import annotations
