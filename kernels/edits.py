@@ -1,8 +1,8 @@
 """Edits: how bans, biases and penalties change the logits of one token.
 
-Owns the order and the arithmetic of these changes, for worker and trainer alike. Given the same logits, worker and
-trainer compute the same bits. The changes of a row depend only on the request and on the earlier tokens of the sample,
-so neither other rows nor chunks change them.
+This module defines the order and the arithmetic of the changes, for worker and trainer alike. Given the same logits,
+worker and trainer compute the same bits. The changes of a row depend only on the request and on the earlier tokens of
+the sample, so neither other rows nor chunks change them.
 
 The order is vLLM's. The logit becomes -inf for three kinds of tokens: tokens that the request or its grammar does not
 allow, banned tokens, and tokens that would complete a bad word. Then, for each token of the vocabulary, in float32,

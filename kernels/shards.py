@@ -72,7 +72,7 @@ class Shard:
 
     def copy_(self, source: Tensor | Shard) -> None:
         """Store this shard's part of a whole tensor, or copy another shard of the same part. Raise
-        ValueError for another shape.
+        ValueError if the source has another shape.
         """
         if source.shape != self.shape:
             raise ValueError(f"weight must have shape {list(self.shape)} (got {list(source.shape)})")

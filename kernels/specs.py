@@ -124,7 +124,7 @@ class AttentionSpec:
 
     @property
     def value_dim(self) -> int:
-        """The size of a head's output, which `o` multiplies."""
+        """The size of a head's output, which is an input of `o`."""
         return self.head_dim
 
     @property
@@ -362,13 +362,13 @@ class ExpertsSpec:
     outputs are multiplied by gates and added.
 
     `router`: how experts are chosen. `gated`: as in `MlpSpec`, for all experts. `latent_size`: the experts read and
-    compute rows of this size; one product converts hidden states to these rows, and another one converts the sum of the
-    outputs back. 0: the experts read and compute hidden states, as the shared expert always does. `shared_size`: the
-    intermediate size of the shared expert; 0 if there is none. Every token goes to the shared expert. `shared_gated`:
-    the shared expert's output is multiplied by the sigmoid of a learned score. `shared_joined`: one matrix computes
-    gate and up of the shared expert. `bias`: the router and the experts have biases. `transposed`: checkpoints hold the
-    experts' matrices as [columns, rows], and rows of gate and rows of up alternate. `or_transposed`: checkpoints may
-    hold the matrices as [columns, rows], with rows that do not alternate.
+    compute rows of this size; one product converts hidden states to these rows, and another product converts the sum of
+    the outputs back. If `latent_size` is 0, the experts read and compute hidden states, as the shared expert always
+    does. `shared_size`: the intermediate size of the shared expert; 0 if there is none. Every token goes to the shared
+    expert. `shared_gated`: the shared expert's output is multiplied by the sigmoid of a learned score. `shared_joined`:
+    one matrix computes gate and up of the shared expert. `bias`: the router and the experts have biases. `transposed`:
+    checkpoints hold the experts' matrices as [columns, rows], and rows of gate and rows of up alternate.
+    `or_transposed`: checkpoints may hold the matrices as [columns, rows], with rows that do not alternate.
 
     `held`: the experts that this rank holds, as a pair of the first id and the number; None for all experts.
     `shared_elsewhere`: there is a shared expert, but this rank holds none of its inner features. `unit`: as in
@@ -421,10 +421,10 @@ PLAIN_HEAD = HeadSpec()
 @dataclass(frozen=True)
 class LayerSpec:
     """A layer: a token mixer (attention, latent attention, a delta net or a state space) followed by an MLP or experts.
-    The mixer and the MLP each add their output to their input. One of them may be missing (None).
+    The mixer and the MLP each add their output to their input. The mixer or the MLP may be missing (None).
 
-    `recurrent_mixer`: a second mixer beside `mixer`. In this case, `mixer` has a KV cache. Both mixers read the same
-    hidden states, and the sum of their outputs counts as the output of the mixer.
+    `recurrent_mixer`: a second mixer beside `mixer`. If there is a second mixer, `mixer` has a KV cache. Both mixers
+    read the same hidden states, and the sum of their outputs counts as the output of the mixer.
 
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
     after the mixer and after the MLP. `residual_scale`: multiplies the outputs of the mixer and of the MLP before they
@@ -545,17 +545,17 @@ class TowerSpec:
     the side of the windows, in blocks, within which patches see each other; None without windows. `whole_layers`: the
     layers without windows. `last_norm`: a norm follows the last layer.
 
-    `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Otherwise, the rows
-    are normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm in both cases.
-    `deepstack`: after each of these layers, a further merger computes a row for each block, which is added to the
-    hidden states of a layer of the decoder: the row of the first merger after the decoder's first layer, and so on
-    (Meng et al. 2024). These mergers join the rows before they normalize them.
+    `pooled`: the rows of a block are averaged and normalized, and one product without bias follows. Without `pooled`,
+    the rows are normalized and joined, and an MLP with GELU follows (the merger). `merger_norm`: the norm of the rows,
+    with and without `pooled`. `deepstack`: the layers after which a further merger computes a row for each block (Meng
+    et al. 2024). The rows of the first deepstack merger are added to the hidden states after the decoder's first layer,
+    and so on. Deepstack mergers join the rows of a block before they normalize the result.
 
     `placeholder`: the rows of an image replace the embeddings of tokens with this id. `video_placeholder`: the id of
     the tokens that stand for frames of a video; None if the model takes no videos. `sees_span`: in the decoder's
     attention, each token of an image sees all tokens of the image. `grid`: the only size of images that the tower
     takes, in rows and columns of patches; None for any size. `names`: weight names by role. The names of layers and of
-    deepstack mergers have a place `{}` for the number.
+    deepstack mergers contain `{}` in place of the number.
     """
 
     hidden_size: int
@@ -690,18 +690,18 @@ class DecoderSpec:
     `rounds_embed_scale`: the factor is first rounded to the dtype of the embeddings. `norm`: the norm after the last
     layer. `head`: how logits are computed from the products of the head. `embedding`, `last_norm`: the names of the
     embeddings and of the last norm's weight. `names`: a layer's weight names by role, without `model.layers.N.`.
-    `renamed`, `respelled`: how names in a checkpoint become these names (see `spellings.Names`). `others`: a tensor
-    does not belong to the decoder if its name begins with one of these prefixes. `pieces`: the number of pieces in
-    which each product that leads back to the hidden states is summed, and the number of groups in which the outputs of
-    a row's experts are added (see `kernels.pieces`). `ranks`: the number of ranks of which this spec describes one (see
-    `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight.
+    `renamed`, `respelled`: how names in a checkpoint become the decoder's names (see `spellings.Names`). `others`: a
+    tensor does not belong to the decoder if its name begins with one of these prefixes. `pieces`: the number of pieces
+    in which each product that leads back to the hidden states is summed, and the number of groups in which the outputs
+    of a row's experts are added (see `kernels.pieces`). `ranks`: the number of ranks; this spec describes one of them
+    (see `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight.
     Weights with roles not listed in `held` are whole and in the model's dtype. `stage`: the stage that this spec
     describes; `layers` has the layers of all stages. `mtp`: the layer of the model's multi-token prediction (MTP)
     module, which guesses the token after the next one; None without such a module. `serves_mtp`: whether the MTP module
     belongs to the decoder; otherwise, its tensors in a checkpoint are ignored. `tower`: the vision tower beside the
     decoder, or None. `serves_tower`: whether the tower belongs to the decoder; otherwise, its tensors in a checkpoint
-    are ignored. `beside`: the prefixes of the names (after `renamed`) of the tensors of an unsupported tower. These
-    tensors are ignored, and an aligned model refuses images.
+    are ignored. `beside`: the prefixes of the names (after `renamed`) of the tensors of an unsupported tower. The
+    tensors of an unsupported tower are ignored, and an aligned model refuses images.
     """
 
     architecture: str

@@ -2,8 +2,8 @@
 
 A model uses the names that transformers gives to the tensors (`own_name` translates other names). The matrices of
 experts are stacked in one tensor or split into parts. A model holds them as stacks [E, R, C]. A checkpoint or push may
-have parts instead of a stack. The parts of an expert are tensors [rows, C]. Concatenated along the rows, they form the
-expert's matrix. Imports no torch.
+have parts instead of a stack. The parts of an expert are tensors [rows, C]. Concatenated along the rows, the parts of
+an expert form the expert's matrix. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Names(Protocol):
     """How a model names its tensors.
 
     `renamed`: maps prefixes of names in checkpoints and pushes to prefixes of the model's names. `respelled`: maps
-    substrings of these names to substrings of the model's names. `left_out`: prefixes of the names of tensors that the
-    model does not use, such as the tensors of a vision tower.
+    substrings of names in checkpoints and pushes to substrings of the model's names. `left_out`: prefixes of the names
+    of tensors that the model does not use, such as the tensors of a vision tower.
     """
 
     @property

@@ -2,8 +2,8 @@
 
 `encode` turns the pixels of images into rows of embeddings. Workers run `encode` image by image, with the ops of a
 backend. Trainers run `encode` for all images of a batch, with ops that have gradients (`TowerOps`). The rows of an
-image depend only on its pixels, its grid and the weights: a patch sees only patches of its image, and no op lets other
-rows change the bits of a row. Learned positions are interpolated in float32, in a fixed order, and rounded once.
+image depend only on its pixels, its grid and the weights: a patch sees only patches of its image, and in no op do the
+bits of a row depend on other rows. Learned positions are interpolated in float32, in a fixed order, and rounded once.
 
 A tower consists of parts. In a trainer, the weights of a part are in one module, and each part is computed while that
 module is called, once for all images (`training_towers`).
@@ -144,8 +144,9 @@ RunPart: TypeAlias = Callable[[Compute, Tensor], Tensor]
 
 
 class Part(NamedTuple):
-    """A part of a tower. `make(get)` returns its weights, from the weights that `get(name, *shape)` returns: a matrix
-    for two dimensions, else a tensor. `role`, `number`: the role of one of the weights, and the number in its name.
+    """A part of a tower. `make(get)` returns the part's weights. They come from `get(name, *shape)`, which returns a
+    matrix for two dimensions, and a tensor otherwise. `role`, `number`: the role of one of the weights, and the number
+    in its name.
     """
 
     role: str
@@ -183,7 +184,7 @@ class TowerParts:
 
 
 def make_tower(spec: TowerSpec, ops: TowerOps, get: GetWeight) -> TowerParts:
-    """Return a tower with the weights that `get` returns (see `Part`). Its parts can be run."""
+    """Return a tower with the weights that `get` returns (see `Part`). The result's parts are `RunPart` functions."""
 
     def run(weights: Any, compute: Compute, x: Tensor) -> Tensor:
         return compute(ops, weights, x)
@@ -246,8 +247,8 @@ def describe_parts(spec: TowerSpec) -> TowerParts:
 
 def encode(spec: TowerSpec, tower: TowerParts, patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, Tensor]:
     """Compute the embeddings [tokens, row_size] of all images, image by image. `patches`: [patches of all images,
-    patch_values], in the tower's dtype. `grids`: one for each image, at least one. `tower`: the tower's parts, each as
-    a `RunPart`. Yield after each layer, and return the embeddings when the generator ends.
+    patch_values], in the tower's dtype. `grids`: one grid for each of at least one image. `tower`: the tower's parts,
+    each as a `RunPart`. Yield after each layer, and return the embeddings when the generator ends.
     """
     layout = _Layout(spec, grids, patches.device)
     x = tower.patch(lambda ops, own, x: ops.linear(x, ops.matrix(own.weight.flatten(1)), own.bias), patches)
@@ -352,7 +353,7 @@ def _activated(ops: TowerOps, x: Tensor, activation: Activation) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Return the mean [M, H] of the rows of each block of x [M, rows, H]: a float32 sum in the order of the rows."""
+    """Return the mean [M, H] of the rows of each block of x [M, rows, H]. The rows are summed in float32, in order."""
     total = x[:, 0].float()
     for row in range(1, x.shape[1]):
         total = total + x[:, row].float()
@@ -381,7 +382,8 @@ def _table_rows(ops: TowerOps, spec: TowerSpec, table: Any, grid: Grid, device: 
 
 def _taps(places: Tensor, size: int, side: int) -> list[tuple[Tensor, Tensor]]:
     """Map each index on an axis of the image to the axis of the table. Return the two neighbouring indices of the
-    table, each with its share. `size`, `side`: the lengths of the image's axis and of the table's axis.
+    table, each with its weight in the interpolation. `size`, `side`: the lengths of the image's axis and of the table's
+    axis.
     """
     source = places.float() * (side - 1) / max(size - 1, 1)
     first, share = source.floor().long(), source - source.floor()

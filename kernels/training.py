@@ -111,8 +111,8 @@ head's weight [V, H]. The float32 tensors of an answer are sealed (`_sealed`).
 class _Rows:
     """The inputs that a layer gets in addition to the hidden states [M, H].
 
-    `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple. Otherwise a wrapper
-    would cast the float tensors in it, such as rotations, to the dtype of the wrapper's mixed-precision policy.
+    `route` and `record`: int32 [M, top_k] or None. The class is neither a dataclass nor a tuple. In a dataclass or a
+    tuple, a wrapper would cast float tensors, such as rotations, to the dtype of the wrapper's mixed-precision policy.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class _Embedded:
 
     `rows`: [tokens of images, (1 + layers) * H]. The first part of a row replaces the embedding of the token at its
     index in `places`. Each further part is added to the token's hidden states after a layer: the second part after the
-    first layer, and so on. `positions`: the positions of all tokens, int64 [M] or [3, M].
+    first layer, and so on. `positions`: the positions of all M tokens, int64 [M] or [3, M].
     """
 
     def __init__(self, rows: Tensor, images: PackedImages | None, positions: Tensor, sees_span: bool) -> None:
@@ -135,7 +135,7 @@ class _Embedded:
         self._images = images if sees_span else None
 
     def seen(self, packed: Packed) -> Packed:
-        """Return `packed`, with the ends of the tokens that each token sees."""
+        """Return `packed` with `ends`: for each token, the end of the tokens that it sees."""
         return packed if self._images is None else self._images.see_spans()
 
 
@@ -148,8 +148,8 @@ class _DecoderOutput(MoeModelOutputWithPast):
 
 
 class _Drawn:
-    """How given tokens were drawn. `divisor`: what logits are divided by: 1 for greedy samples, else at least
-    LOWEST_TEMPERATURE.
+    """How given tokens were drawn. `divisor`: the number that logits are divided by, which is 1 for greedy samples, and
+    otherwise at least LOWEST_TEMPERATURE.
     """
 
     def __init__(
@@ -208,15 +208,15 @@ def align(model: Any, backend: str = "auto", pieces: int | None = None) -> None:
     """Make a model of transformers use the ops of `backend`. The model must belong to one of the `families`.
 
     `backend`: `auto` (the fastest backend that serves the model), `cpu`, `triton` or `reference`. `pieces`: the number
-    of pieces in which sums are computed (`kernels.pieces`); None, as for a worker: the number that suits the model. A
-    PEFT model with a LoRA adapter uses the weights of `merged_weights`, and gradients reach the adapter's matrices A
-    and B. After alignment, `model(...)` returns float32 logits, skips tokens where `attention_mask` is 0, and keeps no
-    KV cache. `fully_shard` or DistributedDataParallel may wrap the model before or after `align`; accelerate may wrap
-    the model only after `align`.
+    of pieces in which sums are computed (`kernels.pieces`); None: the number that suits the model, which is also a
+    worker's default. A PEFT model with a LoRA adapter uses the weights of `merged_weights`, and gradients reach the
+    adapter's matrices A and B. After alignment, `model(...)` returns float32 logits, skips tokens where
+    `attention_mask` is 0, and keeps no KV cache. `fully_shard` or DistributedDataParallel may wrap the model before or
+    after `align`; accelerate may wrap the model only after `align`.
 
     Raise AlignmentError for a model that is already aligned, for a model that the ops cannot compute, and for a forward
     pass with an unknown argument. A later release of transformers may add an argument that `align` does not know. Raise
-    ConfigError for a backend that cannot serve the model, and for `pieces` into which it cannot be cut. When the
+    ConfigError for a backend that cannot serve the model, and for `pieces` into which the model cannot be cut. When the
     aligned model is called with an unsupported argument, the call raises AlignmentError.
     """
     spec, model = _check_model(model), unwrapped(model)
@@ -318,34 +318,35 @@ def token_log_probs(
     or integers) if there is padding on the left or on the right. Packed [M], with the `lengths` of the sequences.
     Packed [B, T], with `position_ids` [B, T] that are 0 where a sequence begins. For a model with a vision tower,
     `position_ids` may also have the axes of its positions: [3, B, T] (time, row and column), or [4, B, T] (index, time,
-    row and column). Positions with axes are checked. `temperature`: the temperature at which log-probs are computed.
-    Pass 0 for greedy samples; their log-probs are computed at temperature 1. `completion_mask` (bool, in the shape of
-    `input_ids`): the tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of
-    each sequence. The model's wrapper and any autocast that is active during the call determine the dtypes of mixed
-    precision.
+    row and column). Positions with axes must equal the positions that a worker uses. `temperature`: the temperature at
+    which log-probs are computed. Pass 0 for greedy samples: log-probs of greedy samples are computed at temperature 1.
+    `completion_mask` (bool, in the shape of `input_ids`): the tokens that get a log-prob. Tokens outside the mask get
+    0.0, as do padding and the first token of each sequence. The model's wrapper and any autocast that is active during
+    the call determine the dtypes of mixed precision.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
     in any order. Gradients flow through the gates. If the model has the same arithmetic as the worker, `routed_experts`
     can be left out, since the model itself then chooses the same experts as the worker. Entries for padding and for the
     last token of each sequence are not read. A rollout's record of experts has no row for the last token of a sample.
 
-    `media`: the images of the sequences, for a model with a vision tower. Either a list of `ImageInput` for each
-    sequence, as the worker got them: `start` counts the sequence's tokens without padding. Or a map with the output of
-    an image processor of transformers: `pixel_values` and, if the model has them, `image_grid_thw` and the token types
-    (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]). The tokens of images are placeholders. All other
-    placeholders are text, including placeholders that a worker sampled. Gradients reach the tower. All ranks of a
-    sharded model call its tower. On a rank without images, the tower's parameters get gradients of zeros.
+    `media`: the images of the sequences, for a model with a vision tower. Two forms are accepted. The first form is a
+    list of `ImageInput` for each sequence, as the worker got them: `start` counts the sequence's tokens without
+    padding. The second form is a map with the output of an image processor of transformers: `pixel_values` and, if the
+    model has them, `image_grid_thw` and the token types (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]).
+    The tokens of images are placeholders. All other placeholders are text, including placeholders that a worker
+    sampled. Gradients reach the tower. All ranks of a sharded model call the model's tower. On a rank without images,
+    the tower's parameters get gradients of zeros.
 
     `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
-    are then those that a worker returns, for any `logprobs` except None: edits and filters keep the same tokens as in
+    are then those that a worker returns, for any `logprobs` except None. Edits and filters keep the same tokens as in
     the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is a sample,
     and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as `processed`.
     `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans. `masks`: the masks of
     `structured_outputs`, such as `trueroll.rollout.grammar.GrammarMasks`.
 
-    `target_ids` (integers, [*input_ids.shape, K]): return the log-probs of these tokens in place of those of
-    `input_ids`, for distillation. Pad a short list with -1, which gets the log-prob 0. The result has the shape of
-    `target_ids`.
+    `target_ids` (integers, [*input_ids.shape, K]): return the log-probs of these tokens instead of the log-probs of
+    `input_ids`, for distillation. Pad a token's list of fewer than K ids with -1, which gets the log-prob 0. The result
+    has the shape of `target_ids`.
 
     Raise AlignmentError for shapes that do not fit together, for `routed_experts` or `media` that do not fit the model
     or the tokens, for a `distribution` that needs an argument that is missing, and for a model that is not aligned.
@@ -431,7 +432,9 @@ def _locate(
     position_ids: Tensor | None,
     media: Media | None,
 ) -> tuple[Tensor, Packed, PackedImages | None]:
-    """Return `batches.locate` of a batch, and its images. Check positions that have axes."""
+    """Return the result of `batches.locate` for a batch, and the batch's images. Raise AlignmentError unless positions
+    with axes are the positions that a worker uses.
+    """
     given = split_positions(position_ids)
     indices, packed = locate(input_ids, attention_mask, lengths, given.text)
     images = read_media(media, spec, input_ids.flatten()[indices].long(), indices, packed, input_ids.shape)
@@ -500,8 +503,8 @@ def _ask_of_tokens(
 
 
 def _targets(target_ids: Tensor, shape: torch.Size, vocab_size: int) -> Tensor:
-    """Return `target_ids` as int64 [B * T, K]. `shape`: the shape of input_ids. Raise AlignmentError if they do not
-    fit.
+    """Return `target_ids` as int64 [B * T, K]. `shape`: the shape of input_ids. Raise AlignmentError if `target_ids` do
+    not fit.
     """
     if target_ids.shape[:-1] != shape or target_ids.is_floating_point() or not target_ids.shape[-1]:
         raise AlignmentError(
@@ -539,7 +542,7 @@ def _unsealed(found: Any) -> Tensor:
 @cache
 def _model_forward(original: type) -> Callable[..., Any]:
     """Return the forward pass of a model of this class. If called with a `question`, the forward pass returns the
-    question's result instead of logits.
+    result of this function instead of logits.
     """
 
     def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:
@@ -780,7 +783,7 @@ def _check_model(model: Any) -> DecoderSpec:
 
 
 def _check_noise(config: Any) -> None:
-    """Raise AlignmentError if a config adds noise to a model in training. An aligned model adds none."""
+    """Raise AlignmentError if a config adds noise to a model in training. An aligned model adds no noise."""
     for name in _NOISE:
         if (found := getattr(config, name, 0.0)) != 0.0:
             raise AlignmentError(

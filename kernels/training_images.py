@@ -1,8 +1,8 @@
 """The images of a trainer's batch: where their tokens are, and the values of their patches.
 
-Owns the checks of images that come with a batch, from two sources: preprocessed images, as workers get them, and the
-output of an image processor of transformers (`read_pixels`). The tokens of images are spans that the caller gives or
-that token types mark. A placeholder that the model sampled is text.
+This module checks the images that come with a batch. They have two sources: preprocessed images, as workers get them,
+and the output of an image processor of transformers (`read_pixels`). The tokens of images are spans that the caller
+gives or that token types mark. A placeholder that the model sampled is text.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def read_media(
 ) -> PackedImages | None:
     """Return the images of a batch, or None if there is none.
 
-    `token_ids`: int64 [M], the tokens of the sequences `packed`, which are at the flat `indices` of a batch of this
-    `shape`. Raise AlignmentError for a model without a vision tower, and for images that do not fit the model or the
+    `token_ids`: int64 [M], the tokens of the sequences `packed`. In a batch of this `shape`, the tokens are at the flat
+    `indices`. Raise AlignmentError for a model without a vision tower, and for images that do not fit the model or the
     tokens.
     """
     if media is None:
@@ -192,8 +192,8 @@ def read_pixels(
     """Return the images that an image processor of transformers has preprocessed, or None if `given` has no pixels.
 
     `given`: the arguments in `FROM_PROCESSORS`. Token types say which tokens belong to images. Without token types, all
-    placeholders must belong to images. The other arguments are those of `read_media`. Raise AlignmentError for pixels
-    that do not fit the model or the tokens.
+    placeholders must belong to images. The other arguments are documented at `read_media`. Raise AlignmentError for
+    pixels that do not fit the model or the tokens.
     """
     pixels = given.get("pixel_values")
     if pixels is None:
@@ -286,14 +286,16 @@ class SplitPositions(NamedTuple):
 
 
 def split_positions(position_ids: Tensor | None) -> SplitPositions:
-    """Split the `position_ids` of a batch: [B, T], [3, B, T] (time, row, column) or [4, B, T] (index first)."""
+    """Split the `position_ids` of a batch, which are [B, T], [3, B, T] (time, row, column) or [4, B, T] (index, time,
+    row, column).
+    """
     if position_ids is None or position_ids.ndim != 3 or len(position_ids) not in (3, 4):
         return SplitPositions(position_ids, None)
     return SplitPositions(position_ids[0] if len(position_ids) == 4 else None, position_ids[-3:])
 
 
 def check_positions(axes: Tensor | None, expected: Tensor, indices: Tensor, shape: torch.Size) -> None:
-    """Raise AlignmentError unless the positions [3, B, T] that a caller passes are those that workers use.
+    """Raise AlignmentError unless the positions [3, B, T] that a caller passes equal the positions that workers use.
 
     `expected`: [M] or [3, M], for the tokens at the flat `indices` of a batch of this `shape`.
     """

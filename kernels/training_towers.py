@@ -89,7 +89,9 @@ class _TrainedPart(NamedTuple):
         return self.module(x, inside)
 
     def idle(self, x: Tensor) -> Tensor:
-        """Call the part's module without rows: x is [0, n], and so is the result, in the dtype of the parameters."""
+        """Call the part's module without rows: x has shape [0, n], and so has the result, which has the dtype of the
+        parameters.
+        """
 
         def inside(module: Any, x: Tensor) -> Tensor:
             (x, ops), weights = self._begin(module, x), list[Tensor]()
@@ -136,7 +138,7 @@ def _trained_parts(model: Any, spec: TowerSpec) -> TowerParts:
 
 def _module_of(model: Any, name: str) -> str:
     """Return the name of the module that `align` changes for the weight `name`: a numbered module, else the module
-    below the tower or projector, else the tower or projector itself. Wrappers wrap modules of these kinds.
+    below the tower or projector, else the tower or projector itself. The modules that trainers wrap are of these kinds.
     """
     root, words = _root_of(name), name.split(".")
     if "{}" in words:

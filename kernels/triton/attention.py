@@ -1,9 +1,9 @@
 """Attention over the paged cache.
 
-Owns the assignment of work to programs, and the order of every sum. Does not own the writes of keys and values to the
-cache. The code that writes the cache must guarantee that all values (V) in the cache are finite. If a token has a
-non-finite key or value, all elements of the token's key in the cache are NaN. Since V is finite, a token that a query
-does not see adds nothing to the query's result. A visible token with a key of NaN makes the result NaN.
+This module defines the assignment of work to programs, and the order of every sum. Other modules write keys and values
+to the cache. The code that writes the cache must guarantee that all values (V) in the cache are finite. If a token has
+a non-finite key or value, all elements of the token's key in the cache are NaN. Since all values are finite, a token
+that a query does not see adds nothing to the query's result. A visible token with a key of NaN makes the result NaN.
 
 A row pairs one query with one head of the group of heads that share a key-value head. A tile always has ROWS rows, even
 if fewer are needed, because a matrix instruction has a minimum size. A matrix product multiplies queries [ROWS, D] by
@@ -32,10 +32,10 @@ A sink is an additional key with a value of zero. Every query of the sink's head
 the sink after the last partition, with the same function.
 
 If a row does not see a tile or partition, the row's sums are multiplied by 1, and zeros are added. Before the first key
-that the row sees, the sums are zeros and are multiplied by 0. Only the sign of a zero can change, and zeros are made
-positive at the end. A program may therefore skip the partitions and tiles that lie before the windows of all its rows.
-Even in the first tile, a program reads no keys at positions that precede the windows, so the block table's entries for
-these positions may have any value.
+that the row sees, the row's sums are zeros and are multiplied by 0. In both cases, only the sign of a zero can change,
+and zeros are made positive at the end. A program may therefore skip the partitions and tiles that lie before the
+windows of all its rows. Even in the first tile, a program reads no keys at positions that precede the windows, so the
+block table's entries for these positions may have any value.
 """
 
 from __future__ import annotations
@@ -303,7 +303,7 @@ def _fold_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Program (i, kv_head) computes the result of the i-th sequence's query. It reads the workspace of
+    """Program (i, kv_head) computes the result of the i-th sequence's query. The program reads the workspace of
     `_decode_kernel`.
     """
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -489,7 +489,7 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 
 @device_function
 def _add_tile(peak, total, out, scores, v):
-    """Add the keys of a tile to a partial softmax. `v`: their values, [KEYS, SIZE].
+    """Add the keys of a tile to a partial softmax. `v`: the values of these KEYS keys, [KEYS, SIZE].
 
     The computation of a tile's highest score may ignore a NaN score. The softmax weight of a NaN score is still NaN,
     and makes `total` and `out` NaN.

@@ -11,8 +11,8 @@ of a product is therefore bit-identical to the result of `linear` with the weigh
 rows are in the list. The products with `down` are multiplied by the gates and stored pair by pair in float32. A last
 kernel adds the products of a row in ascending order of expert id. No kernel adds floats atomically.
 
-Owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's experts.
-Does not own the router's product, the shared expert, or the summation over K (products.py).
+This module owns the choice of experts, the lists of pairs, the tiles of the experts' products and the sum over a row's
+experts. It does not own the router's product, the shared expert, or the summation over K (products.py).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _NO_KEY = tl.constexpr(-(2**63))  # below the key of any score
 class _Lists(NamedTuple):
     """The pairs, expert by expert. All tensors are int32.
 
-    `pairs`: [pairs]. `tiles`: [most, 3]. Each row describes one tile: its expert, and its start and end in `pairs`.
-    `counts`: [experts + 1]. The last element is the total number of tiles, and each other element is the number of
-    pairs of one expert.
+    `pairs`: [pairs]. `tiles`: [most, 3]. Each row of `tiles` describes one tile: its expert, and its start and end in
+    `pairs`. `counts`: [experts + 1]. The last element of `counts` is the total number of tiles, and each other element
+    is the number of pairs of one expert.
     """
 
     pairs: Tensor
@@ -88,8 +88,8 @@ def route(
     """Return each row's experts (int32 [M, top_k]) and their gates (float32 [M, top_k]) for logits [M, E]. If `chosen`
     is given, a row's experts are taken from `chosen` instead of being chosen by the router.
 
-    Sums over the chosen experts are in the order of their ids. The denominator of a softmax over all experts is summed
-    in the order of `sum_in_pairs`.
+    Sums over the chosen experts are computed in the order of the experts' ids. The denominator of a softmax over all
+    experts is summed in the order of `sum_in_pairs`.
     """
     logits, router = aligned(logits), spec.router
     rows, count = logits.shape
@@ -149,7 +149,9 @@ def expert_sums(
 
 
 def _most_rows(spec: ExpertsSpec, x: Tensor) -> int:
-    """Return the maximum number of rows in a part. A multiple of 16 rows keeps each part aligned to 16 bytes."""
+    """Return the maximum number of rows in a part. The result is a multiple of 16, which keeps each part aligned to 16
+    bytes.
+    """
     return max(16, MOST_MADE // (4 * spec.top_k * x.shape[1]) // 16 * 16)
 
 
@@ -591,7 +593,7 @@ def _tree_of_groups(
     TOP_K: tl.constexpr,
 ):
     """Add the outputs of a row's experts in the groups [FIRST, FIRST + GROUPS). The outputs of a group are added to
-    +0.0 in the order in which the row lists the experts, and the sums of the groups as a balanced binary tree.
+    +0.0 in the order in which the row lists the experts. The sums of the groups are added as a balanced binary tree.
     """
     if GROUPS == 1:
         total = tl.zeros(inside.shape, tl.float32)

@@ -1,7 +1,7 @@
 """Choose tokens from hidden states, compute log-probs, and filter distributions.
 
-Owns the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens a filter drops.
-Does not own the product that the logits are computed from (products.py).
+This module defines the arithmetic on logits: the softmax, the noise of a draw, the choice of a token, and which tokens
+a filter drops. The product that the logits are computed from is in products.py.
 
 All ops here that return log-probs run the same two kernels, compiled identically for any number of rows. Log-probs from
 different ops therefore have equal bits. The first kernel cuts each row at absolute multiples of SECTION and reduces
@@ -191,9 +191,9 @@ def _reduce_section_kernel(
 ) -> None:
     """One program per section of a row: compute the partial results that `_fold_sections_kernel` folds.
 
-    `peaks`: the highest of the logits from which the log-prob is computed. `totals`: the sum of exp(logit - peak) over
-    these logits. `bests`: the highest of the scores by which the token is chosen. `best_ids`: the lowest id with this
-    score. NaN ranks highest.
+    `peaks`: the highest logit in the section, before or after the temperature, whichever the log-prob is computed from.
+    `totals`: the sum of exp(logit - peak) over these logits. `bests`: the highest score in the section; the token with
+    the highest score is chosen. `best_ids`: the lowest id with the highest score. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)

@@ -1,4 +1,4 @@
-"""Adds the sums of several ranks. Each sum is in the memory of its rank's GPU."""
+"""A kernel that adds the sums of several ranks. Each sum is in the memory of its rank's GPU."""
 
 from __future__ import annotations
 

@@ -11,14 +11,14 @@ are on the M side of the instruction, which holds 64 features (sm_80: 16; sm_100
 Tokens are on the N side of the instruction, which holds all tokens of the tile.
 
 A sum that starts at +0.0 is never -0.0, because x + y rounded to nearest is -0.0 only if x and y are -0.0. Adding a
-part that is +0.0 therefore changes no bit. If a weight has fewer pieces than the weights beside it, its missing parts
-are +0.0.
+part that is +0.0 therefore changes no bit. If a weight has fewer pieces than another weight of the same kernel, its
+missing parts are +0.0.
 
-Owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias, residual,
-activation. Does not own norms, or the epilogue of the products with the weights of q, k and v. Activations are copied
-if `launch` cannot use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A weight may be a
-shard, which holds some rows of a whole weight (`contract.mark_rows`). Each element of a product has the same bits with
-the shard as with the whole weight.
+This module owns the division of K into pieces, the tiles of all products, and the epilogues of products: bias,
+residual, activation. It does not own norms, or the epilogue of the products with the weights of q, k and v. Activations
+are copied if `launch` cannot use them in place; weights must be contiguous and begin at a multiple of 16 bytes. A
+weight may be a shard, which holds some rows of a whole weight (`contract.mark_rows`). Each element of a product has the
+same bits with the shard as with the whole weight.
 
 A cost model of an H100 (`machine`), fitted to measured times, chooses the tiles. Each element of a weight is read from
 L2 once per tile of tokens. Each element of a token is read from L2 once per tile of features. The SM with the most
@@ -191,8 +191,8 @@ def project_back(
 
 
 def back_sums(x: Tensor, weight: Tensor, pieces: Pieces) -> Tensor:
-    """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single piece is one
-    chain.
+    """Return the float32 sums [M, N] of `project_back`, before bias, rounding and residual. Even a single piece is
+    summed by one chain of matrix instructions.
     """
     if pieces.count == 1:
         pieces = pieces_of(1, x.shape[1], SPLIT_UNIT)

@@ -1,7 +1,7 @@
 """Mixers with a recurrent state: the convolution, and the recurrence of delta nets and state spaces token by token.
 
-Owns the assignment of work to programs, and the order of every sum. Convolution and recurrence do the same arithmetic
-in the same order for prompts and decodes, so results do not depend on how a prompt is cut into chunks.
+This module defines the assignment of work to programs, and the order of every sum. Convolution and recurrence do the
+same arithmetic in the same order for prompts and decodes, so results do not depend on how a prompt is cut into chunks.
 
 - The recurrences: a program takes one sequence, one (value) head and `COLUMNS` columns of the state; columns are
   independent of each other. The program holds these columns in registers for all tokens of the sequence, and loads the
