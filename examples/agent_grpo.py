@@ -118,7 +118,7 @@ class Conversation:
         self.ids, self.is_own = list(prompt), [False] * len(prompt)
 
     def add(self, turn: Turn, seen: list[int]) -> None:
-        """Append a turn and `seen`. `seen`: the tokens that show the turn's result to the policy."""
+        """Append a turn, followed by `seen`: the tokens that show the turn's result to the policy."""
         self.turns.append(turn)
         self.ids += turn.output.token_ids + seen
         self.is_own += [True] * len(turn.output.token_ids) + [False] * len(seen)
@@ -150,7 +150,7 @@ class Calculations:
         return Task(prompt, int(calculate(f"{a} {sign} {b}")), seed)
 
     def between(self, result: str) -> list[int]:
-        """Return the tokens between a call and the next turn. The first token ends the policy's turn."""
+        """Return the tokens between a call and the next turn. The first of these tokens ends the policy's turn."""
         said = [("user", "?"), ("assistant", "CALL"), ("user", result)]
         chat = [{"role": role, "content": content} for role, content in said]
         text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

@@ -1,15 +1,15 @@
 """On-policy distillation: `python examples/distill.py --out FOLDER`. `--help` lists the options.
 
-The teacher is SmolLM2-135M-Instruct. The student is the same model without some of its layers, and learns to answer as
-the teacher does. At each step, a worker samples answers from the student, and a second worker scores these answers with
-the teacher. At each position, the second worker returns the teacher's K most probable tokens and their log-probs. The
+The teacher is SmolLM2-135M-Instruct. The student is the teacher without some of its layers, and learns to answer as the
+teacher does. At each step, a worker samples answers from the student, and a second worker scores these answers with the
+teacher. At each position, the second worker returns the teacher's K most probable tokens and their log-probs. The
 trainer computes the student's log-probs of the same tokens, and minimises the KL divergence from teacher to student
 over K + 1 events: one for each of the K tokens, and one for all other tokens together. The new weights are then pushed
-to the student's worker. The method is GKD on samples of the student alone (Agarwal et al. 2024, arXiv:2306.13649).
+to the student's worker. The method is GKD (Agarwal et al. 2024, arXiv:2306.13649), with samples from the student only.
 
-Each step prints the divergence on the step's samples. It also prints the largest difference between the log-probs of
-the student's worker and of the trainer, which is 0.0. A run is reproducible to the bit. Before and after the training,
-the example prints the divergence on answers to questions that are not used in training.
+Each step prints the divergence on the step's samples. Each step also prints the largest difference between the
+log-probs of the student's worker and of the trainer, which is 0.0. A run is reproducible to the bit. Before and after
+the training, the example prints the divergence on answers to questions that are not used in training.
 """
 
 from __future__ import annotations
@@ -70,16 +70,18 @@ def make_student(teacher: Path, folder: Path) -> None:
 def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Return the KL divergence from teacher to student over K + 1 events: float32 [num_positions].
 
-    `teacher`, `student`: the log-probs of the same K tokens, float32 [num_positions, K]. The last event is that the
-    next token is none of the K tokens. By the log sum inequality, the result is at most the divergence over the whole
-    vocabulary.
+    `teacher`, `student`: the log-probs of the same K tokens, float32 [num_positions, K]. The first K events are the K
+    tokens, and the last event is that the next token is none of these tokens. By the log sum inequality, the result is
+    at most the divergence over the whole vocabulary.
     """
     p, q = (torch.cat([each, _log_rest(each)], dim=1) for each in (teacher, student))
     return (p.exp() * (p - q)).sum(1)
 
 
 def _log_rest(log_probs: torch.Tensor) -> torch.Tensor:
-    """Return the log-prob of all other tokens together: float32 [num_positions, 1], at least log(1e-6)."""
+    """Return the log-prob of the event that the next token is none of the K tokens: float32 [num_positions, 1], at
+    least log(1e-6).
+    """
     return (1 - log_probs.exp().sum(1, keepdim=True)).clamp(min=1e-6).log()
 
 

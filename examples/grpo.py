@@ -3,22 +3,23 @@
 SmolLM2-135M learns to answer questions that end in a sum, such as `4 - 9 =`, with nothing but the number. At each step,
 a worker samples a group of answers for each of several reasoning-gym tasks. The trainer computes the rewards of the
 answers, and their advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer
-pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer. It is 0.0,
-unless `--unaligned` selects the plain forward pass.
+pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer. The
+difference is 0.0, unless `--unaligned` selects the plain forward pass.
 
-`--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). The metrics are the same as with one worker.
+`--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). Two workers give the same metrics as one worker.
 
 `--staleness 1` generates the next batch while the trainer computes. Each sampled token records its weight version. The
-importance ratio of a token compares its current log-prob with its log-prob at sampling time. Ratios are truncated. With
-`--staleness 1` or `--unaligned`, ratios can differ from 1, and each step also prints the difference between trainer and
-rollout. Without `--staleness 1`, a run is reproducible to the bit. The results of a run are the same if a worker is
-killed, or if the trainer is killed and continued with `--resume`.
+importance ratio of a token compares the token's current log-prob with its log-prob at sampling time. Ratios are
+truncated. With `--staleness 1` or `--unaligned`, ratios can differ from 1, and each step also prints the difference
+between trainer and rollout. Without `--staleness 1`, a run is reproducible to the bit. The results of a run are the
+same if a worker is killed, or if the trainer is killed and continued with `--resume`.
 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.
 
-`--sampling '{"top_p": 0.9, "repetition_penalty": 1.1}'` samples with filters or penalties. The trainer computes the
-log-probs of the same distribution, so the difference is still 0.0, and no sample's ratio is biased.
+`--sampling '{"top_p": 0.9, "repetition_penalty": 1.1}'` samples with filters or penalties. The trainer computes
+log-probs under the same filtered and penalized distribution, so the difference is still 0.0, and no sample's ratio is
+biased.
 """
 
 from __future__ import annotations
@@ -378,8 +379,8 @@ def start_ranks(resources: ExitStack, num_ranks: int, *arguments: Any) -> Traine
 
 class Rollouts:
     """Owns a worker process, or a fleet of `num_workers`, that serves the weights of `trainer`. Also owns the
-    connections. A dead worker is replaced; a fleet replaces its own workers. The new worker returns the same samples,
-    because a sample depends only on weights, prompt, parameters and seed.
+    connections. `Rollouts` replaces a single worker that has died; a fleet replaces its own workers. The new worker
+    returns the same samples, because a sample depends only on weights, prompt, parameters and seed.
     """
 
     max_model_len = 256
@@ -514,7 +515,7 @@ class Record:
             print("largest ratio {largest_ratio:.2f}, {clipped_share:.1%} of the tokens truncated".format(**row))
 
     def draw(self, beside: Path | None = None) -> None:
-        """Draw the metrics. `beside`: folder of another run; the panel of the mismatch shows both runs."""
+        """Draw the metrics. `beside`: the folder of another run, which the panel of the mismatch then shows too."""
         rows = read_rows(self.metrics)
         figure = Figure(figsize=(8, 8), layout="constrained")
         for axes, (name, title) in zip(figure.subplots(3, sharex=True), PANELS.items(), strict=True):
@@ -544,7 +545,9 @@ def draw_mean(axes: Any, steps: Any, values: Any) -> None:
 
 
 def seconds_between(times: list[float]) -> list[float]:
-    """Return the seconds from the first of `times` to the last, and from each to the next."""
+    """Return the seconds from the first of `times` to the last, followed by the seconds from each of `times` to the
+    next.
+    """
     return [times[-1] - times[0], *(end - start for start, end in pairwise(times))]
 
 

@@ -1,14 +1,14 @@
 """A complete GRPO trainer for images: `python examples/grpo_digits.py --out FOLDER`. `--help` lists the options.
 
 A tiny Qwen3-VL learns to read scikit-learn's digits, 8 x 8 pixels each (pip install 'trueroll[digits]'). First, the
-model learns the format of the answers from a few labelled images. Then it learns from rewards alone. At each step, a
-worker samples answers for some images, and an answer is rewarded if it is the right digit. After the optimizer step,
-the new weights are pushed, including the weights of the vision tower. The client preprocesses each image once, and the
-trainer computes with the pixels that the worker got. Each step prints the largest difference between the log-probs of
-worker and trainer, which is 0.0. A run is reproducible to the bit.
+model learns the format of the answers from a few labelled images. Then the model learns from rewards alone. At each
+step, a worker samples answers for some images, and an answer is rewarded if it is the right digit. After the optimizer
+step, the new weights are pushed, including the weights of the vision tower. The client preprocesses each image once,
+and the trainer computes with the pixels that the worker got. Each step prints the largest difference between the
+log-probs of worker and trainer, which is 0.0. A run is reproducible to the bit.
 
-At the end, the run prints the accuracy on images that it did not train on. FOLDER then contains the model that
-examples/digits_benchmark.py evaluates.
+At the end, the run prints the model's accuracy on images that were not used in training. FOLDER then contains the model
+that examples/digits_benchmark.py evaluates.
 """
 
 from __future__ import annotations

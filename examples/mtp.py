@@ -2,8 +2,8 @@
 
 The model learns the documentation of this repository byte by byte. The module then learns to guess the byte after the
 next one, from the frozen model's hidden states. At the end, the example generates the same samples in three ways:
-without drafts, with drafts from repeated text, and with drafts from the module. It checks that all three ways give the
-same bits. The whole example takes a few minutes on two cores.
+without drafts, with drafts from repeated text, and with drafts from the module. The example checks that all three ways
+give the same bits. The whole example takes a few minutes on two cores.
 """
 
 import json
@@ -59,7 +59,9 @@ class Module(nn.Module):
         self.rotary = Qwen3_5TextRotaryEmbedding(CONFIG)
 
     def forward(self, embedded: Tensor, before: Tensor) -> Tensor:
-        """Return the hidden states of tokens. `before`: the hidden states of the tokens before them."""
+        """Return the hidden states of tokens. `before`: for each token, the decoder's hidden state of the token before
+        it.
+        """
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(before)), -1))
         places = torch.arange(x.shape[1])[None]
         mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
@@ -109,7 +111,9 @@ def save(model: nn.Module, module: Module, folder: Path) -> None:
 
 
 def generate(folder: Path, prompts: np.ndarray, speculative: str) -> tuple[list[SampleOutput], Engine]:
-    """Return the samples of the prompts, and the engine that generated them. The engine drafts in every step."""
+    """Return the samples of the prompts, and the engine that generated them. An engine with drafts drafts in every
+    step.
+    """
     engine = Engine(EngineConfig(model=str(folder), speculative=speculative, num_blocks=512), draft_always=True)
     params = SamplingParams(n=SAMPLES, temperature=1.0, max_tokens=NEW_TOKENS, ignore_eos=True, seed=1)
     samples = list[SampleOutput]()

@@ -329,13 +329,13 @@ def token_log_probs(
     can be left out, since the model itself then chooses the same experts as the worker. Entries for padding and for the
     last token of each sequence are not read. A rollout's record of experts has no row for the last token of a sample.
 
-    `media`: the images of the sequences, for a model with a vision tower. Two forms are accepted. The first form is a
-    list of `ImageInput` for each sequence, as the worker got them: `start` counts the sequence's tokens without
-    padding. The second form is a map with the output of an image processor of transformers: `pixel_values` and, if the
-    model has them, `image_grid_thw` and the token types (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]).
-    The tokens of images are placeholders. All other placeholders are text, including placeholders that a worker
-    sampled. Gradients reach the tower. All ranks of a sharded model call the model's tower. On a rank without images,
-    the tower's parameters get gradients of zeros.
+    `media`: the images of the sequences, for a model with a vision tower. Two forms are accepted. The first form is one
+    list of `ImageInput` per sequence, as the worker got them: `start` counts the sequence's tokens without padding. The
+    second form is a map with the output of an image processor of transformers: `pixel_values` and, if the model has
+    them, `image_grid_thw` and the token types (`mm_token_type_ids` or `token_type_ids`, [*input_ids.shape]). The tokens
+    of images are placeholders. All other placeholders are text, including placeholders that a worker sampled. Gradients
+    reach the tower. All ranks of a sharded model call the model's tower. On a rank without images, the tower's
+    parameters get gradients of zeros.
 
     `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
     are then those that a worker returns, for any `logprobs` except None. Edits and filters keep the same tokens as in
@@ -541,8 +541,8 @@ def _unsealed(found: Any) -> Tensor:
 
 @cache
 def _model_forward(original: type) -> Callable[..., Any]:
-    """Return the forward pass of a model of this class. If called with a `question`, the forward pass returns the
-    result of this function instead of logits.
+    """Return the forward pass of a model of this class. If called with a `question`, a function of the hidden states,
+    the forward pass returns the function's result instead of logits.
     """
 
     def forward(self: Any, *args: Any, question: _Question | None = None, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ table shows the time, the rate of arithmetic, and the rate of the bytes that the
 Both rates are also shown as shares of the machine's best rates. The bytes of a recurrence include the states that it
 writes. The remaining time of a step is Python: scheduling, bookkeeping, and preparing the step's tensors.
 
-With `--dummy-weights` MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
+With `--dummy-weights`, MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
 by op. A normal engine runs all layers in one native call, which makes its steps a few percent faster.
 """
 

@@ -6,9 +6,9 @@ the engine with drafts as a multiple of the speed without drafts: the median and
 "again" means that the same requests with the same seeds were served before, and that a commit since then changed the
 weights by about 1e-5.
 
-The second table shows that the drafter's index stays within its memory budget. It also shows that the time to index a
-hostile prompt (a single token, repeated a million times) is proportional to the length of the prompt. Run the report on
-an otherwise idle machine.
+The second table shows that the drafter's index stays within its memory budget. The second table also shows that the
+time to index a hostile prompt (a single token, repeated a million times) is proportional to the length of the prompt.
+Run the report on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Work:
-    """`n` samples of each prompt. `is_repeated`: whether the same requests were served before, see above.
+    """A workload with `n` samples of each prompt. `is_repeated`: whether the same requests were served before ("again"
+    in the table).
 
-    `is_queue`: whether all requests are submitted at once. The engine then starts a waiting sample whenever one of its
-    `LANES` running samples ends. Otherwise a request is submitted after the previous request has ended.
+    `is_queue`: whether all requests are submitted at once. If they are, the engine starts a waiting sample whenever one
+    of its `LANES` running samples ends. Otherwise, each request is submitted after the previous request has ended.
     """
 
     prompts: tuple[str, ...]
@@ -172,7 +173,7 @@ class Report:
 
 
 def index_rows() -> Iterator[tuple[str, str]]:
-    """Yield pairs for the table about the drafter's index: the name of a measurement and its result."""
+    """Yield the rows of the table about the drafter's index: the name and the result of a measurement."""
     drafter, most, start = RepeatsDrafter(), 0, time.perf_counter()
     rng = np.random.default_rng(0)
     for i in range(100_000):

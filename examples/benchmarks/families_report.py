@@ -143,7 +143,9 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 def save_model(name: str, folder: Path, dtype: torch.dtype, **changes: Any) -> None:
-    """Save a model of a family with random weights. `changes`: fields of the configuration."""
+    """Save a model of a family with random weights. `changes`: fields of the configuration that differ from the
+    family's defaults in this report.
+    """
     architecture, sizes = FAMILIES[name]
     config = getattr(transformers, f"{architecture}Config")(**(SIZES | sizes | changes))
     torch.manual_seed(0)

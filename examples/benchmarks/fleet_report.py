@@ -3,7 +3,8 @@ of setups. The two setups of a pair are measured alternately:
 
 - the workload `group` of `trueroll bench` through a client of one worker, and through a fleet client of that worker;
 - one worker with two threads, and two workers with one thread each;
-- a push over shared memory to one worker, and to four workers, with the pause of a worker during the commit.
+- a push over shared memory to one worker, and to four workers. The report also shows the pause of a worker during the
+  commit.
 
 The report needs no Ray, because a fleet client also accepts addresses.
 """

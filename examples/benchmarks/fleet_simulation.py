@@ -13,7 +13,7 @@ the prefixes follows Zipf's law. Only the oracle (see below) knows the lengths o
 fixed number of groups in flight. When a group ends, the client requests the next group. The only information that the
 client gets from a worker is the finished groups.
 
-The table compares this placement with other placements, on the same groups and the same failures:
+The table compares the fleet client's placement with other placements, on the same groups and the same failures:
 
 - `random`, `round robin`, and `least loaded`, which picks the worker with the fewest groups in flight;
 - `oracle`, which knows all requests, the length of each sample, and the speed of each worker. The oracle sorts the
@@ -21,13 +21,14 @@ The table compares this placement with other placements, on the same groups and 
   groups of its piece takes groups from other workers.
 
 `bound` is a limit that no placement can beat. For the hit rate, the bound assumes one unlimited cache and no failure.
-The fleet then computes each shared full block once, and all other prompts find the block in the cache. For the time,
-the bound assumes this hit rate, steps that are as full as possible, and workers that are busy until the end.
+Under this assumption, the fleet computes each shared full block once, and all other prompts find the block in the
+cache. For the time, the bound assumes the bound of the hit rate, steps that are as full as possible, and workers that
+are busy until the end.
 
 The hit rate is the share of prompt tokens that workers found in their caches. The share counts every prompt that a
-worker began to compute, including repeats after failures. The cost of a placement is the time spent in `beginnings`,
-`place` and `finish`. As in `timeit`, Python's garbage collector is off, because a collection would visit the objects of
-the whole simulated fleet.
+worker began to compute, including repeats after failures. The cost of a placement is the time spent in its functions
+`beginnings`, `place` and `finish`. As in `timeit`, Python's garbage collector is off, because a collection would visit
+the objects of the whole simulated fleet.
 """
 
 from __future__ import annotations
@@ -368,8 +369,8 @@ class Placing(Policy):
 
 
 class Oracle(Policy):
-    """Knows everything except the failures. Each worker has a list of groups, ordered by prefix. A worker with an empty
-    list takes the last group of the longest list.
+    """The oracle, which knows everything except the failures. Each worker has a list of groups, ordered by prefix. A
+    worker with an empty list takes the last group of the longest list.
     """
 
     def __init__(self, workload: Workload, slowness: Iterable[float]) -> None:

@@ -150,8 +150,8 @@ def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def compare(ops: Sequence[Callable[..., Any]], inputs: Sequence[tuple[Any, ...]], limit: float) -> list[float]:
-    """Return the seconds per call of each op. Calls use the inputs in turn. `limit`: least possible seconds of a call,
-    which determines the number of calls in a replay.
+    """Return the seconds per call of each op. Calls cycle through the inputs. `limit`: least possible seconds of a
+    call, which determines the number of calls in a replay.
     """
     turns = max(1, min(MOST_CALLS, math.ceil(REPLAY_SECONDS / limit)) // len(inputs))
     return [seconds_of([partial(op, *each) for each in inputs] * turns) for op in ops]
@@ -277,7 +277,8 @@ def dense_attention(
 
 
 def torch_ops(ops: Backend) -> Any:
-    """Return `ops` with torch's products (cuBLAS on a GPU; q, k and v in one) and SDPA over dense keys and values.
+    """Return `ops` with torch's products (cuBLAS on a GPU; one product computes q, k and v) and SDPA over dense keys
+    and values.
 
     Norms, rope and the activation still come from `ops`. torch writes the KV cache, which takes two more small launches
     per layer than a dedicated kernel. Supports only greedy tokens, and only models without head norms, experts, or a

@@ -181,8 +181,8 @@ def milliseconds(call: Callable[[], object], repeats: int = 200) -> float:
 
 
 def exchanging(folder: Path, step: Step) -> tuple[float, int]:
-    """Return by how many milliseconds a step takes longer if a rank adds the sums of all ranks, and the number of
-    meetings (barriers) in the step.
+    """Return two numbers: how many milliseconds longer a step takes if a rank adds the sums of all ranks, and how many
+    meetings (barriers) the step has.
     """
     exchange = Alone(0)
     several = LocalExecutor(config_of(folder), load_model(config_of(folder), links_of(exchange)))

@@ -2,8 +2,8 @@
 
 Each request records up to 128 tokens at each of 2,000 positions, of a sample or of a prompt. The report shows the
 length of the answer, the longest time for which each of several requests held the event loop of the front end, and the
-most memory that the front end allocated during a request, as `tracemalloc` counts it. MODEL: a folder with a context of
-at least 2,100 tokens. The front end runs in this process; the worker and the client have processes of their own.
+front end's peak memory during a request. `tracemalloc` measures this peak. MODEL: a folder with a context of at least
+2,100 tokens. The front end runs in this process; the worker and the client have processes of their own.
 """
 
 import asyncio
@@ -45,7 +45,9 @@ def asked() -> dict[str, dict[str, Any]]:
 
 
 class Front:
-    """A front end on a thread of this process. `held`: the longest time for which its loop was held, in seconds."""
+    """A front end on a thread of this process. `held`: the longest time for which the front end's event loop was held,
+    in seconds.
+    """
 
     def __init__(self, address: str) -> None:
         self.url, self.held = "", 0.0

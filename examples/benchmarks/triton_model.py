@@ -127,9 +127,9 @@ def weight_rows(values: dict[str, float], constants: dict[str, int]) -> float:
 
 
 def tile_work(features: int, tokens: Sequence[int], length: float, depth: int, stages: int) -> Work:
-    """Return the work of one program, which computes a tile of `features` by sum(`tokens`) over `length` columns. Each
-    entry of `tokens` has its own accumulator. A matrix instruction reads 64 x 16 elements of weights and 16 columns of
-    tokens from shared memory.
+    """Return the work of one program, which computes a tile of `features` x sum(`tokens`) elements and sums over
+    `length` columns. Each entry of `tokens` has its own accumulator. A matrix instruction reads 64 x 16 elements of
+    weights and 16 columns of tokens from shared memory.
     """
     width, steps = sum(tokens), length / 16
     loaded = 2 * (features + width) * length

@@ -106,7 +106,7 @@ class Model:
 
     @property
     def pieces(self) -> tuple[Pieces, Pieces]:
-        """The pieces of `o` and of `down`."""
+        """The pieces in which the products with `o` and with `down` are summed."""
         count = math.gcd(self.heads, self.kv_heads, self.most_pieces)
         whole = self.heads * self.head_dim
         return pieces_of(count, whole, self.head_dim), pieces_of(count, self.intermediate, PIECE_UNIT)
@@ -182,7 +182,7 @@ def record(names: Iterable[str]) -> list[Launch]:
 
 
 def fold_ranks(hidden: int) -> None:
-    """Add the sums of ranks."""
+    """Call the op that adds the sums of several ranks."""
     for ranks in (2, 4, 8):
         fold_peers([floats(17, hidden)] * ranks)
 

@@ -29,7 +29,9 @@ def prompts_of(step):
 
 
 def teaches(group):
-    """Return whether the rewards of a group differ. In this recipe the reward is 1 for a short answer."""
+    """Return whether the samples of a group have different rewards. In this recipe the reward is 1 for a short
+    answer.
+    """
     return len({len(sample.token_ids) < 20 for sample in group}) > 1
 
 
