@@ -150,7 +150,7 @@ class Calculations:
         return Task(prompt, int(calculate(f"{a} {sign} {b}")), seed)
 
     def between(self, result: str) -> list[int]:
-        """Return the tokens between a call and the next turn. The first of these tokens ends the policy's turn."""
+        """Return the tokens between a call and the next turn. The first token of the result ends the policy's turn."""
         said = [("user", "?"), ("assistant", "CALL"), ("user", result)]
         chat = [{"role": role, "content": content} for role, content in said]
         text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)

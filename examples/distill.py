@@ -71,7 +71,7 @@ def divergence(teacher: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
     """Return the KL divergence from teacher to student over K + 1 events: float32 [num_positions].
 
     `teacher`, `student`: the log-probs of the same K tokens, float32 [num_positions, K]. The first K events are the K
-    tokens, and the last event is that the next token is none of these tokens. By the log sum inequality, the result is
+    tokens, and the last event is that the next token is none of the K tokens. By the log sum inequality, the result is
     at most the divergence over the whole vocabulary.
     """
     p, q = (torch.cat([each, _log_rest(each)], dim=1) for each in (teacher, student))

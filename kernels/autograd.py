@@ -78,8 +78,8 @@ def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Product(Function):
-    """`product` is an op of the backend. It is called as `product(x, weight, *bias)`: x is [M, K], `weight` is [N, K],
-    and the optional `bias` is [N].
+    """`product` is an op of the backend, called as `product(x, weight, *bias)`: x is [M, K], `weight` is [N, K], and
+    the optional `bias` is [N].
     """
 
     @staticmethod
@@ -264,8 +264,8 @@ class _Route(Function):
 
 
 class _Experts(Function):
-    """`Backend.experts`. The weights `gate_up` and `down` are matrices [E, rows, columns]. Their biases are [E, rows]
-    or None.
+    """`Backend.experts`. The weights `gate_up` and `down` are matrices [E, rows, columns]. The biases of `gate_up` and
+    `down` are [E, rows] or None.
     """
 
     @staticmethod
@@ -843,8 +843,8 @@ class GradientOps:
     ) -> tuple[Tensor, Tensor]:
         """Return the experts (int32 [M, top_k]) and gates (float32 [M, top_k]) for router logits [M, E].
 
-        `chosen` (int32 [M, top_k]) lists the experts to use instead of those that the router chooses. The ids in each
-        row of `chosen` are ascending. The gates have gradients; the choice of experts has no gradient.
+        `chosen` (int32 [M, top_k]) lists experts to use instead of the router's choice. The ids in each row of `chosen`
+        are ascending. The gates have gradients; the choice of experts has no gradient.
         """
         return _Route.apply(self.backend, logits, spec, chosen, correction)  # type: ignore[return-value]
 
@@ -911,8 +911,8 @@ class GradientOps:
         return _LatentAttention.apply(self.backend, q, k, k_up, v_up, packed, spec)  # type: ignore[return-value]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the products of `hidden` [M, H] and the head's `weight` [V, H]: float32 [M, V]. Without scale and cap,
-        these are the logits.
+        """Return the products of `hidden` [M, H] and the head's `weight` [V, H]: float32 [M, V]. If the head has no
+        scale and no cap, the products are the logits.
         """
         return _Product.apply(self.backend, self.backend.lm_head, hidden, weight)  # type: ignore[return-value]
 
@@ -929,9 +929,10 @@ class GradientOps:
         of `hidden` [M, H]. The log-probs are float32, in the shape of `token_ids`; `weight` is [V, H]. The log-prob of
         NO_TOKEN is 0.
 
-        The log-probs are at `temperature`, or after `processing`. The backward pass holds at most `_LOGITS_BYTES` of
-        logits at once, and as many bytes of probabilities. If the head has a cap, the backward pass also holds as many
-        bytes of slopes. With `processing`, the backward pass also holds as many bytes of processed logits.
+        The log-probs are at `temperature`, or after `processing`. At any time, the backward pass holds at most
+        `_LOGITS_BYTES` of logits, and at most `_LOGITS_BYTES` of probabilities. If the head has a cap, the backward
+        pass also holds up to `_LOGITS_BYTES` of slopes. With `processing`, the backward pass also holds up to
+        `_LOGITS_BYTES` of processed logits.
         """
         given = self.backend, hidden, weight, token_ids, temperature, head, processing
         return _LogProbs.apply(*given)  # type: ignore[return-value]

@@ -127,11 +127,11 @@ class StateBatch:
     If a sequence continues in place, it reads and writes the same slot. When a sequence forks or restores a checkpoint,
     it reads one slot and writes another slot. The slot that is read stays unchanged, so any number of sequences may
     read the same slot. In one call, two sequences must not write the same slot, and a sequence must not read a slot
-    that another sequence writes. Backends do not check these rules.
+    that another sequence writes. Backends do not check which slots are read and written.
 
     `drafted[i]`: the number of drafted rows at the end of sequence i. Drafted rows are computed like other rows, but do
     not enter the state that is written. `drafted` is empty if no row is drafted. `journal`: describes how a step's rows
-    become the rows of this batch. It is None unless a sequence has drafted rows or repeats drafted rows.
+    become the rows of this batch. `journal` is None unless a sequence has drafted rows or repeats drafted rows.
     """
 
     query_starts: Sequence[int]
@@ -236,8 +236,8 @@ class DeltaNetWeights:
 class Mamba2Weights:
     """The weights of a state space.
 
-    `inputs`: [inner_size + channels + heads, H]; first the rows of the output gate z, then those of (x, B, C), then
-    those of the time steps. `convolution` [channels, 1, kernel_size] begins with the weight of the oldest token.
+    `inputs`: [inner_size + channels + heads, H]; first the rows of the output gate z, then the rows of (x, B, C), then
+    the rows of the time steps. `convolution` [channels, 1, kernel_size] begins with the weight of the oldest token.
     `convolution_bias`: [channels] or None. `decay` (the logarithm of the decay rate), `bias` (of the time steps) and
     `skip` (the factor of a head's input in the head's output): [heads]. `norm`: [inner_size] or None. `o`: [H,
     inner_size].
@@ -302,7 +302,7 @@ class Norms:
 class Layer:
     """One layer of a decoder with its weights. `mixer_pieces`, `recurrent_pieces`: the pieces of the weight `o` of
     `mixer` and of `recurrent_mixer`. `mlp_pieces`: the pieces of `down` in the MLP or in the shared expert. The number
-    of these pieces is also the number of groups of experts.
+    of pieces in `mlp_pieces` is also the number of groups of experts.
     """
 
     spec: LayerSpec
@@ -400,7 +400,7 @@ class Weight(Protocol):
 
     def put_(self, index: Tensor, source: Tensor, /) -> object:
         """Overwrite some elements with `source` [n], which has the weight's dtype. `index` (int64 [n]) holds the flat
-        indices of these elements in the matrix [rows, columns].
+        indices of the overwritten elements in the matrix [rows, columns].
         """
         ...
 
@@ -427,7 +427,9 @@ def mark_rows(weight: Any, full_rows: int) -> Any:
 
 
 def full_rows_of(weight: Any) -> int:
-    """Return the number of rows of the whole weight. `weight`: a matrix that holds some or all of these rows."""
+    """Return the number of rows of the whole weight. `weight`: a matrix that holds some or all rows of the whole
+    weight.
+    """
     return getattr(weight, "full_rows", weight.shape[0])
 
 
@@ -443,10 +445,11 @@ class Backend(Protocol):
     """The functions of a backend. M: rows, H: hidden size, V: vocabulary size, D: head size.
 
     The floating-point tensors, weights and caches of a call share one dtype and device unless stated otherwise. Ids,
-    slots and blocks must exist, and the block size must be even. Backends do not check these rules.
+    slots and blocks must exist, and the block size must be even. Backends do not check ids, slots, blocks or the block
+    size.
 
-    HEAD_SECTION: parts of the head, for `head_sections`, begin at multiples of this number of ids. A multiple of 16.
-    HOLDS_VALUES: values have a cache of their own even if they are parts of the keys, as in latent attention.
+    HEAD_SECTION: parts of the head, for `head_sections`, begin at ids that are multiples of HEAD_SECTION. A multiple of
+    16. HOLDS_VALUES: values have a cache of their own even if they are parts of the keys, as in latent attention.
     """
 
     HEAD_SECTION: int
@@ -475,9 +478,9 @@ class Backend(Protocol):
     def new_layers(self, layers: Sequence[Layer]) -> Sequence[Layer]:
         """Convert layers to the form that the op `layers` reads. One conversion serves many calls to `layers`.
 
-        The layers' tensors must be contiguous and must stay the same objects. The contents of these tensors may change,
-        and their memory may move between calls. Raise ValueError for a tensor that is not contiguous, if the backend
-        requires contiguous tensors.
+        The layers' tensors must be contiguous and must stay the same objects. The contents of the layers' tensors may
+        change, and the tensors' memory may move between calls. Raise ValueError for a tensor that is not contiguous, if
+        the backend requires contiguous tensors.
         """
         ...
 
@@ -640,7 +643,7 @@ class Backend(Protocol):
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (cosines, sines) of the angles. Both are float32 [M, P], and both are multiplied by `scale`.
+        """Return (cosines, sines) of the angles. Cosines and sines are float32 [M, P], and are multiplied by `scale`.
 
         Each angle is the float32 product of a position in `positions` (int64 [M]) and a frequency in `inv_freq`
         (float32 [P]).
@@ -826,8 +829,8 @@ class Backend(Protocol):
         ...
 
     def lm_head(self, hidden: Tensor, weight: Weight, head: HeadSpec = PLAIN_HEAD) -> Tensor:
-        """Return the logits of hidden [M, H] for the head's weight [V, H]. They are float32 [M, V], accumulated in
-        float32, then scaled and capped as `head` requires.
+        """Return the logits of hidden [M, H] for the head's weight [V, H]. The logits are float32 [M, V], accumulated
+        in float32, then scaled and capped as `head` requires.
         """
         ...
 

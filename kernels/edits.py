@@ -93,7 +93,7 @@ class Rules:
     `penalties`: as in `RowEdits`. `bias`: maps tokens to the numbers that are added to their logits. `ending_tokens`:
     banned in the first `min_tokens` tokens of a sample. `bad`: bad words, as sequences of tokens; a sequence's last
     token is banned wherever its other tokens precede. `mask`: as in `RowEdits`, for all tokens of a sample.
-    `has_grammar`: whether each token also has a mask of its own.
+    `has_grammar`: whether each token also has a mask from a grammar.
     """
 
     penalties: np.ndarray
@@ -216,8 +216,8 @@ class Editor:
 
     def rows(self, following: Sequence[int], masks: np.ndarray | None = None) -> list[RowEdits]:
         """Return the edits of the next token, and of the token after each of the `following` tokens. The editor does
-        not change. `masks`: the grammar's mask of each of these tokens (`RowEdits.mask`), int32 [n, ceil(V / 32)], if
-        the rules have a grammar.
+        not change. `masks`: if the rules have a grammar, the grammar's mask (`RowEdits.mask`) for each of the n
+        returned edits, int32 [n, ceil(V / 32)].
         """
         rows, ahead = [self.row()], copy(self)
         if following and self._table is not None:
@@ -242,7 +242,7 @@ def _masked(row: RowEdits, mask: np.ndarray) -> RowEdits:
 @dataclass(frozen=True, eq=False)
 class EditedText:
     """A prompt and a sample that was drawn with `rules`. `token_ids` (integers [T]): the tokens from `start` on are the
-    sample, and the others are its prompt. `masks`: the grammar's masks of the last tokens, as in `Editor.rows`.
+    sample, and the earlier tokens are its prompt. `masks`: the grammar's masks of the last tokens, as in `Editor.rows`.
     """
 
     rules: Rules
@@ -304,7 +304,9 @@ def edit(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
 
 
 def edit_(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
-    """Like `edit`, but overwrite and return `logits`, which must be contiguous. This saves the time of a copy."""
+    """Like `edit`, but overwrite and return `logits`, which must be contiguous. Unlike `edit`, `edit_` makes no copy of
+    `logits`.
+    """
     if not rows:
         return logits
     if (entries := _Entries.of(rows, logits)) is not None:
@@ -315,8 +317,8 @@ def edit_(ops: Backend, logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
 
 
 def edit_slopes(logits: Tensor, rows: Mapping[int, RowEdits]) -> Tensor:
-    """Return the derivatives of the results of `edit` with respect to the logits: float32 [M, V]. They are valid only
-    for logits that `edit` does not set to -inf.
+    """Return the derivatives of the results of `edit` with respect to the logits: float32 [M, V]. The derivatives are
+    valid only for logits that `edit` does not set to -inf.
     """
     slopes = torch.ones_like(logits)
     if (entries := _Entries.of(rows, logits)) is not None:

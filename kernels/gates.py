@@ -8,7 +8,7 @@ from .specs import RouterSpec
 
 
 def plain_gates(logits: Tensor, experts: Tensor, router: RouterSpec) -> Tensor:
-    """Return the gates of `Backend.route` for these experts (integers [M, top_k]), computed by torch in the dtype of
+    """Return the gates of `Backend.route` for given `experts` (integers [M, top_k]), computed by torch in the dtype of
     the logits [M, E].
     """
     experts = experts.long()

@@ -113,12 +113,13 @@ def masked_weights(
     """Return r for each token with low <= r <= high, and 0.0 for all other tokens. The result is float32, has the shape
     of `log_probs`, and is 0.0 outside the mask.
 
-    `low`: from 0 to 1; `high`: at least 1. This is masked importance sampling. Tokens that are very unlikely under one
-    of the two policies are dropped. A dropped token gets the weight 0, not a reduced weight. The method is known as MIS
-    (Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch",
-    richardli.xyz/rl-collapse). At level `token` with both bounds, the method is known as IcePop (Ling Team 2025, "Every
-    Step Evolves", arXiv 2510.18855). With `low` above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A
-    loss that divides by the number of tokens must decide whether to count dropped tokens.
+    `low`: from 0 to 1; `high`: at least 1. The method is masked importance sampling. Tokens that are very unlikely
+    under one of the two policies are dropped. A dropped token gets the weight 0, not a reduced weight. Masked
+    importance sampling between rollout and trainer is known as MIS (Liu, Li et al. 2025, "When Speed Kills Stability:
+    Demystifying RL Collapse from the Training-Inference Mismatch", richardli.xyz/rl-collapse). At level `token` with
+    both bounds, the method is known as IcePop (Ling Team 2025, "Every Step Evolves", arXiv 2510.18855). With `low`
+    above 0, `masked_weights(...) > 0` is the mask of the kept tokens. A loss that divides by the number of tokens must
+    decide whether to count dropped tokens.
     """
     _check_bounds(low, high)
     own, mask = _own_log_ratios(log_probs, sampled, mask)

@@ -2,7 +2,7 @@
 
 A recurrent state cannot forget a row. The state in a slot therefore never includes drafted rows, and a step stores the
 inputs of its drafted rows in the journal. The next step of the sequence repeats the accepted rows before it computes
-new rows. It repeats only the convolution and the recurrence, on the same inputs, so the state gets the same bits as
+new rows. Only the convolution and the recurrence are repeated, on the same inputs, so the state gets the same bits as
 without drafts. Storing a state for each drafted row instead would take many times the memory and memory traffic.
 """
 

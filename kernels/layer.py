@@ -410,8 +410,8 @@ class _Output(NamedTuple):
 def _added(
     ops: LayerOps, spec: LayerSpec, x: Tensor, after: Tensor | None, output: _Output, *others: _Output
 ) -> Tensor:
-    """Return x plus the sum of these outputs. If the norm `after` is given, the sum of the outputs is normalized before
-    it is added.
+    """Return x plus the sum of the given outputs of mixers or of an MLP. If the norm `after` is given, the sum of the
+    outputs is normalized before it is added.
     """
     if after is None and not others and spec.residual_scale == output.scale == 1.0:
         return ops.project_back(output.inner, output.weight, x, output.bias, output.pieces)

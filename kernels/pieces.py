@@ -1,9 +1,9 @@
 """The number of pieces in which a decoder's sums are computed.
 
 Tensor parallelism splits some sums over the devices: the products that lead back to the hidden states, and the sum over
-a row's experts. A sum of float32 numbers depends on the order of the additions. Each of these sums is therefore cut
-into pieces, and the pieces are added as a balanced binary tree. With several devices, each device computes a subtree,
-which gives the same bits.
+a row's experts. A sum of float32 numbers depends on the order of the additions. Each sum that may be split over devices
+is therefore cut into pieces, and the pieces are added as a balanced binary tree. With several devices, each device
+computes a subtree, which gives the same bits.
 
 The number of pieces depends only on the decoder, so that a worker on several devices, a worker on one device and a
 trainer agree to the bit. A different number of pieces may give different bits. A decoder in n pieces can run on at most

@@ -195,8 +195,8 @@ def _share(rank: Rank, total: int, unit: int, dim: int = 0) -> Slice:
 
 
 def _below(*parts: Slice) -> Slice:
-    """Return the rows of a tensor that consists of several tensors, one below the other. `parts`: the rows of each of
-    these tensors.
+    """Return the rows of a tensor that consists of several tensors, one below the other. `parts`: for each of the
+    stacked tensors, the rows to return.
     """
     starts = accumulate((part.total for part in parts), initial=0)
     ranges = [(first + start, n) for first, part in zip(starts, parts, strict=False) for start, n in part.ranges]

@@ -1,11 +1,11 @@
-"""Every op in plain torch, on any device. Other backends are tested against these definitions.
+"""Every op in plain torch, on any device. Other backends are tested against the definitions in this module.
 
 Torch chooses its matrix kernels by shape. To keep the contract, no product here has a shape that depends on the number
 of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `COLUMN_TILE`, and float32 sums are cut
 into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
 every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). An elementwise function is
-used only if torch's vector code and torch's scalar tail give equal bits for the function. Such functions are exp, log,
-log1p, cos, sin, erf and correctly rounded arithmetic, but not silu or sigmoid.
+used only if torch's vector code and torch's scalar tail give equal bits for the function. The functions exp, log,
+log1p, cos, sin, erf and correctly rounded arithmetic have this property; silu and sigmoid do not.
 """
 
 from __future__ import annotations

@@ -138,10 +138,10 @@ class LatentSpec:
     """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2), causal, with a KV cache of one key-value head.
 
     A token's hidden states are projected to a latent row of `latent_dim` elements, which is normalized, and to a key of
-    `rope_dim` elements, which is rotated. All heads share both. The cache holds them side by side as the key; the
-    latent row is also the value. A head's query has `nope_dim` elements, which the head's matrix `k_up` converts to a
-    query of the latent row, and `rope_dim` rotated elements. The head's matrix `v_up` converts the weighted sum of the
-    latent rows to `value_dim` elements.
+    `rope_dim` elements, which is rotated. All heads share both. The cache holds the latent row and the rotated key side
+    by side as one key; the latent row is also the value. A head's query has `nope_dim` elements, which the head's
+    matrix `k_up` converts to a query of the latent row, and `rope_dim` rotated elements. The head's matrix `v_up`
+    converts the weighted sum of the latent rows to `value_dim` elements.
 
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation. `interleaved`: rotated pairs are
     neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `q_rank`: the size of the row from
@@ -312,7 +312,7 @@ class MlpSpec:
     `gated`: if False, there is no gate, and the MLP is down(activation(up(x)) * up(x)). With `relu`, this is the
     squared ReLU (So et al. 2021). `bias`: gate, up and down have biases. `joined`: one matrix computes gate and up.
     `gate_scale`: multiplies gate(x) before the activation. `out_scale`: multiplies the result of `down`. `unit`: the
-    columns of `down` are cut into pieces at multiples of this number.
+    columns of `down` are cut into pieces at multiples of `unit`.
     """
 
     intermediate_size: int
@@ -428,7 +428,7 @@ class LayerSpec:
 
     If `norm_before` is set, `norm` applies before the mixer and before the MLP. If `norm_after` is set, `norm` applies
     after the mixer and after the MLP. `residual_scale`: multiplies the outputs of the mixer and of the MLP before they
-    are added. This scale and the scales of mixer and MLP are rounded to float32, and each product with a scale is
+    are added. `residual_scale` and the scales of mixer and MLP are rounded to float32, and each product with a scale is
     rounded to the dtype of the hidden states.
     """
 
@@ -536,9 +536,9 @@ class TowerSpec:
 
     `channels`, `frames`, `patch_size`: a patch has channels * frames * patch_size**2 values. With several frames, each
     frame of a still image has the same values, and a video is given in groups of `frames` frames. `patch_bias`: whether
-    the product that embeds the patches has a bias. `table_side`: the tower has a learned position for each place of a
-    square grid with this side, which is interpolated to the size of the image; 0 without such a table. `rotation`: the
-    rotation of q and k by the row and column of the patch, or None.
+    the product that embeds the patches has a bias. `table_side`: the side of a square grid of learned positions, which
+    are interpolated to the size of the image; 0 for a tower without learned positions. `rotation`: the rotation of q
+    and k by the row and column of the patch, or None.
 
     `norm`: the norms of the layers. `gated`: the MLP is gated, as an `MlpSpec`; otherwise, it is
     down(activation(up(x))). All products of a layer have biases. `joined`: one matrix computes q, k and v. `window`:
@@ -690,11 +690,11 @@ class DecoderSpec:
     `rounds_embed_scale`: the factor is first rounded to the dtype of the embeddings. `norm`: the norm after the last
     layer. `head`: how logits are computed from the products of the head. `embedding`, `last_norm`: the names of the
     embeddings and of the last norm's weight. `names`: a layer's weight names by role, without `model.layers.N.`.
-    `renamed`, `respelled`: how names in a checkpoint become the decoder's names (see `spellings.Names`). `others`: a
-    tensor does not belong to the decoder if its name begins with one of these prefixes. `pieces`: the number of pieces
-    in which each product that leads back to the hidden states is summed, and the number of groups in which the outputs
-    of a row's experts are added (see `kernels.pieces`). `ranks`: the number of ranks; this spec describes one of them
-    (see `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight.
+    `renamed`, `respelled`: how names in a checkpoint become the decoder's names (see `spellings.Names`). `others`:
+    prefixes of names; a tensor with such a prefix does not belong to the decoder. `pieces`: the number of pieces in
+    which each product that leads back to the hidden states is summed, and the number of groups in which the outputs of
+    a row's experts are added (see `kernels.pieces`). `ranks`: the number of ranks; this spec describes one of them (see
+    `kernels.ranks`). `held`: maps the role of a weight to the `WeightSpec` that says how a layer holds the weight.
     Weights with roles not listed in `held` are whole and in the model's dtype. `stage`: the stage that this spec
     describes; `layers` has the layers of all stages. `mtp`: the layer of the model's multi-token prediction (MTP)
     module, which guesses the token after the next one; None without such a module. `serves_mtp`: whether the MTP module

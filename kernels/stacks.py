@@ -84,8 +84,8 @@ class HeadLayout:
 
 
 class HeadMatrices:
-    """A `Weight` with the shape and element order of a checkpoint's matrix that `HeadLayout` describes, or of the rows
-    [first, first + rows) of such a matrix. `matrix`: the two matrices that hold the elements of all rows.
+    """A `Weight` with the shape and element order of a checkpoint's matrix that `HeadLayout` describes, or of only the
+    rows [first, first + rows) of this matrix. `matrix`: the two matrices that hold the elements of all rows.
     """
 
     def __init__(self, matrix: tuple[Weight, Weight], layout: HeadLayout, first: int, rows: int) -> None:

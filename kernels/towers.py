@@ -131,7 +131,9 @@ class Merger:
 
 
 class PatchWeights(NamedTuple):
-    """The product that embeds patches. Its weight [hidden_size, channels, ..., patch_size, patch_size] is a tensor."""
+    """The product that embeds patches. The product's weight [hidden_size, channels, ..., patch_size, patch_size] is a
+    tensor.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -144,7 +146,7 @@ RunPart: TypeAlias = Callable[[Compute, Tensor], Tensor]
 
 
 class Part(NamedTuple):
-    """A part of a tower. `make(get)` returns the part's weights. They come from `get(name, *shape)`, which returns a
+    """A part of a tower. `make(get)` returns the part's weights. `make` calls `get(name, *shape)`, which returns a
     matrix for two dimensions, and a tensor otherwise. `role`, `number`: the role of one of the weights, and the number
     in its name.
     """

@@ -192,8 +192,8 @@ class _Drawn:
 
 
 class Arithmetic(NamedTuple):
-    """What determines the bits of an aligned model: `backend`, its instruction set `isa`, `dtype`, such as `bfloat16`,
-    and `pieces`, the number of pieces in which sums are computed.
+    """The settings that determine the bits of an aligned model: `backend`, its instruction set `isa`, `dtype`, such as
+    `bfloat16`, and `pieces`, the number of pieces in which sums are computed.
 
     Names and values are the same as in a worker's `health().engine`.
     """
@@ -338,8 +338,9 @@ def token_log_probs(
     parameters get gradients of zeros.
 
     `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
-    are then those that a worker returns, for any `logprobs` except None. Edits and filters keep the same tokens as in
-    the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is a sample,
+    then equal the log-probs that a worker returns, for any `logprobs` except None. Edits and filters keep the same
+    tokens as in the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is
+    a sample,
     and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as `processed`.
     `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans. `masks`: the masks of
     `structured_outputs`, such as `trueroll.rollout.grammar.GrammarMasks`.

@@ -1,6 +1,6 @@
 """The images of a trainer's batch: where their tokens are, and the values of their patches.
 
-This module checks the images that come with a batch. They have two sources: preprocessed images, as workers get them,
+This module checks the images that come with a batch. Images have two sources: preprocessed images, as workers get them,
 and the output of an image processor of transformers (`read_pixels`). The tokens of images are spans that the caller
 gives or that token types mark. A placeholder that the model sampled is text.
 """

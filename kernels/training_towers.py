@@ -138,7 +138,8 @@ def _trained_parts(model: Any, spec: TowerSpec) -> TowerParts:
 
 def _module_of(model: Any, name: str) -> str:
     """Return the name of the module that `align` changes for the weight `name`: a numbered module, else the module
-    below the tower or projector, else the tower or projector itself. The modules that trainers wrap are of these kinds.
+    below the tower or projector, else the tower or projector itself. Trainers put wrappers around modules of these
+    three kinds.
     """
     root, words = _root_of(name), name.split(".")
     if "{}" in words:

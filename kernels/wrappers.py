@@ -69,7 +69,7 @@ def reshard(model: Any) -> None:
     """Reshard the modules that `fully_shard` keeps gathered after a forward pass. The gathered weights are in the dtype
     of the module's policy.
 
-    Resharding restores the trained shards. The next forward pass gathers the modules again.
+    Resharding restores the shards of the trained weights. The next forward pass gathers the modules again.
     """
     for module in model.modules():
         if any(base.__name__ in _IN_PLACE for base in type(module).__mro__):

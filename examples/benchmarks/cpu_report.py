@@ -1,11 +1,13 @@
-"""Report where the time goes on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights] [MODEL [DTYPE]]`.
+"""Report which parts of the work take the time on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights]
+[MODEL [DTYPE]]`.
 
 The report first measures the machine's best rates for matrix products, memory reads, and in-place updates of memory. If
 the model has recurrent layers (gated delta nets or state spaces), experts or latent attention, the report also measures
 each of these parts alone. Then each workload of `trueroll bench` runs on an engine in this process. For every op, a
 table shows the time, the rate of arithmetic, and the rate of the bytes that the op must read at least once per step.
-Both rates are also shown as shares of the machine's best rates. The bytes of a recurrence include the states that it
-writes. The remaining time of a step is Python: scheduling, bookkeeping, and preparing the step's tensors.
+The rate of arithmetic and the rate of bytes are also shown as shares of the machine's best rates. The bytes of a
+recurrence include the states that it writes. The remaining time of a step is Python: scheduling, bookkeeping, and
+preparing the step's tensors.
 
 With `--dummy-weights`, MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
 by op. A normal engine runs all layers in one native call, which makes its steps a few percent faster.

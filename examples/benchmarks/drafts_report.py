@@ -68,7 +68,8 @@ class Work:
     in the table).
 
     `is_queue`: whether all requests are submitted at once. If they are, the engine starts a waiting sample whenever one
-    of its `LANES` running samples ends. Otherwise, each request is submitted after the previous request has ended.
+    of its `LANES` running samples ends. If they are not, each request is submitted after the previous request has
+    ended.
     """
 
     prompts: tuple[str, ...]

@@ -505,7 +505,7 @@ def read_arguments() -> argparse.Namespace:
 
 @torch.inference_mode()
 def report(sections: Sequence[str], file: Path | None) -> None:
-    """Measure and print these sections, and write them to a file. Exit with an error if a section failed."""
+    """Measure and print the given sections, and write the results to a file. Exit with an error if a section failed."""
     ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16).ops
     console, machine = Console(width=120), measure_machine()
     console.print(f"{machine.name}, torch {torch.__version__}, {ops.instruction_set()}")

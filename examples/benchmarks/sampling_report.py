@@ -6,8 +6,8 @@ load of the machine affects all engines equally. The table shows an engine's tim
 the same step of the engine with plain sampling: the median over all steps, and the range of the middle half of all
 steps. Random weights give flat distributions, of which `top_p` 0.9 keeps 20,000 tokens. A low temperature gives steep
 distributions, as a trained model does: `top_p` 0.9 then keeps a few tens of tokens. THREADS: number of threads of the
-kernels, by default as in a worker. Run the report on an otherwise idle machine. On a busy machine, the CPU times with
-one thread are more reliable than the other times.
+kernels, by default as in a worker. Run the report on an otherwise idle machine. On a busy machine, CPU times measured
+with one thread are the most reliable figures.
 """
 
 from __future__ import annotations

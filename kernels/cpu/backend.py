@@ -273,9 +273,9 @@ def _delta_net_tensors(weights: DeltaNetWeights) -> tuple[Tensor, ...]:
 def _widths(layer: Layer) -> tuple[int, ...]:
     """Return `PackedLayers.widths` of one layer.
 
-    The result has the widths of the following rows, in this order: the mixer's projected input, that input after a
-    convolution, the gate of the mixer's output, the gates of a recurrence, the mixer's output, hidden states, the inner
-    features of the MLP, hidden states.
+    The result has the widths of the following rows, in this order: the mixer's projected input, the projected input
+    after a convolution, the gate of the mixer's output, the gates of a recurrence, the mixer's output, hidden states,
+    the inner features of the MLP, hidden states.
     """
     spec, mixer, mlp = cast(tuple[Any, Any, Any], (layer.spec.mixer, layer.mixer, layer.spec.mlp))
     hidden, inner = mixer.o.shape[0], _inner_width(mlp)

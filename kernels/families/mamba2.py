@@ -1,14 +1,14 @@
 """Families with state spaces (Mamba 2).
 
-Bamba: most layers have a state space, and the others have attention that rotates a half of each head. Every layer has
-an MLP.
+Bamba: most layers have a state space, and the other layers have attention that rotates a half of each head. Every layer
+has an MLP.
 
 Granite 4: like Bamba, with the multipliers of Granite. Attention rotates whole heads, or does not rotate. Some models
 have experts in addition to an MLP for all tokens.
 
-Nemotron-H (Nemotron Nano 2, Nemotron 3): a layer has one norm, and one of these: a state space, attention without
-rotation, an MLP with squared ReLU, or experts with a shared expert for all tokens. Each expert is an MLP with squared
-ReLU. In some models, a matrix product converts hidden states to smaller rows, which the experts read.
+Nemotron-H (Nemotron Nano 2, Nemotron 3): a layer has one norm, and one part of four kinds: a state space, attention
+without rotation, an MLP with squared ReLU, or experts with a shared expert for all tokens. Each expert is an MLP with
+squared ReLU. In some models, a matrix product converts hidden states to smaller rows, which the experts read.
 """
 
 from __future__ import annotations

@@ -546,8 +546,9 @@ def _broken(error: Exception, names: Mapping[str, str] | None = None) -> ModelEr
 
 
 def _with_own_names(raw: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return `raw` with some settings also under their names in `Settings`. `names`: as in `read_settings`. Raise
-    ModelError if the file has a setting under both names, with different values.
+    """Return `raw` with additional entries: settings that the file has under an alternative name, under their names in
+    `Settings`. `names`: as in `read_settings`. Raise ModelError if the file has a setting under both names, with
+    different values.
     """
     found = {name: own for name, own in names.items() if own in raw and own != name}
     for name, own in found.items():

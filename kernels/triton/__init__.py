@@ -8,7 +8,7 @@ delta net also uses one tile shape, and processes tokens one by one. The GPU, no
 expert. The products of experts follow the same rules as all other products.
 
 `launch` pins the compiler settings that change bits. `products`, `experts`, `attention`, `recurrence`, `rows` and
-`head` hold the kernels. Each of these modules has its own table of tiles. `backend` builds the ops from the kernels.
+`head` hold the kernels. Each module with kernels has its own table of tiles. `backend` builds the ops from the kernels.
 Without a GPU, kernels run in Triton's interpreter, for tests.
 """
 

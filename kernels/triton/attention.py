@@ -32,10 +32,11 @@ A sink is an additional key with a value of zero. Every query of the sink's head
 the sink after the last partition, with the same function.
 
 If a row does not see a tile or partition, the row's sums are multiplied by 1, and zeros are added. Before the first key
-that the row sees, the row's sums are zeros and are multiplied by 0. In both cases, only the sign of a zero can change,
-and zeros are made positive at the end. A program may therefore skip the partitions and tiles that lie before the
-windows of all its rows. Even in the first tile, a program reads no keys at positions that precede the windows, so the
-block table's entries for these positions may have any value.
+that the row sees, the row's sums are zeros and are multiplied by 0. A tile or partition that a row does not see can
+therefore change only the sign of a zero in the row's sums, and zeros are made positive at the end. A program may
+therefore skip the partitions and tiles that lie before the windows of all its rows. Even in the first tile, a program
+reads no keys at positions that precede the windows, so the block table's entries for these positions may have any
+value.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of q [M, heads, D] over the caches [blocks, block_size, kv_heads, D]. The result has the
-    shape [M, heads, D]; in latent attention, that is if `v_cache` has shorter rows than `k_cache`, [M, heads, V].
+    shape [M, heads, D]. If `v_cache` has shorter rows than `k_cache` (latent attention), the result has the shape [M,
+    heads, V].
 
     Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head; in latent attention, V up
     to 512 and any number of heads. Scores, softmax and sums are float32. Softmax weights are rounded to the dtype
@@ -257,8 +259,8 @@ def _decode_kernel(
     ROWS: tl.constexpr,
     PARTITION: tl.constexpr,
 ):
-    """Of the partitions that query i sees, program (i, kv_head, j) computes those with the numbers j, j + n, j + 2 n
-    and so on, counted from 0. Here, n is tl.num_programs(2).
+    """Of the partitions that query i sees, program (i, kv_head, j) computes the partitions with the numbers j, j + n, j
+    + 2 n and so on, counted from 0. Here, n is tl.num_programs(2).
     """
     i, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     sequence, query, length = _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED)
@@ -489,7 +491,7 @@ def _capped(scores, SOFT_CAP: tl.constexpr):
 
 @device_function
 def _add_tile(peak, total, out, scores, v):
-    """Add the keys of a tile to a partial softmax. `v`: the values of these KEYS keys, [KEYS, SIZE].
+    """Add the keys of a tile to a partial softmax. `v`: the values of the tile's keys, [KEYS, SIZE].
 
     The computation of a tile's highest score may ignore a NaN score. The softmax weight of a NaN score is still NaN,
     and makes `total` and `out` NaN.

@@ -192,8 +192,8 @@ def _reduce_section_kernel(
     """One program per section of a row: compute the partial results that `_fold_sections_kernel` folds.
 
     `peaks`: the highest logit in the section, before or after the temperature, whichever the log-prob is computed from.
-    `totals`: the sum of exp(logit - peak) over these logits. `bests`: the highest score in the section; the token with
-    the highest score is chosen. `best_ids`: the lowest id with the highest score. NaN ranks highest.
+    `totals`: the sum of exp(logit - peak) over the section's logits. `bests`: the highest score in the section; the
+    token with the highest score is chosen. `best_ids`: the lowest id with the highest score. NaN ranks highest.
     """
     row, section = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = section * SECTION + tl.arange(0, SECTION)

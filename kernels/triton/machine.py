@@ -3,7 +3,7 @@
 `REASONS` gives the source of each number. "Fitted" numbers were tuned so that the model chooses good tiles. For
 products of Qwen2.5-7B with 16 to 8,192 tokens on an H100, the chosen tiles take on average 1.3% longer than the fastest
 timed tiles. `tests/kernels/triton/h100_tiles.json` holds the measured times; `examples/benchmarks/gpu_report.py tiles`
-measures another GPU. No bit depends on these numbers.
+measures another GPU. No bit of a result depends on the numbers in this module.
 """
 
 from __future__ import annotations

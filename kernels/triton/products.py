@@ -161,8 +161,8 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply each head of x [M, heads, K] by the transpose of the head's rows of weight [heads * N, K], and round
     once. Return [M, heads, N].
 
-    A chain of matrix instructions sums all of K. All programs compute the same number of features. As in the other
-    products, the number of tokens of a program affects no bit.
+    A chain of matrix instructions sums all of K. All programs compute the same number of features. As in all products,
+    the number of tokens of a program affects no bit of the result.
     """
     x = aligned(x)
     tokens, heads, columns = x.shape
