@@ -234,7 +234,7 @@ def _saved(module: nn.Module, recurse: bool) -> Iterator[tuple[str, Tensor]]:
 def _outermost(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield a module and all its submodules, each together with the prefix of its parameters' names.
 
-    Does not descend into PEFT modules. A supported wrapper does not change the prefix of the module that it wraps.
+    Do not descend into PEFT modules. A supported wrapper does not change the prefix of the module that it wraps.
     """
     while (inside := within(module)) is not None:
         module = inside

@@ -73,7 +73,7 @@ def ops_of(module: Any, x: Tensor) -> GradientOps:
 
 
 def forward_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a forward pass uses this weight now."""
+    """Return the dtype in which a forward pass uses this weight, given the current autocast."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 

@@ -382,7 +382,7 @@ class _Attention(Function):
 def _packed_gradients(
     inputs: Sequence[Tensor], sinks: Tensor | None, grad: Tensor, packed: Packed, spec: AttentionSpec
 ) -> list[Tensor | None]:
-    """Return the gradients of an attention within each sequence: of its `inputs` q, k and v, and of its sinks."""
+    """Return the gradients of `inputs` (q, k and v) and of the sinks, for attention within each sequence."""
     lens = list(packed.lens)
     rows = [x.split(lens) for x in inputs]
     outputs = [torch.empty_like(x) for x in inputs]
@@ -766,9 +766,9 @@ def _listed(columns: Tensor) -> Tensor:
 
 
 def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | float | None]:
-    """Return the probabilities [m, V] of logits [m, V], and the slopes: the factors that, together with the
-    temperature, convert gradients of the processed logits to gradients of the head's products. The slopes are None if
-    all are 1. May overwrite the logits.
+    """Return the probabilities [m, V] of logits [m, V], and the slopes. Together with the temperature, these factors
+    convert gradients of the processed logits to gradients of the head's products. The slopes are None if all are 1. May
+    overwrite the logits.
     """
     slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
     if ctx.processing is None:

@@ -101,7 +101,7 @@ class AttentionBatch:
 
     `lens` (int64 [num_sequences]): the context lengths, on the device. A CUDA graph that captures a call with `lens`
     reads `lens` again at each replay. With `lens`, each sequence has one query, and `context_lens` are only upper
-    bounds.
+    bounds of `lens`.
 
     `ends` (int64 [M], on the device): query row r sees the tokens of its sequence before ends[r], within the window. If
     `ends` is None, attention is causal, so the end is the query's position + 1. Each end is at least the query's
@@ -448,8 +448,9 @@ class Backend(Protocol):
     slots and blocks must exist, and the block size must be even. Backends do not check ids, slots, blocks or the block
     size.
 
-    HEAD_SECTION: parts of the head, for `head_sections`, begin at ids that are multiples of HEAD_SECTION. A multiple of
-    16. HOLDS_VALUES: values have a cache of their own even if they are parts of the keys, as in latent attention.
+    HEAD_SECTION: parts of the head, for `head_sections`, begin at ids that are multiples of HEAD_SECTION, which is a
+    multiple of 16. HOLDS_VALUES: whether values have a cache of their own even if they are parts of the keys, as in
+    latent attention.
     """
 
     HEAD_SECTION: int
@@ -491,7 +492,7 @@ class Backend(Protocol):
         The computation is in float32. For each element, the sum starts at 0, and the rounded products are added one by
         one, in ascending order of their index along R. The sum of the products is multiplied by `scale`, rounded to
         float32, and added to the weight. The result is rounded once. Each step is correctly rounded, so the bits are
-        the same on every backend, instruction set and device. May run concurrently with other ops.
+        the same on every backend, instruction set and device. `merge` may run concurrently with other ops.
         """
         ...
 
@@ -499,7 +500,7 @@ class Backend(Protocol):
         """Store `merge(weight, a, b, scale)` in `out` [N, K], which has the dtype of weight. Return whether all values
         are finite.
 
-        Synchronizes the device. May run concurrently with other ops.
+        Synchronizes the device. The op may run concurrently with other ops.
         """
         ...
 

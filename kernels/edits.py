@@ -78,7 +78,7 @@ class RowEdits:
     `entries` (`ENTRY` [E]): the tokens with changed logits, each once. A `bias` of -inf bans a token. `occurs` tells
     whether a token occurs in prompt or sample, and `count` how often it occurs in the sample. `penalties` (float32
     [3]): for repetition, presence and frequency. `mask` (int32 [ceil(V / 32)]): a bit for each token of the vocabulary,
-    the lowest bit first; tokens without their bit get the logit -inf. None if all tokens are allowed.
+    the lowest bit first; tokens without their bit get the logit -inf. `mask` is None if all tokens are allowed.
     """
 
     entries: np.ndarray
@@ -142,7 +142,7 @@ class Rules:
 
     @cached_property
     def bad_ends(self) -> dict[tuple[int, ...], list[int]]:
-        """Map the tokens before the last token of bad words to the last tokens."""
+        """For each bad word, map the tokens before its last token to a list of last tokens."""
         ends = dict[tuple[int, ...], list[int]]()
         for word in self.bad:
             ends.setdefault(tuple(word[:-1]), []).append(word[-1])
@@ -165,7 +165,7 @@ class Rules:
 
     def row(self, entries: np.ndarray, bans: np.ndarray | None = None) -> RowEdits:
         """Return the edits of a row as copies. `entries`: `ENTRY` [E]. `bans`: which tokens are banned, bool [E]; None
-        for no token.
+        if no token is banned.
         """
         copied = entries.copy()
         if bans is not None:

@@ -75,9 +75,9 @@ _MISTRAL_ROPE: dict[str, Any] = ROPE | dict(rope_theta=1e4, factor=128.0, origin
 def _family(
     router: Callable[[Any], RouterSpec], grows: bool = False, fixed: dict[str, Any] | None = None, **defaults: Any
 ) -> Describe:
-    """Return the `Describe` function of a family. `grows`: queries grow with their position. `fixed`: the values of
-    settings that the family does not read from a file. `defaults`: the values that transformers uses for settings that
-    a file omits.
+    """Return the `Describe` function of a family. `grows`: whether queries grow with their position. `fixed`: the
+    values of settings that the family does not read from a file. `defaults`: the values that transformers uses for
+    settings that a file omits.
     """
 
     def fill(raw: dict[str, Any]) -> dict[str, Any]:

@@ -432,7 +432,8 @@ def original_length(parameters: Mapping[str, Any]) -> int:
 
 def _axes(parameters: Mapping[str, Any], num_pairs: int) -> tuple[int, ...]:
     """Return the axis of each pair (`RotationSpec.axes`), if positions have several axes. By default, the pairs of an
-    axis are consecutive. If `mrope_interleaved` is set, the axes take turns, until an axis has all its pairs.
+    axis are consecutive. If `mrope_interleaved` is set, the axes take turns; once an axis has all its pairs, its turns
+    go to the first axis.
     """
     if (sections := parameters.get("mrope_section")) is None:
         return ()

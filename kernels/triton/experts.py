@@ -166,8 +166,8 @@ def _mix(
     out: Tensor,
     held: int | None = None,
 ) -> None:
-    """Compute `experts` into `out`. `held`: the number of experts in `weights`, if a row may have other experts. In
-    `experts`, the id of every other expert is `held`.
+    """Compute `experts` into `out`. `held`: the number of experts in `weights`, if a row may have experts outside
+    `weights`. In `experts`, the id of every expert outside `weights` is `held`.
     """
     (rows, hidden), inner, count = x.shape, spec.intermediate_size, held or spec.num_experts
     tile = _tile(experts.numel(), count, hidden, inner)
@@ -455,8 +455,8 @@ def _gate_up_kernel(
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Program (i, tile) computes the inner rows of a tile, but only block i of their features. The rows are stored in
-    the order of the lists.
+    """Program (i, tile) computes block i of the features of a tile's inner rows. The rows are stored in the order of
+    the lists.
 
     The first half of a tile's features belongs to `gate`, and the second half belongs to `up`. `features`, `columns`
     and `piece` are counted in units (`products.unit`).
