@@ -11,8 +11,8 @@ difference is 0.0, unless `--unaligned` selects the plain forward pass.
 `--staleness 1` generates the next batch while the trainer computes. Each sampled token records its weight version. The
 importance ratio of a token compares the token's current log-prob with its log-prob at sampling time. Ratios are
 truncated. With `--staleness 1` or `--unaligned`, ratios can differ from 1, and each step also prints the difference
-between trainer and rollout. Without `--staleness 1`, a run is reproducible to the bit. The results of a run are the
-same if a worker is killed, or if the trainer is killed and continued with `--resume`.
+between trainer and rollout. Without `--staleness 1`, a run is reproducible to the bit. The results of a run stay the
+same even if a worker is killed, or if the trainer is killed and continued with `--resume`.
 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.

@@ -643,8 +643,9 @@ def _state_space_chunk(state: Tensor, c: Tensor, b: Tensor, changes: Tensor, log
 def _changed(
     state: Tensor, q: Tensor, k: Tensor, changes: Tensor, decays: Tensor, since_start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of a chunk, and the state after it. Token i changes the state by k_i u_i^T, where u_i is row i
-    of `changes`. `decays`: from `_decays_between`. `since_start`: the decay since the chunk began, [..., T, 1].
+    """Return the outputs of a chunk, and the state after the chunk. Token i changes the state by k_i u_i^T, where u_i
+    is row i of `changes`. `decays`: from `_decays_between`. `since_start`: the decay since the chunk began, [..., T,
+    1].
     """
     out = since_start * (q @ state) + (decays * (q @ k.mT)) @ changes
     until_end = decays[..., -1, :, None]

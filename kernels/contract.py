@@ -557,7 +557,7 @@ class Backend(Protocol):
 
         With several `pieces`, the sum of a piece is the float32 product over the columns of the piece, as if the piece
         were a weight of its own; the sum of an empty piece is +0.0. The sums are added in float32 as a balanced binary
-        tree. For example, four sums s0 to s3 are added as (s0 + s1) + (s2 + s3). The bias is added to the result in
+        tree. For example, four sums s0 to s3 are added as (s0 + s1) + (s2 + s3). The bias is added to the total in
         float32, and the result is rounded once. A process can therefore compute any subtree of the sum without changing
         the bits. For the backend `cpu`, `pieces.length` is a multiple of 16.
         """

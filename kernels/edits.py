@@ -91,8 +91,8 @@ class Rules:
     """The edits that a request asks for.
 
     `penalties`: as in `RowEdits`. `bias`: maps tokens to the numbers that are added to their logits. `ending_tokens`:
-    banned in the first `min_tokens` tokens of a sample. `bad`: bad words, as sequences of tokens; a sequence's last
-    token is banned wherever its other tokens precede. `mask`: as in `RowEdits`, for all tokens of a sample.
+    banned in the first `min_tokens` tokens of a sample. `bad`: bad words, as sequences of tokens; after the other
+    tokens of a bad word, the word's last token is banned. `mask`: as in `RowEdits`, for all tokens of a sample.
     `has_grammar`: whether each token also has a mask from a grammar.
     """
 

@@ -67,8 +67,8 @@ def axis_positions(num_tokens: int, spans: Sequence[ImageSpan]) -> Tensor:
     """Return the positions of a sequence's tokens in time, row and column: int64 [3, num_tokens] (Wang et al. 2024,
     Qwen2-VL). `spans`: the images, in ascending order.
 
-    A text token has the same position on all axes: one more than the highest position before it. The tokens of an image
-    at position p have the position p in time, and p plus their row and their column in the image.
+    A text token has the same position on all axes: one more than the highest position before it. If an image begins at
+    position p, the position of its token in row r and column c is (p, p + r, p + c).
     """
     positions, done, following = torch.empty(3, num_tokens, dtype=torch.int64), 0, 0
     for span in spans:

@@ -1,4 +1,4 @@
-"""Recognize transformers models that are not aligned, and return the spec of a model."""
+"""Recognize transformers models that are not aligned, and return their specs."""
 
 from __future__ import annotations
 

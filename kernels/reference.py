@@ -5,7 +5,8 @@ of rows. Rows are padded to tiles of `ROW_TILE`, columns are cut into tiles of `
 into pieces of `DEPTH_TILE`. Attention uses batched products of one fixed shape. A recurrence processes one token of
 every sequence at a time. A recurrence computes sums by adding halves elementwise (`_sum`). An elementwise function is
 used only if torch's vector code and torch's scalar tail give equal bits for the function. The functions exp, log,
-log1p, cos, sin, erf and correctly rounded arithmetic have this property; silu and sigmoid do not.
+log1p, cos, sin, erf and correctly rounded arithmetic give equal bits in vector code and scalar tail; silu and sigmoid
+do not.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ def _best(x: Tensor, count: int) -> Tensor:
 
 
 def _keep_groups(ranks: Tensor, router: RouterSpec) -> Tensor:
-    """Return the ranks [M, E], with -inf in groups that are not kept."""
+    """Return `ranks` [M, E], the numbers by which experts are ranked, with -inf in groups that are not kept."""
     of_groups = ranks.unflatten(1, (router.groups, -1))
     best = of_groups.sort(-1, descending=True).values[..., : router.group_best]
     kept = _best(best[..., 0] if router.group_best == 1 else best[..., 0] + best[..., 1], router.kept_groups)
@@ -680,7 +681,7 @@ def _longest_first(batch: StateBatch) -> tuple[list[int], list[int]]:
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """Sum [..., K, V] over K: add the second half to the first until one element is left."""
+    """Sum [..., K, V] over K: repeatedly add the second half to the first half, until one element is left."""
     while (count := terms.shape[-2]) > 1:
         half = (count + 1) // 2
         first, second = terms[..., :half, :], terms[..., half:, :]

@@ -245,11 +245,12 @@ class Mamba2Spec:
     mixer with a recurrent state instead of a KV cache.
 
     Each head has a state [state_size, head_dim]. The same number of consecutive heads forms a group. A group shares the
-    vectors B and C, and `norm` covers the channels of a group; None without a norm. The output gate comes before the
-    norm, or after it if `norm_before_gate` is set. `kernel_size`: the number of tokens that the convolution of x, B and
-    C sees, including the current one. `convolution_bias`: the convolution has a bias. `time_step_limit`: the least and
-    the largest time step. `input_scales`: the factors by which the projections for the output gate, x, B, C and the
-    time steps are multiplied; None without factors. `out_scale`: multiplies the result of the output projection.
+    vectors B and C, and `norm` covers the channels of a group; `norm` is None for a state space without a norm. The
+    output gate comes before the norm, or after it if `norm_before_gate` is set. `kernel_size`: the number of tokens
+    that the convolution of x, B and C sees, including the current one. `convolution_bias`: the convolution has a bias.
+    `time_step_limit`: the least and the largest time step. `input_scales`: the factors by which the projections for the
+    output gate, x, B, C and the time steps are multiplied; None without factors. `out_scale`: multiplies the result of
+    the output projection.
     """
 
     num_heads: int
@@ -765,7 +766,7 @@ class DecoderSpec:
 
     @property
     def own_experts(self) -> slice:
-        """The layers with experts of this stage, as a slice of all layers with experts."""
+        """This stage's layers with experts, as a slice of the list of all layers with experts."""
         is_mixture, own = [isinstance(layer.mlp, ExpertsSpec) for layer in self.layers], self.own_layers
         return slice(sum(is_mixture[: own.start]), sum(is_mixture[: own.stop]))
 
@@ -778,8 +779,8 @@ class DecoderSpec:
         return tuple(sorted({mixer.window for mixer in self.attentions}, key=lambda window: window or 0))
 
     def serving(self, mtp: bool, tower: bool) -> DecoderSpec:
-        """Return a copy of the spec. `mtp`, `tower`: whether the MTP module and the vision tower belong to the decoder,
-        if there are any.
+        """Return a copy of the spec with or without MTP module and vision tower. `mtp`, `tower`: whether the module and
+        the tower belong to the decoder, if the model has them.
         """
         return replace(self, serves_mtp=mtp and self.mtp is not None, serves_tower=tower and self.tower is not None)
 

@@ -249,8 +249,8 @@ def describe_parts(spec: TowerSpec) -> TowerParts:
 
 def encode(spec: TowerSpec, tower: TowerParts, patches: Tensor, grids: Sequence[Grid]) -> Generator[None, None, Tensor]:
     """Compute the embeddings [tokens, row_size] of all images, image by image. `patches`: [patches of all images,
-    patch_values], in the tower's dtype. `grids`: one grid for each of at least one image. `tower`: the tower's parts,
-    each as a `RunPart`. Yield after each layer, and return the embeddings when the generator ends.
+    patch_values], in the tower's dtype. `grids`: one grid for each image; there is at least one image. `tower`: the
+    tower's parts, each as a `RunPart`. Yield after each layer, and return the embeddings when the generator ends.
     """
     layout = _Layout(spec, grids, patches.device)
     x = tower.patch(lambda ops, own, x: ops.linear(x, ops.matrix(own.weight.flatten(1)), own.bias), patches)
@@ -372,7 +372,7 @@ def patch_places(spec: TowerSpec, grid: Grid) -> Tensor:
 
 def _table_rows(ops: TowerOps, spec: TowerSpec, table: Any, grid: Grid, device: torch.device) -> Tensor:
     """Return the learned position of each patch of an image, float32 [patches, hidden_size]: bilinear interpolation
-    between places of the table. The corners of the image are the corners of the table.
+    between places of the table. The corners of the image are mapped to the corners of the table.
     """
     by_row, by_column = (_taps(*axis, spec.table_side) for axis in zip(patch_places(spec, grid), grid, strict=True))
     total = torch.zeros((), device=device)

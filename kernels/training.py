@@ -314,15 +314,16 @@ def token_log_probs(
 
     `model`: the model as it is trained: unwrapped, sharded by `fully_shard`, in DistributedDataParallel or prepared by
     accelerate. The model's forward pass is called, so weights are gathered and gradients are prepared for reduction as
-    in any forward pass. `input_ids`: integers in one of three forms. Padded [B, T], with `attention_mask` [B, T] (bool
-    or integers) if there is padding on the left or on the right. Packed [M], with the `lengths` of the sequences.
-    Packed [B, T], with `position_ids` [B, T] that are 0 where a sequence begins. For a model with a vision tower,
-    `position_ids` may also have the axes of its positions: [3, B, T] (time, row and column), or [4, B, T] (index, time,
-    row and column). Positions with axes must equal the positions that a worker uses. `temperature`: the temperature at
-    which log-probs are computed. Pass 0 for greedy samples: log-probs of greedy samples are computed at temperature 1.
-    `completion_mask` (bool, in the shape of `input_ids`): the tokens that get a log-prob. Tokens outside the mask get
-    0.0, as do padding and the first token of each sequence. The model's wrapper and any autocast that is active during
-    the call determine the dtypes of mixed precision.
+    in any forward pass. `input_ids`: integers in one of three forms. The first form is padded [B, T], with
+    `attention_mask` [B, T] (bool or integers) if there is padding on the left or on the right. The second form is
+    packed [M], with the `lengths` of the sequences. The third form is packed [B, T], with `position_ids` [B, T] that
+    are 0 where a sequence begins. For a model with a vision tower, `position_ids` may also have the axes of its
+    positions: [3, B, T] (time, row and column), or [4, B, T] (index, time, row and column). Positions with axes must
+    equal the positions that a worker uses. `temperature`: the temperature at which log-probs are computed. Pass 0 for
+    greedy samples: log-probs of greedy samples are computed at temperature 1. `completion_mask` (bool, in the shape of
+    `input_ids`): the tokens that get a log-prob. Tokens outside the mask get 0.0, as do padding and the first token of
+    each sequence. The model's wrapper and any autocast that is active during the call determine the dtypes of mixed
+    precision.
 
     `routed_experts` (integers, [*input_ids.shape, layers with experts, experts per token]): the experts of each token,
     in any order. Gradients flow through the gates. If the model has the same arithmetic as the worker, `routed_experts`
@@ -797,8 +798,7 @@ def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     """Raise AlignmentError unless the layers have the parameters that the spec requires, and all parameters share one
     dtype.
 
-    If the spec fixes the dtype of a parameter, or if no worker serves it, that parameter need not have the common
-    dtype.
+    A parameter may have another dtype if the spec fixes the parameter's dtype, or if no worker serves the parameter.
     """
     own: set[int] = set()
 

@@ -35,8 +35,9 @@ _Grid: TypeAlias = tuple[int, int]
 class PackedImages:
     """The images of packed sequences with `M` tokens. There is at least one image.
 
-    `spans`: the spans of each sequence. `patches`: float32 [patches of all images, patch_values], image by image.
-    `grids`: the rows and columns of patches of each image. `places`: int64 [tokens of all images], the indices of
+    `spans`: the spans of the images in each sequence. `patches`: float32 [patches of all images, patch_values], image
+    by image. `grids`: the rows and columns of patches of each image. `places`: int64 [tokens of all images], the
+    indices of
     their tokens among the M tokens.
 
     The class is neither a dataclass nor a tuple, so that wrappers of models pass it on unchanged.

@@ -71,8 +71,8 @@ def check_tower(model: Any, spec: TowerSpec) -> None:
 
 
 class _TrainedPart(NamedTuple):
-    """A part, and its module in the model, perhaps in a wrapper. The names of the module's parameters begin with
-    `prefix`.
+    """A part, and its module in the model, which may be inside a wrapper. The names of the module's parameters begin
+    with `prefix`.
     """
 
     part: Part

@@ -1,5 +1,5 @@
-"""Report which parts of the work take the time on a CPU: `python examples/benchmarks/cpu_report.py [--dummy-weights]
-[MODEL [DTYPE]]`.
+"""Report how much time each part of the work takes on a CPU: `python examples/benchmarks/cpu_report.py
+[--dummy-weights] [MODEL [DTYPE]]`.
 
 The report first measures the machine's best rates for matrix products, memory reads, and in-place updates of memory. If
 the model has recurrent layers (gated delta nets or state spaces), experts or latent attention, the report also measures

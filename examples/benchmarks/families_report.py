@@ -211,7 +211,7 @@ class Theirs:
         return float(self.forward(prompt[None]))
 
     def start(self, sequences: int) -> None:
-        """Copy the cache of the last prompt, so that `sequences` sequences decode."""
+        """Copy the cache of the last prompt for each of `sequences` decoding sequences."""
         self.cache.reorder_cache(torch.zeros(sequences, dtype=torch.int64))
         self.last = self.last.expand(sequences)
 

@@ -259,7 +259,9 @@ class Bench:
         )
 
     async def report_small(self) -> None:
-        """Time a request for one token alternately by the client, on a kept connection, and on a new connection."""
+        """Time requests for one token, alternately through the client, over a kept connection, and over a new
+        connection.
+        """
         [prompt, *_], params = self.asked(SINGLES)
         params = params.model_copy(update={"max_tokens": 1})
         body = body_of([prompt], params)

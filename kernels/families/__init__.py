@@ -37,7 +37,7 @@ def _spellings() -> dict[str, str]:
 
 
 def _gather(table: str) -> dict[str, Any]:
-    """Return the entries of the table with this name in all modules."""
+    """Return the entries of the modules' tables with the name `table`, joined in one map."""
     modules = (import_module(f".{module.name}", __name__) for module in iter_modules(__path__))
     return {name: entry for module in modules for name, entry in getattr(module, table, {}).items()}
 

@@ -13,8 +13,8 @@ programs use the same tile shape and the same number of warps, so the compiled k
 
 The keys of a sequence are cut into partitions at the multiples of PARTITION, counted from the first token of the
 sequence. Each partition is reduced separately by online softmax (Milakov and Gimelshein 2018), one tile of KEYS keys
-after the other. The partitions are folded from left to right. Two variants use the same functions, so a query gets the
-same bits from either variant:
+after the other. The partitions are folded from left to right. Two variants of the kernel use the same functions, so a
+query gets the same bits from either variant:
 
 - Sequences with one query: for each sequence and key-value head, the partitions are divided among several programs. The
   programs store their results in a workspace, and a second kernel folds the results. Each key and value is read once.

@@ -81,8 +81,8 @@ _recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None
 
 
 def exact_jit(function: Callable[..., None]) -> Any:
-    """Return `triton.jit` of a kernel. Pointer arguments of the kernel are named `*_ptr`. All other arguments are
-    numbers or `tl.constexpr`.
+    """Return the result of `triton.jit` for a kernel. Pointer arguments of the kernel are named `*_ptr`. All other
+    arguments are numbers or `tl.constexpr`.
     """
     parameters = signature(function).parameters.values()
     numbers = [p.name for p in parameters if not p.name.endswith("_ptr") and "constexpr" not in str(p.annotation)]

@@ -198,7 +198,8 @@ def _rows_of(sequence, starts_ptr, LISTED: tl.constexpr):
 
 @device_function
 def _rows_or_tail(x, row, channel, inside, CHANNELS: tl.constexpr, KERNEL: tl.constexpr):
-    """Return elements of a sequence's rows where `inside` is true. Rows before the first row are read from the tail.
+    """Return elements of a sequence's rows where `inside` is true. Rows before the sequence's first row are read from
+    the tail.
 
     `x`: pointers to the first row and to all tails, and the slot of the sequence's tail.
     """
