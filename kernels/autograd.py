@@ -767,9 +767,9 @@ def _listed(columns: Tensor) -> Tensor:
 
 
 def _probs_and_slopes(ctx: Any, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor | float | None]:
-    """Return the probabilities [m, V] of logits [m, V], and the slopes. Together with the temperature, these factors
-    convert gradients of the processed logits to gradients of the head's products. The slopes are None if all are 1. May
-    overwrite the logits.
+    """Return the probabilities [m, V] of logits [m, V], and the slopes. Together with the temperature, the slopes are
+    the factors that convert gradients of the processed logits to gradients of the head's products. The slopes are None
+    if all are 1. May overwrite the logits.
     """
     slopes = None if ctx.head == PLAIN_HEAD else _slopes(logits, ctx.head)
     if ctx.processing is None:

@@ -93,7 +93,9 @@ class Processing:
         return self._processed(ops, logits, self._edits(rows))
 
     def apply_with_slopes(self, ops: Backend, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the result of `apply`, and the derivatives of the edited logits by the logits: float32 [m, V]."""
+        """Return the result of `apply`, and the derivatives of the edited logits with respect to the logits: float32
+        [m, V].
+        """
         edits = self._edits(rows)
         return self._processed(ops, logits, edits), edit_slopes(logits, edits)
 

@@ -5,8 +5,8 @@ worker and trainer compute the same bits. The changes of a row depend only on th
 the sample, so neither other rows nor chunks change them.
 
 The order is vLLM's. The logit becomes -inf for three kinds of tokens: tokens that the request or its grammar does not
-allow, banned tokens, and tokens that would complete a bad word. Then, for each token of the vocabulary, in float32,
-with each result rounded:
+allow, banned tokens, and tokens that would complete a bad word. Then these steps change the logit of each token of the
+vocabulary, in float32, with the result of each step rounded:
 
 1. `logit_bias` is added.
 2. If the token occurs in the prompt or in the sample, a positive logit is divided by `repetition_penalty`, and any
@@ -371,7 +371,9 @@ class _Entries(NamedTuple):
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Return `np.concatenate` of at least one contiguous array, many times faster for structured dtypes."""
+    """Return the result of `np.concatenate` for one or more contiguous arrays, but compute it many times faster for
+    structured dtypes.
+    """
     return np.frombuffer(b"".join([array.data for array in arrays]), arrays[0].dtype)
 
 

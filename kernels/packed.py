@@ -25,7 +25,7 @@ class Packed:
     """Sequences with the lengths `lens`, packed one after the other as rows.
 
     `positions`: the position of each row in its sequence, counted from 0, as int64 [M]. `ends`: for each row, the end
-    of the rows of its sequence that it sees, as int64 [M] (`AttentionBatch.ends`); None if attention is causal.
+    of the rows that the row sees in its sequence, as int64 [M] (`AttentionBatch.ends`); None if attention is causal.
     """
 
     lens: Sequence[int]

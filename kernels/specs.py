@@ -95,8 +95,8 @@ class AttentionSpec:
     `qk_norm_over_heads` is set, the norm covers all heads at once. `output_gate`: a head's output is multiplied by the
     sigmoid of a gate. For each head, the output of q's projection holds the query and then the gate; with `gate_apart`,
     a matrix of its own computes the gates. `rotated`: the number of leading elements of a head that are rotated; None
-    for all elements. `interleaved`: the elements 2i and 2i + 1 form a pair, instead of an element of the first half of
-    the rotated elements and its counterpart in the second half. `sinks`: the softmax of each head includes an extra
+    for all elements. `interleaved`: elements 2i and 2i + 1 form a pair; otherwise, element i of the first half of the
+    rotated elements and element i of the second half form a pair. `sinks`: the softmax of each head includes an extra
     score, which is a learned weight. The score has no value vector (Xiao et al. 2023). `o_bias`: the output projection
     has a bias. `joined`: one matrix computes q, k and v. `out_scale`: multiplies the result of the output projection.
     `kv_sharers`: the number of ranks that hold the same key-value heads.
@@ -146,7 +146,7 @@ class LatentSpec:
     `scale`: multiplies the scores. `rotation`: index of the decoder's rotation. `interleaved`: rotated pairs are
     neighbouring elements; otherwise, elements i and i + rope_dim / 2 form a pair. `q_rank`: the size of the row from
     which queries are computed; None if queries are computed from hidden states. `norm`: the norms of the latent row and
-    of the row of size `q_rank`. `bias`: the products of hidden states (but not `q`), and the output projection, have
+    of the row of size `q_rank`. `bias`: the output projection and the products of hidden states, except `q`, have
     biases.
     """
 
@@ -310,10 +310,10 @@ class MlpSpec:
     """A gated MLP: down(activation(gate(x)) * up(x)). `gelu` is the GELU with the error function; `gelu_tanh`
     approximates it by a tanh.
 
-    `gated`: if False, there is no gate, and the MLP is down(activation(up(x)) * up(x)). With `relu`, this is the
-    squared ReLU (So et al. 2021). `bias`: gate, up and down have biases. `joined`: one matrix computes gate and up.
-    `gate_scale`: multiplies gate(x) before the activation. `out_scale`: multiplies the result of `down`. `unit`: the
-    columns of `down` are cut into pieces at multiples of `unit`.
+    `gated`: if False, there is no gate, and the MLP is down(activation(up(x)) * up(x)). With `relu`, activation(up(x))
+    * up(x) is the squared ReLU (So et al. 2021). `bias`: gate, up and down have biases. `joined`: one matrix computes
+    gate and up. `gate_scale`: multiplies gate(x) before the activation. `out_scale`: multiplies the result of `down`.
+    `unit`: the columns of `down` are cut into pieces at multiples of `unit`.
     """
 
     intermediate_size: int

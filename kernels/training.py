@@ -341,10 +341,9 @@ def token_log_probs(
     `distribution`: the `SamplingParams` with which the tokens were sampled, in place of `temperature`. The log-probs
     then equal the log-probs that a worker returns, for any `logprobs` except None. Edits and filters keep the same
     tokens as in the worker. Gradients reach the logits of kept tokens only. Each run of tokens in `completion_mask` is
-    a sample,
-    and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as `processed`.
-    `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans. `masks`: the masks of
-    `structured_outputs`, such as `trueroll.rollout.grammar.GrammarMasks`.
+    a sample, and the tokens before it in its sequence are its prompt. A `Distribution` without `logprobs` counts as
+    `processed`. `eos_token_ids`: the worker's `health().engine["eos_token_ids"]`, which `min_tokens` bans. `masks`: the
+    masks of `structured_outputs`, such as `trueroll.rollout.grammar.GrammarMasks`.
 
     `target_ids` (integers, [*input_ids.shape, K]): return the log-probs of these tokens instead of the log-probs of
     `input_ids`, for distillation. Pad a token's list of fewer than K ids with -1, which gets the log-prob 0. The result

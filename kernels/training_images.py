@@ -37,8 +37,7 @@ class PackedImages:
 
     `spans`: the spans of the images in each sequence. `patches`: float32 [patches of all images, patch_values], image
     by image. `grids`: the rows and columns of patches of each image. `places`: int64 [tokens of all images], the
-    indices of
-    their tokens among the M tokens.
+    indices of the images' tokens among the M tokens.
 
     The class is neither a dataclass nor a tuple, so that wrappers of models pass it on unchanged.
     """

@@ -67,9 +67,9 @@ class Work:
     """A workload with `n` samples of each prompt. `is_repeated`: whether the same requests were served before ("again"
     in the table).
 
-    `is_queue`: whether all requests are submitted at once. If they are, the engine starts a waiting sample whenever one
-    of its `LANES` running samples ends. If they are not, each request is submitted after the previous request has
-    ended.
+    `is_queue`: whether all requests are submitted at once. With `is_queue`, the engine starts a waiting sample whenever
+    one of its `LANES` running samples ends. Without `is_queue`, each request is submitted after the previous request
+    has ended.
     """
 
     prompts: tuple[str, ...]

@@ -9,7 +9,7 @@ workers are slower. Workers fail at random moments, lose all state, and come bac
 requests the lost groups again from other workers.
 
 A prompt has three parts: tokens that all prompts share, one of many prefixes, and tokens of its own. The popularity of
-the prefixes follows Zipf's law. Only the oracle (see below) knows the lengths of samples in advance. The client keeps a
+the prefixes follows Zipf's law. Only the placement `oracle` knows the lengths of samples in advance. The client keeps a
 fixed number of groups in flight. When a group ends, the client requests the next group. The only information that the
 client gets from a worker is the finished groups.
 
@@ -22,8 +22,8 @@ The table compares the fleet client's placement with other placements, on the sa
 
 `bound` is a limit that no placement can beat. For the hit rate, the bound assumes one unlimited cache and no failure.
 Under this assumption, the fleet computes each shared full block once, and all other prompts find the block in the
-cache. For the time, the bound assumes the bound of the hit rate, steps that are as full as possible, and workers that
-are busy until the end.
+cache. The bound of the time assumes that the hit rate reaches its bound, that steps are as full as possible, and that
+workers are busy until the end.
 
 The hit rate is the share of prompt tokens that workers found in their caches. The share counts every prompt that a
 worker began to compute, including repeats after failures. The cost of a placement is the time spent in its functions

@@ -48,8 +48,7 @@ class Promise:
 
     `seconds`: the time limit; a promise that takes longer counts as broken. `parallel`: True if the tests may run in
     parallel; False for tests that measure memory. `settings`: environment variables. `rehearsed`: the tests that a
-    rehearsal
-    runs, as an expression for pytest's `-k`.
+    rehearsal runs, as an expression for pytest's `-k`.
     """
 
     text: str

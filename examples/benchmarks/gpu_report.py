@@ -281,8 +281,8 @@ def torch_ops(ops: Backend) -> Any:
     and values.
 
     Norms, rope and the activation still come from `ops`. torch writes the KV cache, which takes two more small launches
-    per layer than a dedicated kernel. Supports only greedy tokens, and only models without head norms, experts, or a
-    bias after attention.
+    per layer than a dedicated kernel. The result supports only greedy tokens, and only models without head norms,
+    experts, or a bias after attention.
     """
     joined: Callable[..., Tensor] = cache(lambda *weights: torch.cat(weights))
 

@@ -284,8 +284,8 @@ class Bench:
         connection.close()
 
     async def report_connections(self) -> None:
-        """Hold many connections open. Send a request on each connection before and after good requests, then on all
-        connections concurrently.
+        """Hold many connections open. Send a request on each connection in turn, before and after other valid
+        requests, and send requests on all connections concurrently.
         """
         prompts, params = self.asked(GOOD)
         expected = await self.client.singles(prompts, params)

@@ -217,7 +217,7 @@ def meeting() -> float:
 
 
 def sending(step: Step) -> float:
-    """Return the time for which the leader sends a step to the other ranks, in milliseconds."""
+    """Return the time that the leader takes to send a step to the other ranks, in milliseconds."""
     own, other = socket.socketpair()
     if (child := os.fork()) == 0:
         own.close()

@@ -2,7 +2,7 @@
 
 A kernel takes as long as its slowest resource. The bandwidths of memory and L2 are resources that all SMs share. The
 other resources belong to one SM: matrix units, shared memory, other instructions, and the time in which a program waits
-for its own loads and barriers. Other programs on the same SM can use this waiting time. The SM with the most work
+for its own loads and barriers. While a program waits, other programs can use the SM. The SM with the most work
 determines the kernel's time. The model does not include bank conflicts, the relative timing of programs, or a clock
 that is lowered further by the power limit.
 """
@@ -154,7 +154,7 @@ def several(programs: int, each: Work, memory: float, out: float) -> Work:
 def attention_work(launch: Launch, queries: Sequence[int], contexts: Sequence[int]) -> Work:
     """Return the work of `_decode_kernel` or `_prefill_kernel`.
 
-    `queries`: for each sequence, the number of last tokens that are queries. `contexts`: tokens per sequence.
+    `queries`: for each sequence, the number of tokens at its end that are queries. `contexts`: tokens per sequence.
     """
     constants = dict(launch.constants)
     rows, keys, size, group = (int(constants[name]) for name in ("ROWS", "KEYS", "SIZE", "GROUP"))

@@ -499,8 +499,8 @@ def is_latent(launch: Launch) -> bool:
 
 
 def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
-    """Return jobs for `some` of the launches and every target, and for all launches of `modelled` and the target that
-    tiles are tuned for.
+    """Return jobs that compile `some` of the launches for every target, and all launches of `modelled` for the target
+    that tiles are tuned for.
     """
     latents = [launch for launch in launches if is_latent(launch)]
     others = [launch for launch in launches if not is_latent(launch)]  # chosen apart: they have more targets

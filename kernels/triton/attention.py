@@ -113,10 +113,10 @@ def paged_attention(
     shape [M, heads, D]. If `v_cache` has shorter rows than `k_cache` (latent attention), the result has the shape [M,
     heads, V].
 
-    Supports bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head; in latent attention, V up
-    to 512 and any number of heads. Scores, softmax and sums are float32. Softmax weights are rounded to the dtype
-    before they multiply values. With `batch.lens`, the computation depends only on tensors on the device. A block table
-    entry may be any block if the entry's tokens lie before the window of every query of the sequence.
+    The kernels support bfloat16 or float16, D up to 256, and up to ROWS heads for each key-value head; in latent
+    attention, V up to 512 and any number of heads. Scores, softmax and sums are float32. Softmax weights are rounded to
+    the dtype before they multiply values. With `batch.lens`, the computation depends only on tensors on the device. A
+    block table entry may be any block if the entry's tokens lie before the window of every query of the sequence.
     """
     window = NO_WINDOW if window is None else min(window, NO_WINDOW)
     tables, scale, sinks = aligned(batch.block_tables), scale * _LOG2_E.value, None if sinks is None else aligned(sinks)
@@ -218,7 +218,7 @@ def _scoring(inputs: _Inputs) -> dict[str, Any]:
 
 def _shapes(inputs: _Inputs, rows: int) -> dict[str, Any]:
     """Return the compile-time constants that all kernels share. `SIZE` and `REST`: V and D - V padded to sizes that a
-    tile may have; 0 if there is no rest.
+    tile may have; `REST` is 0 if D equals V.
     """
     (_, heads, key_size), value_size = inputs.q.shape, inputs.value_size
     rest = max(16, _power_of_2(key_size - value_size)) if key_size > value_size else 0
@@ -400,7 +400,7 @@ def _place(i, sequences_ptr, starts_ptr, lens_ptr, LISTED: tl.constexpr):
 
 @device_function
 def _queries(rows_ptr, D: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr, REST: tl.constexpr):
-    """Load queries as [ROWS, SIZE], and the rest of the queries as [ROWS, REST]."""
+    """Load the first elements of queries as [ROWS, SIZE], and the remaining elements as [ROWS, REST]."""
     d = tl.arange(0, SIZE)
     q = tl.load(rows_ptr[:, None] + d[None, :], mask=(d < V)[None, :], other=0.0)
     rest = q

@@ -320,7 +320,7 @@ def _route_kernel(
 
 @device_function
 def _sum_of_places(x, mine, place, TOP_K: tl.constexpr):
-    """Sum the elements of the chosen experts to [1], in the order of their places."""
+    """Sum the elements of the chosen experts to [1], in the order of the experts' places."""
     total = tl.zeros([1], tl.float32)
     for i in range(TOP_K):
         total += tl.sum(tl.where(mine & (place == i), x, 0.0), axis=0)

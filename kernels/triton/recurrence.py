@@ -162,7 +162,7 @@ def _convolve_kernel(
     TILE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Program (i, j): the rows of piece i and the channels of tile j."""
+    """Program (i, j) computes the rows of piece i in the channels of tile j."""
     sequence, first = tl.program_id(0).to(tl.int64), 0
     if LISTED:
         sequence, first = tl.load(pieces_ptr + tl.program_id(0) * 2), tl.load(pieces_ptr + tl.program_id(0) * 2 + 1)

@@ -9,7 +9,7 @@ elementwise, in float32.
 Attention relies on a guarantee of this module: every element of v in the cache is finite. A non-finite element of v is
 stored as 0. If k or v of a token has a non-finite element in a head, all elements of the token's k in that head are
 stored as NaN. Only the results of queries that see a token with a NaN key become NaN. For queries that do not see the
-token, its v is finite and has weight zero.
+token, the token's v is finite and has weight zero.
 """
 
 from __future__ import annotations
