@@ -5,9 +5,8 @@ The report first measures the machine's best rates for matrix products, memory r
 the model has recurrent layers (gated delta nets or state spaces), experts or latent attention, the report also measures
 each of these parts alone. Then each workload of `trueroll bench` runs on an engine in this process. For every op, a
 table shows the time, the rate of arithmetic, and the rate of the bytes that the op must read at least once per step.
-The rate of arithmetic and the rate of bytes are also shown as shares of the machine's best rates. The bytes of a
-recurrence include the states that it writes. The remaining time of a step is Python: scheduling, bookkeeping, and
-preparing the step's tensors.
+The table also shows both rates as shares of the machine's best rates. The bytes of a recurrence include the states that
+it writes. The remaining time of a step is Python: scheduling, bookkeeping, and preparing the step's tensors.
 
 With `--dummy-weights`, MODEL is a configuration, as in `trueroll bench`. To time each op, the report runs the layers op
 by op. A normal engine runs all layers in one native call, which makes its steps a few percent faster.

@@ -2,9 +2,9 @@
 
 An engine with drafts (`speculative="ngram"`) and an engine without drafts take turns and generate the same samples.
 Every run with drafts must have the same tokens and log-prob bits as the run without. The first table shows the speed of
-the engine with drafts as a multiple of the speed without drafts: the median and the range of several pairs of runs.
-"again" means that the same requests with the same seeds were served before, and that a commit since then changed the
-weights by about 1e-5.
+the engine with drafts as a multiple of the speed without drafts: the median and the range of several pairs of runs. In
+the table, "again" means that the same requests with the same seeds were served before, and that a commit since then
+changed the weights by about 1e-5.
 
 The second table shows that the drafter's index stays within its memory budget. The second table also shows that the
 time to index a hostile prompt (a single token, repeated a million times) is proportional to the length of the prompt.
@@ -64,11 +64,10 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Work:
-    """A workload with `n` samples of each prompt. `is_repeated`: whether the same requests were served before ("again"
-    in the table).
+    """A workload: `n` samples of each prompt. `is_repeated`: whether the same requests were served before.
 
-    `is_queue`: whether all requests are submitted at once. With `is_queue`, the engine starts a waiting sample whenever
-    one of its `LANES` running samples ends. Without `is_queue`, each request is submitted after the previous request
+    `is_queue`: whether all requests are submitted at once. In a queue, the engine starts a waiting sample whenever one
+    of its `LANES` running samples ends. If `is_queue` is False, each request is submitted after the previous request
     has ended.
     """
 
@@ -102,7 +101,9 @@ class Side:
         self.engine = Engine(config, loaded)
 
     def run(self, prompts: list[np.ndarray], work: Work, salt: str) -> tuple[float, list[tuple[object, ...]]]:
-        """Return the seconds and the bits of all samples. The drafter ignores earlier requests with another salt."""
+        """Return the seconds and the bits of all samples. The drafter ignores earlier requests with a different cache
+        salt.
+        """
         params = SamplingParams(
             n=work.n, temperature=work.temperature, max_tokens=NEW_TOKENS, seed=1, ignore_eos=True, cache_salt=salt
         )
@@ -141,7 +142,7 @@ class Report:
         }
 
     def ids_of(self, text: str) -> np.ndarray:
-        """Return the tokens of a conversation that begins with this message."""
+        """Return the tokens of a conversation that begins with the message `text`."""
         message = [{"role": "user", "content": text}]
         ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         return np.array(ids, np.int32)

@@ -11,8 +11,8 @@ turn in one process:
 For transformers, the report measures the forward pass and the choice of the largest logit, not all of `generate`.
 transformers uses its default attention, its default experts and its own cache. On a CPU, transformers computes state
 spaces with torch's ops. The first run of each system is a warm-up. The table, in Markdown, shows median rates in tokens
-per second of CPU time, and medians of the ratios of consecutive runs. The report fails if the two systems disagree on
-the log-prob of the most probable token after the prompt.
+per second of CPU time, and medians of the ratios of consecutive runs. The report fails if trueroll and transformers
+disagree on the log-prob of the most probable token after the prompt.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Theirs:
 
 def compare(folder: Path, dtype: str, rounds: int, prompts: Tensor) -> Iterator[Rates]:
     """Yield the rates for computing `prompts[0]`, then for decode steps after all `prompts`. Raise RuntimeError if the
-    results differ.
+    results of trueroll and transformers differ.
     """
     ours, theirs = Ours(folder, dtype), Theirs(folder, getattr(torch, dtype))
     found = ours.compute(prompts[0]), theirs.compute(prompts[0])

@@ -69,7 +69,7 @@ def in_turns(measures: list[Callable[[int], float]]) -> list[list[float]]:
 
 
 def ratio(table: Table, name: str, first: list[float], second: list[float], goal: str) -> None:
-    """Add a row with the median of each side and the median of the per-round ratios."""
+    """Add a row with the median of each setup and the median of the per-round ratios."""
     of_each = [b / a for a, b in zip(first, second, strict=True)]
     medians = [f"{statistics.median(values):,.3g}" for values in (first, second)]
     table.add_row(name, *medians, f"{statistics.median(of_each):.3f}", goal)

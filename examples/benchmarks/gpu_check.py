@@ -3,8 +3,8 @@
 `python3 examples/benchmarks/gpu_check.py [PART ...]` runs from a checkout, with torch and Triton from the Python
 interpreter that runs the command. Nothing is downloaded. Nothing is compiled, except Triton's kernels. Missing packages
 come from the folder of wheels that `--wheels` names. docs/gpu.md has the command that creates this folder. For each
-part, a log and the figures of `gpu_report.py` are written to the folder `--out`. The subfolder `site` of `--out` holds
-the packages and links to the checkout. The tables of `gpu_report.py` are printed too.
+part, a log and the figures of `gpu_report.py` are written to the folder `--out`. The subfolder `site` of the folder
+`--out` holds the packages and links to the checkout. The tables of `gpu_report.py` are printed too.
 
 The tests of each promise run in their own process, so a GPU fault ends only that process. A promise that exceeds its
 time limit is reported as broken. All promises of a part together take less than ten minutes. The ten minutes include
@@ -12,7 +12,7 @@ the promise about the machine, which always runs first. The last lines give the 
 is 1 if a promise was broken, or if a test was skipped for an unexpected reason.
 
 `--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. A rehearsal shows only that the
-check itself works. A rehearsal shows nothing about a GPU.
+check itself works, and shows nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Report how close an NVIDIA GPU runs to its limits: `python examples/benchmarks/gpu_report.py [SECTION ...] [--json
 FILE]`.
 
-The sections, each printed as soon as it is measured:
+The report has these sections, and prints each section as soon as it is measured:
 
 - `products`: matrix products against cuBLAS;
 - `tiles`: the same products with every tile size that trueroll's tables contain;
@@ -11,8 +11,8 @@ The sections, each printed as soon as it is measured:
 - `serving`: tokens per second for 64 to 512 sequences.
 
 Weights are random. If a section fails, its error is printed, the next section is still measured, and the exit code is
-1. A missed goal is not a failure. `--rehearse` runs all sections on a CPU, with tiny sizes and the reference kernels.
-The figures of a rehearsal mean nothing.
+1. A speed below its goal does not make the section fail. `--rehearse` runs all sections on a CPU, with tiny sizes and
+the reference kernels. The figures of a rehearsal mean nothing.
 
 Kernels are timed with CUDA events around replays of CUDA graphs. A graph contains several calls, and the report shows
 the median time of several replays. Calls rotate through several copies of the weights, and of the decodes' keys and
@@ -100,7 +100,7 @@ class Machine:
     arithmetic: float
 
     def limit(self, flops: int, num_bytes: int) -> float:
-        """Return the least seconds that this work can take at the best rates."""
+        """Return the least seconds that the given work can take at the best rates."""
         return max(flops / self.arithmetic, num_bytes / self.bandwidth)
 
     def rates(self, seconds: float, flops: int, num_bytes: int) -> Row:
@@ -505,7 +505,7 @@ def read_arguments() -> argparse.Namespace:
 
 @torch.inference_mode()
 def report(sections: Sequence[str], file: Path | None) -> None:
-    """Measure and print the given sections, and write the results to a file. Exit with an error if a section failed."""
+    """Measure and print `sections`, and write the results to a file. Exit with an error if a section failed."""
     ops = select_backend(CONFIG.backend, torch.device(CONFIG.device), torch.bfloat16).ops
     console, machine = Console(width=120), measure_machine()
     console.print(f"{machine.name}, torch {torch.__version__}, {ops.instruction_set()}")

@@ -1,10 +1,9 @@
 """Report what HTTP costs compared with the client: `python examples/benchmarks/http_report.py [MODEL]`.
 
-The report requests the same samples from one worker alternately through `AsyncRolloutClient` and over HTTP. The
-measured workloads are groups of samples in one request, many concurrent requests for one sample each, streams, and
-small requests on kept and on new connections. Every HTTP response must have the same tokens and log-prob bits as the
-client's result. Then the report holds many connections open, and sends many malformed requests at the same time as
-valid requests.
+The report requests the same samples from one worker alternately through `AsyncRolloutClient` and over HTTP. The report
+measures groups of samples in one request, many concurrent requests for one sample each, streams, and small requests on
+kept and on new connections. Every HTTP response must have the same tokens and log-prob bits as the client's result.
+Then the report holds many connections open, and sends many malformed requests at the same time as valid requests.
 
 The report has its own HTTP client, so that no HTTP library is measured. The front end and the report share the cores
 with the worker, as a trainer on the same machine would.
@@ -205,9 +204,7 @@ class Bench:
     vocab_size: int
 
     async def seconds(self, action: Awaitable[Any]) -> tuple[float, Any]:
-        """Run `action` with an empty prefix cache. Return the seconds that `action` took, and the result of
-        `action`.
-        """
+        """Run `action` with an empty prefix cache. Return the seconds that `action` took, and its result."""
         await self.client.client.invalidate_prefix_cache()
         start = time.perf_counter()
         result = await action
@@ -237,8 +234,8 @@ class Bench:
         self.console.print(table)
 
     async def compare(self, asked: Asked, by_client: Ask, by_http: Ask) -> tuple[float, float, float]:
-        """Request the same samples through the client and over HTTP. Return three numbers: the seconds through the
-        client, the seconds over HTTP, and the front end's CPU seconds.
+        """Request the same samples through the client and over HTTP. Return the seconds of both ways, and the front
+        end's CPU seconds.
         """
         ours, expected = await self.seconds(by_client(*asked))
         await self.http.connect()
@@ -331,7 +328,7 @@ class Bench:
         )
 
     async def flood(self, generator: random.Random, count: int) -> None:
-        """Send malformed requests on several connections. The front end must refuse each one."""
+        """Send malformed requests on several connections. The front end must refuse each malformed request."""
         requests = iter([(PATHS[number % len(PATHS)], malformed(generator)) for number in range(count)])
 
         async def send() -> None:

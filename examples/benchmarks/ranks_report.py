@@ -84,8 +84,8 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
 
 
 class Alone:
-    """The exchange of a rank that runs alone. The counters of other ranks are always ahead, so the rank never waits.
-    The sums of other ranks are arbitrary.
+    """A fake exchange of sums between ranks, for a rank that runs alone. The counters of other ranks are always ahead,
+    so the rank never waits. The sums of other ranks are arbitrary.
     """
 
     def __init__(self, index: int) -> None:

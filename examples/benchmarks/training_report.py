@@ -55,7 +55,7 @@ def time_step(model: Any, ids: Tensor, log_probs: Callable[[Any, Tensor], Tensor
 
 
 def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]:
-    """Run one step of the unaligned and one of the aligned model. Return the seconds of both steps."""
+    """Run one step of the unaligned model and one step of the aligned model. Return the seconds of each step."""
     unaligned = time_step(model, ids, plain_log_probs, is_autocast)
     align(model)
     aligned = time_step(model, ids, token_log_probs, is_autocast)

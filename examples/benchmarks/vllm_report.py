@@ -5,11 +5,11 @@ is reused. vLLM's CPU build needs torch's CPU build. If pip's index does not hav
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 
 Then the workloads of `trueroll bench` run in several rounds, alternately with a trueroll worker and with vLLM's `LLM`.
-Both systems use all cores and get the same prompts, dtype and number of new tokens. Both start each run with an empty
-prefix cache. All other settings are each system's defaults. vLLM gets tcmalloc, which it recommends, if
+Both systems use all cores and get the same prompts, dtype and number of new tokens. Both systems start each run with an
+empty prefix cache. All other settings are each system's defaults. vLLM gets tcmalloc, which it recommends, if
 libtcmalloc-minimal4 is installed on the system. Both systems return the log-prob of each token and no text. The table
-has medians and ranges in generated tokens per second. The ratio is computed from the medians. Run the report on an
-otherwise idle machine.
+has medians and ranges in generated tokens per second. The ratio in the table is computed from the medians. Run the
+report on an otherwise idle machine.
 """
 
 import json
