@@ -247,8 +247,8 @@ def attention_row(sequences: int, queries: int, context: int, ours: float, sdpa:
 
 
 def batch_of(sequences: int, queries: int, context: int, device: Any) -> AttentionBatch:
-    """Return a batch of sequences with `context` tokens each, of which the last `queries` tokens are queries. Blocks
-    are in order.
+    """Return a batch of sequences. Each sequence has `context` tokens, and its last `queries` tokens are queries.
+    Blocks are in order.
     """
     starts = [queries * i for i in range(sequences + 1)]
     tables = torch.arange(sequences * context // BLOCK_SIZE, device=device).view(sequences, -1)
@@ -266,7 +266,7 @@ def dense_attention(
     soft_cap: None = None,
     sinks: None = None,
 ) -> Tensor:
-    """Compute SDPA for a batch from `batch_of`. The blocks of this batch are in order, so keys and values are dense and
+    """Compute SDPA for a batch from `batch_of`. The blocks of the batch are in order, so keys and values are dense and
     need no gather.
     """
     sequences = len(batch.context_lens)

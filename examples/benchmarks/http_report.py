@@ -146,7 +146,7 @@ class Http:
 
 
 class Client:
-    """Requests the same samples from the worker without HTTP."""
+    """Requests samples directly from the worker, without HTTP."""
 
     def __init__(self, client: AsyncRolloutClient) -> None:
         self.client = client

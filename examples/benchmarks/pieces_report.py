@@ -1,8 +1,8 @@
 """Measure the cost of computing sums in pieces on one device: `python examples/benchmarks/pieces_report.py [CONFIG]`.
 
 The module `kernels.pieces` defines pieces. Two engines take turns and serve the same requests: the first computes sums
-in the model's number of pieces, the second in one piece. The table shows the speed of the first engine as a multiple of
-the speed of the second: the median and the range of several pairs of runs. CONFIG: as in `trueroll bench
+in the model's number of pieces, the second in one piece. The table shows the speed with the model's number of pieces as
+a multiple of the speed with one piece: the median and the range of several pairs of runs. CONFIG: as in `trueroll bench
 --dummy-weights`; default: qwen3-0.6b. Run the report on an otherwise idle machine.
 """
 

@@ -2,9 +2,9 @@
 
 A kernel takes as long as its slowest resource. The bandwidths of memory and L2 are resources that all SMs share. The
 other resources belong to one SM: matrix units, shared memory, other instructions, and the time in which a program waits
-for its own loads and barriers. While a program waits, other programs can use the SM. The SM with the most work
-determines the kernel's time. The model does not include bank conflicts, the relative timing of programs, or a clock
-that is lowered further by the power limit.
+for its own loads and barriers. Other programs on the same SM can use the time in which a program waits. The SM with the
+most work determines the kernel's time. The model does not include bank conflicts, the relative timing of programs, or a
+clock that is lowered further by the power limit.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def attention_tile(rows: int, keys: int, size: int, warps: int) -> Work:
     """Return the work of one program on one tile of keys.
 
     Scores and weights stay in registers. Matrix instructions of 64 rows read queries, keys and values from shared
-    memory. For wide heads, two groups of four warps share this work.
+    memory. For wide heads, two groups of four warps share the work of a tile.
     """
     matrix = 2 * keys * rows * size / H100.multiply_adds
     loaded, groups = 2 * 2 * keys * size, warps // 4
