@@ -50,8 +50,8 @@ class Admission:
     """Checks each request and adds it to `ledger` and `scheduler`.
 
     `model`: the model's folder, with the tokenizer that is used to find stop strings. `num_added`: the number of
-    requests added so far. `joined_tokens`: prompt tokens of requests that joined another request's computation of the
-    same prompt.
+    requests added so far. `joined_tokens`: the number of prompt tokens of requests that joined another request's
+    computation of the same prompt.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Admission:
         return Rules.of(distribution, sorted(_ending_tokens(distribution, self._info)), self._info.vocab_size)
 
     def _place(self, distribution: Distribution, token_ids: np.ndarray, is_given: bool = False) -> Place | None:
-        """Return the place that a text of the distribution's grammar has reached after `token_ids`; None if the
-        distribution has no grammar. Raise the errors of `Grammars.open`.
+        """Return the `Place` in the distribution's grammar after `token_ids`; None if the distribution has no grammar.
+        Raise the same errors as `Grammars.open`.
         """
         if (grammar := distribution.structured_outputs) is None:
             return None
@@ -277,7 +277,9 @@ def _ending_tokens(params: Distribution, info: EngineInfo) -> frozenset[int]:
 
 
 def _check_named_tokens(params: Distribution, info: EngineInfo) -> None:
-    """Raise InvalidRequestError unless all token ids in `params` are in the vocabulary and a token is left to draw."""
+    """Raise InvalidRequestError unless all token ids in `params` are in the vocabulary and at least one token may be
+    drawn.
+    """
     named = dict(
         stop_token_ids=params.stop_token_ids,
         logit_bias=[token for token, _ in params.logit_bias],

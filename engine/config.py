@@ -37,8 +37,8 @@ _OF_DEVICE: Any = None  # a placeholder until the device is known
 class EngineConfig(BaseModel):
     """The settings of one engine. Unknown keys and values out of range raise ConfigError.
 
-    The only settings that affect the bits of samples are `model`, `dtype`, `device`, `backend` and `pieces`. In
-    addition to these settings, the instruction set that the backend uses affects the bits.
+    The only settings that affect the bits of samples are `model`, `dtype`, `device`, `backend` and `pieces`. Besides
+    the settings, only the instruction set that the backend uses affects the bits of samples.
 
     `model`: a folder in Hugging Face format, `hf://ORG/NAME[@REVISION]`, or `smollm2`. `max_model_len`: the longest
     context in tokens; None: the length that the model was trained for. `dtype`: `auto` is the dtype in config.json, or
@@ -58,33 +58,33 @@ class EngineConfig(BaseModel):
 
     `state_interval`, `decode_state_interval` and `state_budget` apply only to models with recurrent layers.
     `state_interval`: the number of tokens between the state checkpoints of a prompt. Cached prefixes are resumed from
-    checkpoints. With None, the interval is chosen so that a checkpoint takes at most as much memory as the blocks
-    between two checkpoints. `decode_state_interval`: tokens between state checkpoints while decoding; 0: no
-    checkpoints. `state_budget`: the maximum number of checkpoints held at a time; None: one for every `state_interval`
-    tokens of KV cache.
+    checkpoints. If `state_interval` is None, the interval is chosen so that a checkpoint takes at most as much memory
+    as the blocks between two checkpoints. `decode_state_interval`: the number of tokens between state checkpoints while
+    decoding; 0: no checkpoints are taken. `state_budget`: the maximum number of checkpoints held at a time; None: one
+    for every `state_interval` tokens of KV cache.
 
     `speculative`: how tokens are drafted for speculative decoding; drafting does not change the bits of samples.
     `ngram` drafts tokens that repeat earlier text: the prompt, the sample itself or other samples of the prompt. `mtp`
     drafts with the model's module for multi-token prediction. For each sample and step, `auto` selects the drafter that
-    expects more accepted tokens; for a model without such a module, `auto` is `ngram`. `num_speculative_tokens`: the
+    expects more accepted tokens; for a model without an MTP module, `auto` is `ngram`. `num_speculative_tokens`: the
     maximum number of tokens drafted for a sample in one step.
 
     `tensor_parallel_size`: the number of ranks among which each layer is divided; a power of two, at most `pieces`.
     `pipeline_parallel_size`: the number of stages into which the layers are divided: at most 8, and at most the number
-    of layers. Each stage has `tensor_parallel_size` ranks. The bits of samples do not depend on these two numbers.
-    `devices`: the devices of the ranks, separated by commas, such as `cuda:0,cuda:1`; a device may have several ranks.
-    None: one GPU for each rank, or the CPU; if `device` is a single GPU such as `cuda:1`, all ranks share it.
-    `exchange`: how ranks exchange tensors: `shared` (through host memory), `group` (a process group of torch: NCCL on
-    GPUs, gloo on a CPU) or `symmetric` (each GPU reads the memory of the others). `auto` is `group` if each rank has a
-    GPU of its own, otherwise `shared`.
+    of layers. Each stage has `tensor_parallel_size` ranks. The bits of samples do not depend on the numbers of ranks
+    and stages. `devices`: the devices of the ranks, separated by commas, such as `cuda:0,cuda:1`; a device may have
+    several ranks. If `devices` is None, each rank has a GPU of its own, or all ranks use the CPU; if `device` is a
+    single GPU such as `cuda:1`, all ranks share this GPU. `exchange`: how ranks exchange tensors: `shared` (through
+    host memory), `group` (a process group of torch: NCCL on GPUs, gloo on a CPU) or `symmetric` (each GPU reads the
+    memory of the others). `auto` is `group` if each rank has a GPU of its own, otherwise `shared`.
 
     `pieces`: tensor parallelism splits some sums; each of these sums is computed in this number of pieces: 1, 2, 4 or
-    8. A different number gives samples with different bits. None: the number that suits the model (`kernels.pieces`). A
-       trainer must use the same number.
+    8. A different number of pieces gives samples with different bits. If `pieces` is None, the engine uses the number
+    that suits the model (`kernels.pieces`). A trainer must use the same number of pieces as the engine.
 
-    `max_images`: the maximum number of images in a prompt. 0: the vision tower is not loaded. Above 0, the model needs
-    a vision tower. `max_image_patches`: the maximum number of patches of an image. `image_cache_bytes`: the maximum
-    size of all encoded images on each rank, in addition to the KV cache.
+    `max_images`: the maximum number of images in a prompt. If `max_images` is 0, the vision tower is not loaded. If
+    `max_images` is above 0, the model must have a vision tower. `max_image_patches`: the maximum number of patches of
+    an image. `image_cache_bytes`: the maximum size of all encoded images on each rank, in addition to the KV cache.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.
@@ -132,7 +132,7 @@ class EngineConfig(BaseModel):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of all stages."""
+        """The number of ranks in all stages together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -154,7 +154,9 @@ class EngineConfig(BaseModel):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that may be in flight, each in a different stage. With drafts, the number is 1."""
+        """The number of steps that may be in flight, each in a different stage. With speculative decoding, only one
+        step may be in flight.
+        """
         return 1 if self.num_drafts else self.pipeline_parallel_size
 
     @property
@@ -174,7 +176,7 @@ class EngineConfig(BaseModel):
 
     @property
     def wants_repeats(self) -> bool:
-        """Return whether to draft repeats."""
+        """Return whether to draft tokens that repeat earlier text."""
         return self.speculative in ("ngram", "auto")
 
     @model_validator(mode="after")
@@ -204,7 +206,9 @@ class EngineConfig(BaseModel):
         return self
 
     def _check_devices(self) -> None:
-        """Raise ConfigError if `devices` does not name a device for each rank, or if the ranks cannot use them."""
+        """Raise ConfigError if `devices` does not name a device for each rank, or if the ranks cannot use the named
+        devices.
+        """
         names = self.rank_devices
         is_known = all(re.fullmatch("cpu|cuda:[0-9]{1,2}", name) for name in names) and len({n[:3] for n in names}) == 1
         if self.devices is not None and (self.num_ranks == 1 or len(names) != self.num_ranks or not is_known):

@@ -53,7 +53,8 @@ class Engine:
     `loaded`: the result of `load_model` for a configuration with the same model, dtype, device and backend as `config`.
     Pass a loaded model to share weights among engines. `drafter`: used in place of the drafters that
     `config.speculative` names. If `drafter` is given, `config.speculative` must not be `off`. `draft_always`: in each
-    step, draft as many tokens as possible, whatever they cost. With `drafter`, the engine always does this.
+    step, draft as many tokens as possible, whatever they cost. If `drafter` is given, the engine always drafts as many
+    tokens as possible.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of requests. Its methods `find` and `prepare` may be called from any thread."""
+        """The grammars of requests. The methods `find` and `prepare` of the result may be called from any thread."""
         return self._grammars
 
     @property
@@ -148,7 +149,7 @@ class Engine:
 
         On a GPU, queue the new step, wait for the previous step and return the outputs of the previous step. If the
         previous step finished the last open request, also wait for the new step. With several stages, wait for the
-        oldest step in flight if as many steps are in flight as there are stages, or if no further step can be planned.
+        oldest step in flight only if every stage has a step, or if no new step can be planned.
         """
         return self._pipeline.step()
 
@@ -231,8 +232,8 @@ class Engine:
         self._executor.peers.check()
 
     def close(self) -> None:
-        """End the engine's other processes. No call may follow. Without this call, the other processes end when this
-        process ends.
+        """End the engine's other processes. No call may follow. If `close` is not called, the other processes end when
+        this process ends.
         """
         self._executor.peers.close()
         self._grammars.close()

@@ -1,4 +1,5 @@
-"""Images and video frames in requests: preprocessed pixels, their place in the prompt, and the checks of both.
+"""Images and video frames in requests: preprocessed pixels, their place in the prompt, and the checks of pixels and
+places.
 
 Does not import torch, so that clients can use `ImageInput` without torch.
 """
@@ -28,8 +29,9 @@ class ImageInput:
     `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * frames *
     patch_size**2], the 8-bit pixels of each patch, channel by channel, frame by frame and row by row; the patches are
     in the tower's order (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the value that the tower
-    reads. This format is lossless, because image processors map each 8-bit level of a channel to one value. `frames`:
-    the number of frames in `levels`: 1 for an image, and `TowerSpec.frames` for a part of a video.
+    reads for a level of channel c. This format is lossless, because image processors map each 8-bit level of a channel
+    to one value. `frames`: the number of frames in `levels`: 1 for an image, and `TowerSpec.frames` for a part of a
+    video.
     """
 
     start: int
@@ -69,8 +71,8 @@ class Placed(Protocol):
 
 
 def new_content_hash(image: Placed) -> Any:
-    """Return a SHA-256 object of hashlib with the kind and the size of an image. After an update with the table and the
-    levels, its digest is `ImageInput.content_hash`.
+    """Return a SHA-256 object of hashlib that has hashed the kind and the size of an image. After an update with the
+    table and the levels, the object's digest is `ImageInput.content_hash`.
     """
     kind = b"image" if image.frames == 1 else b"video"
     return hashlib.sha256(kind + _GRID.pack(image.frames, image.rows, image.columns))
@@ -113,7 +115,7 @@ class ImageLimits:
         """Raise InvalidRequestError unless the images of a prompt are sorted and disjoint, fit the tower, cover
         placeholders only, and are within the limits. Return the tower.
 
-        A patch counts once, because the number of its frames does not change the tower's work.
+        A patch counts once, whatever its number of frames, because the tower's work per patch is the same.
         """
         if self.tower is None or len(images) > self.max_images:
             raise InvalidRequestError(

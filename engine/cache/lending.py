@@ -30,7 +30,9 @@ _NODES = Path("/sys/devices/system/node")
 
 
 class LentMemory(NamedTuple):
-    """A description of lent memory: an unnamed file of process `pid`, with its file descriptor, inode and size."""
+    """The description of lent memory: an unnamed file, which process `pid` has open as file descriptor `fd`, with the
+    file's inode and size.
+    """
 
     pid: int
     fd: int
@@ -104,8 +106,8 @@ def place_to_lend() -> str | None:
     Two processes get equal identifiers if they run on the same machine and NUMA nodes, in the same container, as the
     same user and with the same Linux capabilities. The identifier includes the capabilities because the system hides a
     process's open files from processes with fewer capabilities. The identifier includes the NUMA nodes because reading
-    from another node is slower. A process that would get only small pages cannot lend, because sharing weights in small
-    pages costs more than a copy in huge pages.
+    the memory of another node is slower. A process that would get only small pages cannot lend, because sharing weights
+    in small pages costs more than a copy in huge pages.
     """
     if sys.platform != "linux":
         return None
@@ -132,8 +134,8 @@ class _Probe(LendableArena):
 def _may_be_looked_at() -> bool:
     """Return whether other processes of this user may access this process's open files.
 
-    They may not if the program runs with capabilities or as another user (setuid). In this case, the process's files in
-    /proc belong to root.
+    Other processes may not access the files if this process runs with capabilities or as another user (setuid). The
+    files in /proc of a process with capabilities or setuid belong to root.
     """
     return os.stat("/proc/self/fd").st_uid == os.geteuid()
 

@@ -89,11 +89,11 @@ class Arena(ABC):
 
     @property
     def num_bytes(self) -> int:
-        """The size of the memory, whether it is held or not."""
+        """The size of the memory in bytes, even while the memory is released."""
         return self._memory.nbytes
 
     def take(self, other: Arena) -> None:
-        """Move the content of another arena into this one. The other arena's content is undefined afterwards.
+        """Move the content of another arena into this one. After this call, the other arena's content is undefined.
 
         Raise ValueError unless both arenas have tensors of the same sizes in the same order.
         """
@@ -123,8 +123,8 @@ class HostArena(Arena):
     """Pages of host memory. `drop(keep=True)` leaves the content in place.
 
     The pages may come from a file that `map_file` mapped into this arena, or into the arena from which `take` moved the
-    content. Forked processes do not have the pages: they would keep the memory from the system, and double it as this
-    process writes.
+    content. Forked processes do not inherit the pages. If a forked process inherited the pages, it would keep dropped
+    memory allocated, and the system would copy each page that this process writes.
     """
 
     def __init__(self, num_bytes: int, huge_pages: bool) -> None:
@@ -222,7 +222,7 @@ def _map(memory: Tensor, flags: int, file: int) -> None:
 
 
 def _keep_from_children(memory: Tensor) -> None:
-    """Let processes that are forked from now on not have the pages of `memory`. Raise OSError on failure."""
+    """Exclude the pages of `memory` from all processes that are forked from now on. Raise OSError on failure."""
     if not advise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTFORK):
         raise OSError(ctypes.get_errno(), "madvise: cannot keep the pages of an arena from forked processes")
 

@@ -13,9 +13,9 @@ decisions about when to allocate, fork or preempt (`scheduler`).
 
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group, the entry names the
-block that holds the KV of the prefix's last `block_size` tokens. When such a block is reused for other tokens, the
-entry no longer names it. A sequence releases a block when no later token of the sequence can attend to the block. Until
-a released block is reused, other sequences can still hit the prefix that was published for it.
+block that holds the KV of the prefix's last `block_size` tokens. When a block of an entry is reused for other tokens,
+the entry no longer names the block. A sequence releases a block when no later token of the sequence can attend to the
+block. Until a released block is reused, other sequences can still hit the prefix that was published for it.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
 holds the KV of tokens [L - W + 1, L). In a group of window W, the token at position L attends to tokens [L - W + 1, L].
@@ -33,8 +33,8 @@ Guarantees:
 - A cached block can be hit until it is reused, or until it is replaced by a block that is in use and has the same KV.
 - A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
   addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
-- `invalidate` drops the index. After that, the cached blocks are the first blocks to be reused. Blocks in use stay in
-  use.
+- `invalidate` drops the index. The blocks that were cached before `invalidate` are the first blocks to be reused.
+  Blocks in use stay in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
 """
@@ -127,7 +127,8 @@ class Pool(Generic[Owner]):
         """Remove the owners of all blocks.
 
         Cached blocks become the next blocks to be reused, in the order of their release, because their memory is
-        already allocated. The memory of other free blocks may never have been touched.
+        already allocated. Other free blocks may never have been used, so the system may not have allocated their memory
+        yet.
         """
         self._empty.extend(reversed(self._cached))
         self._cached.clear()
@@ -201,7 +202,7 @@ def _extra(salt: bytes, spans: bytes) -> bytes:
 
 
 class BlockIdentity:
-    """Computes the hashes of blocks of `block_size` tokens. `epoch`: the number of calls to `renew`."""
+    """Computes the hashes of blocks; each block has `block_size` tokens. `epoch`: the number of calls to `renew`."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -505,7 +506,7 @@ class PrefixCache:
         return run[:found]
 
     def find_claim(self, chain: Chain, num_hits: int, limit: int) -> bytes | None:
-        """After the hits, find the run of blocks that other chains are computing (see `Claims.find`), and return the
+        """Find the run of blocks after the hits that other chains are computing (see `Claims.find`), and return the
         hash of the run's last block. The search is limited to blocks within tokens [0, limit).
         """
         return self.claims.find(chain, chain.hashes[num_hits : limit // self.block_size]) if self.enabled else None

@@ -35,8 +35,8 @@ class DraftCounts:
 
 @dataclass
 class _Choices:
-    """The choices for the step in flight. `drafters`: the index of the drafter for each sequence. `price`: the cost of
-    a drafted token, as a number of tokens.
+    """The choice of drafters for the step in flight. `drafters`: the index of the drafter for each sequence. `price`:
+    the cost of a drafted token, as `StepCosts.price` returns it.
     """
 
     drafters: dict[Sequence, int]
@@ -85,7 +85,7 @@ class Drafting:
         """Return the chunks of a step, extended with drafted tokens.
 
         Drafted tokens use only free blocks and the unused part of the step's token budget. Drafting never preempts a
-        sequence. The host must have seen all tokens of the sequences.
+        sequence. All tokens of the sequences must already be known to the host.
         """
         running, fitting = scheduler.running, dict[Sequence, int]()
         rows = int((chunks.ends - chunks.starts).sum())
@@ -111,8 +111,8 @@ class Drafting:
         return chunks.add_drafts({sequence.lane: tokens for sequence, tokens in drafts.items() if tokens})
 
     def record(self, decodes: Chunks, counts: np.ndarray) -> None:
-        """Record the drafts of a step. Drafts of sequences that were aborted in the meantime do not count. `counts`
-        (int64): the number of draws that each decode accepts.
+        """Record the drafts of a step. Drafts of sequences that were aborted since the step was planned do not count.
+        `counts` (int64): the number of accepted draws of each decoding sequence.
         """
         decided = zip(decodes.sequences, decodes.lanes.tolist(), (counts - 1).tolist(), strict=True)
         for sequence, lane, accepted in decided:

@@ -46,8 +46,8 @@ DEFAULT_BUDGET = 64 * 2**20
 
 
 class Guess(NamedTuple):
-    """Predicted tokens, and the length of the match before them. Length 0 means that the tokens come from an earlier
-    sample with the same seed.
+    """Predicted tokens, and the length of the match before them. Match length 0 means that the predicted tokens come
+    from an earlier sample with the same seed.
     """
 
     tokens: AnySequence[int]
@@ -144,7 +144,7 @@ class PromptIndex:
 
     def _from_seed(self, text: Text, seed: int, most: int) -> Guess | None:
         """Guess the tokens that follow in the earlier sample with this seed. Return None if the last tokens before the
-        guess differ from that sample.
+        guess differ from the earlier sample.
         """
         twin, end = self._by_seed.get(seed), len(text.tokens)
         if twin is None or twin.tokens[end - _LEAST_EQUAL : end] != text.tokens[-_LEAST_EQUAL:]:
@@ -180,8 +180,8 @@ class PromptIndex:
 class RepeatsDrafter:
     """Drafts repeated tokens. `budget`: the approximate maximum size of all indexes together, in bytes.
 
-    After an index is dropped for lack of room, the running sequences that used it get no more drafts. If such indexes
-    were built again, prompts that do not fit into the budget together would be indexed in every step.
+    After an index is dropped for lack of room, the running sequences that used it get no more drafts. If a dropped
+    index were built again, prompts that together exceed the budget would be indexed again in every step.
     """
 
     name = "repeats"

@@ -3,7 +3,7 @@
 A step of R rows takes t(R) seconds and is expected to yield E tokens. Suppose that a drafted token is accepted with
 probability p. The step yields more tokens per second with the token's row than without it if (E + p) / t(R + 1) > E /
 t(R). `StepCosts` measures t in earlier steps, and the drafter estimates p. Under load, each further row makes a step so
-much slower that nothing is drafted. The bits of samples do not depend on these numbers.
+much slower that nothing is drafted. The bits of samples do not depend on t, E or p.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class StepCosts:
         return self._measured_at.get(bucket_of(rows), -_STEPS_UNTIL_STALE) > self._steps - _STEPS_UNTIL_STALE
 
     def record(self, rows: int, started: float, ended: float) -> None:
-        """Record a step with `rows` rows. `started`: when its planning began. `ended`: when its results arrived.
+        """Record a step with `rows` rows. `started`: when the planning of the step began. `ended`: when the step's
+        results arrived.
 
-        The time before the previous step ended does not count.
+        If the previous step ended later than `started`, the duration counts from that end.
         """
         seconds, self._ended = max(ended - max(started, self._ended), 1e-6), ended
         self._steps += 1
@@ -81,7 +82,8 @@ class StepCosts:
         return least + (most - least) * (bucket - below) / (above - below)
 
     def price(self, rows: int, drafted: int, tokens: int) -> float:
-        """Return the cost of each of `drafted` rows beside `rows` other rows, as a number of tokens.
+        """Return the cost of a drafted row in a step with `drafted` drafted rows and `rows` other rows: the number of
+        tokens that steps without drafts would yield in the extra time that the row takes.
 
         `tokens`: the number of tokens that the step yields without drafts.
         """
@@ -102,7 +104,7 @@ class Pause:
         self._gain, self._in_vain = 0.0, 0
 
     def allows_drafts(self, step: int) -> bool:
-        """Return whether to draft in the step with this number."""
+        """Return whether to draft in the step with the number `step`."""
         return self._in_vain < _STEPS_IN_VAIN or step % _STEPS_PER_TRIAL == 0
 
     def record(self, gain: float) -> None:
@@ -116,7 +118,8 @@ class Pause:
 
 
 def choose(chances: Mapping[int, Sequence[float]], costs: StepCosts, rows: int, tokens: int) -> dict[int, int]:
-    """For each lane, return the number of drafted tokens to compute in a step that has `rows` other rows.
+    """For each lane (running sequence), return how many drafted tokens to compute in a step that has `rows` rows
+    without drafts.
 
     `chances`: as `Drafter.expect` returns them. `tokens`: the number of tokens that the step yields without drafts.
     Rows of drafted tokens are added in descending order of their probability of acceptance, up to the number of rows

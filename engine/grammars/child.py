@@ -1,7 +1,8 @@
 """What the child processes of grammars do: compile grammars, check tokens, and compute masks.
 
-A call is MessagePack. A child answers compilations on one pipe, and masks on another, in another thread: llguidance
-releases Python's lock while it compiles, so a slow grammar delays no mask.
+A call is MessagePack. The child for masks compiles grammars in one thread and computes masks in another; each thread
+answers the calls of its own pipe. A slow compilation delays no mask, because llguidance releases Python's lock while it
+compiles.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ AGAIN = ""
 
 
 def try_grammars(text: TokenText, limits: Limits, pipes: Sequence[socket]) -> None:
-    """Translate and compile grammars, each within the limits, and reply with the translation."""
+    """Answer calls on the first pipe: translate and compile a grammar within the limits, and reply with the
+    translation.
+    """
     limit_memory(limits.more_bytes)
     answer_calls(pipes[0], partial(_answer, partial(_try, text, limits)))
 
@@ -71,7 +74,8 @@ def _packed(result: Any, error: str | None) -> bytes:
 
 
 class _Masks:
-    """The compiled grammars and the walks of a child, by the numbers that the parent gives them.
+    """The compiled grammars (`Template`) and the samples in progress (`Walk`) of a child, by the numbers that the
+    parent process assigned.
 
     `open` and `compute` run in two threads, which share only the templates.
     """
@@ -87,7 +91,9 @@ class _Masks:
         self._template(number, lark)
 
     def _template(self, number: int, lark: str | None) -> Template | None:
-        """Return a compiled grammar. If it is missing, compile `lark`, or return None if `lark` is None."""
+        """Return a compiled grammar. If the child does not have the grammar, compile `lark`; if `lark` is None, return
+        None.
+        """
         with self._lock:
             found = self._templates.get(number)
         if found is None and lark is not None:
@@ -102,7 +108,7 @@ class _Masks:
         return found
 
     def compute(self, ended: list[int], rows: list[list[Any]]) -> list[tuple[int, bytes, str | None]]:
-        """Return for each row: how many of the following tokens the grammar accepts; the masks; and an error or None.
+        """For each row, return how many of the following tokens the grammar accepts, the masks, and an error or None.
         `ended`: walks to forget. `rows`: the arguments of `_row`.
         """
         for walk in ended:
@@ -113,7 +119,7 @@ class _Masks:
         self, walk: int, number: int, lark: str | None, ending: list[int], start: int, new: bytes, following: bytes
     ) -> tuple[int, bytes, str | None]:
         """Append the tokens `new` to a walk that has `start` tokens, and compute the masks of the next token and of the
-        `following` ones. If `start` is 0, begin a new walk.
+        token after each of the `following` tokens. If `start` is 0, begin a new walk.
 
         `number`, `lark`: as in `_template`. `ending`: the tokens that end the sample. `new`, `following`: int32 arrays.
         """

@@ -1,11 +1,11 @@
-"""Grammars of an engine's requests: tried before a request is admitted, and asked for masks at each step.
+"""The grammars of an engine's requests: each is tried before its request is admitted, and provides masks at each step.
 
-No grammar is translated, compiled or matched in this process. One child tries new grammars, with limits on time and
-memory. Another child compiles what has passed, follows the samples, and computes all masks of a step (`child`): in one
-call, or in several if the masks are large (`_MOST_CALL_BYTES`).
+Grammars are translated, compiled and matched only in child processes. One child tries new grammars, with limits on time
+and memory. Another child process compiles the grammars that passed, follows the samples, and computes masks (`child`).
+One call computes all masks of a step; large masks take several calls (`_MOST_CALL_BYTES`).
 
 Guarantees: a grammar that takes too much time or memory, or crashes, ends only its own samples, with an error. If the
-child for masks dies, a new one gets the tokens of the samples again, so that no mask changes.
+child process for masks dies, a new one receives the tokens of the samples again, so that no mask changes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ _MOST_CALL_BYTES = 2**23
 
 @dataclass(eq=False)
 class Prepared:
-    """A grammar that was tried. `lark`: its translation. `fault`: why no text is generated with it, or None."""
+    """A grammar that a child process has tried. `lark`: its translation. `fault`: the reason why the grammar cannot be
+    used, or None.
+    """
 
     number: int
     lark: str
@@ -57,11 +59,11 @@ class Prepared:
 
 @dataclass(eq=False)
 class Place:
-    """The place of a sample, or of tokens to score, in a text of a grammar.
+    """The progress of a sample, or of tokens to score, through a text of a grammar.
 
     `token_ids`: the tokens since the beginning of the text. `masks` (int32 [n + 1, ceil(V / 32)]): the masks that the
-    last call of `fill` or `fill_given` has found. `error`: the reason why masks cannot be found, or None. With an
-    error, `masks` allow nothing. `num_told`: the number of tokens that the child for masks has got.
+    last call of `fill` or `fill_given` found. `error`: the reason why masks cannot be found, or None. After an error,
+    `masks` allow no token. `num_told`: the number of tokens that the child process for masks has received.
     """
 
     number: int
@@ -74,8 +76,8 @@ class Place:
 
 
 class _Asked(NamedTuple):
-    """Masks to find: the mask of the token after the first `num_tokens` tokens of a place, and of the token after each
-    of the `following` tokens.
+    """Masks to find for `place`: the mask of the token after its first `num_tokens` tokens, and the mask of the token
+    after each of the `following` tokens.
     """
 
     place: Place
@@ -105,8 +107,8 @@ class Grammars:
         return bool(self._places)
 
     def find(self, grammar: Grammar) -> Prepared | None:
-        """Return the grammar if `prepare` need not try it, because it did so before; else None. This stays so while the
-        result is held.
+        """Return the grammar as an earlier call of `prepare` tried it; None if `prepare` must try it first. A grammar
+        remains known while a caller holds the result.
         """
         with self._lock:
             if (known := self._known.get(grammar)) is not None:
@@ -114,7 +116,7 @@ class Grammars:
             return known
 
     def prepare(self, grammar: Grammar) -> Prepared:
-        """Try and compile a grammar, which may take as long as `TRIAL` allows. Return it, as `find` does. Raise
+        """Try and compile a grammar, which may take as long as `TRIAL` allows. Return the same object as `find`. Raise
         InvalidRequestError if the grammar is not supported, and UnavailableError if the system cannot start a process.
         """
         if (known := self.find(grammar)) is None:
@@ -128,9 +130,9 @@ class Grammars:
     def open(
         self, grammar: Grammar, ending_token_ids: Sequence[int], token_ids: Sequence[int], is_given: bool
     ) -> Place:
-        """Return the place of a sample that begins with `token_ids`. If `is_given`, these are tokens to score, and the
-        grammar may exclude the last one. Raise the errors of `prepare`, and InvalidRequestError if the grammar excludes
-        another token.
+        """Return the place of a sample that begins with `token_ids`. If `is_given` is True, `token_ids` are tokens to
+        score, and the grammar may exclude the last one. Raise the errors of `prepare`, and InvalidRequestError if the
+        grammar excludes any other token of `token_ids`.
         """
         known = self.prepare(grammar)
         place = Place(next(self._numbers), [*ending_token_ids], array("i", token_ids), known)
@@ -143,8 +145,8 @@ class Grammars:
         return place
 
     def fill(self, asked: Sequence[tuple[Place, Sequence[int]]]) -> None:
-        """Find the masks of places: of the token after all tokens of the place, and of the token after each of the
-        following tokens, up to the first one that the grammar excludes.
+        """For each place, find the mask of the token after all tokens of the place, and of the token after each of the
+        following tokens, up to the first following token that the grammar excludes.
         """
         self._fill_or_fail([_Asked(place, len(place.token_ids), following) for place, following in asked])
 
@@ -157,7 +159,9 @@ class Grammars:
         place.masks = np.concatenate(found)
 
     def close(self) -> None:
-        """End the child processes. No call may follow; a call of `prepare` in another thread ends soon."""
+        """End the child processes. No call may follow. A call of `prepare` that is running in another thread ends
+        soon.
+        """
         with self._starting:
             self._is_closed = True
             for child in (self._trial, self._child):
@@ -169,7 +173,9 @@ class Grammars:
         return max(1, _MOST_CALL_BYTES * 8 // self._vocab_size)
 
     def _fill_or_fail(self, asked: list[_Asked]) -> None:
-        """As `_fill`. If the system cannot start a process, the samples end, but the step goes on."""
+        """As `_fill`. If the system cannot start a process, the samples of `asked` get an error, but the step goes
+        on.
+        """
         try:
             self._fill(asked)
         except UnavailableError as error:
@@ -177,7 +183,7 @@ class Grammars:
                 self._fail(each, str(error))
 
     def _fill(self, asked: list[_Asked]) -> None:
-        """Find masks. If one call for several places fails, call once for each place."""
+        """Find masks. If a call for several places fails, make one call for each place."""
         for part in _parts(asked, self._most_rows):
             for each in self._compute(part, is_alone=False):
                 self._fill_alone(each)
@@ -192,7 +198,7 @@ class Grammars:
 
     def _compute(self, asked: list[_Asked], is_alone: bool) -> list[_Asked]:
         """Find masks in one call. Return the entries of `asked` that got no masks because the child died or was
-        replaced. `is_alone`: send the translated grammar, too.
+        replaced. `is_alone`: whether `asked` has a single entry; the call then includes the translated grammar.
         """
         left = list[_Asked]()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
@@ -222,7 +228,7 @@ class Grammars:
         return _read(self._ask(1, _pack(ended, rows), seconds))
 
     def _fail(self, asked: _Asked, fault: str) -> None:
-        """Give a place its error, and masks that allow nothing."""
+        """Set the error of a place, and give the place masks that allow no token."""
         asked.place.error = fault
         asked.place.masks = np.zeros((len(asked.following) + 1, -(-self._vocab_size // MASK_BITS)), np.int32)
 
@@ -245,7 +251,7 @@ class Grammars:
         return known
 
     def _translated(self, grammar: Grammar) -> tuple[str, str | None]:
-        """Return a grammar in llguidance's syntax, and why it cannot be used, or None."""
+        """Return a grammar in llguidance's syntax, and the reason why the grammar cannot be used, or None."""
         try:
             text = self._tokens()
         except GrammarError as error:
@@ -262,7 +268,7 @@ class Grammars:
         return lark or "", error
 
     def _tokens(self) -> TokenText:
-        """Return the text of the model's tokens. Raise GrammarError if they are not known."""
+        """Return the text of the model's tokens. Raise GrammarError if the text cannot be loaded."""
         if self._text is None:
             try:
                 self._text = _load_tokens(self._path, self._vocab_size, self._eos)
@@ -297,7 +303,7 @@ def _pack(*call: Any) -> bytes:
 
 
 def _row(asked: _Asked, is_alone: bool) -> tuple[Any, ...]:
-    """Return a row of `_Masks.compute`."""
+    """Return one row of the argument `rows` of `_Masks.compute`."""
     place, num_tokens, following = asked
     if place.num_told > num_tokens:
         place.num_told = 0  # given tokens are computed again
@@ -312,7 +318,7 @@ def _num_masks(asked: Sequence[_Asked]) -> int:
 
 
 def _parts(asked: Sequence[_Asked], most: int) -> Iterator[list[_Asked]]:
-    """Yield parts with at most `most` masks, or a single place with more."""
+    """Split `asked` into parts with at most `most` masks each. A place that needs more masks is a part of its own."""
     part, room = list[_Asked](), most
     for each in asked:
         if part and room < len(each.following) + 1:
@@ -325,7 +331,7 @@ def _parts(asked: Sequence[_Asked], most: int) -> Iterator[list[_Asked]]:
 
 
 def _read(reply: bytes) -> tuple[Any, str | None]:
-    """Return the result of a call and its error."""
+    """Return the result and the error that a reply contains."""
     if not reply:
         return None, f"it needs more than {TRIAL}, or crashes"
     result, error = msgpack.unpackb(reply)
@@ -337,8 +343,8 @@ def _refused(fault: str) -> InvalidRequestError:
 
 
 def _load_tokens(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenText:
-    """Load the text of a model's tokens, after a trial. Raise GrammarError if there is none, and UnavailableError if
-    the file cannot be read now.
+    """Load the text of a model's tokens, after a trial in a child process. Raise GrammarError if the text cannot be
+    loaded, and UnavailableError if the tokenizer's file cannot be read now.
     """
     if installed_version() is None:
         raise GrammarError("the worker lacks llguidance; install it with: pip install 'trueroll[grammar]'")

@@ -1,16 +1,17 @@
 """Grammars as llguidance matches them: the language, the vocabulary, and the masks of one sample.
 
-A mask depends only on the grammar, the vocabulary and the tokens of the sample so far. llguidance (Microsoft, MIT) is
-the package of the extra `grammar`. It parses with an Earley parser (Earley 1970) over lexemes that it matches with
-derivatives of regular expressions (Brzozowski 1964).
+A mask depends only on the grammar, the vocabulary and the tokens of the sample so far. The package llguidance
+(Microsoft, MIT), which the extra `grammar` installs, computes the masks. Its parser is an Earley parser (Earley 1970)
+over lexemes, which are matched with derivatives of regular expressions (Brzozowski 1964).
 
 Guarantees:
 
-- A mask allows exactly the tokens with which the text begins a text of the grammar. Without `no_forcing`, llguidance
-  would only allow the tokens into which its tokenizer would split a text that must follow.
-- What llguidance cannot match exactly raises GrammarError. A matcher that has reached a limit raises GrammarError
-  instead of giving a mask. Whether a limit is reached may depend on the masks and tokens asked for before; the bits of
-  a mask do not.
+- A mask allows exactly those tokens after which the text is still a prefix of a text of the grammar. Without
+  `no_forcing`, where the grammar permits only one continuation, llguidance would allow only the tokens into which its
+  own tokenizer splits this continuation.
+- A grammar that llguidance cannot match exactly raises GrammarError. A matcher that has reached a limit raises
+  GrammarError instead of returning a mask. Earlier requests for masks may affect whether a limit is reached, but never
+  the bits of a mask.
 
 An untrusted grammar may take much time and memory here, so workers match grammars in child processes only (`masks`).
 """
@@ -44,11 +45,15 @@ _STOPS = {
 
 
 class GrammarError(Exception):
-    """A grammar or a tokenizer is not supported, or a limit was reached. The message says which, in one line."""
+    """A grammar or a tokenizer is not supported, or a limit was reached. The message says, in one line, what is not
+    supported or which limit was reached.
+    """
 
 
 def installed_version() -> str | None:
-    """Return the version of llguidance; None if it is not installed. Other versions may have other masks."""
+    """Return the version of llguidance; None if it is not installed. Other versions of llguidance may compute other
+    masks.
+    """
     try:
         return version("llguidance")
     except PackageNotFoundError:
@@ -76,7 +81,9 @@ def _quoted(text: str) -> str:
 
 
 def _with_options(grammar: Grammar) -> str:
-    """Return a schema in which llguidance's own options, which could make it lenient, are fixed."""
+    """Return a JSON schema with fixed values for llguidance's own options, because other values could make the matching
+    lenient.
+    """
     schema = {"type": "object"} if grammar.json is None else json.loads(grammar.json)
     options = dict(lenient=False, coerce_one_of=False, whitespace_flexible=not grammar.disable_any_whitespace)
     return json.dumps(schema | {"x-guidance": options | {"json_allow_general_unicode_escapes": False}})
@@ -104,10 +111,10 @@ def _from_gbnf(grammar: str) -> str:
 
 class TokenText:
     """The text of a model's tokens. `tokenizer`: the content of tokenizer.json. `eos_token_ids`: tokens that are never
-    part of a text, as are special tokens and ids above the tokenizer's.
+    part of a text. Special tokens, and ids above those of the tokenizer, are never part of a text either.
 
-    Raise GrammarError if llguidance does not support the tokenizer, or if there is no end-of-sequence token. Takes
-    seconds for a large vocabulary.
+    Raise GrammarError if llguidance does not support the tokenizer, or if there is no end-of-sequence token. The
+    constructor takes seconds for a large vocabulary.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -124,7 +131,9 @@ class TokenText:
 
 
 class Template:
-    """A compiled grammar. `lark`: from `translated`. Raise GrammarError if it does not compile, or has no text."""
+    """A compiled grammar. `lark`: from `translated`. Raise GrammarError if the grammar does not compile, or if no text
+    matches it.
+    """
 
     def __init__(self, text: TokenText, lark: str) -> None:
         from llguidance import LLMatcher, LLParserLimits
@@ -135,13 +144,13 @@ class Template:
         Walk(self, ()).masks(())  # some errors are only found by a mask
 
     def copied(self) -> LLMatcher:
-        """Return a matcher at the beginning of a text, which has seen nothing."""
+        """Return a new matcher, at the beginning of a text."""
         return self._matcher.deep_copy()
 
 
 class Walk:
-    """A sample's way through the texts of a grammar. `ending_token_ids`: the tokens that end the sample; drawn where
-    the text is complete.
+    """The progress of one sample through the texts of a grammar. `ending_token_ids`: the tokens that end the sample;
+    masks allow these tokens where the text is complete.
     """
 
     def __init__(self, template: Template, ending_token_ids: Sequence[int]) -> None:
@@ -150,16 +159,16 @@ class Walk:
         self._ending = mask_of(ending_token_ids, template.text.vocab_size)
 
     def append(self, token_ids: Sequence[int]) -> int:
-        """Append tokens up to the first one that the grammar excludes. Return how many were appended."""
+        """Append tokens up to the first one that the grammar excludes. Return the number of appended tokens."""
         count = self._matcher.try_consume_tokens([*token_ids])
         _check(self._matcher)
         self.num_tokens += count
         return count
 
     def masks(self, following: Sequence[int]) -> np.ndarray:
-        """Return the masks (`RowEdits.mask`) of the next token and of the token after each of the `following` tokens:
-        int32 [n + 1, ceil(V / 32)], where n is the number of following tokens before the first one that the grammar
-        excludes. The walk does not change.
+        """Return the masks (`RowEdits.mask`) of the next token and of the token after each accepted token of
+        `following`: int32 [n + 1, ceil(V / 32)]. The n accepted tokens are the tokens before the first one that the
+        grammar excludes. The walk does not change.
         """
         masks = np.zeros((len(following) + 1, len(self._ending)), np.int32)
         self._fill(masks[0])

@@ -1,7 +1,7 @@
-"""The grammar of a request, under the names of vLLM's `structured_outputs`, and its limits.
+"""The grammar of a request, with the field names of vLLM's `structured_outputs`, and the limits on a grammar.
 
-Checks a grammar's form and size only. Whether a grammar compiles is known after a trial (`masks`). Clients use this
-module without torch and without llguidance.
+This module checks only the form and the size of a grammar. Whether a grammar compiles is known only after a trial
+(`masks`). Clients use this module without torch and without llguidance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Grammar:
-    """What the text of a sample must match, as a whole. Exactly one of the first five fields is given.
+    """A grammar that the whole text of a sample must match. Exactly one of the first five fields is given.
 
     `json`: a JSON schema, as an object or as its text; stored as text. `regex`: a regular expression in the syntax of
     Rust's `regex`, where `\\d`, `\\w` and `\\s` stand for ASCII characters. `choice`: the texts to choose from.
@@ -60,7 +60,7 @@ class Grammar:
 
     @property
     def num_chars(self) -> int:
-        """The number of characters in all texts."""
+        """The total number of characters in the texts of the grammar's fields."""
         return sum(map(len, (self.json or "", self.regex or "", self.grammar or "", *self.choice)))
 
 
@@ -75,7 +75,7 @@ def as_grammar(value: Any) -> Any:
 
 
 def _schema_text(schema: Mapping[str, Any] | str) -> str:
-    """Return a JSON schema as text. Raise ValueError if it is no JSON object, or nested too deeply."""
+    """Return a JSON schema as text. Raise ValueError if the schema is not a JSON object, or is nested too deeply."""
     if isinstance(schema, str):
         _check_text("json", schema)
     try:

@@ -1,7 +1,7 @@
 """A forked process that answers calls, one at a time on each of its pipes.
 
-A call and its reply are bytes, with their length in front. Guarantees: a call returns in time, whatever the child does;
-replies have a bounded length; and the child ends with the object, or with this process.
+A call and its reply are bytes, preceded by their length. Guarantees: a call returns within its time limit, whatever the
+child does; replies have a bounded length; and the child ends with the object, or with this process.
 """
 
 from __future__ import annotations

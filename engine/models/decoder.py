@@ -1,8 +1,8 @@
 """The decoder: the weights and the forward pass of the model that a `DecoderSpec` describes.
 
 Owns the layout of the weights. Each weight has the form that the backend requires, and the name that a checkpoint uses
-(`checkpoint_tensors`). The caller allocates their memory. The decoder does not own the memory of sequences, keeps no
-state between calls, and has no code for particular model families.
+(`checkpoint_tensors`). The caller allocates the memory of the weights. The decoder does not own the memory of
+sequences, keeps no state between calls, and has no code for particular model families.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ ROUTES = "routed_experts"
 
 
 def _parts_of_stacks(spec: ExpertsSpec) -> dict[str, tuple[str, ...]]:
-    """Return the roles of the parts of each stack, in the order of their rows."""
+    """For each stack of experts' matrices, return the roles of the parts of one matrix, in the order of the matrix's
+    rows.
+    """
     gate_up = ("expert.gate", "expert.up") if spec.gated else ("expert.up",)
     return {"experts.gate_up": gate_up, "experts.down": ("expert.down",)}
 
@@ -42,8 +44,8 @@ class ModelInput:
     layer, in the form that the layer's mixer requires. `pages`: for each layer, where to write the keys and values of
     the M tokens, and where attention reads keys and values. `states`: for each sequence, where to read the recurrent
     states and where to write the new ones; None if no layer has recurrent states. `embedded`: embeddings that replace
-    the embeddings of some tokens, or None; the same in all stages. The replacements are not scaled. `before`: the
-    output of the previous stage, which the forward pass overwrites; None in the first stage.
+    the embeddings of some tokens, or None; the same in all stages. The replacing embeddings are not scaled. `before`:
+    the output of the previous stage, which the forward pass overwrites; None in the first stage.
 
     In the input of a stage, `memories` and `pages` have one entry for each layer of that stage, and none for the layers
     of other stages.
@@ -61,10 +63,10 @@ class ModelInput:
 class ModelOutput(NamedTuple):
     """The output of a forward pass.
 
-    `hidden`: [M, hidden_size], after the last norm, or after the last layer of a stage that is not the last one.
-    `records`: values for each token besides its hidden state, by name. For a model with experts, `records[ROUTES]` is
-    an int32 tensor [layers with experts, M, top_k] that lists the experts of each token. The entries for the layers of
-    later stages are uninitialized.
+    `hidden`: [M, hidden_size], the hidden states after the last norm; in a stage before the last one, the hidden states
+    after the stage's last layer. `records`: values for each token besides its hidden state, by name. For a model with
+    experts, `records[ROUTES]` is an int32 tensor [layers with experts, M, top_k] that lists the experts of each token.
+    In `records[ROUTES]`, the entries for the layers of later stages are uninitialized.
     """
 
     hidden: Tensor
@@ -72,8 +74,9 @@ class ModelOutput(NamedTuple):
 
 
 class Owner(Enum):
-    """Which ranks share the memory of a weight: ranks of any stage (embeddings), all ranks (the vision tower), the
-    ranks of one stage (other weights that are not divided), or one rank (its part of a divided weight).
+    """The ranks that share the memory of a weight. Ranks of any stage share the embeddings (`ALL`), and all ranks share
+    the vision tower (`TOWER`). The ranks of one stage share other weights that are not divided (`STAGE`). A part of a
+    divided weight belongs to one rank (`RANK`).
     """
 
     ALL = auto()
@@ -142,13 +145,15 @@ class Decoder:
 
     @property
     def embed(self) -> Any:
-        """The embeddings, [vocab_size, hidden_size]. Some stages have none (`DecoderSpec.holds_embeddings`)."""
+        """The embeddings, [vocab_size, hidden_size]. Some stages have no embeddings
+        (`DecoderSpec.holds_embeddings`).
+        """
         return self._tensors[self.spec.embedding]
 
     @property
     def head(self) -> Any:
         """The weight that computes logits, [vocab_size, hidden_size], or this rank's rows of that weight. A tied head
-        consists of rows of the embeddings. None in a stage that is not the last one.
+        consists of rows of the embeddings. The result is None in a stage that is not the last one.
         """
         if not self.spec.stage.is_last:
             return None

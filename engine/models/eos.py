@@ -86,7 +86,9 @@ def _read_ids(path: Path, settings: dict[str, Any], vocab_size: int) -> list[int
 
 
 def _tokenizer_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Return a list with the id of the tokenizer's `eos_token`. The list is empty if there is no token or no id."""
+    """Return a list with the id of the tokenizer's `eos_token`. The list is empty if the tokenizer has no such token,
+    or if the token has no id.
+    """
     token = next(filter(None, (_read_token(folder / name) for name in _NAMING)), None)
     if token is None:
         return []

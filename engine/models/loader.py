@@ -78,8 +78,8 @@ class Checkpoint(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor of a file, or one expert's matrix in such a tensor, or some rows of a matrix in FP8, each with the
-    destination of the values. `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: for a
+    """A piece to copy, with the destination of its values: a tensor of a file, one expert's matrix in such a tensor, or
+    some rows of a matrix in FP8. `is_swapped`: the matrix is stored with rows and columns swapped. `quantized`: for a
     matrix in FP8, the rows and the scales of the whole matrix.
     """
 
@@ -316,15 +316,16 @@ def check_checkpoint(
 ) -> Checkpoint:
     """Find the tensors of `expected` in the folder's safetensors files, and check all tensors in these files.
 
-    The function reads the headers of all files. It reads values only of copies and of their originals. Only the shapes
-    and dtypes of `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates a tensor's name
-    in a file to the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the tensor.
-    `parts`: the parts in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a part in
-    FP8. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. Copies are skipped.
+    The function reads the headers of all files. The function reads values only to compare copies with their originals.
+    Only the shapes and dtypes of `expected` are used. `ignored`: names of tensors to skip. `own_name(name)`: translates
+    a tensor's name in a file to the name used in `expected`, `parts`, `tied` and `ignored`, or returns None to skip the
+    tensor. `parts`: the parts in which stacks may be stored. A stack may also be stored as MXFP4, and a matrix or a
+    part in FP8. `tied`: maps the name of each copy that a checkpoint may have to the name of the original. Copies are
+    skipped.
 
     Raise ModelError if a file is missing or invalid, or if headers are too large. Raise ModelError if a tensor is
-    missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype, and if a copy differs from its
-    original.
+    missing or unknown, is stored twice or in two forms, or has the wrong shape or dtype. Also raise ModelError if a
+    copy differs from its original.
     """
     files = _checkpoint_files(folder)
     _check_headers(folder, files)

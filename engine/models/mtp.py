@@ -1,7 +1,8 @@
 """The module for multi-token prediction (MTP): guesses the token after the next one (DeepSeek-V3, arXiv 2412.19437).
 
 The module has a layer with a KV cache of its own. Row q reads token q, which is known, and the decoder's hidden state
-of token q - 1. From these, it guesses token q + 1. The guess becomes a drafted token, which the decoder verifies.
+of token q - 1. From these two inputs, row q guesses token q + 1. The guess becomes a drafted token, which the decoder
+verifies.
 """
 
 from __future__ import annotations

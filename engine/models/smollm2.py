@@ -31,8 +31,8 @@ def smollm2_path() -> Path:
 
 
 def smollm2_folder() -> Path:
-    """Return the model's folder in Hugging Face format. It holds the weights in bfloat16, the tokenizer and the chat
-    template.
+    """Return the model's folder in Hugging Face format. The folder holds the weights in bfloat16, the tokenizer and the
+    chat template.
 
     The first call converts the model. The folder is stored in `$TRUEROLL_CACHE`, by default `$XDG_CACHE_HOME/trueroll`
     or `~/.cache/trueroll`. Raise ModelError if a package for the conversion is not installed, if the cache cannot be

@@ -56,8 +56,9 @@ class Tower:
         states: StateBatch | None,
         routes: Tensor | None,
     ) -> Tensor:
-        """Run the layers on x [M, hidden_size]. Before the decoder's first layer, replace the embeddings at the places
-        of `embedded`. After each of the decoder's first layers, add the next part of the rows.
+        """Run the decoder's layers on the hidden states x [M, hidden_size]. Before the decoder's first layer, replace
+        the embeddings at the places of `embedded`. After each of the decoder's first layers, add the next part of the
+        rows to the hidden states.
         """
         parts = embedded.rows.split(x.shape[1], 1)
         if self._first == 0:

@@ -39,7 +39,7 @@ class Limits:
 
 
 class TrialError(Exception):
-    """The work failed. The message describes the failure."""
+    """The work failed. The message describes why the trial failed."""
 
 
 def attempt(work: Callable[[], object], limits: Limits | None = None) -> None:
@@ -77,8 +77,8 @@ def room_for_a_process() -> Iterator[None]:
 def forked(work: Callable[[], object]) -> int:
     """Fork a child process that runs `work`, and return its process id.
 
-    The child exits without running the exit handlers of this process. It ignores SIGINT and SIGTERM: this process
-    handles a signal to the process group, and ends the child.
+    The child exits without running the exit handlers of this process. The child ignores SIGINT and SIGTERM: this
+    process handles a signal to the process group, and ends the child.
 
     Raise UnavailableError if the system cannot start a process.
     """

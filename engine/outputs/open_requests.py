@@ -44,12 +44,12 @@ class DrawRecord(NamedTuple):
 
     `seed`, `target`, `temperature`: as in `Wanted`. `has_filters`, `top_k`, `top_p`, `min_p`: the filters, as in
     `Distribution`. `basis`: the distribution under which log-probs are computed, given as an index into `BASES`.
-    `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If -1, neither tokens nor
-    the entropy are recorded. `is_special`: whether filters apply, or the most probable tokens or targets are recorded.
-    `has_targets`: whether log-probs of given tokens are recorded. `has_mask`: whether the tokens that could be drawn
-    are recorded; without filters and edits, this needs no computation. `edits_end`: the first position at which no
-    logit is edited. `reads_tokens`: whether the edits depend on the sample's earlier tokens. `end`: the position after
-    the last token that `max_tokens` allows.
+    `num_tops`: how many of the most probable tokens are recorded, in addition to the entropy. If `num_tops` is -1,
+    neither tokens nor the entropy are recorded. `is_special`: whether filters apply, or the most probable tokens or
+    targets are recorded. `has_targets`: whether log-probs of given tokens are recorded. `has_mask`: whether the tokens
+    that could be drawn are recorded; without filters and edits, this needs no computation. `edits_end`: the first
+    position at which no logit is edited. `reads_tokens`: whether the edits depend on the sample's earlier tokens.
+    `end`: the position after the last token that `max_tokens` allows.
     """
 
     seed: int = 0

@@ -45,7 +45,8 @@ class RouteFormat:
 class Routes:
     """The rows of tokens [0, num_rows) of one sequence. Each row takes `row_bytes` bytes.
 
-    `fresh`: the first row computed with the weights of the sequence's current chain. Earlier rows are never published.
+    `fresh`: the first row computed with the weights of the sequence's current chain. Rows before `fresh` are never
+    published.
     """
 
     def __init__(self, row_bytes: int, shared: bytes = b"", fresh: int = 0) -> None:

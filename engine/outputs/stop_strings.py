@@ -20,7 +20,7 @@ from ..models.tokenizer import load_tokenizer
 
 
 class TokenizerError(Exception):
-    """A tokenizer failed. The message describes the failure."""
+    """A tokenizer failed. The error's message describes how the tokenizer failed."""
 
 
 class Vocabulary:
