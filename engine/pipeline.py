@@ -8,7 +8,8 @@ done before `step` returns.
 
 If a model is divided into stages, as many steps are in flight as there are stages. A step needs the last token of each
 of its sequences, so no other step in flight may be drawing one of these tokens. The scheduler therefore divides the
-sequences among the steps. While steps are in flight, no sequence is preempted. With drafts, a single step is in flight.
+sequences among the steps. While steps are in flight, no sequence is preempted. With speculative decoding, only one step
+is in flight.
 
 `Ledger` owns every accepted request until the last output of the request. `Pipeline` owns the steps in flight, decides
 whether a token ends a sample, and records, for each token, the version of the weights that drew it. `Pipeline` does not
@@ -198,8 +199,8 @@ class _QueuedStep:
     started: float
 
     def kept(self, counts: np.ndarray) -> Chunks:
-        """Return the chunks, with rejected drafted tokens removed. `counts` (int64): the number of draws that each
-        decode accepts.
+        """Return the chunks, with rejected drafted tokens removed. `counts` (int64): the number of accepted draws of
+        each decoding sequence.
         """
         if not self.chunks.drafts:
             return self.chunks
@@ -280,8 +281,8 @@ class Pipeline:
         return plain.add_drafts({lane: tokens for lane, tokens in drafts.items() if tokens})
 
     def _encode(self, all_layers: bool) -> None:
-        """Encode a part of the image that the oldest sequence waits for. `all_layers`: finish the image, because there
-        is no step to compute.
+        """Encode a part of the image that the oldest sequence waits for. `all_layers`: whether to finish the image,
+        because there is no step to compute meanwhile.
         """
         encodings, encoder = self._scheduler.running.encodings, self._executor.encoder
         if encodings is None or encoder is None:
@@ -374,8 +375,8 @@ class Pipeline:
     def _go_on(self, takers: Takers, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
         """Append the accepted draws to each sample that has its own sequence.
 
-        Return an int64 array with the number of draws that each decode accepts, and a list of (index of the decode,
-        finish reason) for the samples that end.
+        Return two values: the number of accepted draws of each decoding sequence (int64 array), and a list of (index of
+        the decoding sequence, finish reason) for the samples that end.
         """
         decodes, counts, ended = takers.decodes, takers.counts[: len(takers.decodes)], list[tuple[int, FinishReason]]()
         starts, taken = counts.cumsum() - counts, np.ones(len(counts), np.int64)
@@ -409,7 +410,7 @@ class Pipeline:
             self._drafting.record(decodes, counts)
 
     def _end(self, takers: Takers, owner: int, reason: FinishReason) -> Output:
-        """End the sample and the sequence that belong to decode `owner`, and return the sample's output."""
+        """End the decoding sequence with the index `owner` and its sample, and return the sample's output."""
         sample = takers.samples[owner]
         self._leave(sample, takers.decodes.sequences[owner])
         return self._ledger.finish_sample(sample, reason)

@@ -33,8 +33,8 @@ from .media import ImageInput
 
 
 class Widths(NamedTuple):
-    """The number of elements per token in columns with lists. `tops`: in the columns of the most probable tokens.
-    `targets`: in the column of the target tokens.
+    """The number of elements per token in columns with lists. `tops`: the number in the columns of the most probable
+    tokens. `targets`: the number in the column of the target tokens.
     """
 
     tops: int = 0
@@ -243,16 +243,17 @@ class Distribution(BaseModel):
     min_p times the highest probability. The filters apply in the order `top_k`, `top_p`, `min_p`. Each filter sees only
     the tokens that the previous filter kept.
 
-    The other parameters edit the logits before the temperature divides them; a greedy choice sees these edits, too.
-    `kernels.edits` defines their order and arithmetic. The prompt is everything before the sample's first token.
-    `allowed_token_ids`: no other token is drawn; None allows all. `bad_words_token_ids`: sequences of tokens that a
-    sample must not contain. `logit_bias`: what is added to the logits of some tokens, as a map from token id to a
-    number from -100 to 100. `repetition_penalty` (1: off) makes tokens of prompt and sample less likely if it is above
-    1. `frequency_penalty` is subtracted from a token's logit once for each time the token occurs in the sample, and
-    `presence_penalty` once if the token occurs in the sample; both are from -2 to 2, and 0 is off.
+    All parameters besides the temperature and the filters edit the logits before the temperature divides them. The
+    edits affect a greedy choice, too. `kernels.edits` defines the order and the arithmetic of the edits. The prompt is
+    everything before the sample's first token. `allowed_token_ids`: no other token is drawn; None allows all.
+    `bad_words_token_ids`: sequences of tokens that a sample must not contain. `logit_bias`: what is added to the logits
+    of some tokens, as a map from token id to a number from -100 to 100. `repetition_penalty` (1: off) makes tokens of
+    prompt and sample less likely if it is above 1. `frequency_penalty` is subtracted from a token's logit once for each
+    time the token occurs in the sample. `presence_penalty` is subtracted once if the token occurs in the sample. Both
+    penalties are from -2 to 2, and 0 is off.
 
-    `min_tokens`: before a sample has this many tokens, the tokens that end a sample are not drawn. These are the tokens
-    in `stop_token_ids` and, unless `ignore_eos` is set, the model's end-of-sequence tokens.
+    `min_tokens`: before a sample has this many tokens, the tokens that end a sample are not drawn. The tokens that end
+    a sample are the tokens in `stop_token_ids` and, unless `ignore_eos` is set, the model's end-of-sequence tokens.
 
     `structured_outputs`: a `Grammar`, or a map with its fields; None allows all texts. A token is drawn only if the
     sample's text, including this token, is a prefix of a text of the grammar. The tokens that end a sample are drawn
@@ -352,9 +353,9 @@ class Distribution(BaseModel):
 
     @property
     def num_numbers(self) -> int:
-        """The total length of the lists in the parameters, from which callers estimate memory. Each inner list and each
-        text of a choice counts as two numbers, in addition to the numbers in it. Four characters of a grammar count as
-        one number.
+        """The total length of the lists in the parameters, from which callers estimate memory. An inner list counts as
+        its length plus 2, and an entry of `logit_bias` as 4. In a grammar, four characters count as 1, and each text of
+        `choice` adds 2.
         """
         words, grammar = sum(len(word) + 2 for word in self.bad_words_token_ids), self.structured_outputs
         text = 0 if grammar is None else grammar.num_chars // 4 + 2 * len(grammar.choice)
@@ -386,15 +387,15 @@ class SamplingParams(Distribution):
     sample may fill the model's context.
 
     `logprobs`: the distribution under which the log-probs of tokens are computed. `processed`: the distribution from
-    which tokens are drawn, after temperature and filters. `temperature`: after temperature, without filters. `raw`: the
-    model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens that are recorded
-    for each token of the sample. The entropy of the distribution is recorded as well. If `top_logprobs` is 0, only the
-    entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is recorded. `target_token_ids`:
-    for each token of the sample, record the log-probs of these tokens, as `target_logprobs`. `return_sampling_mask`:
-    for each token of the sample, record the tokens that could be drawn after filters and bans, as `kept_token_ids`, and
-    the logarithm of their total probability, as `kept_log_mass`. `return_routed_experts`: record the experts chosen for
-    each token of prompt and sample, if the model is a mixture of experts. `cache_salt`: only requests with the same
-    salt share cached prefixes.
+    which tokens are drawn, after temperature and filters. `temperature`: the distribution after temperature, without
+    filters. `raw`: the model's own distribution. None: no log-probs. `top_logprobs`: the number of most probable tokens
+    that are recorded for each token of the sample. The entropy of the distribution is recorded as well. If
+    `top_logprobs` is 0, only the entropy is recorded. If `top_logprobs` is None, neither the tokens nor the entropy is
+    recorded. `target_token_ids`: for each token of the sample, record the log-probs of these tokens, as
+    `target_logprobs`. `return_sampling_mask`: for each token of the sample, record the tokens that could be drawn after
+    filters and bans, as `kept_token_ids`, and the logarithm of their total probability, as `kept_log_mass`.
+    `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
+    experts. `cache_salt`: only requests with the same salt share cached prefixes.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -463,8 +464,8 @@ class SamplingParams(Distribution):
         unchanged.
 
         Raise ConfigError if `logprobs` is None. Raise ConfigError if a temperature alone does not describe the
-        distribution: with filters, and with parameters that edit logits. For an aligned model, pass the parameters as
-        the `distribution` of `token_log_probs` instead.
+        distribution: that is, if filters or parameters that edit logits are set. For an aligned model, pass the
+        parameters as the `distribution` of `token_log_probs` instead.
         """
         if self.logprobs is None:
             text = "logprobs is None, so a trainer has no log-probs to match; sample with logprobs='temperature'"
@@ -689,10 +690,11 @@ class SampleOutput:
     `kept_token_ids`: int32 [sum of `kept_counts`], the tokens that could be drawn: for each token of the sample, all
     ids that neither filters nor bans excluded, ascending. `kept_counts`: int32 [num_tokens], how many ids each token
     has. A token has 0 ids if the whole vocabulary could be drawn. `kept_offsets` says where each token's ids begin and
-    end. `kept_log_mass`: float32 [num_tokens], the natural logarithm of the probability of the kept tokens in the
-    distribution before `top_k`, `top_p` and `min_p`, which is after edits and temperature. The log-prob of a token in
-    the distribution from which it was drawn is its log-prob before these filters minus `kept_log_mass`. `kept_log_mass`
-    is computed as the difference of these two log-probs, rounded to float32.
+    end. `kept_log_mass`: float32 [num_tokens], the natural logarithm of the total probability of the kept tokens. The
+    probability is taken from the distribution after edits and temperature, but before `top_k`, `top_p` and `min_p`. The
+    log-prob of a token in the distribution from which it was drawn is the token's log-prob before these three filters
+    minus `kept_log_mass`. `kept_log_mass` is computed as a token's log-prob before the filters minus its log-prob after
+    the filters, rounded to float32.
 
     `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
     dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None

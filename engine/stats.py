@@ -10,7 +10,7 @@ class PoolStats:
     """The block pool that all layers with the same attention window share.
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
-    free blocks that hold a prefix listed in the cache's index. `empty`: all other free blocks.
+    free blocks that hold a prefix listed in the cache's index. `empty`: free blocks that hold no such prefix.
     """
 
     window: int | None

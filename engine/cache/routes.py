@@ -2,8 +2,8 @@
 per token.
 
 This module owns the map from an index entry to the rows of the entry's own tokens, the order in which rows were last
-used, and the capacity. The module does not own the published prefixes (`prefix_cache`), the format of rows, the rows of a
-sequence (`outputs.routes`), or the decision when rows are added and used (`scheduler`).
+used, and the capacity. The module does not own the published prefixes (`prefix_cache`), the format of rows, the rows of
+a sequence (`outputs.routes`), or the decision when rows are added and used (`scheduler`).
 
 An entry gets its rows from a sequence that computes the entry's block and records routed experts. The sequence that
 supplies the rows may differ from the sequence that published the block. Rows are not part of an entry's identity, and

@@ -18,11 +18,12 @@ STEPS = 64
 
 
 class Agreement:
-    """Compares checksums every `STEPS` steps: of the inputs (token ids, positions and rows of images), and of the drawn
-    tokens and the bits of their log-probs. `exchange`: connects all ranks; the first `num_drawing` ranks draw tokens.
+    """Every `STEPS` steps, compares checksums of the inputs (token ids, positions and rows of images), and checksums of
+    the drawn tokens and the bits of their log-probs. `exchange`: connects all ranks; the first `num_drawing` ranks draw
+    tokens.
 
-    The inputs are compared because ranks share the sums and the head: if one rank computes with other inputs, all ranks
-    draw the same wrong tokens.
+    The results alone would not show that one rank has wrong inputs: the ranks share the sums and the head, so all ranks
+    would draw the same wrong tokens.
     """
 
     def __init__(self, exchange: Exchange, num_drawing: int) -> None:
@@ -30,8 +31,8 @@ class Agreement:
         self._inputs = self._drawn = 0
 
     def add(self, step: Step, results: StepResults, images: Sequence[int] = ()) -> None:
-        """Add a step and its results. All ranks call this after the same step. `images`: a checksum of each image in
-        the step. Raise RankError if a rank differs.
+        """Add a step and its results. All ranks must call this method after the same step. `images`: a checksum of each
+        image in the step. Raise RankError if the checksums of the ranks differ.
         """
         for rows in (step.token_ids, step.positions, np.array(images, np.int64)):
             self._inputs = zlib.crc32(rows.tobytes(), self._inputs)

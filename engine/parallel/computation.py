@@ -32,7 +32,9 @@ class RankComputation:
             self._done.record(torch.cuda.current_stream(device))
 
     def wait(self) -> StepResults:
-        """Wait for this rank's results. Raise RankError if the ranks differ, or if the GPU does not finish in time."""
+        """Wait for this rank's results. Raise RankError if the checksums of the ranks differ, or if the GPU does not
+        finish in time.
+        """
         if self._done is not None:
             wait_until(self._done.query, self._segment)
         results = self._own.wait()

@@ -44,7 +44,7 @@ class Segment:
     closes.
 
     `check()`: called while a rank waits; raises an exception if another rank has ended. `most_seconds`: how long a rank
-    waits for the other ranks. After that, its call raises RankError.
+    waits for the other ranks. After `most_seconds`, the call of the waiting rank raises RankError.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class SharedExchange:
         self.native.meet()
 
     def _check_patience(self, turn: int) -> None:
-        """Raise RankError if this rank has waited too long at the meeting with the number `turn`. An error that `check`
-        raises is propagated.
+        """Raise RankError if this rank has waited too long for the other ranks to make the call with the number `turn`.
+        An error that `check` raises is propagated.
         """
         self._segment.check()
         waiting_for, since = self._waiting

@@ -1,5 +1,5 @@
-"""A follower: computes the steps that the leader sends. `python -m trueroll.engine.parallel.follower SOCKET SEGMENT
-RANK`.
+"""A follower: computes the steps that the leader sends. The command line is `python -m
+trueroll.engine.parallel.follower SOCKET SEGMENT RANK`.
 
 SOCKET and SEGMENT are file descriptors that the process inherits: one end of a socket pair, and the shared memory
 through which the ranks exchange tensors. The process ignores signals that ask it to exit. It exits when the leader
@@ -83,7 +83,7 @@ def follow(channel: Channel, file: int, index: int) -> None:
     agreement, in_flight = Agreement(everyone, topology.tensor), deque[RankComputation]()
 
     def settle(most: int = 0) -> None:
-        """Wait until at most this many steps are in flight."""
+        """Wait until at most `most` steps are in flight."""
         while len(in_flight) > most:
             in_flight.popleft().wait()
 
@@ -111,8 +111,8 @@ def follow(channel: Channel, file: int, index: int) -> None:
 
 
 def _end_with_the_leader(channel: Channel) -> None:
-    """End this process as soon as the leader has closed its end of the socket. Otherwise, a GPU could wait for ranks
-    that have ended, and this process could wait for the GPU.
+    """End this process as soon as the leader has closed its end of the socket. If this process did not end, its GPU
+    could wait for ranks that have ended, and this process could wait for the GPU.
     """
     while not channel.is_closed():
         time.sleep(_SECONDS_BETWEEN_LOOKS)

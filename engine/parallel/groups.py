@@ -126,8 +126,8 @@ class SymmetricExchange:
         self.rank, self._name, self._fold, self._handle = rank, name, fold_peers, cast(Handle, None)
 
     def join(self, store: Any, device: torch.device) -> None:
-        """Allocate this rank's buffer, and map the buffers of the other ranks. Raise ConfigError if torch cannot do
-        this.
+        """Allocate this rank's buffer, and map the buffers of the other ranks. Raise ConfigError if torch cannot
+        allocate or map the buffers.
         """
         try:
             memory: Any = cast(Any, torch._C)._distributed_c10d._SymmetricMemory
@@ -171,7 +171,9 @@ class SymmetricExchange:
         return joined(self, mine, lambda total, at: finish(total, start + at), rows)
 
     def _shared(self, x: Tensor) -> list[Tensor]:
-        """Write a tensor to this rank's buffer. Return the tensors of all ranks. They are valid until the next call."""
+        """Write a tensor to this rank's buffer. Return the tensors of all ranks. The returned tensors are valid until
+        the next call.
+        """
         peers = [self._handle.get_buffer(index, x.shape, x.dtype) for index in range(self.rank.size)]
         self._handle.barrier()  # all ranks have finished reading the buffers
         peers[self.rank.index].copy_(x)
@@ -250,8 +252,8 @@ def _nccl(store: Any, rank: Rank, device: torch.device) -> Any:
 @contextmanager
 def _variables(wanted: dict[str, str]) -> Iterator[None]:
     """Set these environment variables inside the `with` block, except the variables that are already set. NCCL reads
-    them when a group is created. The variables turn off the watchdog of NCCL groups, which would kill the process if a
-    rank hangs. The leader ends the ranks instead.
+    the variables when a group is created. The variables turn off the watchdog of NCCL groups, which would kill the
+    process if a rank hangs. Instead of the watchdog, the leader ends the ranks.
     """
     with _environment:
         added = {name: value for name, value in wanted.items() if name not in os.environ}

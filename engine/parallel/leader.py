@@ -50,8 +50,8 @@ class Follower(NamedTuple):
 
 
 class Followers:
-    """The followers of an engine with `size` ranks. They end when the object is closed or garbage-collected, or when
-    this process ends. A follower sends a message only if it fails.
+    """The followers of an engine with `size` ranks. The followers end when this object is closed or garbage-collected,
+    or when this process ends. A follower sends a message only if it fails.
     """
 
     def __init__(self, size: int) -> None:
@@ -61,8 +61,8 @@ class Followers:
 
     def start(self, config: EngineConfig, segment: int, folder: str, has_copies: bool) -> None:
         """Start the followers. `segment`: the file descriptor of the shared memory through which ranks exchange
-        tensors. `folder`: where the ranks find each other. `has_copies`: whether each rank computes with a copy of its
-        weights.
+        tensors. `folder`: the folder of the file through which the ranks find each other. `has_copies`: whether each
+        rank computes with a copy of its weights.
         """
         for index in range(1, self._size):
             own, other = socket.socketpair()
@@ -101,7 +101,7 @@ class Followers:
                 self._raise_failure(follower)
 
     def has_news(self) -> bool:
-        """Return whether a follower has failed or ended. Any thread may call this."""
+        """Return whether a follower has failed or ended. Any thread may call this method."""
         return any(follower.channel.has_news() for follower in self._all)
 
     def check(self) -> None:
@@ -286,8 +286,9 @@ class RankedExecutor:
         self._own.check_ready()
 
     def compute(self, step: Step) -> _Computation:
-        """See `Executor.compute`. The followers begin at once. With several stages, this rank computes the last stage,
-        and begins only when the results are awaited. The first stage can begin another step meanwhile.
+        """See `Executor.compute`. The followers begin the step at once. With several stages, this rank computes the
+        last stage, and begins only when the caller waits for the results. Until then, the first stage can begin another
+        step.
         """
         self._ranks.tell("compute", step)
         computation = _Computation(step, self._compute)
@@ -343,8 +344,8 @@ class RankedExecutor:
 
 
 def _abort_after_a_failure(followers: Callable[[], Followers | None], place: Callable[[], RankPlace | None]) -> None:
-    """Wait until a follower has failed, then abort rank 0's exchanges on its GPU. Otherwise, this process could wait
-    for the GPU for ever, because the GPU waits for the follower.
+    """Wait until a follower has failed, then abort rank 0's exchanges on its GPU. Without the abort, this process could
+    wait for its GPU forever, because the GPU waits for the failed follower.
     """
     with suppress(OSError, ValueError):  # the channels are closed
         while (watched := followers()) is not None and not watched.has_news():
@@ -355,5 +356,5 @@ def _abort_after_a_failure(followers: Callable[[], Followers | None], place: Cal
 
 
 def device_of_copies(device: torch.device) -> torch.device | None:
-    """Return the device to which ranks copy their weights; None if they compute with the leader's memory."""
+    """Return the device to which ranks copy their weights; None if the ranks compute with the leader's memory."""
     return None if device.type == "cpu" else device

@@ -19,7 +19,7 @@ from .groups import Connections
 class RankPlace:
     """The place of rank `index`. `segment`: the memory that all ranks share.
 
-    `links`: how the rank reaches the others. `everyone`: the exchange among all ranks through host memory.
+    `links`: how the rank reaches the other ranks. `everyone`: the exchange among all ranks through host memory.
     """
 
     def __init__(self, config: EngineConfig, index: int, segment: Segment) -> None:

@@ -1,13 +1,14 @@
 """The weights of an engine with several ranks.
 
-The leader owns the memory of all weights: one arena for the embeddings, which several stages may use; one for the
-vision tower, which all ranks use; one per stage for the weights that are not divided among its ranks (norms, routers);
-and one per rank for its part of the divided weights. A follower maps the arenas that its model needs. So the leader
-receives, reads, saves and drops weights as an engine in one process does. New weights reach a follower as one file
-descriptor per arena. Followers do not compute while the leader writes into live weights.
+The leader owns the memory of all weights, which consists of arenas. One arena holds the embeddings, which several
+stages may use. Another arena holds the vision tower, which all ranks use. Each stage has an arena for the weights that
+are not divided among its ranks (norms, routers). Each rank has an arena for its part of the divided weights. A follower
+maps the arenas that its model needs. The leader therefore receives, reads, saves and drops weights as an engine in one
+process does. New weights reach a follower as one file descriptor per arena. Followers do not compute while the leader
+writes into live weights.
 
-This memory is in the host. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up to
-date after each commit.
+All arenas are in host memory. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up
+to date after each commit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _Place: TypeAlias = tuple[Owner, int]
 
 
 def _sizes(build: Build, dtype: torch.dtype) -> dict[Owner, int]:
-    """Return the bytes of a rank's weights, by owner. Owners without weights are left out."""
+    """Return the bytes of a rank's weights, by owner. The result leaves out owners without weights."""
 
     def unallocated(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -80,7 +81,7 @@ class DeviceCopy:
 
 class RankedArena:
     """Memory for one set of weights. `arenas`: the arena of each owner. `of_ranks`: the owners of the weights that each
-    rank uses. `copy`: the copy with which rank 0 computes; None if it computes with this memory.
+    rank uses. `copy`: the copy with which rank 0 computes; None if rank 0 computes with this memory.
     """
 
     copy_note = ""
@@ -95,7 +96,7 @@ class RankedArena:
 
     @property
     def num_held(self) -> int:
-        """See `Arena`. If the ranks have copies, this is the memory of all copies."""
+        """See `Arena`. If the ranks compute with copies, return the bytes of all copies."""
         if self.copy is None:
             return sum(arena.num_held for arena in self.arenas.values())
         of_ranks = (self.arenas[place].num_bytes for places in self.of_ranks for place in places)
@@ -129,7 +130,7 @@ class RankedArena:
             self.copy.drop()
 
     def restore_host(self) -> None:
-        """As `restore`, without the copy."""
+        """Restore the host memory, but not the copy."""
         try:
             for arena in self.arenas.values():
                 arena.restore()
@@ -138,7 +139,7 @@ class RankedArena:
             raise
 
     def restore(self) -> None:
-        """See `Arena.restore`. If there is not enough memory, nothing is restored."""
+        """See `Arena.restore`. If there is not enough memory, no arena is restored."""
         self.restore_host()
         if self.copy is not None:
             self.copy.restore()
@@ -152,7 +153,7 @@ class RankedArena:
 
 class LeaderWeights:
     """The `WeightMemory` of the leader. `builds`: creates the model of each rank. `copies_to`: the device on which rank
-    0 computes with a copy, if it does not compute with this memory.
+    0 computes with a copy of its weights; None if rank 0 computes with this memory.
     """
 
     def __init__(

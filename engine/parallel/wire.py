@@ -53,7 +53,7 @@ class Channel:
         self.send_packed(packed(name, content))
 
     def send_packed(self, message: bytes) -> None:
-        """As `send`, for the result of `packed`."""
+        """Send a message that `packed` has encoded. Raise the errors of `send`."""
         self._socket.sendall(message)
 
     def receive(self) -> tuple[str, Any]:
@@ -75,7 +75,9 @@ class Channel:
         return list(files)
 
     def has_news(self, seconds: float = 0.0) -> bool:
-        """Return whether a message has arrived or the other process has ended. Wait up to `seconds` for either."""
+        """Return whether a message has arrived or the other process has ended. Wait up to `seconds` for one of these
+        two events.
+        """
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
@@ -87,7 +89,7 @@ class Channel:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Close the socket. The other process then receives EOFError."""
+        """Close the socket. A `receive` in the other process then raises EOFError."""
         self._socket.close()
 
     def _read(self, length: int) -> memoryview:
@@ -100,7 +102,7 @@ class Channel:
 
 
 def packed(name: str, content: object) -> bytes:
-    """Return a message as bytes, with its length in front."""
+    """Return a message as bytes, preceded by its length."""
     message = cast(bytes, msgpack.packb((name, content), default=_packed))
     return _LENGTH.pack(len(message)) + message
 

@@ -25,17 +25,17 @@ class Encoder(Protocol):
     """Encodes images, one at a time, for the steps that follow."""
 
     def begin(self, task: EncodeTask) -> None:
-        """Drop the rows of the evicted images, then begin to encode an image. No other image may be under way."""
+        """Drop the rows of the evicted images, then begin to encode an image. No other image may be partly encoded."""
         ...
 
     def advance(self, most_layers: int | None) -> bool:
-        """Compute at most `most_layers` layers of the image under way; None: all layers. Return whether the image is
-        now encoded.
+        """Compute at most `most_layers` layers of the image that is being encoded; None: all layers. Return whether the
+        image is now encoded.
         """
         ...
 
     def clear(self) -> None:
-        """Drop all rows, and the image under way."""
+        """Drop all rows, and the image that is being encoded."""
         ...
 
 
@@ -51,7 +51,7 @@ class _Encoded:
 
 
 class ImageEncoder:
-    """The `Encoder` of one device: the rows of encoded images, by key, and the image under way."""
+    """The `Encoder` of one device: the rows of encoded images, by key, and the image that is being encoded."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
@@ -93,5 +93,7 @@ class ImageEncoder:
         return EmbeddedRows(to_device(torch.from_numpy(np.concatenate(places)), self._model.device), torch.cat(parts))
 
     def checksums(self, images: Sequence[ImageRows]) -> list[int]:
-        """Return a checksum of all rows for each image of a step. Wait for the device if a checksum is not known."""
+        """Return a checksum of all rows for each image of a step. Wait for the device if a checksum has not been read
+        yet.
+        """
         return [self._encoded[rows.key].checksum for rows in images]

@@ -69,7 +69,7 @@ class Peers(Protocol):
 
     @property
     def waited_us(self) -> int:
-        """How long this process has waited for the others, in microseconds."""
+        """How long this process has waited for the other processes, in microseconds."""
         ...
 
     def check(self) -> None:
@@ -138,15 +138,15 @@ class Executor(Protocol):
 
     def draft(self, step: DraftStep) -> list[list[int]]:
         """Return drafted tokens for each sequence of `step`. The model must have an MTP module. No step may be in
-        flight. A rank of a stage without the module only copies the blocks.
+        flight. A rank of a stage without the MTP module only copies the blocks.
         """
         ...
 
     def commit(self, staging: WeightStaging) -> None:
         """Use the staged weights from the next step on.
 
-        Raise RuntimeError if the weights are asleep, and ValueError if the staging is incomplete. In both cases,
-        nothing has changed.
+        Raise RuntimeError if the weights are asleep, and ValueError if the staging is incomplete. A call that raises
+        either error changes nothing.
         """
         ...
 

@@ -319,7 +319,7 @@ def _plan(config: EngineConfig, find_folder: Callable[[str], Path], links: Links
 
 
 def specs_of_ranks(spec: DecoderSpec, topology: Topology, ops: Backend) -> list[DecoderSpec]:
-    """Return the part of each rank. Raise ConfigError if the model cannot have these ranks."""
+    """Return the part of the model that each rank computes. Raise ConfigError if the model cannot have these ranks."""
     places = [(topology.rank(index), topology.stage(index)) for index in range(topology.size)]
     return [stage_of(part_of(spec, rank, ops.HEAD_SECTION), stage) for rank, stage in places]
 

@@ -3,11 +3,11 @@
 Owns the module's KV cache and some hidden states of the decoder. Both are stored by block, in the blocks of the layers
 without a window. Slot q holds a value that depends on tokens up to q only, and block b keeps the hidden states of its
 last tokens. Cache hits, forks and preemptions therefore need no other state: the blocks of a prefix are enough to guess
-what follows.
+the tokens that follow the prefix.
 
-The module computes every token that the decoder computes, including the tokens of prompts. Otherwise, its KV cache
-would have gaps. While drafting, the module writes to slots after the last token. The decoder's next step computes these
-tokens, and overwrites the slots.
+The module computes every token that the decoder computes, including the tokens of prompts. If the module skipped
+tokens, its KV cache would have gaps. While drafting, the module writes to slots after the last token. The decoder's
+next step computes these tokens, and overwrites the slots.
 """
 
 from __future__ import annotations

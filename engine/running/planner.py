@@ -4,7 +4,7 @@ images have taken their part.
 A worker makes the plan before it allocates the memory. A model without recurrent layers has no states, and all memory
 is used for blocks. Layers with the same attention window form a group with its own blocks (`DecoderSpec.windows`). If
 some layers have no window, they form the first group. The configuration determines the number of blocks of the first
-group. The planner derives the number of blocks of every other group from the first group's number.
+group. From the first group's number of blocks, the planner derives the number of blocks of every other group.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Sizes:
     All ranks have the same numbers of blocks and states. If the stages of a model differ, each size is the largest of
     all stages.
 
-    `block`: the size of a block of the first group. Such a block holds the keys and values of `block_size` tokens in
-    all layers of the group, and the hidden states that an MTP module keeps for the block. `windows` has a pair for each
-    further group: its window in tokens, and the size of its blocks. `state`: the size of one sequence's state in all
-    recurrent layers; 0 for models without recurrent layers. `draft`: the size of the inputs that recurrent layers keep
-    for a drafted token.
+    `block`: the size of a block of the first group. A block of the first group holds the keys and values of
+    `block_size` tokens in all layers of the group, and the hidden states that an MTP module keeps for the block.
+    `windows` has a pair for each further group: its window in tokens, and the size of its blocks. `state`: the size of
+    one sequence's state in all recurrent layers; 0 for models without recurrent layers. `draft`: the size of the inputs
+    that recurrent layers keep for a drafted token.
     """
 
     block_size: int

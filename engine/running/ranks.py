@@ -71,7 +71,7 @@ class Link(Protocol):
 
 
 class Links(NamedTuple):
-    """How a rank reaches the others.
+    """How a rank reaches the other ranks.
 
     `everyone`: all ranks. `stage`: the ranks of the same stage. `before`, `after`: the rank of the previous stage, and
     the rank of the next stage, if there is one. `num_sharers`: the number of ranks that share the memory of this rank's

@@ -59,7 +59,8 @@ class Drawing:
     """A draw of tokens; the draw may still be running on the device. `token_ids`: int64 [R], on the device.
 
     `recorded`: a pair for each row of `statistics`: the index of the draw, and the number of top tokens to record. The
-    number is -1 for a draw that requests no statistics. `targets`, `kept`: for the draws that record them.
+    number of top tokens is -1 for a draw that requests no statistics. `targets`, `kept`: the results for the draws that
+    record targets or kept sets.
     """
 
     def __init__(
@@ -154,8 +155,9 @@ class Sampler:
         return self.ops.next_tokens(hidden, self.head, wanted, self.spec)
 
     def score(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> list[Tensor]:
-        """Return the columns of scored tokens: their log-probs (float32 [M]); then, if `rows` has `top_logprobs`, the
-        other columns of `TokenStatistics`; then, if `rows` has targets, the log-probs of these (float32 [M, K]).
+        """Return the columns of scored tokens. The first column has the tokens' log-probs (float32 [M]). If `rows` has
+        `top_logprobs`, the other columns of `TokenStatistics` follow. If `rows` has targets, the last column has the
+        targets' log-probs (float32 [M, K]).
 
         `hidden`: [M, hidden_size], the hidden states of `rows`. `token_ids`: int64 [M], on the device of `hidden`.
         """
@@ -268,8 +270,8 @@ class Sampler:
 
 
 def packed_bits(mask: Tensor) -> Tensor:
-    """Return a bool mask [M, V] as bits: uint8 [M, ceil(V / 8)], the lowest bit first. A row that is true everywhere
-    gets no bit.
+    """Return a bool mask [M, V] as bits: uint8 [M, ceil(V / 8)], the lowest bit first. A row that is True everywhere
+    becomes a row of zero bits.
     """
     count = mask.shape[1]
     padded = torch.ones(len(mask), -(-count // 8) * 8, dtype=torch.bool, device=mask.device)
@@ -310,8 +312,8 @@ def _of_equal_length(targets: Mapping[int, np.ndarray]) -> list[list[int]]:
 
 
 def _sorted_by_kind(draws: Draws) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort draws into three groups, and return the indices of the draws in each group: draws with statistics that do
-    not need their logits; draws that need them; and plain draws.
+    """Sort draws into three groups, and return the indices of the draws in each group. The groups are: draws with
+    statistics that do not need their logits, draws that need their logits, and plain draws.
     """
     is_cut, is_plain = draws.is_cut, draws.is_plain
     return np.flatnonzero(~is_cut & ~is_plain), np.flatnonzero(is_cut), np.flatnonzero(is_plain)

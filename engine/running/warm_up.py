@@ -1,8 +1,8 @@
 """Warm-up on a GPU: ensures that no step waits for a compilation or runs out of memory.
 
 The warm-up compiles kernels for every number of rows that a step may have. The warm-up then captures all CUDA graphs
-and computes the largest step, on a KV cache with one block per attention window. The memory that remains free is
-available to the real KV cache. On a CPU, the warm-up does nothing.
+and computes the largest step, on a KV cache with one block per attention window. The memory that remains free during
+this computation is available to the real KV cache. On a CPU, the warm-up does nothing.
 """
 
 from __future__ import annotations

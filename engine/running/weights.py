@@ -55,8 +55,8 @@ class Factors(NamedTuple):
 
 
 class OptionalWeights:
-    """The weights of a model's MTP module. `names`: their names. New weights may lack them, because no sample depends
-    on them.
+    """The weights of a model's MTP module. `names`: their names. New weights may lack the module's weights, because no
+    sample depends on the module.
 
     transformers drops the module when it loads a model, so most trainers cannot push it. The worker then keeps the
     module's current weights. Owns the record of whether the last commit replaced these weights, and their values during
@@ -71,7 +71,7 @@ class OptionalWeights:
     def names(self) -> frozenset[str]:
         """The weights that the next commit may lack. A commit may lack all of these weights, but not just some of them.
 
-        Empty if an in-place staging was dropped after it had written to some of the weights.
+        The result is empty if an in-place staging was dropped after it had written to some of the weights.
         """
         return self._names if self._is_whole else frozenset()
 
@@ -87,7 +87,7 @@ class OptionalWeights:
         self._is_whole = False
 
     def note_commit(self, were_staged: bool) -> None:
-        """Record a commit. `were_staged`: whether it replaced these weights."""
+        """Record a commit. `were_staged`: whether the commit replaced the weights of the MTP module."""
         self._is_stale = bool(self._names) and not were_staged
         self._is_whole = True
 

@@ -64,8 +64,8 @@ class Encodings:
         return False
 
     def choose(self) -> EncodeTask | None:
-        """Choose the image to encode next, and mark it as under way. Return None if an image is under way, if no needed
-        image is missing, or if the missing image of the oldest sequence does not fit.
+        """Choose the image to encode next, and mark it as being encoded. Return None if an image is being encoded, if
+        no needed image is missing, or if the missing image of the oldest sequence does not fit.
         """
         missing = [(order, key) for key, (order, _) in self._needed.items() if key not in self._ready]
         if self.under_way is not None or not missing:
@@ -87,14 +87,14 @@ class Encodings:
         return self.under_way
 
     def finish(self) -> None:
-        """Count the image under way as encoded."""
+        """Count the image that was being encoded as encoded."""
         assert self.under_way is not None
         self._ready[self.under_way.image.content_hash] = self.size_of(self.under_way.image)
         self.stats.encoded += 1
         self.under_way = None
 
     def clear(self) -> None:
-        """Forget all rows, and the image under way."""
+        """Forget all rows, and the image that is being encoded."""
         self._ready.clear()
         self._needed.clear()
         self.under_way = None

@@ -17,14 +17,15 @@ index to slots). `Branches` owns each position at which prompts branch, as long 
 pending. `RecurrentStates` connects `StateSlots` and `Branches` to the lanes. This module does not own the tensors of
 the slots (`model_runner`) or the published prefixes (`prefix_cache`).
 
-A chunk ends where a checkpoint is taken. Checkpoints are taken at block boundaries, at the following positions of a
-sequence:
+A chunk ends where a checkpoint is taken. All checkpoints are taken at block boundaries:
 
-- every `Intervals.prompts` tokens while tokens are computed in chunks (a prompt, or all tokens after a preemption);
-- at the last block boundary before the last token of a prompt, so that a request with the same prompt can resume there;
-- where prompts branch: at the end of the blocks that a sequence found in the cache, but must compute again because a
-  checkpoint is missing. Other prompts with the same blocks wait for the checkpoint;
-- every `Intervals.decodes` tokens while decoding.
+- A checkpoint is taken every `Intervals.prompts` tokens while tokens are computed in chunks (a prompt, or all tokens
+  after a preemption).
+- A checkpoint is taken at the last block boundary before the last token of a prompt, so that a request with the same
+  prompt can resume there.
+- A checkpoint is taken where prompts branch: at the end of the blocks that a sequence found in the cache, but must
+  compute again because a checkpoint is missing. Other prompts with the same blocks wait for this checkpoint.
+- A checkpoint is taken every `Intervals.decodes` tokens while a sequence decodes.
 
 A checkpoint is reserved when the scheduler plans the step that writes it. The checkpoint is ready when that step is
 done. A checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index entry is removed,
@@ -229,7 +230,7 @@ class Branches:
         """Return the hash of the last block at which another sequence will take a checkpoint, or None.
 
         The search is limited to blocks [num_resumed, num_hits). Blocks in this range are cached, but `sequence` must
-        compute them again unless it waits for a checkpoint.
+        compute them again unless it waits for a checkpoint there.
         """
         keys = sequence.chain.hashes[num_resumed:num_hits]
         return next((key for key in reversed(keys) if key in self._takers), None)

@@ -244,8 +244,8 @@ class Running:
         return sequence.media.cut(sequence.num_computed, size, need)
 
     def fork(self, parent: Sequence, sample: OpenSample, token: int) -> Sequence:
-        """Return a new sequence for `sample`. It has the KV and the tokens of `parent`, followed by `token`, the
-        sample's first token.
+        """Return a new sequence for `sample`. The new sequence has the KV and the tokens of `parent`, followed by
+        `token`, the sample's first token.
 
         All tokens of the parent must be computed. Full blocks are shared. A partial last block is copied before the
         next step. If there is no room for the new sequence, or if the parent has lost its blocks, the new sequence does

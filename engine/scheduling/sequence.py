@@ -47,8 +47,8 @@ class StateCounters:
 
 
 class Counters:
-    """The counters of running sequences, which every step needs. Each is an array with one element per lane, int64
-    [capacity].
+    """The counters of running sequences, which every step needs. Each counter is an array with one element per lane,
+    int64 [capacity].
 
     `num_tokens`: the number of prompt tokens and decoded tokens so far, including an unseen token. `num_computed`: the
     number of tokens with KV in the sequence's blocks, counting the KV that the steps in flight are computing.
@@ -78,10 +78,10 @@ class Sequence:
     another sequence computes it; None if this sequence waits for no block. `num_cached_tokens`: the number of tokens
     found in the cache when the sequence first started; None before the first start. `branch`: the position at which the
     sequence will take a checkpoint, because the cache lacks a checkpoint there. This position is the end of the tokens
-    that the sequence found in the cache. 0 if the sequence will take no such checkpoint. `routes`: the recorded experts
-    of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the recorded experts of
-    all tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no blocks. `media`: the
-    images of the prompt, or None.
+    that the sequence found in the cache. If the sequence will take no such checkpoint, `branch` is 0. `routes`: the
+    recorded experts of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the
+    recorded experts of all tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no
+    blocks. `media`: the images of the prompt, or None.
     """
 
     order: tuple[int, int]
@@ -375,7 +375,7 @@ class Takers:
 
     @property
     def num_decode_draws(self) -> int:
-        """The number of draws that belong to `decodes`. These draws precede all others."""
+        """The number of draws that belong to `decodes`. The draws of `decodes` precede all other draws."""
         return int(self.counts[: len(self.decodes)].sum())
 
 
