@@ -152,7 +152,8 @@ class LentSource(_Part):
     can map them without a copy.
 
     The weights are `num_bytes` bytes in an unnamed file with inode number `inode`, which process `pid` has open as file
-    descriptor `fd`. `has_optional`: whether the weights include the optional parameters. The source has no buckets.
+    descriptor `fd`. `has_optional`: whether the weights include the optional parameters. A push through lent memory has
+    no buckets.
     """
 
     kind: Literal["lent"] = "lent"
@@ -226,8 +227,8 @@ class Adapters(_Part):
 
     `weights`: (name, rank, scale) for each W; A and B are sent as tensors (see `factor_names`). `base`: None for a push
     with every parameter; in an adapters-only push, (name, checksum) of each parameter that the push does not send. For
-    these parameters, the worker uses the values that it had before any adapter was added. The checksums of these values
-    must match the checksums in `base`.
+    the parameters in `base`, the worker uses the values that it had before any adapter was added. The checksums of the
+    worker's values must match the checksums in `base`.
     """
 
     weights: Annotated[tuple[tuple[str, int, float], ...], PlainValidator(_scales), _AS_IT_IS]

@@ -123,11 +123,11 @@ class Weights(Message):
       parameter's own dtype.
     - `shapes`: shape of every parameter, by its Hugging Face name.
     - `parts`: the stacks of experts' matrices that may be sent in parts. Each stack is mapped to the names of the parts
-      of one matrix. The names are in the order of the matrix's rows. All parts have the same number of rows. `{}`
-      stands for the number of the expert.
-    - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a
-      push may omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps
-      its current values.
+      of one matrix. The parts' names are in the order of the matrix's rows. All parts of a matrix have the same number
+      of rows. In the names, `{}` stands for the number of the expert.
+    - `tied`: maps the name of each copy of a parameter to the parameter's name. `ignored`: other names that a push may
+      omit. `optional`: parameters that a push may omit, but only all of them together; the worker then keeps its
+      current values of these parameters.
     - `renamed`, `respelled`, `left_out`: how the trainer's names become the names in `shapes` (`spellings.own_name`).
     - `push_id`: id of the served push; None for the model's own checkpoint, or if the worker has no complete weights.
     - `gpu`: UUID of the weights' GPU; None on a CPU.

@@ -63,8 +63,8 @@ def raw_bits(tensor: torch.Tensor) -> np.ndarray:
 def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) -> tuple[int, bool]:
     """Return the `checksum` of bytes in host memory, and whether all numbers from byte `start` on are finite.
 
-    `dtype`: dtype of these numbers. The check takes one pass over the memory, in a fraction of the time that `isfinite`
-    takes.
+    `dtype`: dtype of the checked numbers. The check takes one pass over the memory, in a fraction of the time that
+    `isfinite` takes.
     """
     values, length = raw_bits(data[start:].view(dtype)), _CACHED_BYTES // dtype.itemsize
     hashed, is_finite = xxhash.xxh3_64(data[:start].numpy().data), True
@@ -119,7 +119,7 @@ def word_sum(data: torch.Tensor) -> int:
 
 
 def _hash_words(words: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the hashes of words; the first word has index `start`. int64 wraps around on every device."""
+    """Return the hashes of words; the first word has index `start`. Every device wraps int64 around on overflow."""
     hashed = torch.arange(start, start + len(words), device=words.device).mul_(_INCREMENT).bitwise_xor_(words)
     for shift, factor in _ROUNDS:
         _xor_shifted(hashed, shift).mul_(factor)

@@ -185,7 +185,7 @@ class Outbox:
             self._filling.pieces.append(Rows(start=cut.start, length=cut.length, **fields))
 
     def put_elements(self, name: str, shape: Shape, indices: torch.Tensor, values: torch.Tensor) -> None:
-        """Send the changed elements of a tensor. The list may be empty."""
+        """Send the changed elements of a tensor. The list of changed elements may be empty."""
         total, dtype = len(indices), self._dtype_of(name)
         for cut in self._packer.place(total, INDEX_DTYPE.itemsize + dtype.itemsize):
             chosen = slice(cut.start, cut.start + cut.length)

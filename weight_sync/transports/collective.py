@@ -10,9 +10,9 @@ and within the timeout with NCCL. `close` never waits.
 
 A failed push may leave resources behind. The trainer may keep a thread and the group's connections until the current
 broadcast times out. A worker that uses NCCL may keep a thread and connections. A worker that uses NCCL may also wait
-for a bucket until the timeout, and a thread may still be joining the group. A joining thread has no time limit. The
-thread ends when NCCL has connected the members, or when the connection to the store ends. While `MOST_JOINING` threads
-are joining groups, pushes through NCCL are refused.
+for a bucket until the timeout, and a thread of the worker may still be joining the group. A joining thread has no time
+limit. A joining thread ends when NCCL has connected the members, or when the connection to the store ends. While
+`MOST_JOINING` threads are joining groups, pushes through NCCL are refused.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def _new_group(source: CollectiveSource, rank: int, push_id: str, timeout: timed
 
 
 def _wait(work: Any, timeout: timedelta) -> None:
-    """Wait for a transfer. Without a timeout, NCCL would block only the GPU, not the caller."""
+    """Wait for a transfer. The timeout makes NCCL block the caller; without a timeout, only the GPU would wait."""
     with _explained():
         work.wait(timeout)
 

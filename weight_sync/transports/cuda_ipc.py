@@ -2,13 +2,13 @@
 
 Owns: an allocation of slots in the trainer, for one push, and the mapping of this allocation in each worker. The CUDA
 driver, not torch, allocates the memory. Torch uses a file to count references to shared memory. If torch allocated the
-memory, the death of a worker would leak the memory, and a worker would write to torch's file at a position given in the
-data that the worker receives. A worker passes a received handle only to the driver, and checks the size of the opened
-memory.
+memory, the death of a worker would leak the memory. With memory that torch allocated, a worker would also write to
+torch's file, at a position given in the data that the worker receives. A worker passes a received handle only to the
+driver, and checks the size of the opened memory.
 
-Guarantees: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped.
-trueroll relies on the driver to keep the pages until the last mapping is closed, which NVIDIA does not guarantee.
-Trainer and workers run on one machine, with the same GPU.
+Guarantees: the memory is freed when the push ends. After a failed push, a worker may still have the memory mapped. The
+driver must then keep the pages until the last mapping is closed, which NVIDIA does not guarantee. Trainer and workers
+run on one machine, with the same GPU.
 """
 
 from __future__ import annotations

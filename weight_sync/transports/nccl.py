@@ -61,7 +61,7 @@ def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torc
 
 
 def abort(group: Any) -> None:
-    """Abort the operations of an NCCL group and free its memory. No-op for any other group."""
+    """Abort the operations of an NCCL group and free its memory. Do nothing if the group is not an NCCL group."""
     if isinstance(group, getattr(c10d, "ProcessGroupNCCL", ())):
         group.abort()
 

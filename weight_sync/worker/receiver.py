@@ -368,7 +368,9 @@ class Receiver(threading.Thread):
         return LentSource(kin=self._weights.kin, **place, has_optional=staging.has_optional)
 
     def _borrow(self, source: LentSource) -> None:
-        """Map the weights that another worker has verified. Only the location of the weights needs a check."""
+        """Map the weights that another worker has verified. This worker checks only the location of the weights,
+        because the lender has verified their content.
+        """
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
