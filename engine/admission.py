@@ -161,8 +161,8 @@ class Admission:
     def _prompt_sequence(self, request: GenerateRequest, samples: list[OpenSample]) -> Sequence:
         """Return the sequence that computes the prompt.
 
-        If a sequence of another request already computes the same prompt, add the samples to that sequence. Otherwise,
-        make a new sequence.
+        If a sequence of another request already computes the same prompt, add the samples to that sequence. If no
+        sequence computes the prompt, make a new sequence.
         """
         prompt, params = array("i", request.prompt_token_ids.tolist()), request.params
         chain = self._new_chain(params.cache_salt, request, params.return_routed_experts)

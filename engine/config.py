@@ -78,13 +78,14 @@ class EngineConfig(BaseModel):
     host memory), `group` (a process group of torch: NCCL on GPUs, gloo on a CPU) or `symmetric` (each GPU reads the
     memory of the others). `auto` is `group` if each rank has a GPU of its own, otherwise `shared`.
 
-    `pieces`: tensor parallelism splits some sums; each of these sums is computed in this number of pieces: 1, 2, 4 or
-    8. A different number of pieces gives samples with different bits. If `pieces` is None, the engine uses the number
-    that suits the model (`kernels.pieces`). A trainer must use the same number of pieces as the engine.
+    `pieces`: the number of pieces (1, 2, 4 or 8) in which each sum that tensor parallelism splits is computed. A
+    different number of pieces gives samples with different bits. If `pieces` is None, the engine uses the number that
+    suits the model (`kernels.pieces`). A trainer must use the same number of pieces as the engine.
 
     `max_images`: the maximum number of images in a prompt. If `max_images` is 0, the vision tower is not loaded. If
     `max_images` is above 0, the model must have a vision tower. `max_image_patches`: the maximum number of patches of
-    an image. `image_cache_bytes`: the maximum size of all encoded images on each rank, in addition to the KV cache.
+    an image. `image_cache_bytes`: the maximum total size, in bytes, of the encoded images on each rank; this memory is
+    needed in addition to the KV cache.
 
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.

@@ -97,7 +97,7 @@ class Engine:
 
     @property
     def grammars(self) -> Grammars:
-        """The grammars of requests. The methods `find` and `prepare` of the result may be called from any thread."""
+        """The grammars of requests. Any thread may call the methods `Grammars.find` and `Grammars.prepare`."""
         return self._grammars
 
     @property

@@ -29,9 +29,9 @@ class ImageInput:
     `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * frames *
     patch_size**2], the 8-bit pixels of each patch, channel by channel, frame by frame and row by row; the patches are
     in the tower's order (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the value that the tower
-    reads for a level of channel c. This format is lossless, because image processors map each 8-bit level of a channel
-    to one value. `frames`: the number of frames in `levels`: 1 for an image, and `TowerSpec.frames` for a part of a
-    video.
+    reads for a level of channel c. The format of `levels` and `table` is lossless, because image processors map each
+    8-bit level of a channel to one value. `frames`: the number of frames in `levels`: 1 for an image, and
+    `TowerSpec.frames` for a part of a video.
     """
 
     start: int
@@ -43,8 +43,8 @@ class ImageInput:
 
     @cached_property
     def content_hash(self) -> bytes:
-        """A 32-byte hash of the image's kind (image or video), size, table and levels. The size matters: images of 8 x
-        12 and 12 x 8 patches can have the same levels.
+        """A 32-byte hash of the image's kind (image or video), size, table and levels. The hash includes the size,
+        because images of 8 x 12 and 12 x 8 patches can have the same levels.
         """
         found = new_content_hash(self)
         for part in (self.table, self.levels):

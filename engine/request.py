@@ -619,8 +619,8 @@ class GenerateRequest:
     `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
     disjoint. A span only distinguishes the prompt from prompts with other content. `images`: the images of the prompt,
     sorted and disjoint. A request with images has no spans. `params.seed` must be set. If the request continues a
-    sample, the prompt ends with the sample's earlier tokens. `num_prior_tokens` is the number of these tokens. A stop
-    string may begin in these `num_prior_tokens` tokens.
+    sample, the prompt ends with the sample's earlier tokens. `num_prior_tokens` is the number of these earlier tokens.
+    A stop string may begin in the last `num_prior_tokens` tokens of the prompt.
     """
 
     id: str
@@ -672,11 +672,11 @@ class SampleOutput:
 
     `token_ids`: all tokens, including those that ended the sample. `logprobs`: float32 [num_tokens], log-probs under
     the requested distribution, or None. `stop_reason`: the token id or the stop string that ended the sample; None
-    unless the finish reason is `stop`. The token may be an end-of-sequence token. `seed`: the derived seed of this
-    sample. `num_cached_tokens`: the number of prompt tokens that this request did not compute itself, because their KV
-    was found in the cache or is shared with another request that computes the same prompt. `error`: a description of
-    the error; None unless the finish reason is `error`. `num_drafted_tokens`: the number of tokens that were drafted
-    for this sample. `num_accepted_tokens`: the number of drafted tokens that became tokens of this sample.
+    unless the finish reason is `stop`. The token in `stop_reason` may be an end-of-sequence token. `seed`: the derived
+    seed of this sample. `num_cached_tokens`: the number of prompt tokens that this request did not compute itself,
+    because their KV was found in the cache or is shared with another request that computes the same prompt. `error`: a
+    description of the error; None unless the finish reason is `error`. `num_drafted_tokens`: the number of tokens that
+    were drafted for this sample. `num_accepted_tokens`: the number of drafted tokens that became tokens of this sample.
 
     `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. The entropy and the
     top tokens belong to the distribution under which `logprobs` is computed. `entropy`: float32 [num_tokens], in nats.
@@ -688,13 +688,13 @@ class SampleOutput:
 
     `kept_counts`, `kept_log_mass` and `kept_token_ids` are None unless `return_sampling_mask` was requested.
     `kept_token_ids`: int32 [sum of `kept_counts`], the tokens that could be drawn: for each token of the sample, all
-    ids that neither filters nor bans excluded, ascending. `kept_counts`: int32 [num_tokens], how many ids each token
-    has. A token has 0 ids if the whole vocabulary could be drawn. `kept_offsets` says where each token's ids begin and
-    end. `kept_log_mass`: float32 [num_tokens], the natural logarithm of the total probability of the kept tokens. The
-    probability is taken from the distribution after edits and temperature, but before `top_k`, `top_p` and `min_p`. The
-    log-prob of a token in the distribution from which it was drawn is the token's log-prob before these three filters
-    minus `kept_log_mass`. `kept_log_mass` is computed as a token's log-prob before the filters minus its log-prob after
-    the filters, rounded to float32.
+    ids that neither filters nor bans excluded, ascending. `kept_counts`: int32 [num_tokens], how many ids
+    `kept_token_ids` has for each token. The count is 0 if the whole vocabulary could be drawn. `kept_offsets` says
+    where each token's ids begin and end. `kept_log_mass`: float32 [num_tokens], the natural logarithm of the total
+    probability of the kept tokens. The probability is taken from the distribution after edits and temperature, but
+    before `top_k`, `top_p` and `min_p`. The log-prob of a token in the distribution from which it was drawn is the
+    token's log-prob before these three filters minus `kept_log_mass`. `kept_log_mass` is computed as a token's log-prob
+    before the filters minus its log-prob after the filters, rounded to float32.
 
     `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
     dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None
@@ -729,7 +729,7 @@ class SampleOutput:
     @property
     def kept_offsets(self) -> np.ndarray | None:
         """Where each token's part of `kept_token_ids` begins and ends: int64 [num_tokens + 1]. Token i has the ids at
-        the indices [offsets[i], offsets[i + 1]). None unless `return_sampling_mask` was requested.
+        the indices [offsets[i], offsets[i + 1]). The result is None unless `return_sampling_mask` was requested.
         """
         return None if self.kept_counts is None else np.concatenate(([0], self.kept_counts.cumsum(dtype=np.int64)))
 

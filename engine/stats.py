@@ -10,7 +10,8 @@ class PoolStats:
     """The block pool that all layers with the same attention window share.
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
-    free blocks that hold a prefix listed in the cache's index. `empty`: free blocks that hold no such prefix.
+    free blocks that hold a prefix listed in the cache's index. `empty`: free blocks that hold no prefix of the cache's
+    index.
     """
 
     window: int | None

@@ -73,7 +73,7 @@ class LendableArena(HostArena):
 
 
 class BorrowedArena(HostArena):
-    """Memory borrowed from another process. Raise OSError if the memory is gone or does not fit the description."""
+    """Memory borrowed from another process. Raise OSError if the memory is gone or does not match the description."""
 
     def __init__(self, lent: LentMemory) -> None:
         super().__init__(lent.num_bytes, huge_pages=True)

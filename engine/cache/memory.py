@@ -122,8 +122,8 @@ class Arena(ABC):
 class HostArena(Arena):
     """Pages of host memory. `drop(keep=True)` leaves the content in place.
 
-    The pages may come from a file that `map_file` mapped into this arena, or into the arena from which `take` moved the
-    content. Forked processes do not inherit the pages. If a forked process inherited the pages, it would keep dropped
+    If `map_file` was called for this arena, or for an arena from which `take` moved the content, the pages belong to a
+    file. Forked processes do not inherit the pages. If a forked process inherited the pages, it would keep dropped
     memory allocated, and the system would copy each page that this process writes.
     """
 

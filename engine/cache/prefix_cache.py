@@ -12,10 +12,10 @@ This module does not own the tensors of the blocks (`model_runner`), the table o
 decisions about when to allocate, fork or preempt (`scheduler`).
 
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
-of window None. An index entry represents a prefix that ends with a full block. For each group, the entry names the
-block that holds the KV of the prefix's last `block_size` tokens. When a block of an entry is reused for other tokens,
-the entry no longer names the block. A sequence releases a block when no later token of the sequence can attend to the
-block. Until a released block is reused, other sequences can still hit the prefix that was published for it.
+of window None. An index entry represents a prefix that ends with a full block. For each group of layers, an index entry
+names the block that holds the KV of the prefix's last `block_size` tokens. When a block of an entry is reused for other
+tokens, the entry no longer names the block. A sequence releases a block when no later token of the sequence can attend
+to the block. Until a released block is reused, other sequences can still hit the prefix that was published for it.
 
 A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
 holds the KV of tokens [L - W + 1, L). In a group of window W, the token at position L attends to tokens [L - W + 1, L].
@@ -34,7 +34,7 @@ Guarantees:
 - A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
   addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
 - `invalidate` drops the index. The blocks that were cached before `invalidate` are the first blocks to be reused.
-  Blocks in use stay in use.
+  `invalidate` does not affect blocks in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
 """
@@ -342,7 +342,8 @@ class BlockTables:
         return max(0, num_tokens - window + 1) // self.block_size
 
     def can_hold(self, hits: Sequence[Entry], num_tokens: int, chunk: int) -> bool:
-        """Return whether enough blocks are free for a sequence of `num_tokens` tokens that resumes after `hits`.
+        """Return whether enough blocks are free for a sequence of `num_tokens` tokens that resumes after the cached
+        prefix `hits`.
 
         The tokens are computed in chunks of up to `chunk` tokens, or in shorter chunks if a group with a window has too
         few blocks.

@@ -42,8 +42,8 @@ class MemoryFile:
 class FileArena(HostArena):
     """Memory that this process owns and that other processes may map. Raise MemoryError if there is not enough memory.
 
-    All memory is allocated at once. Huge pages are used if the system has them, because small pages take longer to map:
-    each process must map them one by one.
+    All memory is allocated when the arena is created. Huge pages are used if the system has them, because small pages
+    take longer to map: each process must map them one by one.
 
     `take(other)` exchanges the files of both arenas, so other processes must then map the new file. `drop` frees the
     memory for all processes.

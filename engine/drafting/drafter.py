@@ -31,7 +31,7 @@ class Drafter(Protocol):
         """Guess the next tokens of some sequences, and return them in the order of `counts`.
 
         `counts`: how many tokens to draft for each sequence; at most the number of chances that `expect` returned. The
-        sequences have blocks for the drafted tokens. A drafter may return fewer tokens.
+        sequences have blocks for the drafted tokens. A drafter may return fewer tokens than `counts` requests.
         """
         ...
 

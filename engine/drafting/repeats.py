@@ -12,8 +12,8 @@ follows the same pair of tokens. A lookup compares at most a fixed number of pos
 time per token even in repetitive text.
 
 Two samples with the same prompt, sampling parameters, seed and weights have the same tokens, because both draw with the
-same noise. With slightly different weights, most of the tokens are still the same. The drafter therefore looks first
-for an earlier sample with the same prompt and seed.
+same noise. If the weights of the two samples differ slightly, most of the tokens are still the same. The drafter
+therefore looks first for an earlier sample with the same prompt and seed.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Grammars:
         return bool(self._places)
 
     def find(self, grammar: Grammar) -> Prepared | None:
-        """Return the grammar as an earlier call of `prepare` tried it; None if `prepare` must try it first. A grammar
+        """Return the result of an earlier trial of the grammar; None if `prepare` must still try the grammar. A grammar
         remains known while a caller holds the result.
         """
         with self._lock:
@@ -279,8 +279,8 @@ class Grammars:
         return self._text
 
     def _ask(self, pipe: int, message: bytes, seconds: float) -> bytes:
-        """Send a call to the child that computes masks, and return its reply. Start the child if there is none. If the
-        reply is empty, end the child.
+        """Send a call to the child that computes masks, and return its reply. Start the child process if it is not
+        running. If the reply is empty, end the child.
         """
         with self._starting:
             if self._child is None and not self._is_closed:

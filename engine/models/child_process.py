@@ -52,7 +52,8 @@ class ChildProcess:
 
     def ask(self, message: bytes, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
         """Send a call and return the reply. The reply is empty if the child was killed or took more than `seconds`, if
-        the reply is longer than `MAX_REPLY_BYTES`, or if the call was abandoned. The child must then be ended.
+        the reply is longer than `MAX_REPLY_BYTES`, or if the call was abandoned. After an empty reply, the caller must
+        end the child.
         """
         deadline, channel = time.monotonic() + seconds, self._pipes[pipe]
 

@@ -242,7 +242,7 @@ class Decoder:
 
 
 def new_output(spec: DecoderSpec, hidden: Tensor) -> ModelOutput:
-    """Return an output with these hidden states and uninitialized records."""
+    """Return an output with the given hidden states and with uninitialized records."""
     if not (experts := spec.experts):
         return ModelOutput(hidden, {})
     shape = len(experts), len(hidden), experts[0].top_k

@@ -120,7 +120,7 @@ def _read_token(path: Path) -> str | None:
 def _look_up(path: Path, token: str) -> int | str:
     """Look up a token in the added tokens, then in the vocabulary.
 
-    Return the token's id, or the reason why there is no id.
+    Return the token's id, or the reason why the token has no id.
     """
     if not os.path.lexists(path):
         return "no such file"

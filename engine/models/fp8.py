@@ -4,7 +4,7 @@ Technical Report, 2024).
 A matrix [R, C] of float8_e4m3fn is divided into blocks of 128 rows and 128 columns. The blocks at the end may be
 smaller. The scales of the blocks are in a tensor [ceil(R / 128), ceil(C / 128)]. The tensor has the name of the matrix
 with the suffix `SCALES`. An element's value is the float32 product of the stored number and its block's scale. The
-caller rounds this value once, to the dtype of the weight.
+caller rounds the dequantized value once, to the dtype of the weight.
 """
 
 from __future__ import annotations

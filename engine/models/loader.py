@@ -351,8 +351,8 @@ def _swapped(folder: Path, found: dict[str, list[_Found]], expected: Mapping[str
     """Return the stacks that a checkpoint has with rows and columns swapped: all stacks with a layout that allows the
     swap, or none.
 
-    Square matrices fit both ways, but the two stacks of a layer are never both square. Raise ModelError if the
-    checkpoint has square stacks only.
+    Square matrices fit with and without the swap, but the two stacks of a layer are never both square. Raise ModelError
+    if the checkpoint has square stacks only.
     """
     stacks = {name: weight for name, weight in expected.items() if is_stack(weight) and weight.layout.or_transposed}
     shapes = [(tuple(weight.shape), found[name][0].shape) for name, weight in stacks.items() if name in found]
@@ -439,8 +439,8 @@ def _incomplete(file: Path, found: object) -> ModelError:
 
 
 def _read_headers(files: Sequence[Path], own_name: Callable[[str], str | None]) -> dict[str, list[_Found]]:
-    """For each name in the decoder, return the tensors that were found. In a valid checkpoint, each name has one
-    tensor.
+    """For each name in the decoder, return the tensors that were found in the checkpoint. In a valid checkpoint, each
+    name has one tensor.
     """
     headers: dict[str, list[_Found]] = {}
     unused: list[str] = []

@@ -21,7 +21,8 @@ MTP_LAYER = f"{MTP_PREFIX}layers.0"
 
 
 class Mtp:
-    """The weights and the forward pass. `layer`: the module's layer. `new`: allocates the weights, as in `make_layer`.
+    """The weights and the forward pass of the MTP module. `layer`: the module's layer. `new`: allocates the weights, as
+    in `make_layer`.
 
     The module uses the embeddings and the head of the decoder. `spec`: describes the decoder.
     """

@@ -36,7 +36,7 @@ Group: TypeAlias = tuple[int, ...]
 
 
 class RankError(RuntimeError):
-    """A rank has failed or hangs, or ranks have different results. The engine cannot go on."""
+    """A rank has failed or hangs, or ranks have different results. After this error, the engine cannot continue."""
 
 
 class Segment:

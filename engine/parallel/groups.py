@@ -1,5 +1,6 @@
-"""Exchange of tensors between ranks through libraries that only move bytes: process groups of torch.distributed (NCCL
-on GPUs, gloo on a CPU), and torch's symmetric memory, in which a GPU reads the memory of other GPUs.
+"""Exchange of tensors between ranks through libraries that only move bytes. The libraries are the process groups of
+torch.distributed (NCCL on GPUs, gloo on a CPU), and torch's symmetric memory, in which a GPU reads the memory of other
+GPUs.
 
 The ranks find each other through a file, not through a port. gloo connects through the loopback interface, and so does
 NCCL unless `NCCL_SOCKET_IFNAME` is set.
@@ -94,8 +95,8 @@ class GroupExchange:
 
 
 def joined(exchange: GroupExchange | SymmetricExchange, own: Tensor, finish: Finish, rows: int) -> Tensor:
-    """Finish the rows that this rank has added, then gather the finished rows of all ranks. `rows`: the number of rows
-    of all ranks together. `own`: this rank's share, which may end with padding.
+    """Apply `finish` to the rows that this rank has added, then gather the finished rows of all ranks. `rows`: the
+    number of rows of all ranks together. `own`: this rank's share, which may end with padding.
     """
     start = exchange.rank.index * len(own)
     made = finish(own[: max(0, min(len(own), rows - start))], start)

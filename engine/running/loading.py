@@ -418,8 +418,8 @@ def _allocate(plan: _Plan, place: Place | None = None) -> LoadedModel:
 def _check_memory(plan: _Plan, needed: int) -> None:
     """Raise ModelError if the weights do not fit into host memory.
 
-    Without this check, the allocation would succeed and the system would later kill the process, because hosts
-    overcommit memory.
+    Without this check of host memory, the allocation would succeed and the system would later kill the process, because
+    hosts overcommit memory.
     """
     if plan.device.type == "cpu" and needed > (available := available_memory(plan.device)):
         raise ModelError(

@@ -1,13 +1,13 @@
 """Runs the module for multi-token prediction (MTP): keeps its memory up to date in each step, and drafts tokens.
 
-Owns the module's KV cache and some hidden states of the decoder. Both are stored by block, in the blocks of the layers
-without a window. Slot q holds a value that depends on tokens up to q only, and block b keeps the hidden states of its
-last tokens. Cache hits, forks and preemptions therefore need no other state: the blocks of a prefix are enough to guess
-the tokens that follow the prefix.
+Owns the module's KV cache and some hidden states of the decoder. The KV cache and the hidden states are stored in the
+blocks of the layers without a window. Slot q of the KV cache holds a value that depends only on the tokens up to q.
+Each block keeps the hidden states of its last tokens. Cache hits, forks and preemptions therefore need no other state:
+the blocks of a prefix are enough to guess the tokens that follow the prefix.
 
 The module computes every token that the decoder computes, including the tokens of prompts. If the module skipped
 tokens, its KV cache would have gaps. While drafting, the module writes to slots after the last token. The decoder's
-next step computes these tokens, and overwrites the slots.
+next step computes the drafted tokens, and the module then overwrites the slots that drafting wrote.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class DraftStep:
 
     `token_ids`, `positions` [N]: the last token of each sequence, and its position. `counts` [N]: how many tokens to
     draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. The blocks have room
-    for every drafted token except the last, because no step computes the last token's KV. `records`: `DRAW` [N], how
-    each sequence draws. `block_copies`: as in `Step`, made before anything is drafted.
+    for every drafted token except the last, because drafting does not need the last token's KV. `records`: `DRAW` [N],
+    how each sequence draws. `block_copies`: as in `Step`, made before anything is drafted.
     """
 
     token_ids: np.ndarray
@@ -95,7 +95,9 @@ class MtpRunner:
         self._hidden.flatten(0, 1)[kept_places] = hidden[kept]
 
     def draft(self, step: DraftStep, sampler: Sampler) -> list[list[int]]:
-        """Return the drafted tokens of each sequence. A sequence draws them with its own noise (`records`)."""
+        """Return the drafted tokens of each sequence. A sequence draws its drafted tokens with its own noise
+        (`records`).
+        """
         device = self._model.device
         table, of_table = to_device(torch.from_numpy(step.block_table), device), step.block_table
         hidden = self._states(to_device(torch.from_numpy(self._place(of_table, step.positions - 1)), device))

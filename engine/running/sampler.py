@@ -43,8 +43,8 @@ class Drawn(NamedTuple):
 
     `is_finite`: false if the logit of the token is NaN or infinite. `records`: maps the index of each draw with
     statistics to the bytes of each column of `request.TOPS`. `targets`: maps the index of each draw with targets to the
-    bytes of their log-probs. `kept`: maps the indices of draws to the bytes of each column of `request.KEPT`. A draw
-    that records kept sets, but is not in `kept`, could draw the whole vocabulary.
+    bytes of their log-probs. `kept`: maps the indices of draws to the bytes of each column of `request.KEPT`. If a draw
+    that records kept sets is not in `kept`, the whole vocabulary could be drawn.
     """
 
     token_ids: list[int]
@@ -294,7 +294,7 @@ def kept_ids(bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scaled(logits: Tensor, wanted: Wanted, draws: Draws, out: Tensor | None = None) -> Tensor:
-    """Return logits [M, V] divided by the temperatures. `out`: where to write them; None for new memory."""
+    """Return logits [M, V] divided by the temperatures. `out`: the memory for the result; None for new memory."""
     is_one = (draws.records["temperature"] == 1.0).all()
     return logits if is_one else torch.div(logits, wanted.temperatures[:, None], out=out)
 

@@ -2,7 +2,7 @@
 
 The warm-up compiles kernels for every number of rows that a step may have. The warm-up then captures all CUDA graphs
 and computes the largest step, on a KV cache with one block per attention window. The memory that remains free during
-this computation is available to the real KV cache. On a CPU, the warm-up does nothing.
+the largest step is available to the real KV cache. On a CPU, the warm-up does nothing.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class OptionalWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """The weights that the next commit may lack. A commit may lack all of these weights, but not just some of them.
+        """The weights that the next commit may lack. A commit may lack all optional weights, but not just some of them.
 
         The result is empty if an in-place staging was dropped after it had written to some of the weights.
         """

@@ -1,8 +1,8 @@
 """Decides which images are encoded and evicted, within a budget in bytes. `running.encoder` owns the rows.
 
-An image is encoded once. Its rows serve all sequences with the same image until the rows are evicted. The least
-recently needed rows are evicted first. Rows that an older sequence needs now are never evicted for a newer sequence, so
-the oldest sequence always gets its next image.
+An image is encoded once. The rows of an encoded image serve all sequences with this image until the rows are evicted.
+The least recently needed rows are evicted first. Rows that an older sequence needs now are never evicted for a newer
+sequence, so the oldest sequence always gets its next image.
 """
 
 from __future__ import annotations

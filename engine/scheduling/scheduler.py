@@ -52,7 +52,8 @@ class SharedPrompts:
         self._sequences: dict[_Key, Sequence] = {}
 
     def find(self, tokens: array[int], chain: Chain) -> Sequence | None:
-        """Return the sequence that computes the prompt `tokens`, or None. Further samples may be added to the sequence.
+        """Return the sequence that computes the prompt `tokens`, or None. Further samples may be added to the returned
+        sequence.
 
         The returned sequence records routed experts if and only if `chain` does.
         """
@@ -423,7 +424,7 @@ class Scheduler:
     """Chooses the tokens that each step computes, for any number of sequences.
 
     At most `max_num_seqs` sequences run, with at most `max_num_batched_tokens` tokens per step. `slots`: the slots for
-    recurrent states, or None if the model has no such states. `intervals`: the intervals of state checkpoints.
+    recurrent states, or None if the model has no recurrent layers. `intervals`: the intervals of state checkpoints.
     `routes`: the routed experts of published prefixes, for models with experts. `num_steps`: the number of steps in
     flight, among which the decoding sequences are divided, so that each stage of the model has a step to compute.
     `encodings`: the encoded images, for a model with a vision tower.

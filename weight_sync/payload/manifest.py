@@ -174,8 +174,8 @@ MANIFEST_FILE = "trueroll_push.json"
 
 
 def first_fault(error: ValidationError) -> str:
-    """Return the location and message of the first validation error, shortened. Slow for data with many validation
-    errors.
+    """Return the location and message of the first validation error, shortened. The function is slow for data with many
+    validation errors.
     """
     fault = error.errors()[0]
     return f"{ascii('.'.join(map(str, fault['loc']))[:80])}: {fault['msg']:.300}"

@@ -1,12 +1,12 @@
-"""Send a push: fill buckets or a folder, announce them to the workers, and wait until all workers have committed the
-weights.
+"""Send a push: fill buckets or a folder, announce each bucket or the folder to the workers, and wait until all workers
+have committed the weights.
 
 - `Packer` owns the placement of pieces in buckets. Pieces are packed in the order in which the trainer yields tensors,
   each piece at a multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut
   at a row where a cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not
   be cut. No bucket has more than `MOST_PIECES` pieces.
 - `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
-  slot. This copy also converts the tensor to the workers' dtype and moves the tensor to the slot's device.
+  slot. The copy into the slot also converts the tensor to the workers' dtype and moves the tensor to the slot's device.
 - `WeightSender` owns the buffers, the copy of the served weights (for sparse pushes), and the checksums of base weights
   (for pushes of adapters).
 
@@ -284,7 +284,7 @@ class WeightSender:
         allow_older: bool,
         adapters: TrainerAdapters | None,
     ) -> PushResult:
-        """Push the tensors to these workers. With `adapters`, push only `adapters.sent`.
+        """Push the tensors to these workers. If `adapters` is given, push only `adapters.sent`.
 
         `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push. If `adapters` is
         given, the iterator yields the tensors of `adapters.tensors`. Raise PushError if the push fails.
@@ -344,8 +344,8 @@ class WeightSender:
     def _gpu_for_buckets(
         self, tensors: TrainerTensors, workers: PushTargets, replies: Sequence[Weights]
     ) -> torch.device | None:
-        """Return the GPU of the tensors if all workers can receive buckets from its memory. Otherwise return None, so
-        that buckets are sent in host memory.
+        """Return the GPU of the tensors if all workers can receive buckets from its memory. If a worker cannot receive
+        buckets from GPU memory, return None; buckets are then sent in host memory.
         """
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
         if self._is_sparse or None in gpus.values():

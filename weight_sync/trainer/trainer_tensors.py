@@ -147,8 +147,8 @@ def _bare(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_is_tensor(name: object, value: object) -> None:
-    """Raise PushError unless `name` is a string and `value` is a dense tensor of real numbers. Tensors on the meta
-    device are refused too.
+    """Raise PushError unless `name` is a string and `value` is a dense tensor of real numbers. Also raise PushError for
+    a tensor on the meta device.
     """
     if not isinstance(name, str):
         raise PushError(f"push: a name must be a string (got {name!r:.80}); give Hugging Face names")
@@ -272,8 +272,8 @@ def push_on_all_ranks(
     """Run `push`, and return or raise its result on every rank of the trainer. Return None if no worker needed the
     push.
 
-    If tensors are sharded, only rank 0 pushes. A rank other than 0 without workers does not push either. A rank that
-    does not push only takes part in gathers.
+    If tensors are sharded, only rank 0 pushes. A rank other than 0 does not push if it has no workers. A rank that does
+    not push only takes part in gathers.
     """
     with torch.no_grad():
         from_trainer = TrainerTensors(tensors)

@@ -206,7 +206,8 @@ class FolderReader:
     def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
         """Yield each whole tensor as a bucket of one piece, together with a function that reads the tensor's bytes.
 
-        The iterator and the function raise PushError if the folder's data is wrong. Only the function allocates memory.
+        The iterator and the function raise PushError if the folder's data is wrong. Only a call of the function
+        allocates memory for a tensor.
         """
         for entry in self._tensors.entries:
             yield self._bucket(entry), partial(self._tensors.read, entry)

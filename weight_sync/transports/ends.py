@@ -27,7 +27,7 @@ class Slots(Protocol):
         ...
 
     def open(self) -> None:
-        """Make the source ready for the workers to open. Does not wait for the workers."""
+        """Make the source ready for the workers to open. This method does not wait for the workers."""
         ...
 
     def opened(self) -> None:

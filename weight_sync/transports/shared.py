@@ -2,8 +2,8 @@
 
 Owns: in the trainer, a segment of slots for one push; in each worker, the mapping of this segment. The segment's name
 is removed as soon as all workers have mapped the memory. The operating system frees the memory when the last mapping is
-removed. If a trainer is killed before it removes the name, the segment's lock becomes free. The next push by any
-trainer of the same user then removes the name. Trainer and workers run as the same user.
+removed. If a trainer is killed before it removes the name, the segment's lock becomes free. When the lock is free, the
+next push by any trainer of the same user removes the name. Trainer and workers run as the same user.
 """
 
 from __future__ import annotations
