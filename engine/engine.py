@@ -154,8 +154,8 @@ class Engine:
         return self._pipeline.step()
 
     def settle(self) -> list[Output]:
-        """Wait for the step in flight, if there is one, and return its outputs. Afterwards, no process of the engine
-        computes.
+        """Wait for the step in flight, if there is one, and return its outputs. After this call, no process of the
+        engine computes.
         """
         outputs = self._pipeline.settle()
         self._executor.peers.settle()

@@ -434,9 +434,10 @@ class Pipeline:
         return outputs
 
     def _split(self, sequence: Sequence, samples: list[tuple[OpenSample, int]], drawn: Drawn) -> list[Output]:
-        """Append the drawn token to each sample.
+        """Append to each sample the token that was drawn for it.
 
-        Of the samples that continue, the first keeps the sequence and each of the others gets a fork.
+        Of the samples that continue, the first sample keeps the sequence, and each other sample gets a fork of the
+        sequence.
         """
         ended: list[Output] = []
         going_on: list[OpenSample] = []

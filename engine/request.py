@@ -131,7 +131,7 @@ def _cut(column: Column, columns: Columns, start: int, end: int | None) -> np.nd
 
 
 def join_columns(first: Columns, rest: Columns) -> Columns:
-    """Concatenate the columns of two adjacent ranges of tokens. `rest`: the columns of the second range."""
+    """Concatenate the columns of two adjacent ranges of tokens. `rest`: the columns of the second range of tokens."""
     return {name: np.concatenate((values, rest[name])) for name, values in first.items()}
 
 
@@ -192,7 +192,7 @@ _EDITS = (
 
 
 class _HashableFailFast(FailFast):
-    """A hashable `FailFast`, for a type in a union with None: Python may hash the types of a union."""
+    """A hashable `FailFast`, for a type in a union with None, because Python may hash the types of a union."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -464,8 +464,8 @@ class SamplingParams(Distribution):
         unchanged.
 
         Raise ConfigError if `logprobs` is None. Raise ConfigError if a temperature alone does not describe the
-        distribution: that is, if filters or parameters that edit logits are set. For an aligned model, pass the
-        parameters as the `distribution` of `token_log_probs` instead.
+        distribution, because filters or parameters that edit logits are set. For an aligned model, pass the parameters
+        as the `distribution` of `token_log_probs` instead.
         """
         if self.logprobs is None:
             text = "logprobs is None, so a trainer has no log-probs to match; sample with logprobs='temperature'"
@@ -617,10 +617,10 @@ class GenerateRequest:
     """A request for `params.n` samples of one prompt. The prompt is prefilled once for all samples.
 
     `prompt_token_ids`: int32 [prompt_len]. `spans`: the tokens that represent content other than text, sorted and
-    disjoint. A span only distinguishes the prompt from prompts with other content. `images`: the images of the prompt,
-    sorted and disjoint. A request with images has no spans. `params.seed` must be set. If the request continues a
-    sample, the prompt ends with the sample's earlier tokens. `num_prior_tokens` is the number of these earlier tokens.
-    A stop string may begin in the last `num_prior_tokens` tokens of the prompt.
+    disjoint. A span serves only to distinguish the prompt from prompts with other content. `images`: the images of the
+    prompt, sorted and disjoint. A request with images has no spans. `params.seed` must be set. If the request continues
+    a sample, the prompt ends with the sample's earlier tokens. `num_prior_tokens` is the number of the sample's earlier
+    tokens at the end of the prompt. A stop string may begin in the last `num_prior_tokens` tokens of the prompt.
     """
 
     id: str
@@ -636,10 +636,10 @@ class ScoreRequest:
     """A request for the log-probs of given tokens.
 
     `token_ids`: int32 [num_tokens], at least two. `start`: the index of the first token with a log-prob, at least 1. If
-    the distribution edits logits, the tokens before `start` are the prompt and the others are the sample. `spans`,
-    `images`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in `SamplingParams`.
-    `target_token_ids`: compute the log-probs of these tokens, too: int32 [num_tokens - start, K], K at least 1, or
-    None. Rows with fewer tokens are padded with NO_TARGET, which has the log-prob 0.
+    the distribution edits logits, the tokens before `start` are the prompt, and the remaining tokens are the sample.
+    `spans`, `images`: as in `GenerateRequest`. `top_logprobs` and `return_routed_experts`: as in `SamplingParams`.
+    `target_token_ids`: for each scored token, compute the log-probs of these tokens as well: int32 [num_tokens - start,
+    K], K at least 1, or None. Rows with fewer tokens are padded with NO_TARGET, which has the log-prob 0.
     """
 
     id: str
@@ -687,22 +687,23 @@ class SampleOutput:
     in the same distribution; None without `target_token_ids`.
 
     `kept_counts`, `kept_log_mass` and `kept_token_ids` are None unless `return_sampling_mask` was requested.
-    `kept_token_ids`: int32 [sum of `kept_counts`], the tokens that could be drawn: for each token of the sample, all
-    ids that neither filters nor bans excluded, ascending. `kept_counts`: int32 [num_tokens], how many ids
-    `kept_token_ids` has for each token. The count is 0 if the whole vocabulary could be drawn. `kept_offsets` says
-    where each token's ids begin and end. `kept_log_mass`: float32 [num_tokens], the natural logarithm of the total
-    probability of the kept tokens. The probability is taken from the distribution after edits and temperature, but
-    before `top_k`, `top_p` and `min_p`. The log-prob of a token in the distribution from which it was drawn is the
-    token's log-prob before these three filters minus `kept_log_mass`. `kept_log_mass` is computed as a token's log-prob
-    before the filters minus its log-prob after the filters, rounded to float32.
+    `kept_token_ids`: int32 [sum of `kept_counts`], the ids of the tokens that could be drawn. For each token of the
+    sample, `kept_token_ids` lists all ids that neither filters nor bans excluded, in ascending order. `kept_counts`:
+    int32 [num_tokens], how many ids `kept_token_ids` has for each token. The count is 0 if the whole vocabulary could
+    be drawn. `kept_offsets` says where each token's ids begin and end. `kept_log_mass`: float32 [num_tokens], the
+    natural logarithm of the total probability of the kept tokens. The probability is taken from the distribution after
+    edits and temperature, but before `top_k`, `top_p` and `min_p`. The log-prob of a token in the distribution from
+    which it was drawn is the token's log-prob before `top_k`, `top_p` and `min_p`, minus `kept_log_mass`.
+    `kept_log_mass` is computed as a token's log-prob before the filters minus the token's log-prob after the filters,
+    rounded to float32.
 
     `routed_experts` has the shape [num_prompt_tokens + num_tokens - 1, layers with experts, experts per token]. The
     dtype of `routed_experts` is uint8, or uint16 if the model has more than 256 experts. `routed_experts` is None
     unless `return_routed_experts` was requested and the sample has a token. Row t of `routed_experts` lists the experts
     that were chosen for token t, in ascending order of id. The tokens of the sample are numbered after the tokens of
     the prompt. The last token of a sample has no row, because it was never fed to the model. For a drawn token t + 1,
-    row t was computed with the same weights as the draw. The rows before the last prompt token were computed with the
-    weights that drew the first token.
+    row t was computed with the same weights as the draw. The rows of all prompt tokens before the last one were
+    computed with the weights that drew the sample's first token.
     """
 
     request_id: str

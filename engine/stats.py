@@ -25,8 +25,8 @@ class DraftStats:
     """The statistics of one drafter.
 
     `drafter`: the drafter's name. `drafts`: the number of drafts, at most one per sequence and step. `drafted`: for
-    each position in a draft, the number of drafted tokens. `accepted`: for each position, the number of drafted tokens
-    that became tokens of a sample.
+    each position in a draft, the number of drafted tokens. `accepted`: for each position in a draft, the number of
+    drafted tokens that became tokens of a sample.
     """
 
     drafter: str

@@ -410,7 +410,7 @@ class BlockTables:
     def give_back(self, table: Table, num_computed: int) -> None:
         """Release each block of the table if no token at or after position `num_computed` attends to the block.
 
-        To make a released block available to later sequences, publish it before this call.
+        To make a block available to later sequences after its release, publish the block before this call.
         """
         for group, window in self.windowed:
             start, first = table.starts[group], self.first_needed(window, num_computed)
@@ -490,8 +490,8 @@ class PrefixCache:
     def deepest(self, run: list[Entry], is_ready: Callable[[Entry], bool] | None = None) -> list[Entry]:
         """Return the longest prefix of `run` that can be resumed and that ends with a ready entry.
 
-        `run`: consecutive entries from the first block on. `is_ready`: tells whether an entry is ready; if None, all
-        entries are ready.
+        `run`: consecutive entries, beginning with the entry of the first block. `is_ready`: tells whether an entry is
+        ready; if None, all entries are ready.
         """
         windowed = self.tables.windowed
         if not windowed and is_ready is None:

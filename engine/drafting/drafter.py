@@ -40,7 +40,7 @@ class Drafter(Protocol):
         ...
 
     def end(self, sequence: Sequence, seed: int) -> None:
-        """Learn from a sequence after its only sample has ended. `seed`: the seed of this sample."""
+        """Learn from a sequence after its only sample has ended. `seed`: the seed of the sample that has ended."""
         ...
 
 

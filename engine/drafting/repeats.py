@@ -12,8 +12,8 @@ follows the same pair of tokens. A lookup compares at most a fixed number of pos
 time per token even in repetitive text.
 
 Two samples with the same prompt, sampling parameters, seed and weights have the same tokens, because both draw with the
-same noise. If the weights of the two samples differ slightly, most of the tokens are still the same. The drafter
-therefore looks first for an earlier sample with the same prompt and seed.
+same noise. Two samples that differ only by a small change of the weights still have most of their tokens in common. The
+drafter therefore looks first for an earlier sample with the same prompt and seed.
 """
 
 from __future__ import annotations
@@ -230,8 +230,8 @@ class RepeatsDrafter:
         return index
 
     def _counted(self, index: PromptIndex, call: Callable[[], T]) -> T:
-        """Run a call that may grow `index`, then drop the least recently used indexes until the rest fits into the
-        budget.
+        """Run a call that may grow `index`, then drop the least recently used indexes until the remaining indexes fit
+        into the budget.
         """
         before = index.num_bytes
         result = call()

@@ -52,7 +52,7 @@ class StepCosts:
         """Record a step with `rows` rows. `started`: when the planning of the step began. `ended`: when the step's
         results arrived.
 
-        If the previous step ended later than `started`, the duration counts from that end.
+        If the previous step ended later than `started`, the duration counts from the end of the previous step.
         """
         seconds, self._ended = max(ended - max(started, self._ended), 1e-6), ended
         self._steps += 1
@@ -66,7 +66,7 @@ class StepCosts:
 
     def seconds(self, rows: int) -> float:
         """Return the estimated duration, in seconds, of a step with `rows` rows. More rows never give a shorter
-        estimate. At least one step must be recorded.
+        estimate. At least one step must have been recorded before this call.
         """
         bucket = bucket_of(rows)
         known = sorted(self._seconds)
@@ -82,8 +82,8 @@ class StepCosts:
         return least + (most - least) * (bucket - below) / (above - below)
 
     def price(self, rows: int, drafted: int, tokens: int) -> float:
-        """Return the cost of a drafted row in a step with `drafted` drafted rows and `rows` other rows: the number of
-        tokens that steps without drafts would yield in the extra time that the row takes.
+        """Return the cost of a drafted row: the number of tokens that steps without drafts would yield in the extra
+        time that the row takes. The step has `drafted` drafted rows and `rows` other rows.
 
         `tokens`: the number of tokens that the step yields without drafts.
         """
@@ -96,8 +96,9 @@ class Pause:
 
     Tokens that were gained earlier count less with each step. Drafting pauses after `_STEPS_IN_VAIN` consecutive steps
     in which the gain is at most `_LEAST_GAIN` tokens. During the pause, the sequence drafts only in every
-    `_STEPS_PER_TRIAL`th step. The pause ends with the first of these steps after which the gain is above `_LEAST_GAIN`
-    tokens. All sequences make their trials in the same steps, so that the steps between trials can be planned ahead.
+    `_STEPS_PER_TRIAL`th step. The pause ends with the first of these trial steps after which the gain is above
+    `_LEAST_GAIN` tokens. All sequences make their trials in the same steps, so that the steps between trials can be
+    planned ahead.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Grammars: which texts a sample may have.
+"""Grammars, which restrict the texts that a sample may have.
 
 Owns the types and limits of grammars (`source`), their translation for llguidance and the masks of a sample
 (`matching`), and the child processes that handle the grammars of requests (`masks`, `child`). Does not own the request,

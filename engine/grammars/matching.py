@@ -1,8 +1,8 @@
 """Grammars as llguidance matches them: the language, the vocabulary, and the masks of one sample.
 
 A mask depends only on the grammar, the vocabulary and the tokens of the sample so far. The package llguidance
-(Microsoft, MIT), which the extra `grammar` installs, computes the masks. Its parser is an Earley parser (Earley 1970)
-over lexemes, which are matched with derivatives of regular expressions (Brzozowski 1964).
+(Microsoft, MIT), which the extra `grammar` installs, computes the masks. The parser of llguidance is an Earley parser
+(Earley 1970) over lexemes, which are matched with derivatives of regular expressions (Brzozowski 1964).
 
 Guarantees:
 
@@ -111,7 +111,7 @@ def _from_gbnf(grammar: str) -> str:
 
 class TokenText:
     """The text of a model's tokens. `tokenizer`: the content of tokenizer.json. `eos_token_ids`: tokens that are never
-    part of a text. Special tokens, and ids above those of the tokenizer, are never part of a text either.
+    part of a text. Special tokens, and ids above those of the tokenizer, are never part of a text.
 
     Raise GrammarError if llguidance does not support the tokenizer, or if there is no end-of-sequence token. The
     constructor takes seconds for a large vocabulary.

@@ -28,7 +28,7 @@ class Grammar:
     `json`: a JSON schema, as an object or as its text; stored as text. `regex`: a regular expression in the syntax of
     Rust's `regex`, where `\\d`, `\\w` and `\\s` stand for ASCII characters. `choice`: the texts to choose from.
     `grammar`: a context-free grammar in llama.cpp's GBNF (the EBNF of vLLM), with the rule `root`. `json_object`: any
-    JSON object. `disable_any_whitespace`: in JSON, allow no whitespace between tokens.
+    JSON object. `disable_any_whitespace`: allow no whitespace between the tokens of JSON.
 
     Sizes are limited: `MAX_GRAMMAR_BYTES` in UTF-8, `MAX_CHOICES`, and `MAX_JSON_DEPTH` for a schema.
     """

@@ -23,9 +23,9 @@ class Detokenizer:
     that was already returned, for example if its bytes make the previous bytes invalid. Returned text is never
     corrected: if a token changes returned text, later tokens are decoded without the earlier tokens.
 
-    A decoder may treat the first token of a text differently. Each token is therefore decoded together with the tokens
-    before it. `tokenizers.decoders.DecodeStream` is not used, because it raises if the bytes of tokens are not valid
-    UTF-8.
+    A decoder may treat the first token of a text differently from later tokens. Each token is therefore decoded
+    together with the tokens before it. `tokenizers.decoders.DecodeStream` is not used, because it raises if the bytes
+    of tokens are not valid UTF-8.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], is_silent: Callable[[int], bool]) -> None:

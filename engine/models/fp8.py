@@ -1,10 +1,10 @@
 """FP8 in blocks, the format of the published checkpoints of DeepSeek V3, Kimi K2 and other families (DeepSeek-V3
 Technical Report, 2024).
 
-A matrix [R, C] of float8_e4m3fn is divided into blocks of 128 rows and 128 columns. The blocks at the end may be
-smaller. The scales of the blocks are in a tensor [ceil(R / 128), ceil(C / 128)]. The tensor has the name of the matrix
-with the suffix `SCALES`. An element's value is the float32 product of the stored number and its block's scale. The
-caller rounds the dequantized value once, to the dtype of the weight.
+A matrix [R, C] of float8_e4m3fn is divided into blocks of 128 rows and 128 columns. The blocks at the right and lower
+edges of the matrix may be smaller. The scales of the blocks are in a tensor [ceil(R / 128), ceil(C / 128)]. The tensor
+has the name of the matrix with the suffix `SCALES`. An element's value is the float32 product of the stored number and
+its block's scale. The caller rounds the dequantized value once, to the dtype of the weight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the shape of the scales of a matrix of this shape."""
+    """Return the shape of the scales for a matrix of shape `shape`."""
     rows, columns = shape
     return -(-rows // BLOCK), -(-columns // BLOCK)
 

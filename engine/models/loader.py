@@ -231,7 +231,9 @@ def _pieces(name: str, weight: Any, is_swapped: bool, scales: torch.Tensor | Non
 
 
 def _copy_some(opened: Any, pieces: list[_Piece]) -> int:
-    """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read. Return the number of bytes."""
+    """Copy pieces and remove them from the list, until `_MAX_OPEN_BYTES` bytes are read. Return the number of bytes
+    that were read.
+    """
     num_bytes = 0
     while pieces and num_bytes < _MAX_OPEN_BYTES:
         name, expert, weight, is_swapped, quantized = pieces.pop()

@@ -20,7 +20,8 @@ _VALUES = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)
 
 
 def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the two tensors that store the stack `name`. The keys are the names of the tensors.
+    """Return the shapes of the two tensors that store the stack `name`. The keys of the result are the names of the
+    tensors.
 
     The result is empty unless `shape` is [E, R, C] and C is a multiple of the block length.
     """

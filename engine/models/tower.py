@@ -30,7 +30,7 @@ class EmbeddedRows(NamedTuple):
 
 class Tower:
     """The tower that `spec` describes, with the weights that `get` returns. `layers`: the layers of the decoder, or of
-    its stage. `first`: the index of the first of these layers in the decoder.
+    its stage. `first`: the index, in the decoder, of the first layer in `layers`.
     """
 
     def __init__(self, spec: TowerSpec, backend: Backend, get: GetWeight, layers: Sequence[Layer], first: int) -> None:

@@ -97,8 +97,8 @@ class DrawRecord(NamedTuple):
 
     @classmethod
     def of_scores(cls, distribution: Distribution) -> DrawRecord:
-        """Return the draw record for a request that scores given tokens. Only the fields of the distribution are
-        set.
+        """Return the draw record for a request that scores given tokens. Only the fields that describe the distribution
+        are set.
         """
         filters = distribution.has_filters, distribution.top_k, distribution.top_p, distribution.min_p
         return cls(0, SAMPLE, divisor(distribution), *filters)
@@ -137,8 +137,8 @@ class OpenSample:
     `order`: (order of arrival of the request, sample index). `draw`: how tokens are drawn. `ending_tokens`: the tokens
     that end the sample. `editor`: edits the logits of the next token; None without edits. `place`: how far the sample
     has come in a text of its grammar; None without a grammar. `logprobs`: None if not requested. `records`: the columns
-    requested by `top_logprobs`, or None. `targets`, `target_ids`: the column requested by `target_token_ids`, and these
-    tokens (int64 [K]), or None. `kept`: the columns requested by `return_sampling_mask`, or None. `commits`: the
+    requested by `top_logprobs`, or None. `targets`, `target_ids`: the column requested by `target_token_ids`, and the
+    target tokens (int64 [K]), or None. `kept`: the columns requested by `return_sampling_mask`, or None. `commits`: the
     commits under which tokens were drawn. Each commit comes with the index of the first token that was drawn under it.
     `error`: a description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the
     sequence of an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not
@@ -171,7 +171,7 @@ class OpenSample:
     @property
     def num_fed(self) -> int:
         """The number of tokens fed to the model: all tokens of the prompt and the sample, except the last one. Before
-        the first draw, the number is 0.
+        the first draw, the number of fed tokens is 0.
         """
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 

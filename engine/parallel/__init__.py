@@ -6,5 +6,5 @@ of the KV cache. Block tables come from the leader, so that the caches of all ra
 construction.
 
 Owns the processes, the messages between them, and the memory through which layers exchange sums (`kernels.ranks`). If a
-rank fails, the worker fails as a whole, and no process is left.
+rank fails, the whole worker fails, and all its processes end.
 """

@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_CHECKS = 1e-4
 
 
 class RankComputation:
-    """One rank's part of a step in flight. The constructor computes or queues this part with `executor`.
+    """One rank's part of a step in flight. The constructor computes or queues the rank's part with `executor`.
 
     `wait` checks the other ranks while it waits for a GPU, because a GPU that exchanges tensors with a rank that has
     ended never finishes.

@@ -4,8 +4,8 @@ The memory is an unnamed file that the leader creates and that the followers inh
 of the file. The groups are all ranks together, the ranks of each stage, and each pair of ranks that pass hidden states.
 A region has one counter for each rank of the group, and two sides, each with one slot for each rank. A rank writes its
 tensor to its slot, sets its counter to the number of the call, and waits until all counters have reached this number.
-Consecutive calls use different sides. A rank can be at most one call ahead of another rank, so no rank overwrites a
-slot that another rank still reads.
+Consecutive calls use different sides of the region. A rank can be at most one call ahead of another rank, so no rank
+overwrites a slot that another rank still reads.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 trueroll.engine.parallel.follower SOCKET SEGMENT RANK`.
 
 SOCKET and SEGMENT are file descriptors that the process inherits: one end of a socket pair, and the shared memory
-through which the ranks exchange tensors. The process ignores signals that ask it to exit. It exits when the leader
-closes the other end of the socket pair, or when the leader has exited.
+through which the ranks exchange tensors. The process ignores signals that ask it to exit. The process exits when the
+leader closes the other end of the socket pair, or when the leader has exited.
 """
 
 from __future__ import annotations

@@ -252,9 +252,9 @@ def _nccl(store: Any, rank: Rank, device: torch.device) -> Any:
 
 @contextmanager
 def _variables(wanted: dict[str, str]) -> Iterator[None]:
-    """Set these environment variables inside the `with` block, except the variables that are already set. NCCL reads
-    the variables when a group is created. The variables turn off the watchdog of NCCL groups, which would kill the
-    process if a rank hangs. Instead of the watchdog, the leader ends the ranks.
+    """Set the given environment variables inside the `with` block, except the variables that are already set. NCCL
+    reads the variables when a group is created. The variables turn off the watchdog of NCCL groups, which would kill
+    the process if a rank hangs. Instead of the watchdog, the leader ends the ranks.
     """
     with _environment:
         added = {name: value for name, value in wanted.items() if name not in os.environ}

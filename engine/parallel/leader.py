@@ -190,7 +190,7 @@ class Ranks:
         self._exchange.meet()
 
     def map(self, arena: RankedArena) -> None:
-        """Make each rank use the memory of its weights in an arena."""
+        """Make each rank map the memory of its weights in `arena`."""
         self.tell("map")
         self._followers.share(arena)
         self._exchange.meet()
@@ -287,8 +287,8 @@ class RankedExecutor:
 
     def compute(self, step: Step) -> _Computation:
         """See `Executor.compute`. The followers begin the step at once. With several stages, this rank computes the
-        last stage, and begins only when the caller waits for the results. Until then, the first stage can begin another
-        step.
+        last stage, and begins only when the caller waits for the results, so that the first stage can begin another
+        step meanwhile.
         """
         self._ranks.tell("compute", step)
         computation = _Computation(step, self._compute)
@@ -338,7 +338,7 @@ class RankedExecutor:
         self._place.everyone.meet()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that all ranks hold."""
+        """Return the numbers of bytes that all ranks together hold."""
         own = self._own.memory()
         return own | {"kv_cache": self._kv_bytes if own["kv_cache"] else 0}
 

@@ -1,11 +1,11 @@
 """The weights of an engine with several ranks.
 
-The leader owns the memory of all weights, which consists of arenas. One arena holds the embeddings, which several
-stages may use. Another arena holds the vision tower, which all ranks use. Each stage has an arena for the weights that
-are not divided among its ranks (norms, routers). Each rank has an arena for its part of the divided weights. A follower
-maps the arenas that its model needs. The leader therefore receives, reads, saves and drops weights as an engine in one
-process does. New weights reach a follower as one file descriptor per arena. Followers do not compute while the leader
-writes into live weights.
+The leader owns the arenas that hold all weights. One arena holds the embeddings, which several stages may use. Another
+arena holds the vision tower, which all ranks use. Each stage has an arena for the weights that are not divided among
+its ranks (norms, routers). Each rank has an arena for its part of the divided weights. A follower maps the arenas that
+its model needs. The leader therefore receives, reads, saves and drops weights as an engine in one process does. New
+weights reach a follower as one file descriptor per arena. Followers do not compute while the leader writes into live
+weights.
 
 All arenas are in host memory. A rank on a GPU computes with a copy of its weights (`DeviceCopy`), which is brought up
 to date after each commit.

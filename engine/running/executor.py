@@ -146,7 +146,7 @@ class Executor(Protocol):
         """Use the staged weights from the next step on.
 
         Raise RuntimeError if the weights are asleep, and ValueError if the staging is incomplete. A call that raises
-        either error changes nothing.
+        RuntimeError or ValueError changes nothing.
         """
         ...
 

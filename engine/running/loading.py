@@ -76,9 +76,9 @@ class EngineInfo:
     `isa`: the instruction set that the backend uses. `pieces`: as in `DecoderSpec`. `backend_note`: the reason why a
     faster backend is not used, or empty. `torch_version`: the version of the torch package.
 
-    `windows`: the attention windows of the model's layers, in tokens. None stands for the layers without a window, and
-    comes first. Layers with the same window share a pool of blocks. `num_blocks`: the number of KV blocks for the first
-    window. `window_blocks`: the number of KV blocks for each further window.
+    `windows`: the attention windows of the model's layers, in tokens. In `windows`, None stands for the layers without
+    a window, and comes first. Layers with the same window share a pool of blocks. `num_blocks`: the number of KV blocks
+    for the first window. `window_blocks`: the number of KV blocks for each further window.
 
     `live_states`, `checkpoints`, `state_interval`, `state_bytes`: as in `MemoryPlan`; 0 for models without recurrent
     layers. `expert_layers`: the number of layers with experts. `num_experts`: the number of experts per layer.
@@ -327,7 +327,7 @@ def specs_of_ranks(spec: DecoderSpec, topology: Topology, ops: Backend) -> list[
 def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Backend) -> bool:
     """Return whether to load the model's MTP module.
 
-    Raise ConfigError if `speculative` is `mtp` but the model has no supported module.
+    Raise ConfigError if `speculative` is `mtp` but the model has no supported MTP module.
     """
     if not config.wants_mtp:
         return False
@@ -352,7 +352,9 @@ def _serves_tower(config: EngineConfig, folder: Path, spec: DecoderSpec) -> bool
 
 
 def tower_obstacle(spec: DecoderSpec) -> str:
-    """Return what a model's configuration lacks to serve images; an empty string if it lacks nothing."""
+    """Return a text that says what a model's configuration lacks to serve images; the text is empty if nothing is
+    missing.
+    """
     if spec.tower is None:
         return "has no vision tower"
     if not spec.tower.sees_span and not any(rotation.axes for rotation in spec.rotations):

@@ -29,8 +29,8 @@ from .step import Draws, JournalRows, Step
 class LaneState:
     """The last drawn tokens, on the device.
 
-    `last_tokens` (int64 [capacity + 1]) has the last drawn token of each lane. One extra element is for draws without a
-    lane.
+    `last_tokens` (int64 [capacity + 1]) has the last drawn token of each lane. The tensor has one extra element, for
+    draws without a lane.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:

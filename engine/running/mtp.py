@@ -34,8 +34,8 @@ class DraftStep:
 
     `token_ids`, `positions` [N]: the last token of each sequence, and its position. `counts` [N]: how many tokens to
     draft, at least 1. `block_table` [N, max_blocks]: the blocks of the layers without a window. The blocks have room
-    for every drafted token except the last, because drafting does not need the last token's KV. `records`: `DRAW` [N],
-    how each sequence draws. `block_copies`: as in `Step`, made before anything is drafted.
+    for every drafted token except the last, because drafting does not need the last token's KV. `records` [N], of dtype
+    `DRAW`: how each sequence draws. `block_copies`: as in `Step`, made before anything is drafted.
     """
 
     token_ids: np.ndarray
@@ -127,7 +127,7 @@ class MtpRunner:
         return self._mtp.forward(model.embedded(token_ids), before, model.rotations(positions), (keys, values), pages)
 
     def _states(self, places: Tensor) -> Tensor:
-        """Return kept hidden states; zeros where the place is -1."""
+        """Return the kept hidden states at `places`; zeros where a place is -1."""
         found = self._hidden.flatten(0, 1)[places.clamp(min=0)]
         return torch.where((places >= 0).unsqueeze(1), found, self._nothing)
 

@@ -16,7 +16,7 @@ from ..config import EngineConfig
 
 
 class Topology(NamedTuple):
-    """The places of `tensor` ranks in each of `stages` stages. The last stage has the first ranks."""
+    """The places of `tensor` ranks in each of `stages` stages. The last stage has the ranks with the lowest indices."""
 
     tensor: int
     stages: int
@@ -73,9 +73,10 @@ class Link(Protocol):
 class Links(NamedTuple):
     """How a rank reaches the other ranks.
 
-    `everyone`: all ranks. `stage`: the ranks of the same stage. `before`, `after`: the rank of the previous stage, and
-    the rank of the next stage, if there is one. `num_sharers`: the number of ranks that share the memory of this rank's
-    device. `can_capture`: whether a CUDA graph can capture the exchanges of a stage's ranks.
+    `everyone`: the exchange with all ranks. `stage`: the exchange with the ranks of this rank's stage. `before`,
+    `after`: the links to the rank of the previous stage and to the rank of the next stage, if there is one.
+    `num_sharers`: the number of ranks that share the memory of this rank's device. `can_capture`: whether a CUDA graph
+    can capture the exchanges of a stage's ranks.
     """
 
     topology: Topology

@@ -119,7 +119,8 @@ class Sampler:
     products become logits.
 
     Rows that have neither filters nor edits nor targets are drawn by `next_tokens`, or by `next_token_statistics` if
-    they have `top_logprobs`. Neither op stores the logits. Other rows are drawn by several separate ops.
+    they have `top_logprobs`. `next_tokens` and `next_token_statistics` do not store the logits. Rows with filters,
+    edits or targets are drawn by several separate ops.
     """
 
     def __init__(self, backend: Backend, head: Weight, spec: HeadSpec) -> None:
@@ -156,8 +157,8 @@ class Sampler:
 
     def score(self, hidden: Tensor, token_ids: Tensor, rows: ScoredRows) -> list[Tensor]:
         """Return the columns of scored tokens. The first column has the tokens' log-probs (float32 [M]). If `rows` has
-        `top_logprobs`, the other columns of `TokenStatistics` follow. If `rows` has targets, the last column has the
-        targets' log-probs (float32 [M, K]).
+        `top_logprobs`, the next columns are the other columns of `TokenStatistics`. If `rows` has targets, the last
+        column has the targets' log-probs (float32 [M, K]).
 
         `hidden`: [M, hidden_size], the hidden states of `rows`. `token_ids`: int64 [M], on the device of `hidden`.
         """
@@ -252,7 +253,9 @@ class Sampler:
         return token_ids
 
     def _filter(self, scaled: Tensor, records: np.ndarray) -> Tensor:
-        """Apply the filters of each row in place, and return the logits. `records`: `DRAW`, one per row."""
+        """Apply the filters of each row in place, and return the logits. `records`: an array of dtype `DRAW`, with one
+        element per row.
+        """
         chosen = np.flatnonzero(records["has_filters"])
         if not len(chosen):
             return scaled

@@ -58,9 +58,9 @@ class OptionalWeights:
     """The weights of a model's MTP module. `names`: their names. New weights may lack the module's weights, because no
     sample depends on the module.
 
-    transformers drops the module when it loads a model, so most trainers cannot push it. The worker then keeps the
-    module's current weights. Owns the record of whether the last commit replaced these weights, and their values during
-    a sleep.
+    Most trainers cannot push the module, because transformers drops the module when it loads a model. If new weights
+    lack the module's weights, the worker keeps its current weights of the module. Owns the record of whether the last
+    commit replaced the module's weights, and the values of these weights during a sleep.
     """
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -149,18 +149,18 @@ class WeightStore:
 
     @property
     def renamed(self) -> Mapping[str, str]:
-        """Maps prefixes of names that trainers may use to prefixes of names in `shapes`."""
+        """Maps prefixes of trainers' names to the prefixes that names in `shapes` have instead."""
         return self.model.spec.renamed
 
     @property
     def respelled(self) -> Mapping[str, str]:
-        """Maps substrings of names that trainers may use to the substrings that names in `shapes` have instead."""
+        """Maps substrings of trainers' names to the substrings that names in `shapes` have instead."""
         return self.model.spec.respelled
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Prefixes of tensor names. Trainers leave tensors with these names out of a push, for example the tensors of
-        an unused tower.
+        """Prefixes of tensor names. Trainers leave tensors with these prefixes out of a push, for example the tensors
+        of an unused tower.
         """
         return self.model.spec.left_out
 
@@ -426,7 +426,7 @@ class WeightStaging:
         return part
 
     def put(self, name: str, indices: Tensor, values: Tensor) -> None:
-        """Record new values for elements of a parameter or a part. The commit writes the values.
+        """Record new values for elements of a parameter or a part. The commit writes the recorded values.
 
         `indices`: flat, int64 [n]. `values`: [n]. The call copies indices and values. Raise ValueError if the staging
         is in place, or if indices or values do not fit the parameter.

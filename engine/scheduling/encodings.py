@@ -87,7 +87,7 @@ class Encodings:
         return self.under_way
 
     def finish(self) -> None:
-        """Count the image that was being encoded as encoded."""
+        """Record that the image that was being encoded is now encoded."""
         assert self.under_way is not None
         self._ready[self.under_way.image.content_hash] = self.size_of(self.under_way.image)
         self.stats.encoded += 1

@@ -27,11 +27,11 @@ A chunk ends where a checkpoint is taken. All checkpoints are taken at block bou
   compute again because a checkpoint is missing. Other prompts with the same blocks wait for this checkpoint.
 - A checkpoint is taken every `Intervals.decodes` tokens while a sequence decodes.
 
-A checkpoint is reserved when the scheduler plans the step that writes it. The checkpoint is ready when that step is
-done. A checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index entry is removed,
-when the epoch changes, or when another checkpoint or a live state needs the slot. If no slot is available for a
-checkpoint, the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end early. The
-results have the same bits wherever chunks end.
+A checkpoint is reserved when the scheduler plans the step that writes it. A reserved checkpoint is ready when the step
+that writes it is done. A checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index
+entry is removed, when the epoch changes, or when another checkpoint or a live state needs the slot. If no slot is
+available for a checkpoint, the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end
+early. The results have the same bits wherever chunks end.
 
 Guarantees:
 
@@ -191,7 +191,7 @@ class StateSlots:
 class Intervals:
     """The numbers of tokens between checkpoints: multiples of the block size, or 0 for no checkpoints.
 
-    `prompts`: the interval for tokens that are computed in chunks. `decodes`: the interval while decoding.
+    `prompts`: the interval for tokens that are computed in chunks. `decodes`: the interval for tokens that are decoded.
     """
 
     prompts: int

@@ -83,11 +83,11 @@ class SchedulerStats:
     """Lifetime counters.
 
     `steps`: steps that computed something. `prefix_queries`: prompt tokens looked up in the cache when a sequence first
-    starts. `prefix_hits`: prompt tokens found by these lookups. `shortened_hits`: tokens that were found in the cache
-    but computed again, because their routed experts were requested but missing, or because the checkpoint of their
-    recurrent state was missing. `preemptions`: how often an older sequence took the blocks of a running sequence.
-    `recomputed`: how often `recompute_running` took the blocks of a running sequence. `deferred_admissions`: the number
-    of sequences that waited for a prefix, summed over all steps.
+    starts. `prefix_hits`: prompt tokens that the lookups found in the cache. `shortened_hits`: tokens that were found
+    in the cache but computed again, because their routed experts were requested but missing, or because the checkpoint
+    of their recurrent state was missing. `preemptions`: how often an older sequence took the blocks of a running
+    sequence. `recomputed`: how often `recompute_running` took the blocks of a running sequence. `deferred_admissions`:
+    the number of sequences that waited for a prefix, summed over all steps.
     """
 
     steps: int = 0
@@ -269,7 +269,7 @@ class Running:
         return child
 
     def take_block_copies(self) -> list[dict[int, int]]:
-        """Return the block copies that the next step must make first. Each copy is returned only once.
+        """Return the block copies that the next step must make first. Each block copy is returned only once.
 
         For each group, the copies map each destination block to its source block.
         """
@@ -489,7 +489,7 @@ class Scheduler:
     def publish(self, chunks: Chunks) -> None:
         """Publish the blocks that `chunks` filled, then release the blocks that have left an attention window.
 
-        The host must have seen the tokens of the blocks. Sequences that no longer hold blocks are skipped.
+        All tokens of the published blocks must be known to the host. Sequences that no longer hold blocks are skipped.
         """
         cache, size = self.cache, self.cache.block_size
         for sequence, _, end in chunks.take(np.flatnonzero(chunks.ends // size > chunks.starts // size)):

@@ -77,11 +77,11 @@ class Sequence:
     token, or the score that receives the log-probs. `claim`: the hash of the block that this sequence waits for while
     another sequence computes it; None if this sequence waits for no block. `num_cached_tokens`: the number of tokens
     found in the cache when the sequence first started; None before the first start. `branch`: the position at which the
-    sequence will take a checkpoint, because the cache lacks a checkpoint there. This position is the end of the tokens
-    that the sequence found in the cache. If the sequence will take no such checkpoint, `branch` is 0. `routes`: the
-    recorded experts of the sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the
-    recorded experts of all tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no
-    blocks. `media`: the images of the prompt, or None.
+    sequence will take a checkpoint, because the cache lacks a checkpoint there. `branch` is the end of the tokens that
+    the sequence found in the cache, or 0 if no checkpoint is planned there. `routes`: the recorded experts of the
+    sequence's tokens; None if not requested. A waiting sequence with drawn tokens has the recorded experts of all
+    tokens except the last. `lane`: -1 if the sequence waits; a waiting sequence holds no blocks. `media`: the images of
+    the prompt, or None.
     """
 
     order: tuple[int, int]
@@ -164,7 +164,8 @@ class Chunks:
 
     `lanes`: the lanes of the sequences when the step was planned. `num_left`: how many sequences had left each lane
     when the step was planned. `lanes`, `num_left`, `starts`, `ends`: int64 [N]. `drafts`: maps a lane to the drafted
-    tokens at the end of its chunk. Drafted tokens follow the sequence's tokens, but do not belong to the sequence.
+    tokens at the end of the lane's chunk. Drafted tokens follow the sequence's tokens, but do not belong to the
+    sequence.
     """
 
     sequences: AnySequence[Sequence]

@@ -24,8 +24,8 @@ more elements than its weight, for example if the weight is a gate with one row.
 class Adapted:
     """The `Parameters` of a push with adapters.
 
-    An adapters-only push contains only the parameters that `Adapters.base` does not list. Any other push contains all
-    parameters. Each push with adapters also contains A and B for each adapted weight.
+    An adapters-only push contains only the parameters that `Adapters.base` does not list. A push that is not
+    adapters-only contains all parameters. Each push with adapters also contains A and B for each adapted weight.
     """
 
     dtype: str

@@ -317,8 +317,8 @@ def spellings_of(wanted: Parameters) -> Spellings:
 
 
 def own_dtypes(wanted: Parameters) -> dict[str, str]:
-    """Return the dtype of each parameter that is not pushed in the common dtype (`Parameters.dtypes`). The keys are the
-    names of these parameters and the names of their parts.
+    """Return the dtype of each parameter that is not pushed in the common dtype (`Parameters.dtypes`). The keys of the
+    result are the names of the parameters that have a dtype of their own, and the names of their parts.
     """
     spellings = spellings_of(wanted)
     return {each: dtype for name, dtype in wanted.dtypes.items() for each in (name, *spellings.parts(name))}
@@ -348,6 +348,6 @@ def describe_tie(name: str, other: str) -> str:
 
 
 def list_names(names: list[str]) -> str:
-    """Return a text with at most ten of the names, followed by the number of omitted names."""
+    """Return a text with at most ten of `names`, followed by the number of omitted names."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -40,8 +40,8 @@ class BeginPush(Message):
     - `allow_older`: accept a version that is not later than the served version.
     - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
       worker opens the push's source until the commit, the worker generates no tokens.
-    - `in_flight`: with `in_place`, what happens to running requests when the push begins. `drain` may take
-      `drain_timeout` seconds.
+    - `in_flight`: with `in_place`, what happens to running requests when the push begins. With `drain`, the drain may
+      take up to `drain_timeout` seconds.
     - `lends`: put the weights into memory that other workers of the same kin can map.
     - `timeout`: limit in seconds on each wait in this push, except drains of running requests.
     """

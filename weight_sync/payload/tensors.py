@@ -76,7 +76,7 @@ def checksum_and_finiteness(data: torch.Tensor, start: int, dtype: torch.dtype) 
 
 
 def _are_finite(bits: np.ndarray, infinity: int) -> bool:
-    """Return whether all numbers with these bits are finite. `infinity`: the bits of infinity."""
+    """Return whether all numbers with the bits in `bits` are finite. `infinity`: the bits of infinity."""
     # Read as unsigned integers, negative infinity and negative NaNs are the largest. Read as signed integers, positive
     # infinity and positive NaNs are the largest.
     most = infinity + 2 ** (8 * bits.itemsize - 1)

@@ -55,9 +55,9 @@ class AdaptedTensors(Protocol):
 class TrainerAdapters:
     """The tensors that a push of a PEFT model sends: all, or only adapters and `modules_to_save` if `alone`.
 
-    `sent`: the tensors to send, under the names that workers use. `tensors`: first the base weights that stay behind,
-    then the tensors in `sent`. Every rank of the trainer gathers `tensors` in this order. Raise PushError if `alone` is
-    set and no adapter is enabled.
+    `sent`: the tensors to send, under the names that workers use. `tensors`: first the base weights that are not sent,
+    then the tensors in `sent`. Every rank of the trainer gathers the tensors in the order of `tensors`. Raise PushError
+    if `alone` is set and no adapter is enabled.
     """
 
     def __init__(self, found: AdaptedTensors, alone: bool) -> None:

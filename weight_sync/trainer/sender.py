@@ -92,7 +92,7 @@ class Cut:
 
 
 class Packer:
-    """Packs objects one after the other. The packer's only state is the end of the last object."""
+    """Packs objects into buckets, one after the other. The packer's only state is the end of the last object."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._bucket_bytes = bucket_bytes
@@ -250,7 +250,7 @@ class _Sent:
     """State kept between pushes.
 
     `copy`: the served weights, with which sparse pushes compare the new weights. `committed`: id of the push that sent
-    the weights in `copy`; None if this push was not committed. `checksums`: checksums of the weights that adapters are
+    the weights in `copy`; None if that push was not committed. `checksums`: checksums of the weights that adapters are
     added to. `whole_folder`: the folder of the last push of all weights. Adapters in later folders are added to the
     weights in `whole_folder`.
     """

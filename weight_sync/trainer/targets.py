@@ -1,4 +1,4 @@
-"""The calls that a push makes to its workers. The package `rollout` implements these calls with its clients."""
+"""The calls that a push makes to its workers. The package `rollout` implements the calls with its clients."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class PushTargets(Protocol):
         ...
 
     def ask_all(self, call: PushCall, timeout: float) -> Sequence[PushStatus | TruerollError]:
-        """Send every worker a call and wait. Return each worker's reply or error."""
+        """Send a call to every worker, and wait for all replies. Return each worker's reply or error."""
         ...

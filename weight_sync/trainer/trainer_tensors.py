@@ -98,8 +98,8 @@ class TrainerTensors:
         return first.device if isinstance(first, torch.Tensor) else torch.device("cpu")
 
     def _peek(self) -> Any:
-        """Return the next tensor without consuming it. If the next item is invalid, return it unchanged. At the end,
-        return None.
+        """Return the next tensor without consuming it. If the next item is invalid, return it unchanged. After the last
+        tensor, return None.
         """
         try:
             item = self._next()

@@ -164,7 +164,7 @@ class NcclReader:
 
 
 def _listen(host: str) -> socket.socket:
-    """Return a socket that listens at `host` alone. The store's own socket would listen on every address."""
+    """Return a socket that listens only at `host`. The store's own socket would listen on every address."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)

@@ -11,7 +11,8 @@ A channel is a socket that keeps message boundaries. Each message is JSON. The r
 this order: `start`; `connect`, when it has reached the store; `join`, when it has joined the group; then one `receive`
 per request. The worker sends each request as `{"side", "num_bytes"}`. `receive` means that a broadcast of `num_bytes`
 bytes has been stored at the beginning of memory number `side`. The last message is `{"failed": REASON}` or `{"ended":
-CODE}`, where a negative code is the signal that ended the process. `gloo_reader` is the worker's end.
+CODE}`, where a negative code is the signal that ended the process. The module `gloo_reader` is the worker's end of the
+channel.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def broadcasts_between_gpus(trainer: str | None, workers: Mapping[str, str | Non
 @contextmanager
 def made_current(device: torch.device) -> Iterator[None]:
     """Context manager in which a CUDA device is the current device of this thread, both in torch and in the CUDA
-    driver. Synchronizes the device's stream first.
+    driver. Before the block runs, the device's stream is synchronized.
     """
     if device.type != "cuda":
         yield

@@ -43,8 +43,8 @@ def check_available(device: torch.device) -> Any:
 def new_group(store: Any, rank: int, size: int, timeout: timedelta, device: torch.device) -> Any:
     """Use the GPU `device` to join the group of the `size` members that meet at the store.
 
-    Raise PushError as `check_available` does. Raise RuntimeError if not all members join within the timeout, or if NCCL
-    fails.
+    Raise PushError in the same cases as `check_available`. Raise RuntimeError if not all members join within the
+    timeout, or if NCCL fails.
     """
     kind = check_available(device)
     store.set(f"member-{rank}", b"is here")

@@ -39,7 +39,8 @@ class PushPolicy:
         """Open regular files for reading: the files `names` in the folder of a push. The caller closes the files.
 
         Opening a named pipe does not block. Raise PushError if the worker may not read the files. The error has the
-        same text for every cause, so that a client cannot find out which files exist. The log has the cause.
+        same text for every cause, so that a client cannot find out which files exist. The log contains the cause of the
+        error.
         """
         try:
             parent = self._open_folder(folder)

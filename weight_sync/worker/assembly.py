@@ -197,7 +197,7 @@ class Assembly:
         """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if the bytes are corrupt.
         Writes nothing.
 
-        Waits for the GPU once, or twice if values must be finite.
+        The check waits for the GPU once, or twice if values must be finite.
         """
         if bucket.word_sum is None:
             if data.device.type != "cpu":
@@ -217,8 +217,8 @@ class Assembly:
                 _expect(is_finite, piece, *FINITE)
 
     def inspect(self, piece: Piece, data: torch.Tensor) -> None:
-        """Raise PushError if `piece` is not the next piece of its tensor, or has wrong bytes. `check` must have passed.
-        Writes nothing.
+        """Raise PushError if `piece` is not the next piece of its tensor, or if the piece has wrong bytes. `check` must
+        have passed. Writes nothing.
 
         A piece without a checksum belongs to a bucket that `inspect_all` has checked.
         """

@@ -28,7 +28,7 @@ class Reached:
 @dataclass(frozen=True)
 class Opened:
     """The receiver has opened the source of a push with `in_place`. The receiver writes nothing before
-    `Receiver.proceed`.
+    `Receiver.proceed` is called.
     """
 
 

@@ -136,7 +136,7 @@ class Writing:
             raise Closed
 
     def wait_to_overwrite(self) -> None:
-        """Wait for `allow_overwriting`. Raise Closed if `close` comes first."""
+        """Wait for `allow_overwriting`. Raise Closed if `close` is called first."""
         self._may_overwrite.wait()
         self.check()
 
@@ -271,7 +271,7 @@ class Receiver(threading.Thread):
         """Tell the thread to end soon and to free all resources. Waits at most until the current piece or weight is
         written.
 
-        The receiver does not write after `close` has returned. An event in flight may still arrive.
+        The receiver does not write after `close` has returned. An event in flight may still arrive after `close`.
         """
         self._writing.close()
         self._calls.put(None)
