@@ -27,11 +27,11 @@ class ImageInput:
 
     `start`: the index of the first token of the image; the tokens are placeholders, one for each block of patches.
     `rows`, `columns`: the size of the image, in patches. `levels`: uint8 [rows * columns, channels * frames *
-    patch_size**2], the 8-bit pixels of each patch, channel by channel, frame by frame and row by row; the patches are
-    in the tower's order (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the value that the tower
-    reads for a level of channel c. The format of `levels` and `table` is lossless, because image processors map each
-    8-bit level of a channel to one value. `frames`: the number of frames in `levels`: 1 for an image, and
-    `TowerSpec.frames` for a part of a video.
+    patch_size**2], the 8-bit pixels of each patch. The pixels are listed channel by channel, frame by frame and row by
+    row. The patches are in the tower's order (`TowerSpec`). `table`: float32 [channels, 256]; `table[c, level]` is the
+    value that the tower reads for a level of channel c. The format of `levels` and `table` is lossless, because image
+    processors map each 8-bit level of a channel to one value. `frames`: the number of frames in `levels`: 1 for an
+    image, and `TowerSpec.frames` for a part of a video.
     """
 
     start: int

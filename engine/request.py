@@ -777,8 +777,8 @@ class ScoreOutput:
     """The log-probs of a scored sequence.
 
     `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given the tokens before it.
-    `finish_reason`: `stop`, or `abort` for an aborted score, or `error` if the masks of its grammar cannot be computed;
-    with `abort` and `error`, `logprobs` is empty. `error`: a description of the error, or None. `entropy`,
+    `finish_reason`: `stop`; `abort` for an aborted score; `error` if the masks of the score's grammar cannot be
+    computed. With `abort` and `error`, `logprobs` is empty. `error`: a description of the error, or None. `entropy`,
     `top_token_ids`, `top_logprobs` and `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
     `routed_experts`: as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """

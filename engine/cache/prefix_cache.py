@@ -17,8 +17,9 @@ names the block that holds the KV of the prefix's last `block_size` tokens. When
 tokens, the entry no longer names the block. A sequence releases a block when no later token of the sequence can attend
 to the block. Until a released block is reused, other sequences can still hit the prefix that was published for it.
 
-A prefix of L tokens can be resumed if the group of window None holds the KV of all L tokens, and each group of window W
-holds the KV of tokens [L - W + 1, L). In a group of window W, the token at position L attends to tokens [L - W + 1, L].
+A prefix of L tokens can be resumed if every group holds the KV that resuming needs. The group of window None must hold
+the KV of all L tokens. A group of window W must hold the KV of tokens [L - W + 1, L). In a group of window W, the token
+at position L attends to tokens [L - W + 1, L].
 
 A full block is identified by a 128-bit hash of three things: the hash of the previous block, the token ids, and the
 extra identity of the block. The hash is keyed with a secret of this process that changes with every epoch. The extra

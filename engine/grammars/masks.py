@@ -145,8 +145,8 @@ class Grammars:
         return place
 
     def fill(self, asked: Sequence[tuple[Place, Sequence[int]]]) -> None:
-        """For each place, find the mask of the token after all tokens of the place, and of the token after each of the
-        following tokens, up to the first following token that the grammar excludes.
+        """For each place, find the mask of the token after all tokens of the place. Also find the mask of the token
+        after each following token, up to the first following token that the grammar excludes.
         """
         self._fill_or_fail([_Asked(place, len(place.token_ids), following) for place, following in asked])
 

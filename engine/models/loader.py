@@ -3,8 +3,8 @@
 Owns nothing permanently: files are closed when a function returns. The loader has no code for particular architectures:
 the caller names the tensors and their destinations. Guarantees: the whole checkpoint is checked before the first tensor
 is copied. Besides the destinations, memory holds at most `_MAX_OPEN_BYTES` of tensors, plus one tensor or one expert's
-matrix. For matrices in FP8, memory also holds the scales of one file's matrices, dequantized rows (at most
-`_MAX_OPEN_BYTES` or one row of blocks), and temporary tensors of the same size as these rows.
+matrix. For matrices in FP8, memory also holds the scales of one file's matrices, and dequantized rows (at most
+`_MAX_OPEN_BYTES` or one row of blocks). Temporary tensors then take as much memory as the dequantized rows.
 """
 
 from __future__ import annotations

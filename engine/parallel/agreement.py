@@ -18,8 +18,8 @@ STEPS = 64
 
 
 class Agreement:
-    """Every `STEPS` steps, compares checksums of the inputs (token ids, positions and rows of images), and checksums of
-    the drawn tokens and the bits of their log-probs. `exchange`: connects all ranks; the first `num_drawing` ranks draw
+    """Every `STEPS` steps, compares checksums of the inputs (token ids, positions and rows of images), of the drawn
+    tokens, and of the bits of their log-probs. `exchange`: connects all ranks; the first `num_drawing` ranks draw
     tokens.
 
     The results alone would not show that one rank has wrong inputs: the ranks share the sums and the head, so all ranks

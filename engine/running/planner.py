@@ -206,8 +206,8 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
 def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:
     """Return an estimate of the peak memory of the largest step, in bytes.
 
-    The estimate covers the hidden states, the logits of the decoding sequences, and the intermediate values of one MLP,
-    latent attention or recurrence: the one that needs the most memory.
+    The estimate covers the hidden states, the logits of the decoding sequences, and the intermediate values of the MLP,
+    latent attention or recurrence that needs the most memory.
     """
     widths = [2 * layer.mlp.intermediate_size for layer in spec.layers if layer.mlp is not None]
     widths += [each.num_heads * sum(each.cached_sizes) for each in spec.attentions if isinstance(each, LatentSpec)]

@@ -71,9 +71,9 @@ class SequenceMedia:
 
     def cut(self, start: int, size: int, is_ready: Callable[[ImageInput], bool]) -> int:
         """Return how many of the tokens [start, start + size) can be computed in one step. The computed tokens end
-        before the first image that is not ready. If the tokens of an image see each other, the computed tokens also end
-        before the first image that does not fit as a whole. `is_ready` is called for each image of the tokens, up to
-        the first one that is not ready.
+        before the first image that is not ready. If the tokens of an image attend to each other, the computed tokens
+        also end before the first image that does not fit as a whole. `is_ready` is called for each image of the tokens,
+        up to the first one that is not ready.
         """
         end = start + size
         for image, span in zip(self.images, self.spans, strict=True):

@@ -367,8 +367,8 @@ class Starter:
         return recorded if len(recorded) == len(hits) else self._cache.deepest(recorded)
 
     def _outside_images(self, sequence: Sequence, hits: list[Entry]) -> list[Entry]:
-        """Return the longest prefix of `hits` after which the sequence can continue. If the tokens of an image see each
-        other, the prefix must not end within an image.
+        """Return the longest prefix of `hits` after which the sequence can continue. If the tokens of an image attend
+        to each other, the prefix must not end within an image.
         """
         if sequence.media is None:
             return hits

@@ -41,8 +41,8 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     """Return the tensors that a push with `adapters` must contain. `wanted`: the tensors that the worker expects in a
     push without adapters.
 
-    Raise PushError if a weight is unknown or is not a matrix, if an adapters-only push does not list an adapted weight
-    in `adapters.base`, or if A and B together have too many elements.
+    Raise PushError if a weight is unknown or is not a matrix, or if A and B together have too many elements. Also raise
+    PushError if an adapters-only push does not list an adapted weight in `adapters.base`.
     """
     base, adapted = dict(adapters.base or ()), {name for name, *_ in adapters.weights}
     if unknown := next((name for name in (*base, *adapted) if name not in wanted.shapes), None):

@@ -42,7 +42,7 @@ class BeginPush(Message):
       worker opens the push's source until the commit, the worker generates no tokens.
     - `in_flight`: with `in_place`, what happens to running requests when the push begins. With `drain`, the drain may
       take up to `drain_timeout` seconds.
-    - `lends`: put the weights into memory that other workers of the same kin can map.
+    - `lends`: put the weights into memory that other workers with the same `kin` can map.
     - `timeout`: limit in seconds on each wait in this push, except drains of running requests.
     """
 
