@@ -73,11 +73,10 @@ class EngineConfig(BaseModel):
     `pipeline_parallel_size`: the number of stages into which the layers are divided: at most 8, and at most the number
     of layers. Each stage has `tensor_parallel_size` ranks. The bits of samples do not depend on the numbers of ranks
     and stages. `devices`: the devices of the ranks, separated by commas, such as `cuda:0,cuda:1`; a device may have
-    several ranks. If `devices` is None, each rank has a GPU of its own, or all ranks use the CPU. If `devices` is None
-    and `device` is a single GPU such as `cuda:1`, all ranks share this GPU. `exchange`: how ranks exchange tensors.
-    `shared` uses host memory. `group` uses a process group of torch: NCCL on GPUs, gloo on a CPU. With `symmetric`,
-    each GPU reads the memory of the other GPUs. `auto` is `group` if each rank has a GPU of its own, otherwise
-    `shared`.
+    several ranks. If `devices` is None and `device` is `cuda`, each rank has a GPU of its own. If `devices` is None,
+    all ranks share any other `device`, such as `cpu` or `cuda:1`. `exchange`: how ranks exchange tensors. `shared` uses
+    host memory. `group` uses a process group of torch: NCCL on GPUs, gloo on a CPU. With `symmetric`, each GPU reads
+    the memory of the other GPUs. `auto` is `group` if each rank has a GPU of its own, otherwise `shared`.
 
     `pieces`: the number of pieces (1, 2, 4 or 8) in which each sum that tensor parallelism splits is computed. A
     different number of pieces gives samples with different bits. If `pieces` is None, the engine uses the number that
