@@ -1,4 +1,5 @@
-"""GRPO with a tool: `python examples/agent_grpo.py --out FOLDER`. Reuses the trainer, worker and files of `grpo.py`.
+"""GRPO with a tool: `python examples/agent_grpo.py --out FOLDER`. The example reuses the trainer, the worker and the
+files of `grpo.py`.
 
 SmolLM2-135M learns to call a calculator. A conversation begins with a question, such as `What is 37 * 24?`. In each
 turn the model either calls the calculator, as in `<calc>37 * 24</calc>`, or gives the final answer. The result of a
@@ -8,9 +9,9 @@ The conversations about one question form a group.
 A conversation is one append-only sequence of token ids. The prompt of a turn is the prompt of the previous turn,
 followed by the tokens sampled in that turn and the tokens of the calculator's result. Sampled text is never
 retokenized. The trainer computes each whole conversation in one forward pass. The loss covers only sampled tokens. The
-trainer's log-probs of all turns equal the worker's, bit for bit. Each step prints, for each turn, how many prompt
-tokens came from the worker's prefix cache. Each turn has its own seed, so a run with the same seed gives the same
-metrics.
+trainer's log-probs of all turns equal the worker's log-probs, bit for bit. Each step prints, for each turn, how many
+prompt tokens came from the worker's prefix cache. Each turn has its own seed, so a run with the same seed gives the
+same metrics.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def calculate(expression: str) -> str:
 def evaluate(node: ast.expr) -> Fraction:
     """Return the value of a syntax tree.
 
-    Raise ZeroDivisionError on division by zero. Raise ValueError for anything other than numbers and the operators
-    above.
+    Raise ZeroDivisionError on division by zero. Raise ValueError for anything other than numbers and the four
+    arithmetic operators.
     """
     match node:
         case ast.Constant(value=int() | float() as number):
@@ -89,7 +90,7 @@ def evaluate(node: ast.expr) -> Fraction:
 
 @dataclass(frozen=True)
 class Task:
-    """A question as token ids, its answer, and the seed of all random draws in the conversations about it."""
+    """A question as token ids, its answer, and the seed of all random draws in the conversations about the question."""
 
     prompt: list[int]
     answer: int
@@ -118,7 +119,7 @@ class Conversation:
         self.ids, self.is_own = list(prompt), [False] * len(prompt)
 
     def add(self, turn: Turn, seen: list[int]) -> None:
-        """Append a turn, followed by `seen`: the tokens that show the turn's result to the policy."""
+        """Append a turn and the tokens `seen`. `seen`: the tokens that show the turn's result to the policy."""
         self.turns.append(turn)
         self.ids += turn.output.token_ids + seen
         self.is_own += [True] * len(turn.output.token_ids) + [False] * len(seen)

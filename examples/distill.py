@@ -1,11 +1,12 @@
 """On-policy distillation: `python examples/distill.py --out FOLDER`. `--help` lists the options.
 
-The teacher is SmolLM2-135M-Instruct. The student is the teacher without some of its layers, and learns to answer as the
-teacher does. At each step, a worker samples answers from the student, and a second worker scores these answers with the
-teacher. At each position, the second worker returns the teacher's K most probable tokens and their log-probs. The
-trainer computes the student's log-probs of the same tokens, and minimises the KL divergence from teacher to student
-over K + 1 events: one for each of the K tokens, and one for all other tokens together. The new weights are then pushed
-to the student's worker. The method is GKD (Agarwal et al. 2024, arXiv:2306.13649), with samples from the student only.
+The teacher is SmolLM2-135M-Instruct. The student is the teacher model without some of its layers, and learns to answer
+as the teacher does. At each step, a worker samples answers from the student, and a second worker scores these answers
+with the teacher. At each position, the second worker returns the teacher's K most probable tokens and their log-probs.
+The trainer computes the student's log-probs of the same tokens, and minimises the KL divergence from teacher to student
+over K + 1 events. There is one event for each of the K tokens, and one event for all other tokens together. The new
+weights are then pushed to the student's worker. The method is GKD on samples of the student alone (Agarwal et al. 2024,
+arXiv:2306.13649).
 
 Each step prints the divergence on the step's samples. Each step also prints the largest difference between the
 log-probs of the student's worker and of the trainer, which is 0.0. A run is reproducible to the bit. Before and after

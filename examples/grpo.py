@@ -3,10 +3,11 @@
 SmolLM2-135M learns to answer questions that end in a sum, such as `4 - 9 =`, with nothing but the number. At each step,
 a worker samples a group of answers for each of several reasoning-gym tasks. The trainer computes the rewards of the
 answers, and their advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer
-pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer. The
+pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer. This
 difference is 0.0, unless `--unaligned` selects the plain forward pass.
 
-`--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). Two workers give the same metrics as one worker.
+`--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). The metrics of two workers are the same as the
+metrics of one worker.
 
 `--staleness 1` generates the next batch while the trainer computes. Each sampled token records its weight version. The
 importance ratio of a token compares the token's current log-prob with its log-prob at sampling time. Ratios are
@@ -17,9 +18,9 @@ same even if a worker is killed, or if the trainer is killed and continued with 
 `--fsdp 2` trains in two processes: each keeps a shard of every weight (FSDP2) and computes half of the samples.
 `--lora 16` trains a LoRA adapter of rank 16 and pushes only the adapter.
 
-`--sampling '{"top_p": 0.9, "repetition_penalty": 1.1}'` samples with filters or penalties. The trainer computes
-log-probs under the same filtered and penalized distribution, so the difference is still 0.0, and no sample's ratio is
-biased.
+`--sampling '{"top_p": 0.9, "repetition_penalty": 1.1}'` samples with filters or penalties. The trainer computes the
+log-probs of the same distribution, so the difference between worker and trainer is still 0.0, and no importance ratio
+is biased.
 """
 
 from __future__ import annotations

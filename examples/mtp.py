@@ -59,9 +59,7 @@ class Module(nn.Module):
         self.rotary = Qwen3_5TextRotaryEmbedding(CONFIG)
 
     def forward(self, embedded: Tensor, before: Tensor) -> Tensor:
-        """Return the hidden states of tokens. `before`: for each token, the decoder's hidden state of the token before
-        it.
-        """
+        """Return the hidden states of tokens. `before`: the hidden states of the tokens before these tokens."""
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(before)), -1))
         places = torch.arange(x.shape[1])[None]
         mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]

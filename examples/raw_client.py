@@ -1,4 +1,4 @@
-"""A client that does not import trueroll. The example shows what a client in another language needs: only ZMQ and
+"""A client that does not import trueroll. The program shows what a client in another language needs: only ZMQ and
 MessagePack (docs/protocol.md).
 
 `python examples/raw_client.py ADDRESS` asks a running worker for four samples of one prompt.

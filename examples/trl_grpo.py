@@ -1,7 +1,7 @@
 """Run TRL's GRPOTrainer with trueroll in place of vLLM: `python examples/trl_grpo.py [MODEL] [STEPS]`, on a CPU.
 
 The reward is the share of the letter e in an answer. After each step, TRL reports the difference between its log-probs
-and the worker's. The difference is 0.
+and the worker's log-probs. The difference is 0.
 """
 
 import os

@@ -1,10 +1,10 @@
 """Measure what drafts gain: `python examples/benchmarks/drafts_report.py [MODEL]`.
 
 An engine with drafts (`speculative="ngram"`) and an engine without drafts take turns and generate the same samples.
-Every run with drafts must have the same tokens and log-prob bits as the run without. The first table shows the speed of
-the engine with drafts as a multiple of the speed without drafts: the median and the range of several pairs of runs. In
-the table, "again" means that the same requests with the same seeds were served before, and that a commit since then
-changed the weights by about 1e-5.
+Every run with drafts must have the same tokens and log-prob bits as the run without drafts. The first table shows the
+speed of the engine with drafts as a multiple of the speed without drafts: the median and the range of several pairs of
+runs. "again" means that the same requests with the same seeds were served before, and that a commit since then changed
+the weights by about 1e-5.
 
 The second table shows that the drafter's index stays within its memory budget. The second table also shows that the
 time to index a hostile prompt (a single token, repeated a million times) is proportional to the length of the prompt.
@@ -64,11 +64,10 @@ PROMPTS = {
 
 @dataclass(frozen=True)
 class Work:
-    """A workload: `n` samples of each prompt. `is_repeated`: whether the same requests were served before.
+    """`n` samples of each prompt. `is_repeated`: whether the same requests were served before (rows with "again").
 
     `is_queue`: whether all requests are submitted at once. In a queue, the engine starts a waiting sample whenever one
-    of its `LANES` running samples ends. If `is_queue` is False, each request is submitted after the previous request
-    has ended.
+    of its `LANES` running samples ends. Without a queue, a request is submitted after the previous request has ended.
     """
 
     prompts: tuple[str, ...]

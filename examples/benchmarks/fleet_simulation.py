@@ -13,18 +13,17 @@ the prefixes follows Zipf's law. Only the placement `oracle` knows the lengths o
 fixed number of groups in flight. When a group ends, the client requests the next group. The only information that the
 client gets from a worker is the finished groups.
 
-The table compares the placement of `trueroll.rollout.fleet.placement` with other placements, on the same groups and the
-same failures:
+The table compares `trueroll.rollout.fleet.placement` with other placements, on the same groups and the same failures:
 
 - `random`, `round robin`, and `least loaded`, which picks the worker with the fewest groups in flight;
 - `oracle`, which knows all requests, the length of each sample, and the speed of each worker. The oracle sorts the
-  groups by prefix and gives each worker one contiguous range of groups, sized by the worker's speed. A worker that has
-  begun all groups of its range takes groups from other workers.
+  groups by prefix and gives each worker one contiguous piece of the sorted groups, sized by the worker's speed. A
+  worker that has begun all groups of its piece takes groups from other workers.
 
 `bound` is a limit that no placement can beat. For the hit rate, the bound assumes one unlimited cache and no failure.
-With such a cache, the fleet computes each shared full block once, and all other prompts find the block in the cache.
-For the time, the bound assumes the best possible hit rate, steps that are as full as possible, and workers that are
-busy until the end.
+With an unlimited cache, the fleet computes each shared full block once, and all other prompts find the block in the
+cache. For the time, the bound assumes the best possible hit rate, steps that are as full as possible, and workers that
+are busy until the end.
 
 The hit rate is the share of prompt tokens that workers found in their caches. The hit rate counts every prompt that a
 worker began to compute, including repeats after failures. The cost of a placement is the time spent in `beginnings`,
@@ -116,8 +115,8 @@ class Workload:
         return np.concatenate((self._beginnings[self.prefixes[group]], self._ends[group]))
 
     def shared(self, group: int) -> int:
-        """Return the number of prompt tokens in full blocks before the prompt's own tokens, which other prompts can
-        share.
+        """Return the number of prompt tokens in full blocks before the prompt's own tokens. Other prompts can share the
+        blocks before a prompt's own tokens.
         """
         return len(self._beginnings[self.prefixes[group]]) // BLOCK_SIZE * BLOCK_SIZE
 

@@ -7,12 +7,12 @@ part, a log and the figures of `gpu_report.py` are written to the folder `--out`
 `--out` holds the packages and links to the checkout. The tables of `gpu_report.py` are printed too.
 
 The tests of each promise run in their own process, so a GPU fault ends only that process. A promise that exceeds its
-time limit is reported as broken. All promises of a part together take less than ten minutes. The ten minutes include
+time limit is reported as broken. All promises of a part together take less than ten minutes. These ten minutes include
 the promise about the machine, which always runs first. The last lines give the verdict of each promise. The exit code
 is 1 if a promise was broken, or if a test was skipped for an unexpected reason.
 
 `--rehearse` runs the same tests on a CPU, in Triton's interpreter, with tiny sizes. A rehearsal shows only that the
-check itself works, and shows nothing about a GPU.
+check itself works. A rehearsal shows nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Bench:
     vocab_size: int
 
     async def seconds(self, action: Awaitable[Any]) -> tuple[float, Any]:
-        """Run `action` with an empty prefix cache. Return the seconds that `action` took, and its result."""
+        """Run `action` with an empty prefix cache. Return the duration of `action` in seconds, and its result."""
         await self.client.client.invalidate_prefix_cache()
         start = time.perf_counter()
         result = await action
@@ -234,8 +234,8 @@ class Bench:
         self.console.print(table)
 
     async def compare(self, asked: Asked, by_client: Ask, by_http: Ask) -> tuple[float, float, float]:
-        """Request the same samples through the client and over HTTP. Return the seconds of both ways, and the front
-        end's CPU seconds.
+        """Request the same samples through the client and over HTTP. Return the seconds through the client, the seconds
+        over HTTP, and the front end's CPU seconds.
         """
         ours, expected = await self.seconds(by_client(*asked))
         await self.http.connect()

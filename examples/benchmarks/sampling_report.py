@@ -2,12 +2,12 @@
 
 Several engines share a small model with random weights and a vocabulary of 32,768 tokens. Each engine decodes 64
 samples, with sampling parameters that differ from engine to engine. The engines take turns step by step, so that the
-load of the machine affects all engines equally. The table shows an engine's time for a step, divided by the time for
-the same step of the engine with plain sampling: the median over all steps, and the range of the middle half of all
-steps. Random weights give flat distributions, of which `top_p` 0.9 keeps 20,000 tokens. A low temperature gives steep
-distributions, as a trained model does: `top_p` 0.9 then keeps a few tens of tokens. THREADS: number of threads of the
-kernels, by default as in a worker. Run the report on an otherwise idle machine. On a busy machine, CPU times measured
-with one thread are the most reliable figures.
+load of the machine affects all engines equally. The table shows the ratio of an engine's time for a step to the time
+for the same step of the engine with plain sampling. It has the median of this ratio over all steps, and the range of
+the middle half of all steps. Random weights give flat distributions, of which `top_p` 0.9 keeps 20,000 tokens. A low
+temperature gives steep distributions, as a trained model does: `top_p` 0.9 then keeps a few tens of tokens. THREADS:
+number of threads of the kernels, by default as in a worker. Run the report on an otherwise idle machine. On a busy
+machine, the CPU times with one thread are more reliable than the other times.
 """
 
 from __future__ import annotations

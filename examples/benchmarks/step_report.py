@@ -8,7 +8,7 @@ The second table calls the scheduler and the prefix cache in the engine's order,
 calls of a step: `schedule`, `advance`, `publish`, and the gauges of `stats`. Some sequences decode all the time. The
 rows of the table differ in the number of cached blocks, and in the waiting sequences: none, sequences with different
 prompts, or sequences that all wait for one prefix. If all waiting sequences wait for one prefix, the sequence that
-computes this prefix runs until the end of the measurement.
+computes the prefix runs until the end of the measurement.
 
 Both tables show CPU time, so other processes on the machine have little effect. The figures are the most accurate on an
 idle core.

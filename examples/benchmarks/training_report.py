@@ -1,10 +1,10 @@
 """Report the overhead of alignment for a trainer: `python examples/benchmarks/training_report.py [MODEL]`.
 
-The report takes 5 minutes and 8 GB with `smollm2`. For several batches and dtypes, the report shows the time of an
-aligned training step divided by the time of an unaligned step. A step is a forward and a backward pass, without the
-optimizer. The ratio is the median over pairs of consecutive steps. With `--fsdp 2`, two processes shard the model with
-FSDP2. The weights are float32, and the model computes in bfloat16. Each process gets half of the cores and half of the
-batch.
+The report takes 5 minutes and 8 GB of memory with `smollm2`. For several batches and dtypes, the report shows the time
+of an aligned training step divided by the time of an unaligned step. A step is a forward and a backward pass, without
+the optimizer. The ratio is the median over pairs of consecutive steps. With `--fsdp 2`, two processes shard the model
+with FSDP2. The weights are float32, and the model computes in bfloat16. Each process gets half of the cores and half of
+the batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def time_step(model: Any, ids: Tensor, log_probs: Callable[[Any, Tensor], Tensor
 
 
 def time_pair(model: Any, ids: Tensor, is_autocast: bool) -> tuple[float, float]:
-    """Run one step of the unaligned model and one step of the aligned model. Return the seconds of each step."""
+    """Run one step of the unaligned and one of the aligned model. Return the seconds of each step."""
     unaligned = time_step(model, ids, plain_log_probs, is_autocast)
     align(model)
     aligned = time_step(model, ids, token_log_probs, is_autocast)

@@ -102,7 +102,7 @@ def arguments(launch: Launch) -> dict[str, float]:
 
 
 def from_memory(size: float) -> float:
-    """Return how many bytes of a tensor come from memory instead of L2. The previous kernel wrote the tensor."""
+    """Return how many bytes of a tensor come from memory instead of L2, if the previous kernel wrote the tensor."""
     return size if size > HELD else 0.0
 
 

@@ -499,8 +499,8 @@ def is_latent(launch: Launch) -> bool:
 
 
 def chosen_jobs(launches: Sequence[Launch], modelled: Sequence[Launch]) -> list[Job]:
-    """Return jobs that compile `some` of the launches for every target, and all launches of `modelled` for the target
-    that tiles are tuned for.
+    """Return jobs for the launches that `some` chooses, on every target, and for all launches in `modelled`, on the
+    target that tiles are tuned for.
     """
     latents = [launch for launch in launches if is_latent(launch)]
     others = [launch for launch in launches if not is_latent(launch)]  # chosen apart: they have more targets

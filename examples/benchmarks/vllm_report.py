@@ -1,7 +1,7 @@
 """Compare trueroll with vLLM on a CPU: `python examples/benchmarks/vllm_report.py [FOLDER [MODEL [DTYPE]]]`.
 
-Installs vLLM's CPU build into a separate virtual environment in FOLDER, by default build/vllm. An existing environment
-is reused. vLLM's CPU build needs torch's CPU build. If pip's index does not have torch's CPU build, set
+The report installs vLLM's CPU build into a separate virtual environment in FOLDER, by default build/vllm. An existing
+environment is reused. vLLM's CPU build needs torch's CPU build. If pip's index does not have torch's CPU build, set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
 
 Then the workloads of `trueroll bench` run in several rounds, alternately with a trueroll worker and with vLLM's `LLM`.

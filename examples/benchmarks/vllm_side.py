@@ -1,7 +1,7 @@
 """vLLM's side of vllm_report.py, for the interpreter of vLLM's environment: `python vllm_side.py MODEL DTYPE`.
 
-The program prints a line once vLLM is ready. Then it reads one workload from each line of stdin, runs the workload, and
-prints the seconds that the workload took.
+The program prints a line once vLLM is ready. It then reads one workload from each line of stdin, runs the workload, and
+prints its duration in seconds.
 """
 
 import json

@@ -27,7 +27,7 @@ forks = multiprocessing.get_context("fork")  # the rules are the same with "spaw
 
 
 class Rollouts:
-    """A dataset of samples. Each process generates the items it reads with its own client."""
+    """A dataset of samples. A process that reads an item generates the sample with the process's own client."""
 
     def __len__(self):
         return len(prompts)
