@@ -3,7 +3,8 @@
 Each request records up to 128 tokens at each of 2,000 positions, of a sample or of a prompt. For each kind of request,
 the report shows the length of the answer. For several requests of a kind, it shows the longest time for which each
 request held the event loop of the front end. The report also shows the most memory that the front end allocated during
-a request, as `tracemalloc` counts it. MODEL: a folder with a context of at least 2,100 tokens. The front end runs in
+a request, as `tracemalloc` counts it; the frame of the reply, which ZMQ holds until it is decoded, is not included.
+MODEL: a folder with a context of at least 2,100 tokens. The front end runs in
 this process; the worker and the client have processes of their own.
 """
 

@@ -160,7 +160,7 @@ HEARTBEAT_MS = 10_000
 class Listener(Protocol):
     """Handler for the events of a `Line`. If a method raises an exception, the line fails."""
 
-    def heard(self, frame: bytes) -> None:
+    def heard(self, frame: bytes | memoryview) -> None:
         """Handle a frame from the worker."""
         ...
 
@@ -281,7 +281,7 @@ class Line:
 
     def _hear(self, frame: zmq.Frame) -> None:
         self._check_worker(frame)
-        self._listener.heard(frame.bytes)
+        self._listener.heard(frame.buffer)  # without a copy of the frame, which may be long
 
     def _check_worker(self, frame: zmq.Frame) -> None:
         """Raise ForbiddenError if there are no keys, and the sender of the frame is neither this user nor root."""
@@ -550,7 +550,7 @@ class Connection:
         self._window.is_open = False
         self._awaited.clear()
 
-    def heard(self, frame: bytes) -> None:
+    def heard(self, frame: bytes | memoryview) -> None:
         reply = protocol.from_worker(frame)
         self._silent_ticks = 0
         if isinstance(reply, protocol.Health) and (follow := self._awaited.pop(reply.id, None)) is not None:

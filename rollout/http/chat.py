@@ -122,6 +122,8 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     if not own.stream:
         served.check_answer([prompt.token_ids], params, _token_bytes(own) + record_bytes(own, params, served))
     params = served.salted(recording(params, (own.top_logprobs or 0) if own.logprobs else None))
+    for parsed in (body, fields):
+        parsed.clear()  # `own` has a compact copy of long lists
     [told_prompt] = await prompt_records(own, [prompt], params, served)
     form = ChatForm(
         id=served.new_id("chatcmpl"),

@@ -135,6 +135,8 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
         served.check_answer(prompts, params, _token_bytes(own) + record_bytes(own, params, served))
     read = [await served.images.receive(each, own.images) for each in prompts]
     params = served.salted(recording(params, own.logprobs))
+    for parsed in (body, fields):
+        parsed.clear()  # `own` has a compact copy of long lists
     form = CompletionForm(
         id=served.new_id("cmpl"),
         created=served.now(),

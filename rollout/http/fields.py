@@ -6,11 +6,13 @@ names the field.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from trueroll.errors import brief
 
@@ -89,7 +91,11 @@ EncodeWords: TypeAlias = Callable[[Sequence[str]], Awaitable[list[list[int]]]]
 MAX_BAD_WORD_CHARS = 1024
 _JSON_SCHEMA = ("schema", "name", "description", "strict")
 _TargetId = Annotated[int, Field(ge=NO_TARGET, lt=2**31)]
-_TargetIds = Annotated[list[_TargetId], Field(min_length=1, max_length=MAX_TARGETS, fail_fast=True)]
+_TargetIds = Annotated[
+    list[_TargetId],
+    Field(min_length=1, max_length=MAX_TARGETS, fail_fast=True),
+    AfterValidator(partial(array, "i")),  # a tenth of a list's memory
+]
 _JsonTokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
 _BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 

@@ -104,6 +104,8 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         served.check_answer([own.token_ids], params, token_bytes + record_bytes(wanted, params, served))
     prompt = await served.images.receive(own.token_ids, own.images)
     params = served.salted(recording(params, wanted.logprobs))
+    for parsed in (body, own.sampling_params, fields):
+        parsed.clear()  # `wanted` has a compact copy of long lists
     [told_prompt] = await prompt_records(wanted, [prompt], params, served)
     task = Task(
         prompts=[own.token_ids],

@@ -35,7 +35,7 @@ MAX_ELEMENTS = 2**12
 """Maximum cost of the elements of a body, for paths that accept only a few fields."""
 _LONG_BYTES, _LONG_COST = 2**16, 2**12
 """A body is parsed in steps if it has more than `_LONG_BYTES` bytes, or if its elements cost more than `_LONG_COST`."""
-_WHOLE_BYTES = 2**20
+_WHOLE_BYTES = 2**18
 """Maximum length, in bytes, of an answer that is sent as a whole. A longer answer is sent in parts, without
 `Content-Length`.
 """

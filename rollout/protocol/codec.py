@@ -105,12 +105,12 @@ def from_client(frame: bytes, max_elements: int = MAX_ELEMENTS) -> FromClient:
     return _check(_unpack(frame, max_elements, MAX_FIELDS), _FROM_CLIENT, _CLIENT_TYPES)
 
 
-def from_worker(frame: bytes) -> FromWorker:
+def from_worker(frame: bytes | memoryview) -> FromWorker:
     """Decode a worker's frame. Raise ProtocolError if the frame is invalid."""
     return _check(_unpack(frame, 2 * len(frame), len(frame)), _FROM_WORKER, _WORKER_TYPES)
 
 
-def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
+def _unpack(frame: bytes | memoryview, max_elements: int, max_fields: int) -> dict[str, Any]:
     """Return the fields of a frame, without checking them. Raise ProtocolError if the frame cannot be decoded or
     exceeds a limit.
     """
@@ -135,7 +135,7 @@ def _unpack(frame: bytes, max_elements: int, max_fields: int) -> dict[str, Any]:
     return fields
 
 
-def _check_completeness(frame: bytes) -> None:
+def _check_completeness(frame: bytes | memoryview) -> None:
     """Raise msgpack's error if the header of an array or map declares more elements than the frame contains. Call this
     function before unpacking, because unpacking allocates memory for the number of elements in the header.
     """
