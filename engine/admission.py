@@ -222,7 +222,7 @@ class Admission:
             return
         tower = self.images.check(images, token_ids)
         if spans:
-            raise InvalidRequestError("spans must be empty in a request with images; leave them out", field="spans")
+            raise InvalidRequestError("spans must be empty in a request with images; leave spans out", field="spans")
         check_pixels(images, tower)
         encodings, info = self._scheduler.running.encodings, self._info
         assert encodings is not None
@@ -240,8 +240,8 @@ class Admission:
                 )
             if tower.sees_span and tokens > most:
                 raise InvalidRequestError(
-                    f"images[{i}]: all {tokens} tokens of the image must be computed in one step (limit {most}); raise "
-                    "max_num_batched_tokens, or lower max_num_seqs",
+                    f"images[{i}]: all {tokens} tokens of the image must be computed in one step (limit {most} = "
+                    "max_num_batched_tokens - max_num_seqs + 1); raise max_num_batched_tokens, or lower max_num_seqs",
                     field=f"images[{i}]",
                     value=tokens,
                     limit=most,
@@ -294,8 +294,8 @@ def _check_named_tokens(params: Distribution, info: EngineInfo) -> None:
     allowed = range(info.vocab_size) if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
     if len(banned) >= len(allowed) and banned.issuperset(allowed):
         raise InvalidRequestError(
-            f"no token is left to draw, because {_named(params)} exclude all {info.vocab_size} token ids; allow "
-            "another token",
+            f"no token can be sampled, because {_named(params)} exclude all {info.vocab_size} token ids; allow at "
+            "least one token",
             field="min_tokens" if params.min_tokens else "bad_words_token_ids",
         )
 
@@ -341,8 +341,8 @@ def _check_targets(request: ScoreRequest, info: EngineInfo) -> None:
     rows = len(request.token_ids) - request.start
     if targets.ndim != 2 or len(targets) != rows or not 1 <= targets.shape[1] <= MAX_TARGETS:
         raise InvalidRequestError(
-            f"target_token_ids must have the shape [{rows}, K]: a row for each token from start on, with K from 1 to "
-            f"{MAX_TARGETS} (got {list(targets.shape)})",
+            f"target_token_ids must have shape [{rows}, K]: one row for each token of token_ids[start:], and K from 1 "
+            f"to {MAX_TARGETS} (got {list(targets.shape)})",
             field="target_token_ids",
         )
     _check_vocabulary("target_token_ids", "target_token_ids", targets[targets != NO_TARGET], info)

@@ -185,7 +185,7 @@ class EngineConfig(BaseModel):
         sizes = ("num_blocks", "kv_memory", "kv_memory_fraction")
         if len(given := [name for name in sizes if getattr(self, name) is not None]) > 1:
             raise ValueError(
-                f"{' and '.join(given)} are alternative sizes of the KV cache; set at most one of {', '.join(sizes)}"
+                f"{' and '.join(given)} each set the size of the KV cache; set at most one of {', '.join(sizes)}"
             )
         for name in ("state_interval", "decode_state_interval"):
             if (interval := getattr(self, name)) and interval % self.block_size:
@@ -214,7 +214,7 @@ class EngineConfig(BaseModel):
         is_known = all(re.fullmatch("cpu|cuda:[0-9]{1,2}", name) for name in names) and len({n[:3] for n in names}) == 1
         if self.devices is not None and (self.num_ranks == 1 or len(names) != self.num_ranks or not is_known):
             raise ConfigError(
-                f"devices must name a device of one kind for each of {self.num_ranks} ranks, such as cuda:0,cuda:1 "
+                f"devices must list {self.num_ranks} devices of the same kind, one per rank, such as cuda:0,cuda:1 "
                 f"(got {self.devices!r}); for a single rank, set device",
                 field="devices",
                 value=self.devices,
@@ -222,7 +222,8 @@ class EngineConfig(BaseModel):
         shares = names[0] != "cpu" and len({*names}) < len(names)
         if self.num_ranks > 1 and shares and self.exchange in ("group", "symmetric"):
             raise ConfigError(
-                f"exchange: {self.exchange} needs a GPU for each rank (got {', '.join(names)}); use shared",
+                f"exchange: {self.exchange} needs a separate GPU for each rank (got {', '.join(names)}); set exchange "
+                "to shared",
                 field="exchange",
                 value=self.exchange,
             )

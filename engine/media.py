@@ -153,7 +153,7 @@ def _check_place(field: str, image: Placed, token_ids: np.ndarray, tower: Tower,
     if len(others):
         place = image.start + int(others[0])
         raise InvalidRequestError(
-            f"{field}: token {place} must be the placeholder {placeholder} (got {token_ids[place]})",
+            f"{field}: the token at index {place} must be the placeholder {placeholder} (got {token_ids[place]})",
             field=field,
             value=int(token_ids[place]),
         )
@@ -185,7 +185,8 @@ def _check_frames(field: str, image: Placed, tower: Tower) -> None:
     if type(image.frames) is not int or image.frames not in known:
         limit = "takes no videos" if len(known) == 1 else f"takes videos in parts of {tower.frames} frames"
         raise InvalidRequestError(
-            f"{field}: frames must be {' or '.join(map(str, known))} (got {image.frames!r}): this model {limit}",
+            f"{field}: frames must be {' or '.join(map(str, known))} (got {image.frames!r}), because this model "
+            f"{limit}",
             field=field,
         )
 
@@ -208,7 +209,7 @@ def _check_arrays(field: str, image: ImageInput, tower: Tower) -> None:
                 f"{found.dtype} of shape {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
             )
             raise InvalidRequestError(
-                f"{field}: {name} must be an array {np.dtype(dtype)} of shape {list(shape)} (got {got})", field=field
+                f"{field}: {name} must be a {np.dtype(dtype)} array of shape {list(shape)} (got {got})", field=field
             )
     if not np.isfinite(image.table).all():
         raise InvalidRequestError(f"{field}: table has values that are not finite", field=field)

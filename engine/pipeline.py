@@ -109,7 +109,9 @@ class Ledger:
         """
         samples = self.open.get(request_id)
         if not isinstance(samples, dict):
-            raise UnknownRequestError(f"stream: request {request_id!r} is not running or is a score, without samples")
+            raise UnknownRequestError(
+                f"stream: request {request_id!r} is not running, or is a score request, which has no samples"
+            )
         return [*samples.values()]
 
     def append(self, sample: OpenSample, drawn: Drawn, row: int, commit: Commit) -> FinishReason | None:

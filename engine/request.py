@@ -322,7 +322,7 @@ class Distribution(BaseModel):
     def _each_bias_is_given_once(cls, biases: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
         tokens = [token for token, _ in biases]
         if (twice := next((token for token, count in Counter(tokens).items() if count > 1), None)) is not None:
-            raise ValueError(f"token {twice} is given more than once; give one bias for each token")
+            raise ValueError(f"logit_bias: token {twice} has more than one bias; give one bias for each token")
         return tuple(sorted(biases))
 
     @model_validator(mode="after")
@@ -335,7 +335,8 @@ class Distribution(BaseModel):
     def _grammar_has_an_end(self) -> Distribution:
         if self.structured_outputs is not None and self.ignore_eos:
             raise InvalidRequestError(
-                "ignore_eos must be false with structured_outputs, because a complete text must end; leave it out",
+                "ignore_eos must be false with structured_outputs, because only an end-of-sequence token can end a "
+                "complete text; leave ignore_eos out",
                 field="ignore_eos",
                 value=True,
             )

@@ -151,7 +151,7 @@ def main(
 ) -> None:
     """Distil a teacher into a student with fewer layers."""
     if (out / "metrics.csv").exists():
-        raise typer.BadParameter(f"--out: {out} has a run already; choose another folder")
+        raise typer.BadParameter(f"--out: {out} already contains a run; choose another folder")
     torch.manual_seed(seed)
     folder, student = resolve_model(model), out / "student"
     prompts = prompts_of(folder, seed)

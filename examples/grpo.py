@@ -585,7 +585,8 @@ def read_sampling(text: str) -> SamplingParams:
         raise typer.BadParameter(f"--sampling: {error}") from None
     if params.min_tokens and not params.ignore_eos:
         raise typer.BadParameter(
-            "--sampling: min_tokens also needs ignore_eos, and stop_token_ids with all tokens that end a sample"
+            "--sampling: min_tokens needs ignore_eos to be true, and stop_token_ids to list all tokens that end a "
+            "sample"
         )
     return params
 
@@ -620,7 +621,7 @@ def main(
     if lora and (sleep == 2 or fsdp > 1):
         raise typer.BadParameter("--lora needs --fsdp 1 and --sleep 0 or 1: the worker must keep its base weights")
     if beside is not None and not (beside / "metrics.csv").exists():
-        raise typer.BadParameter(f"--beside: {beside} has no metrics.csv; give the --out of a finished run")
+        raise typer.BadParameter(f"--beside: {beside} has no metrics.csv; give the --out folder of a finished run")
     settings = dict(seed=seed, prompts=prompts, model=model, unaligned=unaligned, staleness=staleness, fsdp=fsdp)
     settings |= dict(lora=lora, sampling=sampling)
     folder = resolve_model(model)

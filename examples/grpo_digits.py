@@ -195,7 +195,7 @@ def main(
 ) -> None:
     """Train a tiny vision model to read digits."""
     if (out / "metrics.csv").exists():
-        raise typer.BadParameter(f"--out: {out} has a run already; choose another folder")
+        raise typer.BadParameter(f"--out: {out} already contains a run; choose another folder")
     torch.manual_seed(seed)
     random, folder = np.random.default_rng(seed), make_model(out / "model")
     held_out, labelled, rewarded = Digits.held_out(), Digits.labelled(), Digits.rewarded()

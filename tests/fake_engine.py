@@ -291,7 +291,9 @@ class FakeEngine:
 
     def stream(self, request_id: str) -> None:
         if request_id not in self._open or not isinstance(self._by_id[request_id], GenerateRequest):
-            raise UnknownRequestError(f"stream: request {request_id!r} is not running or is a score, without samples")
+            raise UnknownRequestError(
+                f"stream: request {request_id!r} is not running, or is a score request, which has no samples"
+            )
         self._told.setdefault(request_id, Counter())
 
     def take_deltas(self) -> list[SampleDelta]:

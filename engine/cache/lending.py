@@ -90,13 +90,13 @@ def _check(file: int, lent: LentMemory) -> None:
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionError(
-            f"lent memory must be a regular file owned by user {os.geteuid()} (got a file of user {status.st_uid} with "
-            f"mode {status.st_mode:o})"
+            f"memory lent by another process must be a regular file owned by user {os.geteuid()} (got a file of user "
+            f"{status.st_uid} with mode {status.st_mode:o})"
         )
     if (status.st_ino, status.st_size) != (lent.inode, lent.num_bytes):
-        raise FileNotFoundError("lent memory is gone: its file descriptor now refers to another file")
+        raise FileNotFoundError("the lent memory is gone: its file descriptor now refers to another file")
     if fcntl.fcntl(file, _GET_SEALS) & _SEALS != _SEALS:
-        raise PermissionError("lent memory can be changed by other processes, because it is not sealed")
+        raise PermissionError("the lent memory is not sealed, so other processes can change it")
 
 
 @cache

@@ -82,7 +82,8 @@ class Arena(ABC):
         num_bytes = math.prod(shape) * dtype.itemsize
         if start + num_bytes > self._memory.nbytes:
             raise MemoryError(
-                f"arena of {self._memory.nbytes} bytes is too small for its tensors ({start + num_bytes} bytes)"
+                f"an arena of {self._memory.nbytes} bytes is too small for its tensors, which need {start + num_bytes} "
+                "bytes"
             )
         self._layout.append((start, num_bytes))
         return self._memory[start : start + num_bytes].view(dtype).view(shape)
@@ -98,7 +99,7 @@ class Arena(ABC):
         Raise ValueError unless both arenas have tensors of the same sizes in the same order.
         """
         if other._layout != self._layout or other._memory.shape != self._memory.shape:
-            raise ValueError("arena: the other arena has tensors of different sizes")
+            raise ValueError("arena: cannot take the content of an arena with tensors of different sizes")
         if not self._move(other):
             self._memory.copy_(other._memory)
 
@@ -131,7 +132,7 @@ class HostArena(Arena):
         try:
             self._mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise MemoryError(f"cannot get {num_bytes} bytes of memory: {error}") from None
+            raise MemoryError(f"cannot allocate {num_bytes} bytes of memory: {error}") from None
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         # A huge page is aligned to its size, and moves as a whole only between aligned addresses.
         start = -whole.data_ptr() % HUGE_PAGE
@@ -224,7 +225,7 @@ def _map(memory: Tensor, flags: int, file: int) -> None:
 def _keep_from_children(memory: Tensor) -> None:
     """Exclude the pages of `memory` from all processes that are forked from now on. Raise OSError on failure."""
     if not advise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTFORK):
-        raise OSError(ctypes.get_errno(), "madvise: cannot keep the pages of an arena from forked processes")
+        raise OSError(ctypes.get_errno(), "madvise: cannot exclude the pages of an arena from forked processes")
 
 
 def _move_pages(source: int, destination: int, num_bytes: int) -> bool:

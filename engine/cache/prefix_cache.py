@@ -366,8 +366,8 @@ class BlockTables:
             if needed > pool.num_blocks:
                 raise InvalidRequestError(
                     f"request needs {needed} KV blocks for {num_tokens} tokens ({self.block_size} tokens per block), "
-                    f"but the worker has only {pool.num_blocks}; request fewer tokens or start the worker with more KV "
-                    "memory",
+                    f"but the worker has only {pool.num_blocks} blocks; request fewer tokens, or start the worker with "
+                    "more KV memory",
                     value=needed,
                     limit=pool.num_blocks,
                 )
@@ -381,7 +381,8 @@ class BlockTables:
         free = min(pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools))
         if num_new > free:
             raise RuntimeError(
-                f"prefix cache: a table needs {num_new} free blocks besides the hits, but only {free} are free"
+                f"prefix cache: a block table needs {num_new} new blocks in addition to its cached blocks, but only "
+                f"{free} blocks are free"
             )
         for group, pool in enumerate(self.pools):
             pool.share(table.held(group))
@@ -546,8 +547,8 @@ class PrefixCache:
             named = {entry.blocks[group]: entry for _, entry in index if entry.blocks[group] is not None}
             if miscounted or wrong or named != pool.published:
                 raise RuntimeError(
-                    f"prefix cache: blocks {sorted(miscounted)} of window {self.tables.windows[group]} are not counted "
-                    "exactly once, or the index does not match the published blocks"
+                    f"prefix cache: blocks {sorted(miscounted)} of window {self.tables.windows[group]} have wrong "
+                    "reference counts, or the index does not match the published blocks"
                 )
 
     def _find(self, key: bytes, parent: Entry | None, tokens: bytes, extra: bytes) -> Entry | None:

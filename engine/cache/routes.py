@@ -63,6 +63,7 @@ class RouteRecords:
         lost = self._rows.keys() - set(index)
         if lost or len(self._rows) > self.capacity or {*map(len, self._rows.values())} - {self.block_bytes}:
             raise RuntimeError(
-                f"routes: {len(lost)} of {len(self._rows)} entries with rows are not in the index, or more than "
-                f"{self.capacity} entries have rows, or an entry's rows do not have {self.block_bytes} bytes"
+                f"routes: {len(lost)} of {len(self._rows)} entries with routed experts are not in the index, or more "
+                f"than {self.capacity} entries have routed experts, or those of an entry do not take "
+                f"{self.block_bytes} bytes"
             )

@@ -107,4 +107,4 @@ def no_memory(num_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise MemoryError(f"cannot get {num_bytes} bytes of memory to share: {error}") from None
+        raise MemoryError(f"cannot allocate {num_bytes} bytes of shared memory: {error}") from None

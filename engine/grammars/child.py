@@ -131,7 +131,7 @@ class _Masks:
                 return 0, b"", AGAIN
             tokens = np.frombuffer(new, np.int32).tolist()
             if (count := current.append(tokens)) < len(tokens):
-                raise GrammarError(f"it excludes token {tokens[count]}, number {start + count} of the sample")
+                raise GrammarError(f"the grammar excludes token {tokens[count]} at index {start + count} of the sample")
             masks = current.masks(np.frombuffer(following, np.int32).tolist())
             return len(masks) - 1, masks.tobytes(), None
         except GrammarError as error:

@@ -54,7 +54,7 @@ class Grammar:
         if self.disable_any_whitespace and found[0] not in ("json", "json_object"):
             raise ValueError("disable_any_whitespace needs json or json_object, because only JSON has whitespace")
         if "" in (self.regex, self.grammar, *self.choice):
-            raise ValueError(f"{found[0]}: a text is empty; leave it out")
+            raise ValueError(f"{found[0]}: an empty text is not allowed; leave it out")
         _check_text(found[0], "".join(self.choice) or self.json or self.regex or self.grammar or "")
         return self
 
@@ -86,7 +86,7 @@ def _schema_text(schema: Mapping[str, Any] | str) -> str:
     except (ValueError, TypeError) as error:
         raise ValueError(f"json: the schema is not valid JSON: {error}") from None
     except RecursionError:
-        raise ValueError(f"json: the schema is nested more than {MAX_JSON_DEPTH} deep") from None
+        raise ValueError(f"json: the schema is nested more than {MAX_JSON_DEPTH} levels deep") from None
     raise ValueError(f"json: the schema must be a JSON object (got {brief(found)})")
 
 

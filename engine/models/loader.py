@@ -360,8 +360,8 @@ def _swapped(folder: Path, found: dict[str, list[_Found]], expected: Mapping[str
     shapes = [(tuple(weight.shape), found[name][0].shape) for name, weight in stacks.items() if name in found]
     if shapes and all(shape == stored == _swap(shape) for shape, stored in shapes):
         raise ModelError(
-            f"{folder}: experts' matrices of shape {list(shapes[0][0])} do not tell whether rows and columns are "
-            "swapped; save gate_up_proj and down_proj of a layer both as whole tensors"
+            f"{folder}: the experts' matrices of shape {list(shapes[0][0])} are square, so it is unclear whether their "
+            "rows and columns are swapped; save both gate_up_proj and down_proj of a layer as whole tensors"
         )
     is_swapped = bool(shapes) and all(_swap(shape) == stored for shape, stored in shapes)
     return frozenset(stacks) if is_swapped else frozenset()
@@ -386,7 +386,7 @@ def _checkpoint_files(folder: Path) -> list[Path]:
         raise no_weights(folder)
     weight_map = read_json(index, MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"{index}: has no weight_map from tensors to files; save the model again")
+        raise ModelError(f"{index}: must have a weight_map from tensor names to file names; save the model again")
     names = sorted(set(weight_map.values()))
     if len(names) > MAX_FILES:
         raise ModelError(f"{index}: names {len(names)} files (limit {MAX_FILES}); save the model in fewer files")
@@ -423,7 +423,7 @@ def _header_bytes(file: Path) -> int:
     except OSError as error:
         raise _incomplete(file, error) from None
     if header > rest:
-        raise _incomplete(file, f"its header has {header} bytes, but only {rest} bytes follow")
+        raise _incomplete(file, f"the header should have {header} bytes, but only {rest} bytes follow")
     return header
 
 

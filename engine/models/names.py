@@ -80,8 +80,8 @@ def _split(name: str) -> tuple[str, str | None]:
     repository, at, revision = name.removeprefix(HUB).partition("@")
     if not _ON_HUB.match(repository) or bool(at) != bool(revision):
         raise ModelError(
-            f"{name}: not the name of a model on the Hugging Face hub; write {HUB}ORG/NAME or {HUB}ORG/NAME@REVISION, "
-            "where the revision is a commit, a tag or a branch"
+            f"{name}: is not the name of a model on the Hugging Face hub; write {HUB}ORG/NAME or "
+            f"{HUB}ORG/NAME@REVISION, where the revision is a commit, a tag or a branch"
         )
     return repository, revision or None
 

@@ -49,7 +49,9 @@ def _loaded(path: Path) -> Tokenizer:
 def check_tokenizer(tokenizer: Tokenizer) -> None:
     """Raise ModelError if a token is too long, or if the decoder may lengthen a text too much or take too long."""
     if (longest := longest_token(tokenizer.get_vocab())) > MAX_TOKEN_CHARS:
-        raise ModelError(f"a token has {longest} characters, more than {MAX_TOKEN_CHARS}; use another tokenizer")
+        raise ModelError(
+            f"the tokenizer has a token with {longest} characters (limit {MAX_TOKEN_CHARS}); use another tokenizer"
+        )
     if tokenizer.decoder is not None:
         state: Any = tokenizer.decoder
         check_decoder(json.loads(state.__getstate__()))
@@ -71,14 +73,14 @@ def check_decoder(decoder: dict[str, Any]) -> None:
         steps.append(step)
         waiting += step["decoders"] if step["type"] == "Sequence" else []
     if len(steps) > _MAX_STEPS:
-        raise ModelError(f"the decoder has more than {_MAX_STEPS} steps; use another tokenizer")
+        raise ModelError(f"the tokenizer's decoder has more than {_MAX_STEPS} steps; use another tokenizer")
     growth = 1.0
     for step in steps:
         growth *= _growth(step)
         if growth > MAX_GROWTH:
             raise ModelError(
-                f"the decoder can make text more than {MAX_GROWTH} times as long, in step {step['type']}; use another "
-                "tokenizer"
+                f"the tokenizer's decoder can make a text more than {MAX_GROWTH} times as long (in step "
+                f"{step['type']}); use another tokenizer"
             )
 
 
@@ -99,7 +101,9 @@ def _growth(step: dict[str, Any]) -> float:
             return 1 if step["word_delimiter_token"] else 2
         case "Replace":
             return _growth_by_replacing(step["pattern"], step["content"])
-    raise ModelError(f"the decoder has a step of an unknown type, {brief(step['type'])}; use another tokenizer")
+    raise ModelError(
+        f"the tokenizer's decoder has a step of the unknown type {brief(step['type'])}; use another tokenizer"
+    )
 
 
 def _growth_by_replacing(pattern: dict[str, str], content: str) -> float:
@@ -108,6 +112,7 @@ def _growth_by_replacing(pattern: dict[str, str], content: str) -> float:
     regex = pattern["Regex"]
     if _REGEX_OPERATORS.intersection(regex.encode()):
         raise ModelError(
-            f"the decoder uses a regular expression that may be slow, {brief(regex)}; use another tokenizer"
+            f"the tokenizer's decoder uses the regular expression {brief(regex)}, which may be slow; use another "
+            "tokenizer"
         )
     return 1 + len(content)

@@ -50,5 +50,5 @@ def wait_until(is_done: Callable[[], bool], segment: Segment) -> None:
     while not is_done():
         segment.check()
         if time.monotonic() > end:
-            raise RankError(f"a step did not end in {segment.most_seconds:.0f} s; a rank or its GPU hangs")
+            raise RankError(f"a step did not end within {segment.most_seconds:.0f} s; a rank or its GPU hangs")
         time.sleep(_SECONDS_BETWEEN_CHECKS)

@@ -121,7 +121,7 @@ class SharedExchange:
             self._waiting = turn, time.monotonic()
         elif time.monotonic() > since + self._segment.most_seconds:
             absent, seconds = self._segment.absent(), self._segment.most_seconds
-            raise RankError(f"ranks {absent} of {self._segment.topology.size} did not answer in {seconds:.0f} s")
+            raise RankError(f"ranks {absent} of {self._segment.topology.size} did not answer within {seconds:.0f} s")
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """See `Exchange.gather`."""

@@ -241,7 +241,9 @@ def _gloo(store: Any, rank: Rank, device: torch.device) -> Any:
 
 def _nccl(store: Any, rank: Rank, device: torch.device) -> Any:
     if not hasattr(c10d, "ProcessGroupNCCL"):
-        raise ConfigError("exchange: this torch has no NCCL; use shared", field="exchange", value="group")
+        raise ConfigError(
+            "exchange: this build of torch has no NCCL; set exchange to shared", field="exchange", value="group"
+        )
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=MOST_SECONDS_TO_JOIN)
     with _variables(_NO_WATCHDOG):

@@ -66,8 +66,8 @@ def config_of_rank(config: EngineConfig, index: int) -> EngineConfig:
     numbers = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
     if missing := [number for number in numbers if number >= found]:
         raise ConfigError(
-            f"{name}: {config.num_ranks} ranks use the GPUs {numbers}, but torch finds {found}, so {missing} are "
-            "missing; use fewer ranks, or set devices, in which ranks may share a GPU",
+            f"{name}: {config.num_ranks} ranks need the GPUs {numbers}, but torch finds only {found} GPUs ({missing} "
+            "are missing); use fewer ranks, or set devices so that ranks share a GPU",
             field=name,
             value=getattr(config, name),
         )

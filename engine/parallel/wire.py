@@ -71,7 +71,9 @@ class Channel:
         if not message:
             raise EOFError
         if len(files) != count:
-            raise OSError(f"received {len(files)} of {count} descriptors; raise the limit on open files (ulimit -n)")
+            raise OSError(
+                f"received only {len(files)} of {count} file descriptors; raise the limit on open files (ulimit -n)"
+            )
         return list(files)
 
     def has_news(self, seconds: float = 0.0) -> bool:

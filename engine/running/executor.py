@@ -254,7 +254,7 @@ class LocalExecutor:
         if self._asleep:
             raise RuntimeError(f"engine: memory of {sorted(self._asleep)} is asleep; wake it up before the next step")
         if not self.weights.is_whole:
-            raise RuntimeError("engine: there are no complete weights for a step; commit a full set of weights")
+            raise RuntimeError("engine: the weights are incomplete, so no step can run; commit a full set of weights")
 
     @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:

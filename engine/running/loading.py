@@ -334,8 +334,8 @@ def _serves_mtp(config: EngineConfig, folder: Path, spec: DecoderSpec, ops: Back
     found = spec.mtp is not None and _has_module(folder, spec, ops)
     if config.speculative == "mtp" and not found:
         raise ConfigError(
-            f"speculative: {folder} has no module for multi-token prediction (MTP) that trueroll supports; use auto, "
-            "ngram or off"
+            f"speculative: {folder} has no module for multi-token prediction (MTP) that trueroll supports; set "
+            "speculative to auto, ngram or off"
         )
     return found
 
@@ -358,7 +358,7 @@ def tower_obstacle(spec: DecoderSpec) -> str:
     if spec.tower is None:
         return "has no vision tower"
     if not spec.tower.sees_span and not any(rotation.axes for rotation in spec.rotations):
-        return "has no mrope_section, which says how images are rotated"
+        return "has no mrope_section, which M-RoPE needs for images"
     return ""
 
 
@@ -435,8 +435,8 @@ def _dtype(config: EngineConfig, folder: Path, own: torch.dtype) -> torch.dtype:
         return getattr(torch, config.dtype)
     if own not in _DTYPES:
         raise ModelError(
-            f"{folder}: dtype in config.json must be float32, bfloat16 or float16 (got {brief(own)}); set dtype to one "
-            "of these"
+            f"{folder}: dtype in config.json must be float32, bfloat16 or float16 (got {brief(own)}); set the worker's "
+            "dtype to one of these"
         )
     return own
 

@@ -169,7 +169,7 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
     """
     if config.encoded_bytes >= available:
         raise ConfigError(
-            f"image_cache_bytes must be less than the {available} bytes that are available (got "
+            f"image_cache_bytes must be less than the {available} bytes of available memory (got "
             f"{config.image_cache_bytes}); lower image_cache_bytes, or set max_images to 0",
             field="image_cache_bytes",
             value=config.image_cache_bytes,
@@ -183,12 +183,12 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
     num_blocks = config.num_blocks or _blocks_in(room, config, sizes, interval, max_model_len)
     if num_blocks <= 0:
         states = f"{live} live states" + (f" and {budget} checkpoints" if budget else "")
-        beside = f" beside {states} of {sizes.state} bytes" if live else ""
+        beside = f" in addition to {states} of {sizes.state} bytes each" if live else ""
         beside += f" and {of_drafts} bytes for drafts" if of_drafts else ""
         raise ConfigError(
-            f"kv_memory: {_budget(config, available)} bytes are not enough for one block of {sizes.block} bytes{beside}"
-            f"; raise kv_memory, or lower max_num_seqs{' or state_budget' if budget else ''}"
-            f"{' or num_speculative_tokens' if of_drafts else ''}"
+            f"kv_memory: {_budget(config, available)} bytes are not enough for one KV block of {sizes.block} "
+            f"bytes{beside}; raise kv_memory, or lower "
+            f"max_num_seqs{' or state_budget' if budget else ''}{' or num_speculative_tokens' if of_drafts else ''}"
         )
     if not any(size is not None for size in (config.num_blocks, config.kv_memory, config.kv_memory_fraction)):
         num_blocks = min(num_blocks, config.max_num_seqs * _blocks(max_model_len, config.block_size))
@@ -196,9 +196,9 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
     if plan.kv_bytes + plan.state_bytes > available:
         blocks = ", ".join(f"{count} blocks of {size} bytes" for count, size in plan.pools)
         raise ConfigError(
-            f"num_blocks, kv_memory: {blocks} and {plan.num_slots} states of {sizes.state} bytes"
-            f"{f' and {of_drafts} bytes for drafts' if of_drafts else ''} exceed the {available} bytes that are "
-            "available; lower num_blocks, kv_memory, max_num_seqs or state_budget"
+            f"num_blocks, kv_memory: {blocks} and {plan.num_slots} states of {sizes.state} bytes "
+            f"each{f' and {of_drafts} bytes for drafts' if of_drafts else ''} exceed the {available} bytes of "
+            "available memory; lower num_blocks, kv_memory, max_num_seqs or state_budget"
         )
     return plan
 

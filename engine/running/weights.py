@@ -358,7 +358,9 @@ class WeightStaging:
         Raise ValueError if the staging is in place, or if `alone` is set and the live weights are incomplete.
         """
         if self.in_place or (alone and not self._store.is_whole):
-            raise ValueError("staging: adapters require complete live weights and a staging that is not in place")
+            raise ValueError(
+                "staging: adapters require that the live weights are complete and that the staging is not in place"
+            )
         self.base = AdapterBase(checksums=self._store.base.checksums if alone else {})
         for name, (a, b, rank, scale) in weights.items():
             rows, columns = self._store.shape(name)
@@ -432,7 +434,7 @@ class WeightStaging:
         is in place, or if indices or values do not fit the parameter.
         """
         if self.in_place:
-            raise ValueError("staging: an in-place staging accepts whole rows only, not elements")
+            raise ValueError("staging: an in-place staging accepts only whole rows, not single elements")
         numel, dtype = torch.Size(self._store.shape(name)).numel(), self._store.dtype_of(name)
         if indices.dtype != torch.int64 or values.dtype != dtype or indices.shape != (values.numel(),):
             raise ValueError(
@@ -441,7 +443,7 @@ class WeightStaging:
             )
         least, most = indices.aminmax() if len(indices) else (0, 0)
         if least < 0 or most >= numel:
-            raise ValueError(f"{name}: indices must be in [0, {numel})")
+            raise ValueError(f"{name}: indices must be in [0, {numel}) (got {least} to {most})")
         device, (own_name, first) = self._store.memory.device, self._place(name)
         self.elements.append((own_name, indices.to(device, copy=True).add_(first), values.to(device, copy=True)))
         self._others_bytes += indices.nbytes + values.nbytes
@@ -450,7 +452,7 @@ class WeightStaging:
         """Return the staged parameters and parts. Raise ValueError if a parameter or part is only partly staged."""
         for name, count in self._staged_rows.items():
             if count != self._store.shape(name)[0]:
-                raise ValueError(f"{name}: {self._store.shape(name)[0]} rows must be staged (got {count})")
+                raise ValueError(f"{name}: all {self._store.shape(name)[0]} rows must be staged (got {count} rows)")
         return set(self._staged_rows)
 
     def drop(self) -> None:

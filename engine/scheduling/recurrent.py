@@ -168,7 +168,8 @@ class StateSlots:
         is_counted = self.stats.ready == len(self._ready) and self.stats.reserved + self.stats.ready <= self.budget
         if wrong or len(set(self._free)) != len(self._free) or not is_counted:
             raise RuntimeError(
-                f"states: slots {sorted(wrong)} are not counted exactly once, or checkpoints exceed the budget"
+                f"states: slots {sorted(wrong)} have wrong reference counts, or there are more checkpoints than the "
+                "budget allows"
             )
 
     @property

@@ -325,7 +325,7 @@ class Lanes(Counters):
         if wrong := [sequence for sequence in running if not self._fits(sequence)]:
             raise RuntimeError(f"lanes: lane {wrong[0].lane} does not match its sequence {wrong[0].order}")
         if sum(sequence is not None for sequence in self.sequences) != len(running):
-            raise RuntimeError(f"lanes: the lanes in use are not the lanes of the {len(running)} running sequences")
+            raise RuntimeError(f"lanes: the number of lanes in use differs from the {len(running)} running sequences")
 
     def _holds(self, chunks: Chunks) -> np.ndarray:
         """Return, as bool [N], which sequences are still in the lane that they had when the step was planned."""

@@ -271,7 +271,7 @@ def test_a_sample_that_has_no_token_left_ends_alone(tiny_llama: Path) -> None:
 
 def test_two_biases_of_a_token_are_refused() -> None:
     for token in (0, 7):
-        with pytest.raises(InvalidRequestError, match=f"token {token} is given more than once"):
+        with pytest.raises(InvalidRequestError, match=f"logit_bias: token {token} has more than one bias"):
             Distribution(logit_bias=[(token, 1.0), (5, 1.0), (token, 2.0)])
 
 

@@ -534,12 +534,12 @@ def test_the_id_of_a_running_request_is_rejected(tiny_llama: Path) -> None:
     [
         (
             dict(num_blocks=1, kv_memory=1),
-            "^num_blocks and kv_memory are alternative sizes of the KV cache; set at most one of",
+            "^num_blocks and kv_memory each set the size of the KV cache; set at most one of",
         ),
-        (dict(num_blocks=1, kv_memory_fraction=0.5), "^num_blocks and kv_memory_fraction are alternative sizes"),
+        (dict(num_blocks=1, kv_memory_fraction=0.5), "^num_blocks and kv_memory_fraction each set the size"),
         (dict(num_blocks=None, kv_memory_fraction=1.5), "kv_memory_fraction: .*got 1.5"),
         (dict(num_blocks=None, kv_memory_fraction=0.0), "kv_memory_fraction: .*got 0.0"),
-        (dict(num_blocks=None, kv_memory=10), "10 bytes are not enough for one block of 8192 bytes"),
+        (dict(num_blocks=None, kv_memory=10), "10 bytes are not enough for one KV block of 8192 bytes"),
         (dict(max_model_len=4096), "at most 1024.*got 4096"),
         (dict(max_num_seqs=65, max_num_batched_tokens=64), "at most max_num_batched_tokens = 64"),
         (dict(device="cuda:99"), "device.*'cuda:99'"),

@@ -290,7 +290,7 @@ def test_a_rank_that_hangs_is_named(
         engine.step()
         engine.settle()
         children()[hung - 1].send_signal(signal.SIGSTOP)
-        with pytest.raises(RankError, match=rf"ranks \[{hung}\] of {size * stages} did not answer in 2 s"):
+        with pytest.raises(RankError, match=rf"ranks \[{hung}\] of {size * stages} did not answer within 2 s"):
             act(engine)
     assert children() == []
 
@@ -317,7 +317,7 @@ def start_hampered(model: str, hamper: Callable[[psutil.Process], object], **set
 def test_a_rank_that_hangs_while_the_engine_starts_is_named(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "MOST_SECONDS_TO_START", 3.0)
     monkeypatch.setattr(leader, "SECONDS_TO_END", 0.5)
-    with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not answer in 3 s"):
+    with pytest.raises(RankError, match=r"ranks \[1\] of 2 did not answer within 3 s"):
         start_hampered(model, lambda follower: follower.send_signal(signal.SIGSTOP))
 
 
@@ -410,9 +410,9 @@ def test_followers_end_with_the_leader(model: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        (dict(devices="cpu"), r"devices must name a device of one kind for each of 2 ranks, .*got 'cpu'"),
-        (dict(devices="cpu,cuda:0"), r"devices must name a device of one kind"),
-        (dict(devices="cuda:x,cuda:0"), r"devices must name a device of one kind"),
+        (dict(devices="cpu"), r"devices must list 2 devices of the same kind, one per rank, .*got 'cpu'"),
+        (dict(devices="cpu,cuda:0"), r"devices must list 2 devices of the same kind"),
+        (dict(devices="cuda:x,cuda:0"), r"devices must list 2 devices of the same kind"),
         (
             dict(devices="cuda:0,cuda:0", exchange="group"),
             "exchange: group needs a GPU for each rank .got cuda:0, cuda:0",

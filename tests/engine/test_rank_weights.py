@@ -107,7 +107,7 @@ def asleep(engine: Engine, first: Tensors, second: Tensors) -> None:
     engine.sleep(2, ["weights", "kv_cache"], "drain")
     assert engine.memory()["weights"] == engine.memory()["kv_cache"] == 0
     engine.wake_up(["weights", "kv_cache"])
-    with pytest.raises(RuntimeError, match="no complete weights"):
+    with pytest.raises(RuntimeError, match="the weights are incomplete"):
         engine.add(asked()[0])
         engine.step()
     engine.abort("a")

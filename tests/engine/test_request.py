@@ -82,8 +82,8 @@ def test_a_grammar_is_stored_as_text_and_compared_by_it() -> None:
     [
         ({}, r"exactly one of json, .* \(got none of them\)"),
         ({"regex": "a", "choice": ["b"]}, r"\(got regex and choice\)"),
-        ({"regex": ""}, "regex: a text is empty"),
-        ({"choice": ["a", ""]}, "choice: a text is empty"),
+        ({"regex": ""}, "regex: an empty text is not allowed"),
+        ({"choice": ["a", ""]}, "choice: an empty text is not allowed"),
         ({"choice": ["a"] * 10_001}, "at most 10000 items"),
         ({"regex": 3}, "regex: must be a valid string"),
         ({"regex": "a" * 2**18 + "a"}, "at most 262144 bytes"),

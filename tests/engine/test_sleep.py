@@ -102,7 +102,7 @@ def test_a_sleep_holds_and_computes_nothing_and_waking_restores(
         engine.wake_up(tags)
     assert engine.memory() == full
     if level == 2 and "weights" in tags:
-        with pytest.raises(RuntimeError, match="no complete weights for a step"):
+        with pytest.raises(RuntimeError, match="the weights are incomplete, so no step can run"):
             engine.step()
         engine.commit_weights(stage(engine, read_tensors(tiny_llama)), 1, "recompute")
     hits = engine.stats().prefix_hits
@@ -132,7 +132,7 @@ def test_the_deepest_of_two_sleeps_counts(tiny_llama: Path, arena: str, first: i
     assert engine.memory()["weights"] == 0
     engine.wake_up(["weights"])
     assert not dense(engine, "model.norm.weight").any()
-    with pytest.raises(RuntimeError, match="no complete weights"):
+    with pytest.raises(RuntimeError, match="the weights are incomplete"):
         engine.step()
 
 

@@ -236,14 +236,14 @@ def test_gradients_agree_with_transformers(family: str, folders: Path) -> None:
 
 # The errors of faults that an engine describes in other words.
 OTHER_WORDS = {
-    "huge": r"levels must be an array uint8 of shape \[1048576, 48\] .got uint8 of shape \[24, 48\]",
+    "huge": r"levels must be a uint8 array of shape \[1048576, 48\] .got uint8 of shape \[24, 48\]",
     "outside": "exceed the sequence's 17 tokens",
     "a float start": r"start, rows, columns and frames must be integers .got .5.0, 4, 6",
     "a small start": "start, rows, columns and frames must be integers",
     "a float": "start, rows, columns and frames must be integers",
     "none": "multiples of 2 .got 0 and 6",
     "true frames": "start, rows, columns and frames must be integers",
-    "one frame as two": r"levels must be an array uint8 of shape \[24, 96\]",
+    "one frame as two": r"levels must be a uint8 array of shape \[24, 96\]",
 }
 
 

@@ -166,7 +166,7 @@ def test_filters_and_edits_leave_no_mismatch(
     [
         (dict(sampling="["), "--sampling: Expecting value"),
         (dict(sampling='{"beams": 3}'), "--sampling: beams: unknown parameter"),
-        (dict(sampling='{"min_tokens": 3}'), "min_tokens also needs ignore_eos"),
+        (dict(sampling='{"min_tokens": 3}'), "min_tokens needs ignore_eos"),
         (dict(sampling='{"structured_outputs": {"regex": "a"}}', fsdp=2), "structured_outputs needs --workers 1"),
         (dict(sampling='{"top_p": 0.9}', staleness=1), "--sampling needs an aligned trainer and --staleness 0"),
     ],

@@ -241,7 +241,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         needed = [self.needed(hits, group) for group in range(len(self.kv))]
         free = [[b for b in free_blocks(pool) if b not in needed[g]] for g, pool in enumerate(self.cache.tables.pools)]
         if num_new > min(map(len, free)):
-            with pytest.raises(RuntimeError, match=f"needs {num_new} free blocks"):
+            with pytest.raises(RuntimeError, match=f"needs {num_new} new blocks"):
                 self.cache.tables.allocate(hits, num_new)
             assert state_of(self.cache) == before
             self.seen["refused"] += 1
@@ -711,5 +711,5 @@ def test_the_integrity_check_finds_a_corruption(corrupt: Callable[[PrefixCache, 
     table = publish(cache, [1, 2, 3, 4])
     cache.check_integrity([table])
     corrupt(cache, table)
-    with pytest.raises(RuntimeError, match="not counted exactly once"):
+    with pytest.raises(RuntimeError, match="wrong reference counts"):
         cache.check_integrity([table])

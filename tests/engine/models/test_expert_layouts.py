@@ -101,7 +101,9 @@ def test_square_matrices_alone_are_refused(tmp_path: Path) -> None:
         return tensors
 
     rewrite(tmp_path, split)
-    with pytest.raises(ModelError, match=r"shape \[8, 64, 64\] do not tell whether rows and columns are swapped"):
+    with pytest.raises(
+        ModelError, match=r"shape \[8, 64, 64\] are square, so it is unclear whether their rows and columns are swapped"
+    ):
         load(tmp_path)
 
 

@@ -78,7 +78,7 @@ def test_encoded_images_take_memory_before_blocks() -> None:
     assert plan(DENSE, image_cache_bytes=300_000).num_blocks == 1000, "the tower is not loaded"
     assert plan(DENSE, max_images=1, image_cache_bytes=300_000).num_blocks == 700
     for name, size in {"num_blocks": 701, "kv_memory": 701_000}.items():
-        with pytest.raises(ConfigError, match="exceed the 700000 bytes that are available"):
+        with pytest.raises(ConfigError, match="exceed the 700000 bytes of available memory"):
             plan(DENSE, kv_memory_fraction=None, max_images=1, image_cache_bytes=300_000, **{name: size})
     with pytest.raises(ConfigError, match=r"image_cache_bytes must be less than the 1000000 bytes .*got 1000000"):
         plan(DENSE, max_images=1, image_cache_bytes=1_000_000)
@@ -154,7 +154,7 @@ def test_by_default_there_are_only_blocks_that_sequences_can_use() -> None:
     [
         (
             dict(kv_memory_fraction=None, kv_memory=25_500),
-            "25500 bytes are not enough for one block of 1000 bytes beside 5 live states of 5000",
+            "25500 bytes are not enough for one KV block of 1000 bytes in addition to 5 live states of 5000",
         ),
         (
             dict(max_num_seqs=400),

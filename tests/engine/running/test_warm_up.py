@@ -108,7 +108,7 @@ def test_the_kv_cache_takes_its_share_of_the_free_memory(
 
 def test_more_than_the_free_memory_is_refused(model: Path, events: list[Any]) -> None:
     for settings in (dict(num_blocks=1001), dict(kv_memory=FREE + BYTES_PER_BLOCK)):
-        with pytest.raises(ConfigError, match=f"1001 blocks .* exceed the {FREE} bytes that are available"):
+        with pytest.raises(ConfigError, match=f"1001 blocks .* exceed the {FREE} bytes of available memory"):
             engine_of(model, **settings)
 
 

@@ -300,10 +300,10 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "huge": ({"rows": 2**20, "columns": 2**20}, "images[0]"),
     "frames": ({"frames": 3}, "frames must be 1 or 2"),
     "levels": ({"levels": "AAAA"}, "cannot be divided among"),
-    "no levels": ({"levels": ""}, "levels must be an array uint8"),
+    "no levels": ({"levels": ""}, "levels must be a uint8 array"),
     "broken": ({"levels": "A" * 41}, "images[0].levels: not valid base64"),
     "table": ({"table": "AAAA"}, "are not float32 [channels, 256]"),
-    "no table": ({"table": ""}, "table must be an array float32"),
+    "no table": ({"table": ""}, "table must be a float32 array"),
     "not finite": (
         {"table": b64encode(np.full((3, 256), np.nan, "<f4").tobytes()).decode()},
         "values that are not finite",
