@@ -337,7 +337,7 @@ def faulty(tower: TowerSpec) -> dict[str, tuple[str, dict[str, Any]]]:
         "a short table": (r"table must be a float32 array of shape \[3, 256\]", dict(table=good.table[:, :255])),
         "a wide table": ("table must be a float32 array", dict(table=good.table.astype(np.float64))),
         "nan": ("table has values that are not finite", dict(table=np.full_like(good.table, np.nan))),
-        "three frames": (r"frames must be 1 or 2 .got 3.: this model takes videos in parts of 2", dict(frames=3)),
+        "three frames": (r"frames must be 1 or 2 .got 3., because this model takes videos in parts of 2", dict(frames=3)),
         "true frames": (r"frames must be 1 or 2 .got True", dict(frames=True)),
         "one frame as two": ("must be the placeholder 501", dict(frames=2)),
         "a video": ("must be the placeholder 501", dict(frames=2, levels=good.levels.repeat(2, 1))),
@@ -388,7 +388,7 @@ def test_what_cannot_be_served_is_refused(folders: Path) -> None:
         ("at most 4 images .got 5", request_of("five", tower, [image] * 5), {}),
         ("begins where the previous image ends", replace(request, prompt_token_ids=touching, images=images), {}),
         ("rows and columns of patches must be 8 and 8", replace(request, images=(replace(images[0], rows=4),)), {}),
-        ("frames must be 1 .got 2.: this model takes no videos", replace(request, images=(video,)), {}),
+        ("frames must be 1 .got 2., because this model takes no videos", replace(request, images=(video,)), {}),
     ]
     for error, wrong, settings in cases:
         engine = engine_of(loaded, **({"max_num_seqs": 8} | settings))

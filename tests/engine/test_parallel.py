@@ -415,7 +415,7 @@ def test_followers_end_with_the_leader(model: str) -> None:
         (dict(devices="cuda:x,cuda:0"), r"devices must list 2 devices of the same kind"),
         (
             dict(devices="cuda:0,cuda:0", exchange="group"),
-            "exchange: group needs a GPU for each rank .got cuda:0, cuda:0",
+            "exchange: group needs a separate GPU for each rank .got cuda:0, cuda:0",
         ),
         (dict(tensor_parallel_size=1, devices="cpu"), "for a single rank, set device"),
     ],
@@ -427,7 +427,7 @@ def test_devices_that_ranks_cannot_use_are_refused(settings: dict[str, Any], err
 
 def test_missing_gpus_are_named() -> None:
     config = EngineConfig(model="a", tensor_parallel_size=2, devices="cuda:0,cuda:99")
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 ranks use the GPUs \[0, 99\], but torch finds"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: 2 ranks need the GPUs \[0, 99\], but torch finds"):
         Engine(config)
 
 

@@ -236,7 +236,7 @@ def test_tokens_outside_the_grammar_are_refused(tiny_llama: Path) -> None:
         ScoreRequest("s", wrong, distribution, start=len(PROMPT)),
         GenerateRequest("g", wrong, generate("g", wrong, **CHOICE).params, num_prior_tokens=3),
     ):
-        with pytest.raises(InvalidRequestError, match="excludes token 9, number 1", check=about("structured_outputs")):
+        with pytest.raises(InvalidRequestError, match="excludes token 9 at index 1", check=about("structured_outputs")):
             engine.add(request)
     assert not engine.has_unfinished
 
