@@ -88,7 +88,8 @@ def check_adapters(model: Any) -> None:
     active = list(_read(model, "active_adapters"))
     if len(active) != 1:
         raise AlignmentError(
-            f"adapters: one adapter must be active (got {', '.join(active) or 'none'}); activate one with set_adapter"
+            f"adapters: exactly one adapter must be active (got {', '.join(active) or 'none'}); activate one with "
+            "set_adapter"
         )
     config = _read(model, "peft_config")[active[0]]
     for field in (*_PLAIN, *_EMPTY):
@@ -261,7 +262,7 @@ def _active(module: Any, among: Any) -> str | None:
         return None
     if len(active) > 1:
         raise AlignmentError(
-            f"adapters: one adapter must be active (got {', '.join(active)}); activate one with set_adapter"
+            f"adapters: exactly one adapter must be active (got {', '.join(active)}); activate one with set_adapter"
         )
     return active[0]
 

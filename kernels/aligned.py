@@ -125,10 +125,11 @@ def parameter(
         )
     if held.dtype not in (None, found.dtype):
         raise AlignmentError(
-            f"{name} must be {held.dtype}, as in a worker (got {found.dtype}, which has rounded its values); load the "
-            f"model with {name.removeprefix(prefix)!r} in the _keep_in_fp32_modules_strict of its class; if "
-            "a MixedPrecisionPolicy rounds the parameter, pass it to fully_shard in ignored_params, or, if it is "
-            "trained, shard float32 parameters without a policy and use autocast"
+            f"{name} must be {held.dtype}, as in a worker (got {found.dtype}, which has rounded its values); add "
+            f"{name.removeprefix(prefix)!r} to _keep_in_fp32_modules_strict of the model's class before you load the "
+            "model. If a MixedPrecisionPolicy rounds the parameter, pass the parameter to fully_shard in "
+            "ignored_params. If such a parameter is trained, use autocast instead of the policy and shard float32 "
+            "parameters"
         )
     return found
 

@@ -68,7 +68,7 @@ def check_call(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     without = sorted(name for name in BOUNDARIES if given.get(name) is not None)
     if without and given.get("position_ids") is None:
         raise AlignmentError(
-            f"position_ids: required with {', '.join(without)}; pass position_ids that are 0 where a sequence begins"
+            f"position_ids are required with {', '.join(without)}; pass position_ids that are 0 where a sequence begins"
         )
     return given
 

@@ -106,8 +106,9 @@ def read_routes(
 def _check_routes(found: Tensor, shape: tuple[int, ...]) -> None:
     if found.shape != shape:
         raise AlignmentError(
-            f"routed_experts must have shape {list(shape)}: the shape of input_ids, then layers with experts, then "
-            f"experts per token (got {list(found.shape)}); pass a row for every token, even where the row is not read"
+            f"routed_experts must have shape {list(shape)}: the shape of input_ids, then the number of layers with "
+            f"experts, then the number of experts per token (got {list(found.shape)}); pass a row for every token, "
+            "even where the row is not read"
         )
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise AlignmentError(f"routed_experts must be integers (got {found.dtype}); pass the ids of experts")
@@ -140,8 +141,8 @@ def _sequences(begins: Tensor) -> Packed:
 def _unpadded_indices(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     if input_ids.dim() != 2:
         raise AlignmentError(
-            f"input_ids must have shape [B, T] (got {list(input_ids.shape)}); pass lengths with packed tokens, or a "
-            "padded batch"
+            f"input_ids must have shape [B, T] (got {list(input_ids.shape)}); pass a padded batch, or pass packed "
+            "tokens together with lengths"
         )
     if attention_mask is None:
         return torch.arange(input_ids.numel(), device=input_ids.device)
@@ -158,5 +159,6 @@ def _check_lengths(input_ids: Tensor, attention_mask: Tensor | None, lengths: Se
     if input_ids.dim() != 1 or min(lengths, default=0) < 1 or sum(lengths) != len(input_ids):
         raise AlignmentError(
             "lengths must be at least 1 for each packed sequence and sum to the number of tokens (got "
-            f"{list(lengths)[:8]} with sum {sum(lengths)} for input_ids {list(input_ids.shape)}); correct the lengths"
+            f"{list(lengths)[:8]} with sum {sum(lengths)} for input_ids of shape {list(input_ids.shape)}); correct the "
+            "lengths"
         )

@@ -129,8 +129,8 @@ def rules_of(
     needs_eos = distribution.min_tokens > 0 and not distribution.ignore_eos
     if needs_eos and eos_token_ids is None:
         raise AlignmentError(
-            f"eos_token_ids must be given, since min_tokens = {distribution.min_tokens} bans these tokens; pass "
-            "client.health().engine['eos_token_ids']"
+            f"eos_token_ids must be given, since min_tokens = {distribution.min_tokens} excludes these tokens at the "
+            "start of a sample; pass client.health().engine['eos_token_ids']"
         )
     if distribution.structured_outputs is not None and masks is None:
         raise AlignmentError(
@@ -141,7 +141,7 @@ def rules_of(
     rules = Rules.of(distribution, sorted(ending), vocab_size)
     if rules is not None and not samples.is_known and (rules.reads_tokens or rules.min_tokens):
         raise AlignmentError(
-            "completion_mask must be given, since the distribution depends on where a sample begins; mark the sampled "
-            "tokens"
+            "completion_mask must be given, since the distribution depends on where a sample begins; pass a "
+            "completion_mask that marks the sampled tokens"
         )
     return rules

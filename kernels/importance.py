@@ -183,8 +183,8 @@ def _counts(mask: Tensor, lengths: Sequence[int] | None) -> list[int]:
     if mask.dim() != 1 or lengths is None or min(lengths, default=0) < 0 or sum(lengths) != len(mask):
         found = "none" if lengths is None else f"{list(lengths)[:8]} with sum {sum(lengths)}"
         raise AlignmentError(
-            f"lengths must be None for tensors [B, T], and must sum to M for tensors [M] (got {found} for "
-            f"{list(mask.shape)}); pass the length of each packed sequence"
+            "lengths must be None for tensors of shape [B, T], and must sum to M for tensors of shape [M] (got "
+            f"{found} for shape {list(mask.shape)}); pass the length of each packed sequence"
         )
     return [int(part.sum()) for part in mask.cpu().split(list(lengths))]
 

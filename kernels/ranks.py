@@ -134,8 +134,8 @@ def part_of(spec: DecoderSpec, rank: Rank, section: int) -> DecoderSpec:
     if size < 1 or size & (size - 1) or size > spec.pieces:
         sizes = "1" if spec.pieces == 1 else f"a power of two up to {spec.pieces}"
         raise ConfigError(
-            f"tensor_parallel_size must be {sizes}, the number of pieces in which this model computes sums (got "
-            f"{size})",
+            f"tensor_parallel_size must be {sizes} for this model, because its number of pieces per sum is "
+            f"{spec.pieces} (got {size})",
             field="tensor_parallel_size",
             value=size,
         )
@@ -172,7 +172,7 @@ def _part_of_layer(layer: LayerSpec, pieces: int, rank: Rank, held: dict[str, We
         found = WeightSpec(whole[role].dtype if role in whole else None, part)
         if held.setdefault(role, found) != found and held[role].part is not None:
             raise ConfigError(
-                f"tensor_parallel_size must be 1 for a model in which layers differ in the size of {role} (got "
+                f"tensor_parallel_size must be 1 for this model, because its layers differ in the size of {role} (got "
                 f"{rank.size})",
                 field="tensor_parallel_size",
                 value=rank.size,

@@ -85,8 +85,8 @@ def _replay(
     logits, gates, own = _check_output(output, router)
     if len(logits) != len(route):
         raise AlignmentError(
-            f"routed_experts has {len(route)} tokens, but the forward pass has {len(logits)}; open `replayed` around "
-            "each batch, with that batch's experts"
+            f"routed_experts has {len(route)} tokens, but the forward pass has {len(logits)} tokens; open `replayed` "
+            "around each batch, with the experts of that batch"
         )
     route = route.to(own.device)
     experts = torch.where(route == OWN_CHOICE, own, route)

@@ -162,12 +162,12 @@ class _Drawn:
         if distribution is not None and temperature != 1.0:
             raise AlignmentError(
                 f"temperature must be left out if distribution is given (got {temperature}); the distribution has its "
-                "own"
+                "own temperature"
             )
         mode = getattr(distribution, "logprobs", "processed")
         if mode is None:
             raise AlignmentError(
-                "distribution: logprobs is None, so there are no log-probs to match; set it to 'processed'"
+                "distribution: logprobs is None, so there are no log-probs to match; set logprobs to 'processed'"
             )
         if distribution is not None:
             temperature = 1.0 if mode == "raw" else distribution.temperature
@@ -274,7 +274,10 @@ def merged_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor
     """
     adapted = adapted_inside(model)
     if adapted is None:
-        raise AlignmentError(f"model must be a PEFT model (got {type(model).__name__}); use its weights unchanged")
+        raise AlignmentError(
+            f"model must be a PEFT model (got {type(model).__name__}); a model without adapters has nothing to merge, "
+            "so use its weights directly"
+        )
     tensors = read_tensors(adapted)
     device = next(iter(tensors.tensors.values())).device
     own = _own_dtypes(unwrapped(adapted), dtype)
@@ -509,7 +512,7 @@ def _targets(target_ids: Tensor, shape: torch.Size, vocab_size: int) -> Tensor:
     """
     if target_ids.shape[:-1] != shape or target_ids.is_floating_point() or not target_ids.shape[-1]:
         raise AlignmentError(
-            f"target_ids must be integers with the shape of input_ids, {list(shape)}, and one more axis (got "
+            f"target_ids must be integers with the shape of input_ids, {list(shape)}, plus one axis at the end (got "
             f"{target_ids.dtype} {list(target_ids.shape)}); pass -1 where there is no token"
         )
     wrong = target_ids[(target_ids < NO_TOKEN) | (target_ids >= vocab_size)]
@@ -531,8 +534,8 @@ def _sealed(found: Any) -> Any:
 def _unsealed(found: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise AlignmentError(
-            "model: its wrapper must pass `question` on to the model and return the model's result (got a "
-            f"{type(found).__name__}); pass the model itself"
+            "model: the wrapper around the model must pass the argument `question` on to the model and return the "
+            f"model's result (got a {type(found).__name__}); pass the model without this wrapper"
         )
     return found.real if found.is_complex() else found
 
@@ -814,4 +817,7 @@ def _check_parameters(spec: DecoderSpec, model: Any) -> None:
     dtypes = {one.dtype for name, one in others if ".lora_" not in name and not name.startswith(spec.beside)}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         names = " and ".join(sorted(map(str, dtypes)))
-        raise AlignmentError(f"parameters must all be in one of {_DTYPES} (got {names}); call model.to(dtype)")
+        raise AlignmentError(
+            f"parameters must all have the same dtype, which must be one of {_DTYPES} (got {names}); call "
+            "model.to(dtype)"
+        )

@@ -87,7 +87,7 @@ def read_media(
         return _read_images(media, spec.tower, token_ids, packed)
     if unknown := media.keys() - set(FROM_PROCESSORS):
         raise AlignmentError(
-            f"media has unknown names: {', '.join(map(brief, sorted(unknown)))}; pass {', '.join(FROM_PROCESSORS)} of "
+            f"media has unknown keys: {', '.join(map(brief, sorted(unknown)))}; pass {', '.join(FROM_PROCESSORS)} of "
             "an image processor"
         )
     return read_pixels(media, spec.tower, token_ids, indices, packed, shape)
@@ -126,7 +126,7 @@ def _check_image(name: str, image: Image, tower: TowerSpec) -> None:
     if image.frames not in known:
         limit = "takes no videos" if len(known) == 1 else f"takes videos in parts of {tower.frames} frames"
         raise AlignmentError(
-            f"{name}: frames must be {' or '.join(map(str, known))} (got {image.frames}): this model {limit}"
+            f"{name}: frames must be {' or '.join(map(str, known))} (got {image.frames}), because this model {limit}"
         )
     _check_grid(name, (image.rows, image.columns), tower)
     values = tower.channels * image.frames * tower.patch_size**2
@@ -138,8 +138,8 @@ def _check_image(name: str, image: Image, tower: TowerSpec) -> None:
         got = str(getattr(found, "dtype", type(found).__name__)), list(getattr(found, "shape", ()))
         if got != (dtype, list(shape)):
             raise AlignmentError(
-                f"{name}: {part} must be an array {dtype} of shape {list(shape)} (got {got[0]} of shape {got[1]}); "
-                "pass the image that the worker got"
+                f"{name}: {part} must be a {dtype} array of shape {list(shape)} (got {got[0]} of shape {got[1]}); pass "
+                "the image that the worker got"
             )
     if not torch.tensor(image.table).isfinite().all():
         raise AlignmentError(f"{name}: table has values that are not finite; pass the image that the worker got")
@@ -166,7 +166,8 @@ def _check_spans(
         if not before <= span.start < span.end <= len(token_ids):
             raise AlignmentError(
                 f"{name}[{j}]: the tokens [{span.start}, {span.end}) overlap the previous image or exceed the "
-                f"sequence's {len(token_ids)} tokens; pass images in order, with the starts that the worker got"
+                f"sequence's {len(token_ids)} tokens; pass images in ascending order, with the `start` values that the "
+                "worker got"
             )
         if tower.sees_span and j and span.start == before:
             raise AlignmentError(
@@ -176,7 +177,8 @@ def _check_spans(
         if len(others):
             place = span.start + int(others[0])
             raise AlignmentError(
-                f"{name}[{j}]: token {place} must be the placeholder {placeholder} (got {int(token_ids[place])})"
+                f"{name}[{j}]: the token at index {place} must be the placeholder {placeholder} (got "
+                f"{int(token_ids[place])})"
             )
         before = span.end
 
@@ -204,7 +206,7 @@ def read_pixels(
     if len(patches) != sum(rows * columns for rows, columns in grids):
         raise AlignmentError(
             f"pixel_values must have a row for each of {sum(rows * columns for rows, columns in grids)} patches in "
-            f"image_grid_thw (got {len(patches)}); pass both as the processor returned them"
+            f"image_grid_thw (got {len(patches)} rows); pass both as the processor returned them"
         )
     types = given.get("mm_token_type_ids")
     types = given.get("token_type_ids") if types is None else types
@@ -255,8 +257,9 @@ def _assigned(places: list[int], grids: Sequence[_Grid], tower: TowerSpec, packe
     """Assign the `places` of image tokens to the images, in order. Return the spans of each sequence."""
     if len(places) != (wanted := sum(tower.num_tokens(*grid) for grid in grids)):
         raise AlignmentError(
-            f"the images have {wanted} tokens, but the sequences have {len(places)}: pass token types, which tell "
-            "images from placeholders that were sampled, and pass the images of exactly these sequences"
+            f"the images have {wanted} tokens, but the sequences have {len(places)} placeholders; pass the images of "
+            "exactly these sequences, and pass token types, which distinguish the placeholders of images from sampled "
+            "placeholders"
         )
     bounds = list(pairwise(packed.batch.query_starts))
     spans: list[list[ImageSpan]] = [[] for _ in bounds]
@@ -269,7 +272,7 @@ def _assigned(places: list[int], grids: Sequence[_Grid], tower: TowerSpec, packe
         start, end = bounds[sequence]
         if own[-1] - own[0] + 1 != len(own) or own[-1] >= end:
             raise AlignmentError(
-                f"the {len(own)} tokens of image {number} do not follow each other in one sequence; expand each "
+                f"the {len(own)} tokens of image {number} are not consecutive tokens of one sequence; expand each "
                 "image's placeholder as the processor of this model does"
             )
         spans[sequence].append(ImageSpan(own[0] - start, rows // tower.merge, columns // tower.merge))
@@ -308,5 +311,6 @@ def check_positions(axes: Tensor | None, expected: Tensor, indices: Tensor, shap
         token = int((found != expected).any(0).nonzero()[0])
         raise AlignmentError(
             f"position_ids of token {token} are {found[:, token].tolist()}, but workers use "
-            f"{expected.expand(3, -1)[:, token].tolist()}; leave position_ids out, or pass those of this batch's images"
+            f"{expected.expand(3, -1)[:, token].tolist()}; leave position_ids out, or pass the position_ids for this "
+            "batch's images"
         )

@@ -31,7 +31,7 @@ def unwrapped(model: Any) -> Any:
         model = model.get_base_model() if inside is None else inside
     if (name := type(model).__name__) in _REFUSED:
         raise AlignmentError(
-            f"model: the wrapper {name} is not supported (only sharding in place and {', '.join(_SERVED)} are); "
+            f"model: the wrapper {name} is not supported (supported: fully_shard, {', '.join(_SERVED)}); "
             f"{_REFUSED[name]}"
         )
     return model

@@ -132,9 +132,12 @@ class PackedWeight:
         """
         end = start + length
         if dim != 0 or start % PANEL_ROWS or not (end % PANEL_ROWS == 0 or end == self.shape[0]):
-            raise ValueError(f"weight rows must be multiples of {PANEL_ROWS} (got [{start}, {end}) of dim {dim})")
+            raise ValueError(
+                f"a slice of weight rows must begin and end at multiples of {PANEL_ROWS}, in dim 0 (got [{start}, "
+                f"{end}) in dim {dim})"
+            )
         if not 0 <= start <= end <= self.shape[0]:
-            raise ValueError(f"weight rows must be in [0, {self.shape[0]}) (got [{start}, {end}))")
+            raise ValueError(f"a slice of weight rows must lie in [0, {self.shape[0]}) (got [{start}, {end}))")
         return PackedWeight(length, self.shape[1], self.data.narrow(0, start, _whole_panels(length)))
 
     def to_dense(self) -> Tensor:
@@ -260,8 +263,11 @@ def stack_tensors(weights: ExpertsWeights, count: int) -> tuple[Tensor | None, .
     """
     hidden, inner = weights.down.shape[0] // count, weights.down.shape[1]
     if hidden % PANEL_ROWS or inner % PANEL_ROWS:
-        expected = f"multiples of {PANEL_ROWS} as hidden and intermediate sizes"
-        raise ValueError(f"layers: experts need {expected} (got {hidden} and {inner}); use the backend 'reference'")
+        expected = f"multiples of {PANEL_ROWS}"
+        raise ValueError(
+            f"layers: the hidden and intermediate sizes of experts must be {expected} (got {hidden} and {inner}); use "
+            "the backend 'reference'"
+        )
     return _panels(weights.gate_up), weights.gate_up_bias, _panels(weights.down), weights.down_bias
 
 
@@ -640,8 +646,8 @@ def packed_layers(
     """
     if not len(memories) == len(pages) == len(layers):
         raise ValueError(
-            f"layers: got {len(memories)} memories and {len(pages)} pages for {len(layers)} layers;  "
-            "pass one memory and one `Pages` for each layer"
+            f"layers: got {len(memories)} memories and {len(pages)} `Pages` for {len(layers)} layers; pass one memory "
+            "and one `Pages` for each layer"
         )
     if not layers:
         return x

@@ -55,7 +55,7 @@ class Library:
         try:
             library.trueroll_declarations.restype = ctypes.c_char_p
             if library.trueroll_declarations().decode() != declared:
-                raise AttributeError("its functions take different arguments")
+                raise AttributeError("the library's functions take other arguments than this version expects")
             for result, name, arguments in re.findall(r"([\w ]+\*?) trueroll_(\w+)\((.*?)\);", declared):
                 function = library[f"trueroll_{name}"]
                 function.restype = _type(result)
@@ -101,8 +101,8 @@ def load_library() -> Library:
     path = Path(__file__).with_name("_native.so")
     if not path.exists():
         raise OSError(
-            f"{path.name} was not built, because trueroll was installed with TRUEROLL_NATIVE=0; a build needs a "
-            "C++ compiler that supports AMX (GCC 11, Clang 12 or newer)"
+            f"{path.name} was not built, because trueroll was installed with TRUEROLL_NATIVE=0; reinstall it without "
+            "TRUEROLL_NATIVE=0, with a C++ compiler that supports AMX (GCC 11, Clang 12 or newer)"
         )
     library = Library(path)
     if wanted := os.environ.get(ISA_VARIABLE):

@@ -129,7 +129,7 @@ def _glm4_moe_lite(raw: dict[str, Any], architecture: str) -> DecoderSpec:
         dense = [i for i, kind in enumerate(types) if kind == "dense"]
     else:
         raise ModelError(
-            f"mlp_layer_types in config.json must name {brief(count)} layers, each dense or sparse (got "
+            f"mlp_layer_types in config.json must have {brief(count)} entries, each dense or sparse (got "
             f"{brief(types)}); correct the file"
         )
     return _describe_glm(raw | dict(mlp_only_layers=dense, first_k_dense_replace=0), architecture)

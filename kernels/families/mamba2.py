@@ -276,14 +276,14 @@ def _block_types(raw: dict[str, Any]) -> list[str]:
     most = MOST_LAYERS
     if not isinstance(given, list | str) or not 1 <= len(given) <= most or not all(type(x) is str for x in given):
         raise ModelError(
-            f"layers_block_type in config.json must be a list of 1 to {most} types of layers (got {brief(given)}); "
-            "correct the file"
+            f"layers_block_type in config.json must be a list of 1 to {most} layer types (got {brief(given)}); correct "
+            "the file"
         )
     types = [_BLOCKS.get(kind, kind) for kind in given]
     if not {*types} <= {LINEAR, FULL, _MLP, _MOE} or FULL not in types:
         raise ModelError(
-            f"layers_block_type in config.json must have types of {LINEAR}, {FULL}, {_MLP} or {_MOE}, and at least "
-            f"one {FULL} layer (got {brief(given)}); serve another model"
+            f"layers_block_type in config.json must list layers of the types {LINEAR}, {FULL}, {_MLP} and {_MOE}, with "
+            f"at least one {FULL} layer (got {brief(given)}); serve another model"
         )
     return types
 

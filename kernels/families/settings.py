@@ -100,25 +100,27 @@ _ROPE_ARGUMENTS = {"config", "device", "seq_len", "layer_type"}
 def _size(name: str, least: int = 1, **options: Any) -> Any:
     def check(size: int | None) -> None:
         if size is not None and not least <= size <= _MOST[name]:
-            raise ValueError(f"must be at least {least} and at most {_MOST[name]} (got {brief(size)})")
+            raise ValueError(f"the value must be at least {least} and at most {_MOST[name]} (got {brief(size)})")
 
     return validated_field(check, **options)
 
 
 def _check_eps(eps: float) -> None:
     if not 0.0 <= eps < float("inf"):
-        raise ValueError(f"must be a finite number of at least 0 (got {eps})")
+        raise ValueError(f"the value must be a finite number of at least 0 (got {eps})")
 
 
 def _check_scalar(scalar: float | None) -> None:
     if scalar is not None and not 1.0 / _MOST_SCALAR <= scalar <= _MOST_SCALAR:
-        raise ValueError(f"must be at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR} (got {brief(scalar)})")
+        raise ValueError(
+            f"the value must be at least {1.0 / _MOST_SCALAR} and at most {_MOST_SCALAR} (got {brief(scalar)})"
+        )
 
 
 def _scalars(count: int) -> Any:
     def check(scalars: list[Any] | None) -> None:
         if scalars is not None and (len(scalars) != count or not all(type(x) in (int, float) for x in scalars)):
-            raise ValueError(f"must be a list of {count} numbers (got {brief(scalars)})")
+            raise ValueError(f"the value must be a list of {count} numbers (got {brief(scalars)})")
         for scalar in scalars or ():
             _check_scalar(scalar)
 
@@ -128,7 +130,7 @@ def _scalars(count: int) -> Any:
 def _check_time_step_limit(limit: Any) -> None:
     is_pair = isinstance(limit, list | tuple) and all(type(bound) in (int, float) for bound in limit)
     if not is_pair or len(limit) != 2 or not 0.0 <= float(limit[0]) <= float(limit[1]):
-        raise ValueError(f"must be a pair of numbers of at least 0 in ascending order (got {brief(limit)})")
+        raise ValueError(f"the value must be a pair of numbers of at least 0 in ascending order (got {brief(limit)})")
 
 
 @strict
@@ -249,7 +251,7 @@ class Settings(PreTrainedConfig):
         types = self.layer_types or []
         if len(types) != self.num_hidden_layers or not {*types} <= {FULL, other}:
             raise ModelError(
-                f"config.json must have {self.num_hidden_layers} layer_types of {FULL} or {other} (got "
+                f"layer_types in config.json must have {self.num_hidden_layers} entries, each {FULL} or {other} (got "
                 f"{brief(types)}); serve another model"
             )
         return types
@@ -581,8 +583,9 @@ def grouped_router(settings: Any, score: Score, **others: Any) -> RouterSpec:
     is_unfit = count % groups or group < 2 or kept * group < top_k
     if kept > groups or (groups > 1 and is_unfit):
         raise ModelError(
-            f"n_group and topk_group in config.json must divide {count} experts into groups of at least two, of which "
-            f"topk_group have at least {top_k} experts (got {groups} and {kept}); serve another model"
+            f"n_group in config.json must divide {count} experts into equal groups of at least two, and topk_group of "
+            f"these groups must have at least {top_k} experts (got n_group = {groups} and topk_group = {kept}); serve "
+            "another model"
         )
     eps = 1e-20 if settings.norm_topk_prob else 0.0
     normed = dict(normed=settings.norm_topk_prob, eps=eps, scale=float(settings.routed_scaling_factor))

@@ -192,7 +192,7 @@ def qwen2_5_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
     _expect(vision, hidden_act="silu")
     window = found.window_size // (found.patch_size * found.spatial_merge_size)
     if window == 0:
-        raise _refusal("window_size", "at least the size of a block of patches", found.window_size)
+        raise _refusal("window_size", "at least patch_size * spatial_merge_size", found.window_size)
     norm = NormSpec(_EPS)
     return TowerSpec(
         **_qwen_sizes(raw, vision, found, decoder),
@@ -247,7 +247,7 @@ def _qwen_sizes(
     heads = _divisor(found, "num_heads")
     size = found.hidden_size // heads
     if size % 4:
-        raise _refusal("num_heads", "such that a head has a multiple of 4 elements", heads)
+        raise _refusal("num_heads", "such that the size of a head is a multiple of 4", heads)
     if found.out_hidden_size != decoder.hidden_size:
         raise _refusal("out_hidden_size", decoder.hidden_size, found.out_hidden_size)
     rope = vision.get("rope_parameters") or {}
@@ -313,7 +313,7 @@ def _layer_list(vision: dict[str, Any], name: str, default: tuple[int, ...], dep
     layers = vision.get(name, default)
     is_list = isinstance(layers, list | tuple) and all(type(i) is int and 0 <= i < depth for i in layers)
     if not is_list or sorted({*layers}) != [*layers]:
-        raise _refusal(name, f"ascending numbers of layers below {depth}", layers)
+        raise _refusal(name, f"a list of ascending layer indices below {depth}", layers)
     return tuple(layers)
 
 

@@ -127,8 +127,8 @@ def _check_places(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         if tensor.data_ptr() % ALIGNMENT or not tensor.is_contiguous():
             raise ValueError(
-                f"launch: tensors must be contiguous and begin at multiples of {ALIGNMENT} bytes (got strides "
-                f"{tensor.stride()} at {tensor.data_ptr():#x}); pass them through `aligned`"
+                f"launch: tensors must be contiguous and begin at addresses that are multiples of {ALIGNMENT} (got "
+                f"strides {tensor.stride()} at {tensor.data_ptr():#x}); pass them through `aligned`"
             )
 
 

@@ -337,7 +337,10 @@ def faulty(tower: TowerSpec) -> dict[str, tuple[str, dict[str, Any]]]:
         "a short table": (r"table must be a float32 array of shape \[3, 256\]", dict(table=good.table[:, :255])),
         "a wide table": ("table must be a float32 array", dict(table=good.table.astype(np.float64))),
         "nan": ("table has values that are not finite", dict(table=np.full_like(good.table, np.nan))),
-        "three frames": (r"frames must be 1 or 2 .got 3., because this model takes videos in parts of 2", dict(frames=3)),
+        "three frames": (
+            r"frames must be 1 or 2 .got 3., because this model takes videos in parts of 2",
+            dict(frames=3),
+        ),
         "true frames": (r"frames must be 1 or 2 .got True", dict(frames=True)),
         "one frame as two": ("must be the placeholder 501", dict(frames=2)),
         "a video": ("must be the placeholder 501", dict(frames=2, levels=good.levels.repeat(2, 1))),

@@ -260,14 +260,14 @@ def test_faulty_images_are_refused(folders: Path) -> None:
     cases += [
         ("must have one entry for each of 1 sequences .got 0", []),
         (r"media\[0\]\[1\]: the tokens .* overlap the previous image", [[image, image]]),
-        ("media has unknown names: 'pixels'", {"pixels": inputs["pixel_values"]}),
+        ("media has unknown keys: 'pixels'", {"pixels": inputs["pixel_values"]}),
         ("image_grid_thw must have a row", inputs | {"image_grid_thw": torch.tensor([[2, 4, 6]])}),
         ("rows and columns of patches must be multiples of 2", inputs | {"image_grid_thw": torch.tensor([[1, 3, 8]])}),
         ("pixel_values must have a row for each of 32", inputs | {"image_grid_thw": torch.tensor([[1, 4, 8]])}),
         (r"pixel_values must have shape \[patches, 96\]", inputs | {"pixel_values": torch.ones(24, 3)}),
         ("token types must have shape", inputs | {"mm_token_type_ids": torch.ones(3)}),
         (
-            "do not follow each other",
+            "are not consecutive tokens",
             inputs | {"mm_token_type_ids": torch.tensor([[0] * 5 + [1] * 5 + [0, 1] + [0] * 5])},
         ),
     ]

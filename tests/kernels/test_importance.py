@@ -239,7 +239,7 @@ def test_a_mask_without_a_token_is_an_error(call: Callable[..., Any]) -> None:
         (dict(sampled=torch.full((2, 4), math.nan)), "has NaN or infinity within the mask"),
         (dict(log_probs=torch.full((2, 4), -math.inf)), "has NaN or infinity within the mask"),
         (dict(level="sentence"), "level must be token, sequence or geometric .got 'sentence'"),
-        (dict(level="sequence", lengths=[4, 4]), r"lengths must .* .got \[4, 4\] with sum 8 for \[2, 4\]"),
+        (dict(level="sequence", lengths=[4, 4]), r"lengths must .* .got \[4, 4\] with sum 8 for shape \[2, 4\]"),
         (dict(low=1.5), "low must be from 0 to 1 .got 1.5"),
         (dict(low=-0.5), "low must be from 0 to 1 .got -0.5"),
         (dict(high=0.5), "high must be from 1 to 3.403e.38 .got 0.5"),

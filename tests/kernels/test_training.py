@@ -850,7 +850,7 @@ def test_invalid_calls_are_refused(tiny_llama: Path, name: str) -> None:
 )
 def test_unsupported_arguments_are_refused(tiny_llama: Path, call: dict[str, Any]) -> None:
     name = next(iter(call))
-    with pytest.raises(AlignmentError, match=f"^position_ids: required with {name}|^{name}\\b"):
+    with pytest.raises(AlignmentError, match=f"^position_ids are required with {name}|^{name}\\b"):
         load(tiny_llama, backend="cpu")(IDS, **call)
 
 
@@ -884,7 +884,9 @@ def test_a_model_whose_forward_pass_was_replaced_is_refused(tiny_llama: Path) ->
 def test_a_wrapper_that_drops_the_question_is_refused(tiny_llama: Path) -> None:
     model = load(tiny_llama, backend="cpu")
     model.forward = lambda *args, **kwargs: {"logits": torch.zeros(1)}
-    with pytest.raises(AlignmentError, match="wrapper must pass `question` on .* .got a dict"):
+    with pytest.raises(
+        AlignmentError, match="wrapper around the model must pass the argument `question` on .* .got a dict"
+    ):
         token_log_probs(model, IDS)
 
 

@@ -206,8 +206,11 @@ def test_unsupported_settings_are_refused(tiny_llama: Path, tmp_path: Path, chan
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(layer_types=["full_attention"] * 5), "must have 2 layer_types of|number of `layer_types` .5."),
-        (dict(layer_types=["chunked_attention"] * 2), "layer_types of full_attention or sliding_attention"),
+        (
+            dict(layer_types=["full_attention"] * 5),
+            "layer_types in config.json must have 2 entries|number of `layer_types` .5.",
+        ),
+        (dict(layer_types=["chunked_attention"] * 2), "layer_types .* each full_attention or sliding_attention"),
         (dict(sliding_window=None), "sliding_window is missing in config.json"),
         (dict(hidden_activation="gelu"), "hidden_activation .* must be 'gelu_pytorch_tanh' .got 'gelu'"),
         (dict(query_pre_attn_scalar=0), "'query_pre_attn_scalar'.* must be at least .* .got 0"),

@@ -203,7 +203,9 @@ def test_headers_out_of_proportion_together_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize("length", [2**63, 2**24 + 1, 1000])
 def test_a_header_longer_than_its_file_is_refused(folder: Path, length: int) -> None:
     (folder / SINGLE).write_bytes(struct.pack("<Q", length) + b"{}")
-    assert f"complete safetensors file: the header should have {length} bytes, but only 2 bytes follow" in refusal(folder)
+    assert f"complete safetensors file: the header should have {length} bytes, but only 2 bytes follow" in refusal(
+        folder
+    )
 
 
 @pytest.mark.parametrize(

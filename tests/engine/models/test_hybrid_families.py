@@ -348,7 +348,11 @@ def test_published_settings_are_read_as_transformers_reads_them(tmp_path: Path, 
     [
         ("qwen3_5", dict(linear_num_key_heads=3), "linear_num_value_heads % linear_num_key_heads .* must be 0 .got 1"),
         ("qwen3_5", dict(linear_conv_kernel_dim=0), "'linear_conv_kernel_dim'.* must be at least 1 .* .got 0"),
-        ("qwen3_5", dict(layer_types=["sliding_attention"] * 4), "layer_types of full_attention or linear_attention"),
+        (
+            "qwen3_5",
+            dict(layer_types=["sliding_attention"] * 4),
+            "layer_types .* each full_attention or linear_attention",
+        ),
         ("qwen3_5", dict(layer_types=None, full_attention_interval=0), "invalid setting: ZeroDivisionError"),
         ("qwen3_5", dict(layer_types=["linear_attention"] * 4), "at least one full_attention layer .got"),
         ("qwen3_next", dict(layer_types=None, full_attention_interval=5), "at least one full_attention layer .got"),

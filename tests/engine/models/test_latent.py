@@ -144,8 +144,8 @@ def test_the_cache_holds_a_latent_row_and_a_key_for_each_token(tmp_path: Path) -
         ("deepseek_v2", dict(topk_method="noaux_tc"), "topk_method in config.json must be greedy or group_limited"),
         ("mistral4", dict(rope_parameters=YARN), "llama_4_scaling_beta in config.json must be a number"),
         ("mistral4", dict(rope_parameters=5), "rope_parameters in config.json must be a map"),
-        ("glm4_moe_lite", dict(mlp_layer_types=["dense"]), "mlp_layer_types in config.json must name 2 layers"),
-        ("glm4_moe_lite", dict(mlp_layer_types=["dense", 5]), "mlp_layer_types in config.json must name 2 layers"),
+        ("glm4_moe_lite", dict(mlp_layer_types=["dense"]), "mlp_layer_types in config.json must have 2 entries"),
+        ("glm4_moe_lite", dict(mlp_layer_types=["dense", 5]), "mlp_layer_types in config.json must have 2 entries"),
     ],
 )
 def test_unsupported_settings_are_refused(tmp_path: Path, family: str, change: dict[str, Any], message: str) -> None:

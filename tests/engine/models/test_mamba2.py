@@ -312,9 +312,9 @@ def test_triton_names_what_it_cannot_compute(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(layers_block_type=["conv", "full_attention"]), "types of linear_attention, full_attention, mlp or moe"),
+        (dict(layers_block_type=["conv", "full_attention"]), "the types linear_attention, full_attention, mlp and moe"),
         (dict(layers_block_type=["mlp", "linear_attention"]), "at least one full_attention layer"),
-        (dict(layers_block_type=["full_attention"] * 1025), "a list of 1 to 1024 types"),
+        (dict(layers_block_type=["full_attention"] * 1025), "a list of 1 to 1024 layer types"),
         (dict(layers_block_type=None, hybrid_override_pattern="M*X"), "got .M.X"),
         (dict(mlp_hidden_act="silu"), "mlp_hidden_act .* must be 'relu2' .got .silu"),
         (dict(time_step_min=-1.0), "'time_step_limit'.* at least 0"),

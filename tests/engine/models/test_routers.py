@@ -209,10 +209,14 @@ def test_missing_settings_have_the_defaults_of_transformers(tmp_path: Path, arch
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("glm4_moe", dict(n_group=3), "n_group and topk_group in config.json must divide 8 experts .* .got 3 and 2."),
-        ("glm4_moe", dict(topk_group=5), "n_group and topk_group in config.json must .* .got 4 and 5."),
-        ("glm4_moe", dict(topk_group=1), "topk_group have at least 3 experts .got 4 and 1."),
-        ("glm4_moe", dict(n_group=8, topk_group=8), "groups of at least two, .* .got 8 and 8."),
+        (
+            "glm4_moe",
+            dict(n_group=3),
+            "n_group in config.json must divide 8 experts .* .got n_group = 3 and topk_group = 2.",
+        ),
+        ("glm4_moe", dict(topk_group=5), "n_group in config.json must .* .got n_group = 4 and topk_group = 5."),
+        ("glm4_moe", dict(topk_group=1), "must have at least 3 experts .got n_group = 4 and topk_group = 1."),
+        ("glm4_moe", dict(n_group=8, topk_group=8), "groups of at least two, .* .got n_group = 8 and topk_group = 8."),
         ("glm4_moe", dict(n_group=0), "'n_group'.* at least 1"),
         ("glm4_moe", dict(first_k_dense_replace=-1), "'first_k_dense_replace'.* at least 0"),
         ("glm4_moe", dict(routed_scaling_factor=0.0), "'routed_scaling_factor'"),

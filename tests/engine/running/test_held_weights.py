@@ -165,7 +165,10 @@ def test_an_aligned_model_has_to_hold_a_weight_in_its_own_dtype(fine: Path) -> N
         align(fine_model(fine).bfloat16())
     model = fine_model(fine)
     model.model.layers[0].input_layernorm.float()
-    with pytest.raises(AlignmentError, match="must all be in one of .* .got torch.bfloat16 and torch.float32"):
+    with pytest.raises(
+        AlignmentError,
+        match="must all have the same dtype, which must be one of .* .got torch.bfloat16 and torch.float32",
+    ):
         align(model)
 
 

@@ -98,7 +98,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
         ("int nothing;", "trueroll_declarations"),
         (
             'extern "C" const char* trueroll_declarations() { return "void trueroll_pack(int k);"; }',
-            "different arguments",
+            "other arguments",
         ),
     ],
 )

@@ -45,7 +45,9 @@ def test_an_unaligned_or_strided_tensor_is_refused_and_can_be_copied() -> None:
     assert memory.data_ptr() % 16 == 0
     out = torch.zeros(8)
     for elsewhere in (memory[1:], memory[::2]):
-        with pytest.raises(ValueError, match="must be contiguous and begin at multiples of 16 bytes .*; pass them"):
+        with pytest.raises(
+            ValueError, match="must be contiguous and begin at addresses that are multiples of 16 .*; pass them"
+        ):
             launch(KERNEL, (1,), elsewhere, out, 1.0, 4, warps=1, BLOCK=32)
     launch(KERNEL, (1,), aligned(memory[1:]), out, 1.0, 8, warps=1, BLOCK=32)
     assert torch.equal(out, memory[1:])

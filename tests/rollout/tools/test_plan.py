@@ -97,7 +97,7 @@ def test_a_stage_holds_its_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--tensor-parallel-size", "8"], "tensor_parallel_size must be a power of two up to 4, .*got 8"),
+        (["--tensor-parallel-size", "8"], "tensor_parallel_size must be a power of two up to 4 .*got 8"),
         (["--pipeline-parallel-size", "8"], "pipeline_parallel_size must be at most 4, the number of layers .*got 8"),
     ],
 )
