@@ -60,8 +60,8 @@ class GrammarMasks:
             count += len(masks) - 1
         if count < len(token_ids) - 1:
             raise AlignmentError(
-                f"structured_outputs: the grammar excludes token {token_ids[count]}, number {count} of a sample; score "
-                "samples with the grammar with which they were drawn"
+                f"structured_outputs: the grammar excludes token {token_ids[count]} at index {count} of a sample; "
+                "score samples with the grammar that generated them"
             )
         return masks
 

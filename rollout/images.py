@@ -43,7 +43,7 @@ def open_image(data: bytes, most_pixels: int = MOST_PIXELS) -> Any:
         raise
     except Exception as error:  # Pillow raises errors of many classes for broken data
         raise InvalidRequestError(
-            f"image: not a PNG, JPEG or WebP image that can be read: {said(error)}", field="image"
+            f"image: is not a readable PNG, JPEG or WebP image: {said(error)}", field="image"
         ) from None
 
 
@@ -89,7 +89,7 @@ class ImageProcessor:
                 folder, local_files_only=True, trust_remote_code=False, backend="pil"
             )
         except Exception as error:
-            raise ModelError(f"{folder}: the model's image processor does not load: {said(error)}") from None
+            raise ModelError(f"{folder}: the model's image processor cannot be loaded: {said(error)}") from None
 
     def process(self, image: Any, most_pixels: int = MOST_PIXELS) -> ImageInput:
         """Preprocess a PIL image, or an array uint8 [rows, columns, 3]. The result has start 0.
@@ -103,7 +103,7 @@ class ImageProcessor:
             made = self._processor(images=[picture], return_tensors="np")
         except Exception as error:
             raise InvalidRequestError(
-                f"image: the model's image processor refuses it: {said(error)}", field="image"
+                f"image: the model's image processor refuses the image: {said(error)}", field="image"
             ) from None
         return image_of(made, self.tower)
 
@@ -159,7 +159,9 @@ def _first_frames(pixels: np.ndarray, tower: TowerSpec) -> np.ndarray:
     """
     frames = pixels.reshape(len(pixels), tower.channels, tower.frames, -1)
     if not (frames == frames[:, :, :1]).all():
-        raise InvalidRequestError("image: the processor made frames that differ; give a still image", field="image")
+        raise InvalidRequestError(
+            "image: the processor made several different frames from the image; give a still image", field="image"
+        )
     return frames[:, :, 0]
 
 

@@ -118,7 +118,7 @@ class TextModel:
                 limits = f"{LIMITS.cpu_seconds} s or {LIMITS.more_bytes} bytes"
                 cause = str(error) or f"rendering needs more than {limits}, or crashes"
                 raise ModelError(
-                    f"chat: the model's chat template does not render: {cause}; check the template, or use plain "
+                    f"chat: the model's chat template cannot be rendered: {cause}; check the template, or use plain "
                     "prompts"
                 ) from None
 

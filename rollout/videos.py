@@ -299,7 +299,7 @@ class VideoProcessor:
                 f"video: must be a list or an array of {least} to {MOST_FRAMES} frames (got {found})", field="video"
             )
         if (fps is None) == (times is None):
-            raise InvalidRequestError("video: give either fps or times", field="video")
+            raise InvalidRequestError("video: exactly one of fps and times must be given", field="video")
         if fps is not None:
             if not _is_number(fps) or fps < _LEAST:
                 raise InvalidRequestError(f"video: fps must be a number above 0 (got {fps!r})", field="video")

@@ -47,6 +47,6 @@ class Agreement:
             odd += [i for i, each in enumerate(found[: self._num_drawing]) if each[1] != found[0][1] and i not in odd]
             if odd:
                 raise RankError(
-                    f"ranks {odd} differ from rank 0 in inputs, tokens or log-probs of the last {STEPS} steps (up to "
-                    f"step {self._steps})"
+                    f"ranks {odd} differ from rank 0 in inputs, tokens or log-probs of the last {STEPS} steps, up to "
+                    f"step {self._steps}"
                 )

@@ -825,8 +825,9 @@ def _group(done: protocol.Done, samples: dict[int, SampleOutput], prompt: Prompt
     count = done.params.n
     if len(samples) != count or max(samples) >= count:
         raise ProtocolError(
-            f"request {done.id!r}: the worker sent {len(samples)} samples up to index {max(samples, default=None)} "
-            f"instead of samples 0 to {count - 1}; use the same release of trueroll on both sides"
+            f"request {done.id!r}: the worker sent {len(samples)} samples with indices up to "
+            f"{max(samples, default=None)}, instead of samples 0 to {count - 1}; use the same release of trueroll on "
+            "both sides"
         )
     ordered = tuple(samples[index] for index in range(count))
     token_ids = protocol.bytes_to_tokens(prompt.token_ids)

@@ -358,7 +358,7 @@ class Call:
             needed, found = need.start + need.num_bytes, image.table.nbytes + image.levels.nbytes
             raise InvalidRequestError(
                 f"images: the worker's model needs at least {needed} bytes for an image of {image.rows} x "
-                f"{image.columns} patches (got {found}); process the image for this model",
+                f"{image.columns} patches (got {found}); preprocess the image with this model's image processor",
                 field="images",
                 value=found,
                 limit=needed,

@@ -78,8 +78,8 @@ def _check_records(field: str, sample: SampleOutput, params: SamplingParams) -> 
     top_logprobs = None if sample.top_token_ids is None else sample.top_token_ids.shape[1]
     if params.top_logprobs != top_logprobs:
         raise InvalidRequestError(
-            f"{field}: top_logprobs is {params.top_logprobs}, but the sample has {top_logprobs}; give the parameters "
-            "of the original call",
+            f"{field}: top_logprobs is {params.top_logprobs}, but the sample was generated with top_logprobs = "
+            f"{top_logprobs}; give the parameters of the original call",
             field=field,
             value=params.top_logprobs,
             limit=top_logprobs,
@@ -89,7 +89,10 @@ def _check_records(field: str, sample: SampleOutput, params: SamplingParams) -> 
         for each in (empty_columns(params), columns_of(sample))
     )
     if other := next((name for name in (*asked, *found) if asked.get(name) != found.get(name)), None):
-        text = f"{field}: the parameters do not record the same {other} as the sample; give those of the original call"
+        text = (
+            f"{field}: the parameters do not record the same {other} as the sample; give the parameters of the "
+            "original call"
+        )
         raise InvalidRequestError(text, field=field)
     if sample.token_ids and params.return_routed_experts != (sample.routed_experts is not None):
         raise InvalidRequestError(

@@ -124,7 +124,8 @@ class WorkerProcess:
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
                 raise WorkerFailedError(
-                    "worker: the process was not ready within startup_timeout; raise the timeout, or see the log above"
+                    "worker: the process was not ready within startup_timeout; raise startup_timeout, or see the log "
+                    "above"
                 )
             part = os.read(self._process.stdout.fileno(), 4096)
             if not part:

@@ -171,7 +171,7 @@ def _folder_of(engine: dict[str, Any]) -> str:
     path = local_path(model) if isinstance(model, str) else None
     if not isinstance(model, str) or path is None or not path.is_dir():
         raise ConfigError(
-            f"media: the worker serves {brief(model)}, which is not a folder on this machine; give the client "
+            f"media: the worker serves {brief(model)}, which is not a folder on this machine; create the client with "
             "image_processor=ImageProcessor(MODEL)"
         )
     return model
@@ -235,7 +235,7 @@ def _check_arrays(image: ImageInput, where: str, field: str) -> None:
     if not (has_table and has_levels):
         raise InvalidRequestError(
             f"{where}: levels must be uint8 [{image.rows} * {image.columns}, n], and table must be float32 [channels, "
-            f"{NUM_LEVELS}] (got {levels[0]} {list(levels[1])} and {table[0]} {list(table[1])}); give an image as the "
-            "image processor made it",
+            f"{NUM_LEVELS}] (got {levels[0]} {list(levels[1])} and {table[0]} {list(table[1])}); pass the image "
+            "unchanged from the image processor",
             field=field,
         )

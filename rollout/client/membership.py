@@ -146,8 +146,8 @@ class FleetFile:
                 self._members = _members_in(read_text(file, MOST_FILE_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"fleet: {self._path} is not the file of a fleet: {said(error)}; give the file that Fleet or "
-                "`trueroll fleet` writes, or the addresses of workers"
+                f"fleet: {self._path} is not a valid fleet file: {said(error)}; give the file that Fleet or `trueroll "
+                "fleet` writes, or the addresses of workers"
             ) from None
         self._seen = seen
 
@@ -157,10 +157,10 @@ def _members_in(text: str) -> tuple[Member, ...]:
     content = json.loads(text)
     check_printable(content)
     if not isinstance(content, dict) or not isinstance(content.get("members"), list):
-        raise ValueError("the text is not a JSON map with a list of members")
+        raise ValueError("the file is not a JSON map with a list of members")
     members = tuple(map(_member_of, content["members"]))
     if len({member.name for member in members}) != len(members):
-        raise ValueError("it has a member twice")
+        raise ValueError("the file has a member twice")
     return members
 
 

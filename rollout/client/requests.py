@@ -153,8 +153,8 @@ def _seeded(all_params: list[SamplingParams], given: ParamsArg, seed: int | None
     if seed is None:
         if own and isinstance(given, SamplingParams) and len(all_params) > 1:
             raise InvalidRequestError(
-                f"params: with seed {given.seed}, all {len(all_params)} prompts would draw the same noise; call "
-                f"generate(..., seed={given.seed}), or give a list of params",
+                f"params: with seed {given.seed}, all {len(all_params)} prompts would be sampled with the same random "
+                f"numbers; call generate(..., seed={given.seed}), or give a list of params",
                 field="params",
                 value=given.seed,
             )

@@ -71,7 +71,7 @@ def split_settings(settings: Mapping[str, Any]) -> tuple[FleetConfig, WorkerConf
     )
     if worker.address is not None:
         raise ConfigError(
-            f"address: a fleet gives each worker its own address (got {worker.address!r}); remove the setting"
+            f"address: a fleet gives each worker its own address (got {worker.address!r}); remove the setting address"
         )
     engine = EngineConfig(model=fleet.model, **{name: settings[name] for name in of_engine & settings.keys()})
     return fleet, worker, engine
@@ -86,6 +86,6 @@ def read_config(path: Path) -> dict[str, Any]:
             settings = tomllib.loads(read_text(file, MOST_CONFIG_BYTES))
         check_printable(settings)
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"fleet: cannot read {path} as a TOML file ({said(error)}); correct it") from None
+        raise ConfigError(f"fleet: cannot read {path} as a TOML file ({said(error)}); correct the file") from None
     split_settings(settings)
     return settings

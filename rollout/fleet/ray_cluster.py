@@ -162,7 +162,7 @@ class Cluster:
             _shut_down()
             raise ConfigError(
                 f"fleet: the local Ray cluster listens on {ip}, not on loopback; install the release of Ray that "
-                "'trueroll[ray]' names"
+                "'trueroll[ray]' requires"
             )
 
     @property

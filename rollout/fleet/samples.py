@@ -58,9 +58,9 @@ class Samples:
         """
         if not self._may_repeat and (self.delivered or self._shown):
             raise StaleWeightsError(
-                f"request {self._request.id!r}: after a part was returned, a push changed the weights by more than "
-                f"max_staleness = {self._max_staleness} versions; raise max_staleness, or use `generate`, which "
-                "restarts such requests",
+                f"request {self._request.id!r}: after some of its tokens were returned, a push changed the weights by "
+                f"more than max_staleness = {self._max_staleness} versions; raise max_staleness, or use `generate`, "
+                "which restarts such requests",
                 limit=self._max_staleness,
             )
         self.delivered.clear()

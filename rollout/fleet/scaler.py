@@ -99,8 +99,8 @@ class Scaler:
             return
         if any(slot.waits_since == self._slots.num_scales for slot in self._slots):
             raise IllegalStateError(
-                f"scale: all workers were lost, and no copy of their weights is left (version {noted.version}); push "
-                "them again with publisher.restore(model) or push_folder, or push newer weights"
+                f"scale: all workers were lost, and no copy of their weights of version {noted.version} is left; push "
+                "these weights again with publisher.restore(model) or push_folder, or push newer weights"
             )
 
     async def _check_awake(self) -> None:

@@ -194,6 +194,6 @@ class WorkerPool:
             raise error
         if asyncio.get_running_loop() is not loop:
             raise TruerollError(
-                "client: this is not the event loop of the first call; make a client in each event loop, or use "
-                "FleetClient"
+                "client: this call runs in another event loop than the first call; make a client in each event loop, "
+                "or use FleetClient"
             )

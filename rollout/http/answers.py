@@ -66,9 +66,9 @@ def check_answer(
     if planned > most:
         raise HttpError(
             400,
-            f"max_tokens: the answer may need {planned} bytes (limit {most}): {params.n * len(prompts)} samples of up "
-            f"to {max(new for _, new in lens)} tokens at {token_bytes.new} bytes per token; lower max_tokens, n or the "
-            "number of log-probs, set stream to true, or raise --max-answer-bytes",
+            f"max_tokens: the answer may need {planned} bytes (limit {most}) for {params.n * len(prompts)} samples of "
+            f"up to {max(new for _, new in lens)} tokens at {token_bytes.new} bytes per token; lower max_tokens, n or "
+            "the number of log-probs, set stream to true, or raise --max-answer-bytes",
             field="max_tokens",
             value=planned,
             limit=most,

@@ -68,6 +68,8 @@ def check_framing(request: h11.Request) -> None:
     """Raise HttpError if servers and proxies may disagree about the length of the request (RFC 9112, 6.1)."""
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and b"content-length" in names:
-        raise HttpError(400, "head: has both Content-Length and Transfer-Encoding; send only one of the two headers")
+        raise HttpError(
+            400, "head: the request has both Content-Length and Transfer-Encoding; send only one of the two headers"
+        )
     if b"transfer-encoding" in names and request.http_version < b"1.1":
         raise HttpError(400, "head: HTTP/1.0 does not support Transfer-Encoding; send Content-Length")

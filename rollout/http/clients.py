@@ -139,7 +139,7 @@ def client_of(scope: Mapping[str, Any]) -> Client:
 def check_role(client: Client, path: str) -> None:
     """Raise HttpError if the client's role does not permit `path`, which must be a served path."""
     if client.role != "control" and path not in GENERATE_PATHS:
-        raise HttpError(403, f"{path} needs the role control; use a key with this role", code="forbidden")
+        raise HttpError(403, f"{path} needs the role 'control'; use a key with this role", code="forbidden")
 
 
 def _check_key(where: str, key: str) -> None:

@@ -75,7 +75,7 @@ def most_connections(config: HttpConfig) -> int:
         return min(room, MOST_BY_DEFAULT)
     if soft != resource.RLIM_INFINITY and config.max_connections > room:
         raise ConfigError(
-            f"max_connections: must be at most {room}, because this process may open only {soft} descriptors (got "
+            f"max_connections: must be at most {room}, because this process may open only {soft} file descriptors (got "
             f"{config.max_connections}); lower max_connections, or raise the descriptor limit with `ulimit -n`"
         )
     return config.max_connections

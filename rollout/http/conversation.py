@@ -117,7 +117,7 @@ def _urls_of(position: int, message: Message) -> Iterator[ImageUrl]:
 
 def _url_of(where: str, given: Any) -> ImageUrl:
     if not isinstance(given, dict) or not isinstance(given.get("url"), str):
-        raise InvalidRequestError(f"{where}: must be an object with a text `url` (got {brief(given)})", field=where)
+        raise InvalidRequestError(f"{where}: must be an object with a string `url` (got {brief(given)})", field=where)
     for name, value in given.items():
         if name != "url" and value is not None and (name, value) != ("detail", "auto"):
             raise unsupported(f"{where}.{name}", "'auto'" if name == "detail" else "null", value)

@@ -56,8 +56,8 @@ def check_elements(body: bytearray, most: int, is_setting: bool) -> Iterator[Non
             advice = "send several requests, or raise --max-body-elements" if is_setting else "send fewer elements"
             raise HttpError(
                 413,
-                f"body: too many elements (limit {most}; a comma costs 1, an object member 4, an array 4, "
-                f"a float 6, an object 16); {advice}",
+                f"body: too many elements (limit {most}, where a comma counts as 1, an object member or an array as 4, "
+                f"a float as 6, an object as 16); {advice}",
                 limit=most,
                 code="too_many_elements",
                 setting="max_body_elements" if is_setting else None,

@@ -184,7 +184,9 @@ class ResponseFormat(Fields):
     def _has_a_schema(self) -> ResponseFormat:
         given = self.json_schema
         if (self.type == "json_schema") != (given is not None):
-            raise ValueError("response_format: json_schema must be given for the type json_schema, and only for it")
+            raise ValueError(
+                "response_format: json_schema must be given if the type is json_schema, and left out otherwise"
+            )
         unknown = [name for name in given or () if name not in _JSON_SCHEMA]
         if unknown:
             raise ValueError(f"response_format: json_schema: {brief(unknown[0])}: unknown parameter; remove it")

@@ -152,7 +152,7 @@ class Guard:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2] != host:
             raise HttpError(
-                403, "Origin: requests from pages of other origins are refused; send the request from a program"
+                403, "Origin: requests from web pages of other origins are refused; send the request from a program"
             )
         if not self._clients.need_key and not _is_local(host):
             raise HttpError(403, "Host: must be localhost or a loopback IP, because the server has no API keys")

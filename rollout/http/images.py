@@ -349,7 +349,7 @@ def _decoded(where: str, text: str, start: int = 0) -> bytes:
         steps = (text[at : at + _STEP_CHARS] for at in range(start, len(text), _STEP_CHARS))
         parts = [binascii.a2b_base64(step, strict_mode=True) for step in steps]
     except ValueError as error:
-        raise _invalid(where, f"not valid base64 ({str(error)[:100]}); correct the encoding") from None
+        raise _invalid(where, f"the text is not valid base64 ({str(error)[:100]}); correct the encoding") from None
     return b"".join(parts)
 
 

@@ -202,7 +202,9 @@ def _next_version(served: int) -> int:
     version.
     """
     if served >= LAST_VERSION:
-        raise PushError(f"weight_version: the served version {served} is the largest possible; restart the worker")
+        raise PushError(
+            f"weight_version: the served version {served} is the largest possible version; restart the worker"
+        )
     return served + 1
 
 

@@ -150,7 +150,7 @@ class Pages:
         group = self._group(request, fields.group)
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
-            raise HttpError(400, "sample: has no tokens to score; choose another sample", field="sample")
+            raise HttpError(400, "sample: the sample has no tokens to score; choose another sample", field="sample")
         if group.num_images != len(group.images):
             text = "group: the images of its prompt are too large to be kept for scoring; choose another group"
             raise HttpError(400, text, field="group")

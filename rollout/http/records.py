@@ -62,7 +62,7 @@ def check_records(own: RecordFields, prompts: Sequence[Sequence[int]], is_stream
     shortest = min(map(len, prompts))
     if params.return_routed_experts and own.routed_experts_prompt_start > shortest:
         raise InvalidRequestError(
-            f"routed_experts_prompt_start: must be at most {shortest}, the length of the prompt (got "
+            f"routed_experts_prompt_start: must be at most {shortest}, the length of the shortest prompt (got "
             f"{own.routed_experts_prompt_start})",
             field="routed_experts_prompt_start",
             value=own.routed_experts_prompt_start,

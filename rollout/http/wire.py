@@ -134,7 +134,7 @@ def _with_each_name_once(members: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(members)
     if len(found) != len(members):
         name = next(name for name, count in Counter(name for name, _ in members).items() if count > 1)
-        raise ValueError(f"the name {brief(name)} occurs twice in one object")
+        raise ValueError(f"the name {brief(name)} occurs twice in one JSON object")
     return found
 
 

@@ -66,7 +66,7 @@ class TrainerImages:
             )
         except Exception as error:
             raise InvalidRequestError(
-                f"image: the trainer's processor refuses it: {said(error)}", field="image"
+                f"image: the trainer's processor refuses the image: {said(error)}", field="image"
             ) from error
         return image_of(made, self._tower)
 
@@ -92,7 +92,7 @@ def _placed(name: str, token_ids: np.ndarray, images: Sequence[ImageInput], towe
     if sum(counts) != len(places):
         raise InvalidRequestError(
             f"{name}: its {len(images)} images have {sum(counts)} tokens, but the prompt has {len(places)} "
-            f"placeholders ({tower.placeholder}); use one processor for the prompts and for training",
+            f"placeholders ({tower.placeholder}); use the same processor for the prompts and for training",
             field=name,
             value=len(places),
             limit=sum(counts),
@@ -101,7 +101,7 @@ def _placed(name: str, token_ids: np.ndarray, images: Sequence[ImageInput], towe
     for j, run in enumerate(runs):
         if run[-1] - run[0] + 1 != len(run):
             raise InvalidRequestError(
-                f"{name}: the {len(run)} placeholders of image {j} do not follow each other; use one processor for the "
+                f"{name}: the {len(run)} placeholders of image {j} are not consecutive; use the same processor for the "
                 "prompts and for training",
                 field=name,
             )

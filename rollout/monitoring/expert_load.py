@@ -19,7 +19,7 @@ def expert_tokens(info: Mapping[str, Any], stats: Mapping[str, Any]) -> np.ndarr
     shape = info["expert_layers"], info["num_experts"]
     if len(stats["expert_tokens"]) != 8 * shape[0] * shape[1]:
         raise ProtocolError(
-            f"expert_tokens: must have 8 bytes for each of {shape[0]} x {shape[1]} experts (got "
+            f"expert_tokens: must have 8 bytes for each of {shape[1]} experts in {shape[0]} layers (got "
             f"{len(stats['expert_tokens'])} bytes); use the same release of trueroll on both sides"
         )
     return np.frombuffer(stats["expert_tokens"], "<i8").reshape(shape)

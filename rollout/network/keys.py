@@ -341,4 +341,4 @@ def _check_owner(status: os.stat_result, is_kind: Callable[[int], bool], forbidd
     user or root, and no mode bit of `forbidden` is set.
     """
     if not is_kind(status.st_mode) or status.st_uid not in (os.geteuid(), 0) or status.st_mode & forbidden:
-        raise ValueError(f"mode {stat.filemode(status.st_mode)} of user {status.st_uid}")
+        raise ValueError(f"the mode is {stat.filemode(status.st_mode)} and the owner is user {status.st_uid}")

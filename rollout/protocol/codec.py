@@ -156,7 +156,7 @@ def _element_counter(limit: int) -> Callable[[Any], Any]:
         nonlocal num_elements
         num_elements += 1 + len(values)
         if num_elements > limit:
-            raise ValueError(f"more than {limit} elements in maps and arrays")
+            raise ValueError(f"the message has more than {limit} elements in maps and arrays")
         return values
 
     return count

@@ -135,8 +135,8 @@ class Operations:
             if count := self._host.num_unfinished:
                 raise IllegalStateError(
                     f"{operation.call.type}: cannot drain {count} unfinished requests in state "
-                    f"{self._lifecycle.state}, because the engine does not step; call resume first, or, in calls "
-                    "other than drain, set in_flight to recompute or abort",
+                    f"{self._lifecycle.state}, because the engine does not step; call resume first, or set in_flight "
+                    "to recompute or abort (which the call drain does not allow)",
                     value=count,
                 )
             operation.in_flight = "recompute"  # a no-op, because the engine has no unfinished requests

@@ -44,9 +44,9 @@ def check_reply(request: Request, sizes: ModelSizes, limit: int) -> None:
     if (planned := _BESIDE + tokens * each + others) <= limit:
         return
     raise InvalidRequestError(
-        f"records: a reply may need {planned} bytes (limit {limit}, max_unread_bytes), for {tokens} tokens with "
-        f"{each} bytes each and {others} bytes of routed experts; record less, request fewer tokens, set top_k if "
-        "return_sampling_mask is set, or raise the worker's limit",
+        f"records: a reply may need {planned} bytes (limit {limit}, max_unread_bytes), for {tokens} tokens with {each} "
+        f"bytes each and {others} bytes of routed experts; request fewer records per token or fewer tokens, set top_k "
+        "if return_sampling_mask is set, or raise the worker's max_unread_bytes",
         field="token_ids" if isinstance(request, ScoreRequest) else "max_tokens",
         value=planned,
         limit=limit,

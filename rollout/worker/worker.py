@@ -296,10 +296,12 @@ def check_peer(peer: Peer, message: protocol.Call) -> None:
     # Replies are sent to the identity of the connection that sent the request. A client that chooses its own identity
     # could take over the identity of another user's connection.
     if client.user is not None and not peer.identity.startswith(b"\0"):
-        raise ForbiddenError("connection: must not choose its identity; do not set ZMQ_ROUTING_ID")
+        raise ForbiddenError(
+            "connection: a client must not choose the identity of its connection; do not set ZMQ_ROUTING_ID"
+        )
     needs_peer = client.user is not None or getattr(message, "while_connected", False)
     if needs_peer and peer.is_gone and isinstance(message, protocol.Generate | protocol.GetScores):
-        raise UnavailableError("connection: has ended; reconnect and send the request again")
+        raise UnavailableError("connection: the connection has ended; reconnect and send the request again")
 
 
 class Dispatch:

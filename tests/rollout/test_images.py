@@ -106,10 +106,10 @@ def bomb(side: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (b"", "not a PNG, JPEG or WebP image"),
-        (b"no image at all", "not a PNG, JPEG or WebP image"),
-        (as_png(photo())[:-200], "not a PNG, JPEG or WebP image"),
-        (b"GIF89a" + bytes(100), "not a PNG, JPEG or WebP image"),
+        (b"", "not a readable PNG, JPEG or WebP image"),
+        (b"no image at all", "not a readable PNG, JPEG or WebP image"),
+        (as_png(photo())[:-200], "not a readable PNG, JPEG or WebP image"),
+        (b"GIF89a" + bytes(100), "not a readable PNG, JPEG or WebP image"),
         (bomb(10000), "10000 x 10000 pixels are too many"),
         (bomb(60000), "Image size .3600000000 pixels. exceeds limit"),
     ],
@@ -130,12 +130,12 @@ def test_what_cannot_be_processed_is_refused(folder: Path, tiny_llama: Path, tmp
     with pytest.raises(InvalidRequestError, match="must be a PIL image or an array .got bytes"):
         processor.process(b"")
     if not processor.tower.pooled:
-        with pytest.raises(InvalidRequestError, match="image processor refuses it"):
+        with pytest.raises(InvalidRequestError, match="image processor refuses the image"):
             processor.process(np.zeros((2, 1000, 3), np.uint8))
     with pytest.raises(ModelError, match="has no vision tower"):
         ImageProcessor(str(tiny_llama))
     without = make_vision_model("qwen3_vl", tmp_path)
-    with pytest.raises(ModelError, match="image processor does not load"):
+    with pytest.raises(ModelError, match="image processor cannot be loaded"):
         ImageProcessor(str(without))
 
 

@@ -173,4 +173,4 @@ def test_an_image_of_another_model_is_refused(addresses: list[str]) -> None:
         [image] = group.images
         small = replace(image, levels=np.ascontiguousarray(image.levels[:, ::2]))
         error, other = client.generate([group.prompt_token_ids] * 2, PARAMS, media=[[small], [image]], errors="return")
-    assert isinstance(other, Group) and "process the image for this model" in str(error)
+    assert isinstance(other, Group) and "preprocess the image with this model" in str(error)

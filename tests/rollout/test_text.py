@@ -222,7 +222,7 @@ def test_the_error_says_why_a_template_fails(
     for module in (text, text_child):
         monkeypatch.setattr(module, "LIMITS", replace(text_child.LIMITS, cpu_seconds=1))
     model = with_template(folder, template)
-    message = f"the model's chat template does not render: .*{found}.*; check the template"
+    message = f"the model's chat template cannot be rendered: .*{found}.*; check the template"
     with pytest.raises(ModelError, match=message) as caught:
         model.encode_chat("hi")
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()
@@ -301,7 +301,7 @@ def test_an_abandoned_call_ends_the_child(folder: Path) -> None:
         asked.append(pid_of(model))
         return True
 
-    with pytest.raises(ModelError, match="does not render"):
+    with pytest.raises(ModelError, match="cannot be rendered"):
         model.encode_conversation([{"role": "user"}], {}, is_abandoned=is_abandoned)
     assert len(asked) == 1 and not psutil.pid_exists(asked[0])
     assert model.decode(model.encode("still")) == "still"

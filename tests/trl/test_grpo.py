@@ -108,7 +108,7 @@ def test_after_each_push_the_workers_weights_equal_the_trainers_to_the_bit(train
 
 def test_a_skipped_push_is_detected(trained: Trained) -> None:
     trained.publisher.skips = True
-    with pytest.raises(WeightsError, match=f"its weights have version {STEPS}, not {STEPS + 1}"):
+    with pytest.raises(WeightsError, match=f"its weights have version {STEPS} instead of {STEPS + 1}"):
         trained.trainer.train()
     names = trained.publisher.served.engine.weights.shapes.keys()
     assert set(trained.publisher.differing[-1]) == names  # the last update changed every parameter
@@ -324,7 +324,7 @@ def test_samples_of_weights_from_another_trainer_are_refused(tiny_llama: Path, t
         roll_out = rollout_func(client, publisher)
         roll_out(["ab"], trainer)
         publisher.push(trainer.model, version=77)
-        with pytest.raises(WeightsError, match="its weights have version 77, not 1"):
+        with pytest.raises(WeightsError, match="its weights have version 77 instead of 1"):
             roll_out(["ab"], trainer)
 
 

@@ -165,9 +165,9 @@ def test_images_that_do_not_fit_the_prompt_are_refused(qwen: Path, qwen_served: 
     cases: list[tuple[list[int], Any, str]] = [
         (six, None, "its 0 images have 0 tokens, but the prompt has 6 placeholders"),
         (six, [image, image], "its 2 images have 12 tokens, but the prompt has 6 placeholders"),
-        (two, [image], "the 6 placeholders of image 0 do not follow each other"),
+        (two, [image], "the 6 placeholders of image 0 are not consecutive"),
         (six, ["http://example.com/cat.png"], r"must be a PIL image \(got str\)"),
-        (six, [photo(0).resize((4000, 3))], "the trainer's processor refuses it"),
+        (six, [photo(0).resize((4000, 3))], "the trainer's processor refuses the image"),
     ]
     with RolloutClient(qwen_served.address) as client, WeightPublisher() as publisher:
         generation = generation_of(client, publisher, QwenProcessor.from_pretrained(qwen), model)
@@ -189,8 +189,11 @@ def test_images_for_a_model_without_a_tower_are_refused(tiny_llama: Path, tiny_s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_images=[2]), r"num_images: must have 2 numbers with the sum 2 \(got \[2\]\)"),
-        (dict(num_images=[1, 2]), r"num_images: must have 2 numbers with the sum 2 \(got \[1, 2\]\)"),
+        (dict(num_images=[2]), r"num_images: must have one number for each of 2 rows, with the sum 2 \(got \[2\]\)"),
+        (
+            dict(num_images=[1, 2]),
+            r"num_images: must have one number for each of 2 rows, with the sum 2 \(got \[1, 2\]\)",
+        ),
         (dict(num_images=None), r"num_images: .* \(got \[\]\)"),
         (dict(image_sizes=torch.ones(2)), "inputs: image_sizes is not supported"),
     ],
@@ -220,5 +223,5 @@ def test_other_doors_of_trl_refuse_images(qwen: Path, qwen_served: ServedEngine)
         with pytest.raises(ConfigError, match="images are supported only by GRPOTrainer with trueroll_generation"):
             rollout_func(client, publisher)([prompt], trainer)
     for row in (dict(image=photo(0)), dict(images=[photo(0)])):
-        with pytest.raises(ConfigError, match="AsyncGRPOTrainer has no images"):
+        with pytest.raises(ConfigError, match="AsyncGRPOTrainer does not support images"):
             next(_endless([dict(prompt="a") | row]))

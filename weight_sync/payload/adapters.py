@@ -57,7 +57,9 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     for name, rank, _ in adapters.weights:
         shape = wanted.shapes[name]
         if len(shape) != 2 or not name.endswith("weight"):
-            raise PushError(f"tensor {name}: only a matrix can have an adapter (shape {list(shape)}); leave it out")
+            raise PushError(
+                f"tensor {name}: only a matrix can have an adapter (shape {list(shape)}); leave out its adapter"
+            )
         a, b = factor_names(name)
         shapes |= {a: (rank, shape[1]), b: (shape[0], rank)}
         dtypes |= dict.fromkeys((a, b), dtypes[name]) if name in dtypes else {}
@@ -65,8 +67,8 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     most = MOST_OF_WEIGHTS * sum(map(math.prod, wanted.shapes.values()))
     if found > most:
         raise PushError(
-            f"adapters: A and B have {found} elements (limit {most}, {MOST_OF_WEIGHTS} times the elements of all "
-            "weights); push the merged weights"
+            f"adapters: all matrices A and B together have {found} elements (limit {most}, {MOST_OF_WEIGHTS} times the "
+            "elements of all weights); push the merged weights"
         )
     parts = {} if adapters.is_alone else wanted.parts
     return Adapted(wanted.dtype, dtypes, shapes, parts, wanted.tied, wanted.ignored, wanted.optional)

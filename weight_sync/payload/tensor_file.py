@@ -98,9 +98,9 @@ class TensorFile:
             values.pop(_METADATA, None)
             entries = [TensorEntry.model_validate(_named(name, value)) for name, value in values.items()]
         except ValidationError as error:
-            raise self._wrong(f"its header has an invalid tensor ({first_fault(error)})") from None
+            raise self._wrong(f"the header has an invalid tensor ({first_fault(error)})") from None
         except (ValueError, RecursionError) as error:
-            raise self._wrong(f"its header cannot be read ({error!s:.200})") from None
+            raise self._wrong(f"the header cannot be read ({error!s:.200})") from None
         return sorted(entries, key=lambda entry: entry.data_offsets)
 
     def _check_layout(self, dtype: str, dtypes: Mapping[str, str], num_bytes: int) -> None:

@@ -320,8 +320,8 @@ class WeightSender:
         wanted = _common(workers, replies)
         if manifest.dtype != wanted.dtype:
             raise ConfigError(
-                f"folder: has weights in {manifest.dtype!r}, but the workers serve {wanted.dtype}; push again in "
-                f"{wanted.dtype}",
+                f"folder: the folder has weights in {manifest.dtype!r}, but the workers serve {wanted.dtype}; push "
+                f"again in {wanted.dtype}",
                 field="folder",
                 value=manifest.dtype,
             )
@@ -514,7 +514,7 @@ def _common(workers: PushTargets, replies: Sequence[Weights]) -> Weights:
     for address, other in zip(addresses[1:], others, strict=True):
         if any(getattr(other, field) != getattr(first, field) for field in fields):
             raise PushError(
-                f"worker {address} wants other parameters than {addresses[0]} (dtypes {other.dtype} and "
+                f"worker {address} expects other parameters than {addresses[0]} (dtypes {other.dtype} and "
                 f"{first.dtype}, or different shapes); use a separate publisher for each kind of worker"
             )
     is_common = all(other.push_id == first.push_id for other in others)

@@ -302,10 +302,13 @@ def _follow(tensors: TrainerTensors) -> PushResult | None:
     """Take part in the gathers, and receive the result of the push from rank 0."""
     tensors.gather_rest()
     if not tensors.were_gathered:
-        raise ConfigError("push: a rank other than 0 has no workers, and no tensor is sharded; push from rank 0 alone")
+        raise ConfigError(
+            "push: ranks other than 0 take part only in pushes of sharded tensors, but no tensor is sharded; push from "
+            "rank 0 alone"
+        )
     word = json.loads(tensors.hear())
     if "error" in word:
-        raise PushError(f"on rank 0 of the trainer: {word['error']}")
+        raise PushError(f"failed on rank 0 of the trainer: {word['error']}")
     return word["result"] and PushResult(**word["result"])
 
 

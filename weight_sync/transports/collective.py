@@ -180,8 +180,8 @@ def _begin_to_join_as_worker(
 ) -> Future[Any]:
     if not _places_to_join.acquire(blocking=False):
         raise PushError(
-            f"collective: {MOST_JOINING} pushes through NCCL are stuck while joining (limit {MOST_JOINING}); end their "
-            "trainers, or restart the worker"
+            f"collective: {MOST_JOINING} pushes through NCCL are stuck while they join their groups (limit "
+            f"{MOST_JOINING}); end their trainers, or restart the worker"
         )
     try:
         joining = _begin_to_join(source, source.rank, push_id, timeout, device)

@@ -191,7 +191,7 @@ class CudaIpcReader:
     def read(self, bucket: Bucket) -> torch.Tensor:
         if bucket.num_bytes > self._slot_bytes:
             raise PushError(
-                f"bucket {bucket.index}: has {bucket.num_bytes} bytes, more than a slot ({self._slot_bytes})"
+                f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but a slot has only {self._slot_bytes}"
             )
         return self._slots[bucket.index % len(self._slots)]
 
@@ -208,5 +208,8 @@ class CudaIpcReader:
     def _map(self, source: CudaIpcSource, address: int) -> tuple[torch.Tensor, ...]:
         expected, found = source.slot_bytes * source.num_slots, self._driver.size(address)
         if found < expected:
-            raise PushError(f"shared: the trainer's handle has {found} bytes, but slots take {expected}; push again")
+            raise PushError(
+                f"shared: the trainer's memory handle has {found} bytes, but its slots take {expected} bytes; push "
+                "again"
+            )
         return tensor_at(address, expected, self._device).split(source.slot_bytes)

@@ -191,8 +191,8 @@ class FolderReader:
             found = self._manifest.push_id, self._manifest.weight_version, self._manifest.dtype
             if found != (push_id, version, dtype):
                 raise PushError(
-                    f"disk: {folder} has push, version and dtype {found!s:.200}, not {push_id, version, dtype}; give "
-                    "the folder of this push"
+                    f"disk: {folder} has the push id, version and dtype {found!s:.200}, not {push_id, version, dtype}; "
+                    "give the folder of this push"
                 )
             self._tensors = TensorFile(model, folder / MODEL_FILE, dtype, dtypes or {}, max_bytes)
             self._opened = opened.pop_all()
@@ -270,7 +270,7 @@ def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
 def _manifest_fields(text: bytes) -> dict[str, Any]:
     fields, names = json.loads(text.decode()), FolderManifest.model_fields.keys() - {"adapters"}
     if not isinstance(fields, dict) or fields.keys() - {"adapters"} != names:
-        raise ValueError(f"expected a JSON map of {', '.join(sorted(names))}")
+        raise ValueError(f"expected a JSON map with the keys {', '.join(sorted(names))}")
     return fields
 
 

@@ -76,7 +76,7 @@ class SharedReader:
     def read(self, bucket: Bucket) -> torch.Tensor:
         size = self._source.slot_bytes
         if bucket.num_bytes > size:
-            raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, more than a slot ({size})")
+            raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but a slot has only {size}")
         start = bucket.index % self._source.num_slots * size
         return self._memory[start : start + size]
 

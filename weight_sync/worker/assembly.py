@@ -191,7 +191,7 @@ class Assembly:
                 _expect(piece.checksum is None, piece, "only the word sum of its bucket", "a checksum of its own too")
         end = max((piece.offset + piece.num_bytes for piece in bucket.pieces), default=0)
         if bucket.num_bytes != end:
-            raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end}")
+            raise PushError(f"bucket {bucket.index}: has {bucket.num_bytes} bytes, but its pieces take {end} bytes")
 
     def inspect_all(self, bucket: Bucket, data: torch.Tensor) -> None:
         """Check the bytes of a bucket that passed `check` and has a word sum. Raise PushError if the bytes are corrupt.
@@ -201,7 +201,9 @@ class Assembly:
         """
         if bucket.word_sum is None:
             if data.device.type != "cpu":
-                raise PushError(f"bucket {bucket.index}: is on {data.device} but has no word sum")
+                raise PushError(
+                    f"bucket {bucket.index}: is on {data.device}, where a bucket must have a word sum, but has none"
+                )
             return
         found = word_sum(data[: bucket.num_bytes])
         if found != bucket.word_sum:

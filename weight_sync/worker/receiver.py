@@ -374,8 +374,8 @@ class Receiver(threading.Thread):
         begin = self._begin
         if source.kin != self._weights.kin or begin.in_place or begin.lends or not begin.is_whole:
             raise PushError(
-                "lent: lent memory requires whole tensors, no `in_place`, no `lends`, and a lender of the same `kin`; "
-                "push without lent memory"
+                "lent: lent memory requires whole tensors, no `in_place`, no `lends`, and a lender with the same "
+                "`kin`; push without lent memory"
             )
         try:
             self.staging = self._weights.borrow(

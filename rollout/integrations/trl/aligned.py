@@ -131,8 +131,8 @@ class _Images:
         num_images = len(pixels if grids is None else grids)
         if len(counts) != num_rows or sum(counts) != num_images:
             raise ConfigError(
-                f"num_images: must have {num_rows} numbers with the sum {num_images} (got {counts!r:.80}); give each "
-                "row its own images"
+                f"num_images: must have one number for each of {num_rows} rows, with the sum {num_images} (got "
+                f"{counts!r:.80}); give each row its own images"
             )
         types = {name: value for name, value in given.items() if name.endswith("token_type_ids")}
         return cls([0, *accumulate(counts)], pixels, grids, types)
@@ -170,14 +170,14 @@ def _check_settings(trainer: Any) -> None:
         )
     if params.min_tokens and not trainer.use_vllm:
         raise ConfigError(
-            f"min_tokens: {params.min_tokens} is supported only inside trueroll_generation; use it, or leave "
-            "min_tokens out of generation_kwargs"
+            f"min_tokens: {params.min_tokens} is supported only inside trueroll_generation; use trueroll_generation, "
+            "or leave min_tokens out of generation_kwargs"
         )
     counts = ("min_tokens", "presence_penalty", "frequency_penalty", "bad_words_token_ids", "structured_outputs")
     found = [name for name in counts if getattr(params, name)]
     found += ["vllm_structured_outputs_regex"] * (args.vllm_structured_outputs_regex is not None)
     if trainer.tools and found:
         raise ConfigError(
-            f"{', '.join(found)}: is not supported with tools, because each turn is a sample of its own to a worker, "
-            "but TRL scores all turns as one; leave it out"
+            f"{', '.join(found)}: is not supported with tools, because a worker generates each turn as a separate "
+            "sample, but TRL scores all turns as one sample; leave it out"
         )

@@ -136,8 +136,8 @@ class TruerollWorker:
         """Start generating. Raise ConfigError if `max_inflight_tasks` is less than 1."""
         if self._args.max_inflight_tasks < 1:
             raise ConfigError(
-                f"max_inflight_tasks: must be at least 1 (got {self._args.max_inflight_tasks}); set it in args, or "
-                "pass the args of the trainer (trainer.args), because TRL sets max_inflight_tasks there"
+                f"max_inflight_tasks: must be at least 1 (got {self._args.max_inflight_tasks}); set max_inflight_tasks "
+                "in args, or pass the args of the trainer (trainer.args), in which TRL sets max_inflight_tasks"
             )
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="trueroll-rollouts", daemon=True)
@@ -259,8 +259,8 @@ def _staleness_when_taken(args: AsyncGRPOConfig) -> int:
     ahead = _versions_taken_ahead(args.token_budget, args.gradient_accumulation_steps)
     if args.max_staleness < ahead:
         raise ConfigError(
-            f"max_staleness: {args.max_staleness} is too low, since with these settings TRL takes samples {ahead} "
-            f"versions before it trains on them; set it to at least {ahead}"
+            f"max_staleness: {args.max_staleness} is too low, since with these settings TRL takes samples from the "
+            f"queue {ahead} versions before it trains on them; set max_staleness to at least {ahead}"
         )
     return args.max_staleness - ahead
 
@@ -285,8 +285,8 @@ def _endless(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]
                 raise ConfigError(f"train_dataset: the column 'prompt' is missing (found {', '.join(row)}); add it")
             if row.get("image") is not None or row.get("images"):
                 raise ConfigError(
-                    "train_dataset: AsyncGRPOTrainer has no images; use GRPOTrainer with trueroll_generation, or "
-                    "remove the images"
+                    "train_dataset: AsyncGRPOTrainer does not support images; use GRPOTrainer with "
+                    "trueroll_generation, or remove the images"
                 )
             yield row
         if row is None:

@@ -71,8 +71,8 @@ def encode(tokenizer: Any, prompt: Prompt, template: Mapping[str, Any]) -> list[
         content = message.get("content")
         if isinstance(content, list) and any(part.get("type") == "image" for part in content):
             raise ConfigError(
-                "prompt: images are supported only by GRPOTrainer with trueroll_generation; use it, or remove the "
-                "images"
+                "prompt: images are supported only by GRPOTrainer with trueroll_generation; use that trainer, or "
+                "remove the images"
             )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **template)
 
@@ -93,8 +93,9 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
         for span in sample.weight_versions:
             if not oldest <= span.version <= newest:
                 raise WeightsError(
-                    f"sample: its weights have version {span.version}, not {expected}: the worker was restarted, or "
-                    "another program pushed to it; connect the publisher to this worker, and push only from the trainer"
+                    f"sample: its weights have version {span.version} instead of {expected}, because the worker was "
+                    "restarted, or another program pushed to it; connect the publisher to this worker, and push only "
+                    "from the trainer"
                 )
 
 

@@ -150,7 +150,7 @@ class TruerollServer:
         """
         if self._images is None:
             raise InvalidRequestError(
-                "image_data: the model has no vision tower, or verl has no processor for it; remove it",
+                "image_data: the model has no vision tower, or verl has no processor for it; remove image_data",
                 field="image_data",
             )
         placed = (await asyncio.to_thread(self._images.place, [prompt], [images], options))[0]

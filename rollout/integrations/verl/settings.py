@@ -59,8 +59,8 @@ def worker_settings(config: Any, device: str) -> dict[str, Any]:
     num_workers = own.pop("num_workers", 1)
     if type(num_workers) is not int or num_workers < 1 or (num_workers > 1 and device != "cpu"):
         raise ConfigError(
-            f"engine_kwargs.{NAME}.num_workers: {num_workers!r} is not valid on {device}; set it to 1, or on cpu to "
-            "any integer of at least 1"
+            f"engine_kwargs.{NAME}.num_workers: {num_workers!r} is not valid on {device}; set num_workers to 1 (on "
+            "cpu, any integer of at least 1 is valid)"
         )
     return settings | own | {"num_workers": num_workers}
 

@@ -44,7 +44,8 @@ def test_a_seed_in_params_needs_a_single_prompt_or_a_list(client: RolloutClient)
     own = SamplingParams(max_tokens=3, seed=9)
     assert seeds_of(client.generate([[1]], own)) == [9] and seeds_of(client.generate([[1], [2]], [own, own])) == [9, 9]
     with pytest.raises(
-        InvalidRequestError, match=r"params: with seed 9, all 2 prompts would draw the same noise.*seed=9"
+        InvalidRequestError,
+        match=r"params: with seed 9, all 2 prompts would be sampled with the same random numbers.*seed=9",
     ):
         client.generate([[1], [2]], own)
 
@@ -294,7 +295,7 @@ def test_an_asynchronous_client_raises_in_another_event_loop(worker: WorkerOnThr
     runner = asyncio.Runner()
     runner.run(client.health())
     for call in (client.health, lambda: client.generate([[1]]), client.close):
-        with pytest.raises(TruerollError, match="this is not the event loop of the first call"):
+        with pytest.raises(TruerollError, match="this call runs in another event loop"):
             asyncio.run(call())
     runner.run(client.close())
     runner.close()

@@ -148,7 +148,10 @@ def test_parameters_that_do_not_fit_are_refused() -> None:
         continuation(4, PROMPT.tobytes(), sample_of(8, "abort"), SamplingParams(max_tokens=8))
     with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: logprobs = .* only one part"):
         continuation(4, PROMPT.tobytes(), sample_of(3, "abort"), SamplingParams(logprobs=None))
-    with pytest.raises(InvalidRequestError, match=r"^samples\[4\]: top_logprobs is 2, but the sample has None"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^samples\[4\]: top_logprobs is 2, but the sample was generated with top_logprobs = None",
+    ):
         continuation(4, PROMPT.tobytes(), sample_of(3, "abort"), SamplingParams(top_logprobs=2))
 
 

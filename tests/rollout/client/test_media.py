@@ -171,7 +171,7 @@ def test_the_processor_of_the_workers_model_is_loaded_once(folder: Path, monkeyp
     [
         (serving(None, state="failed"), WorkerFailedError, "could not load its model"),
         (serving(dict(model="hf://a/b")), ConfigError, "serves 'hf://a/b', which is not a folder on this machine"),
-        (serving(dict(model=7)), ConfigError, "give the client image_processor=ImageProcessor"),
+        (serving(dict(model=7)), ConfigError, "create the client with image_processor=ImageProcessor"),
     ],
 )
 def test_a_model_that_is_not_here_is_an_error(health: Any, kind: type[Exception], text: str) -> None:

@@ -659,7 +659,7 @@ def test_a_lifecycle_call_skips_a_draining_worker(running: Running) -> None:
 
 def test_a_file_names_the_members(running: Running, tmp_path: Path) -> None:
     file = tmp_path / "fleet.json"
-    with pytest.raises(ConfigError, match="is not the file of a fleet"):
+    with pytest.raises(ConfigError, match="is not a valid fleet file"):
         FleetClient(file)
     write_members(file, [Member("worker-0", running.addresses[0])])
     with (client := FleetClient(str(file))):

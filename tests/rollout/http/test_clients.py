@@ -64,7 +64,7 @@ def test_a_role_opens_only_its_paths(chat_model: Path, file: Path, caplog: pytes
         for path in sorted(CONTROL_PATHS):
             refused = front.post(path)
             assert refused.status_code == 403 and error_of(refused)["code"] == "forbidden", path
-            assert f"{path} needs the role control" in error_of(refused)["message"]
+            assert f"{path} needs the role 'control'" in error_of(refused)["message"]
         assert front.post("/%70ause").status_code == 403 and front.get("/nowhere").status_code == 404
         assert fake.actions == []
         front.key = OPERATOR

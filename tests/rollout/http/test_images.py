@@ -198,20 +198,20 @@ HOSTILE = {
     "file": ([url_part("file:///etc/passwd")], "nothing was fetched"),
     "svg": ([as_part(b"<svg onload='x()'/>", "image/svg+xml")], "send the image in the request"),
     "gif": ([as_part(as_file(picture(0), "GIF"), "image/gif")], "send the image in the request"),
-    "gif as png": ([as_part(as_file(picture(0), "GIF"))], "not a PNG, JPEG or WebP image"),
-    "svg as png": ([as_part(b"<svg/>")], "not a PNG, JPEG or WebP image"),
+    "gif as png": ([as_part(as_file(picture(0), "GIF"))], "not a readable PNG, JPEG or WebP image"),
+    "svg as png": ([as_part(b"<svg/>")], "not a readable PNG, JPEG or WebP image"),
     "not base64": ([url_part("data:image/png,abc")], "send the image in the request"),
     "characters": ([url_part(URL + "!!!!")], "not valid base64"),
     "line break": ([url_part(URL[:60] + "\n" + URL[60:])], "not valid base64"),
     "padding within": ([url_part("data:image/png;base64,QQ==" + URL[22:])], "not valid base64"),
     "cut off": ([url_part(URL[:-1])], "not valid base64"),
-    "nothing": ([url_part("data:image/png;base64,")], "not a PNG, JPEG or WebP image"),
-    "half a file": ([as_part(as_file(picture(0))[:-60])], "not a PNG, JPEG or WebP image"),
+    "nothing": ([url_part("data:image/png;base64,")], "not a readable PNG, JPEG or WebP image"),
+    "half a file": ([as_part(as_file(picture(0))[:-60])], "not a readable PNG, JPEG or WebP image"),
     "bomb": ([as_part(bomb(10000))], "10000 x 10000 pixels are too many (limit 65536 pixels)"),
     "large bomb": ([as_part(bomb(60000))], "exceeds limit"),
     "count": ([PART] * (MAX_IMAGES + 1), "3 images are too many (limit 2, the worker's max_images)"),
-    "text for url": ([{"type": "image_url", "image_url": URL}], "must be an object with a text `url`"),
-    "number": ([url_part(5)], "must be an object with a text `url`"),
+    "text for url": ([{"type": "image_url", "image_url": URL}], "must be an object with a string `url`"),
+    "number": ([url_part(5)], "must be an object with a string `url`"),
     "detail": ([url_part(URL, detail="low")], "image_url.detail: 'low' is not supported"),
     "more": ([url_part(URL, uuid="x")], "image_url.uuid: 'x' is not supported"),
     "type": ([{"type": "image"}], "parts of type 'image' are not supported"),
@@ -245,7 +245,7 @@ def test_base64_is_decoded_in_steps(step_chars: int, monkeypatch: pytest.MonkeyP
             encoded + "\n",
             "é" + encoded,
         ):
-            with pytest.raises(HttpError, match="x: not valid base64"):
+            with pytest.raises(HttpError, match="x: the text is not valid base64"):
                 images._decoded("x", wrong)
 
 
@@ -301,7 +301,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "frames": ({"frames": 3}, "frames must be 1 or 2"),
     "levels": ({"levels": "AAAA"}, "cannot be divided among"),
     "no levels": ({"levels": ""}, "levels must be a uint8 array"),
-    "broken": ({"levels": "A" * 41}, "images[0].levels: not valid base64"),
+    "broken": ({"levels": "A" * 41}, "images[0].levels: the text is not valid base64"),
     "table": ({"table": "AAAA"}, "are not float32 [channels, 256]"),
     "no table": ({"table": ""}, "table must be a float32 array"),
     "not finite": (

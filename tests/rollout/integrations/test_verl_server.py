@@ -190,7 +190,10 @@ def test_an_abort_includes_a_request_with_images_that_has_passed_the_gate(run: C
         (dict(audio_data=["a sound"]), "audio_data: not supported"),
         (dict(image_data=[photo(0), photo(0)]), "its 2 images have 12 tokens, but the prompt has 6 placeholders"),
         (dict(image_data=["file:///etc/passwd"]), r"must be a PIL image \(got str\)"),
-        (dict(image_data=[photo(0)], mm_processor_kwargs={"patch_size": -1}), "the trainer's processor refuses it"),
+        (
+            dict(image_data=[photo(0)], mm_processor_kwargs={"patch_size": -1}),
+            "the trainer's processor refuses the image",
+        ),
     ],
 )
 def test_media_that_a_worker_cannot_take_are_refused(

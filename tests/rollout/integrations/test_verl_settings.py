@@ -56,7 +56,7 @@ def test_settings_for_trueroll_override_the_others() -> None:
 
 @pytest.mark.parametrize(("number", "device"), [(0, "cpu"), (True, "cpu"), ("2", "cpu"), (2, "cuda")])
 def test_an_invalid_number_of_workers_is_refused(number: Any, device: str) -> None:
-    with pytest.raises(ConfigError, match="num_workers: .* is not valid on .*; set it to 1"):
+    with pytest.raises(ConfigError, match="num_workers: .* is not valid on .*; set num_workers to 1"):
         worker_settings(section(engine_kwargs={"trueroll": {"num_workers": number}}), device)
 
 

@@ -403,7 +403,7 @@ def test_a_named_client_may_not_set_its_own_identity(worker: WorkerOnThread, cer
     with certificates.raw("alice", worker.address, identity=b"me") as alice:
         ask(alice, "health", id="a")
         reply = receive(alice)
-        assert reply["code"] == "forbidden" and "must not choose its identity" in reply["message"]
+        assert reply["code"] == "forbidden" and "must not choose the identity" in reply["message"]
 
 
 def test_a_worker_with_roles_leaks_no_thread_and_no_descriptor(engine: FakeEngine, certificates: Certificates) -> None:

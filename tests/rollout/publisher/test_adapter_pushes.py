@@ -262,7 +262,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
         (dict(weights=[["model.norm.weight", 4, 1.0]]), r"only a matrix can have an adapter \(shape \[64\]\)"),
         (
             dict(weights=[[NAME, 2**16 - 1, 1.0]]),
-            "A and B have .* elements .limit .*, 4 times the elements of all weights",
+            "A and B together have .* elements .limit .*, 4 times the elements of all weights",
         ),
         (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter, but adapters.base does not list them"),
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),

@@ -176,7 +176,7 @@ def test_a_parameter_travels_in_its_own_dtype(cluster: Cluster, transport: str, 
             assert (told := ask(client, "weights"))["dtype"] == "bfloat16" and told["dtypes"] == own
         others = cluster.start(weights=FakeWeights(SHAPES, tied=TIED))
         publisher.connect([worker.address, others.address])
-        with pytest.raises(PushError, match="wants other parameters than "):
+        with pytest.raises(PushError, match="expects other parameters than "):
             publisher.push(after, 3)
     assert worker.engine.weights.live["a.weight"].dtype == torch.float32
     assert not same_bits(before["a.weight"].bfloat16().float(), before["a.weight"]), "rounding must be visible"
@@ -708,7 +708,7 @@ def test_workers_that_want_different_parameters_are_an_error(cluster: Cluster) -
     cluster.start()
     other = cluster.start(weights=FakeWeights(SHAPES, "float32"))
     with cluster.publisher() as publisher:
-        with pytest.raises(PushError, match=f"worker {other.address} wants other parameters"):
+        with pytest.raises(PushError, match=f"worker {other.address} expects other parameters"):
             publisher.push(trainer_tensors(), 1)
 
 

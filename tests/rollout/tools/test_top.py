@@ -183,7 +183,9 @@ def test_experts_show_how_much_busier_than_the_mean_one_is() -> None:
     assert told(zeros, even) == "busiest to mean, now 1.25, 1.50 in layer 1  ever 1.25, 1.50 in layer 1"
     assert told(even, uneven).startswith("busiest to mean, now 2.50, 4.00 in layer 1  ever 1.72, 2.44 in layer 1")
     assert "experts" not in rows(look(0.0), look(1.0))
-    with pytest.raises(ProtocolError, match="expert_tokens: must have 8 bytes for each of 2 x 4 experts .got 24"):
+    with pytest.raises(
+        ProtocolError, match="expert_tokens: must have 8 bytes for each of 4 experts in 2 layers .got 24"
+    ):
         told(zeros, [1, 2, 3])
 
 

@@ -563,6 +563,6 @@ def test_a_manifest_that_is_too_long_is_not_read_by_the_trainer(folder: Path) ->
 def test_the_manifest_of_another_push_is_refused(folder: Path) -> None:
     manifest = json.loads((folder / MANIFEST_FILE).read_text())
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest | {"dtype": "x" * 10**4}))
-    with pytest.raises(PushError, match="has push, version and dtype") as caught:
+    with pytest.raises(PushError, match="has the push id, version and dtype") as caught:
         open_reader(folder)
     assert len(str(caught.value)) < 1000

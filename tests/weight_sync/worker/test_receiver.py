@@ -307,7 +307,7 @@ def test_a_bucket_has_one_kind_of_checksum() -> None:
 def test_a_bucket_on_a_gpu_needs_a_word_sum() -> None:
     weights = FakeWeights(SHAPES)
     assembly = assembly_module.Assembly(weights, weights.new_staging(False), False, False)
-    with pytest.raises(PushError, match="bucket 3: is on meta but has no word sum"):
+    with pytest.raises(PushError, match="bucket 3: is on meta, where a bucket must have a word sum"):
         assembly.inspect_all(Bucket(index=3, num_bytes=0, pieces=()), torch.empty(8, dtype=torch.uint8, device="meta"))
 
 
@@ -361,7 +361,7 @@ def test_a_bucket_must_fit_its_slot() -> None:
     small = SharedSource(name=slots.source(0).name, slot_bytes=512, num_slots=16)
     feed = Feed(source=small)
     assert feed.next() == BEGUN
-    refused(feed.stage(feed.rows("embed.weight", random_tensors()["embed.weight"])), "more than a slot (512)")
+    refused(feed.stage(feed.rows("embed.weight", random_tensors()["embed.weight"])), "but a slot has only 512")
     feed.close()
     slots.close()
 
