@@ -1,10 +1,10 @@
 """A complete GRPO trainer: `python examples/grpo.py --out FOLDER`. `--help` lists the options.
 
-SmolLM2-135M learns to answer questions that end in a sum, such as `4 - 9 =`, with nothing but the number. At each step,
-a worker samples a group of answers for each of several reasoning-gym tasks. The trainer computes the rewards of the
-answers, and their advantages relative to the group. After one optimizer step on PPO's clipped objective, the trainer
-pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer. This
-difference is 0.0, unless `--unaligned` selects the plain forward pass.
+SmolLM2-135M learns to answer with only a number if a question ends in an arithmetic expression, such as `4 - 9 =`. At
+each step, a worker samples a group of answers for each of several reasoning-gym tasks. The trainer computes the rewards
+of the answers, and their advantages relative to the group. After one optimizer step on PPO's clipped objective, the
+trainer pushes the new weights. Each step prints the largest difference between the log-probs of worker and trainer.
+This difference is 0.0, unless `--unaligned` selects the plain forward pass.
 
 `--workers 2` uses two workers on Ray (pip install 'trueroll[ray]'). The metrics of two workers are the same as the
 metrics of one worker.

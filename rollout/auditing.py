@@ -235,7 +235,9 @@ def _computation(
 
 
 def _temperature(params: SamplingParams, given: float | None) -> tuple[float, list[Cause]]:
-    """Return the trainer's temperature, and a cause if the temperature does not match the samples' log-probs."""
+    """Return the temperature that the trainer uses. If the samples' log-probs were not computed at this temperature, also
+    return the cause of the mismatch.
+    """
     try:
         expected = params.trainer_temperature
     except ConfigError as error:

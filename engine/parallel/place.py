@@ -61,7 +61,7 @@ def config_of_rank(config: EngineConfig, index: int) -> EngineConfig:
     """
     name = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
     if obstacle := library_obstacle():
-        raise ConfigError(f"{name}: ranks exchange tensors with the native library, but {obstacle}")
+        raise ConfigError(f"{name}: ranks need the native library to exchange tensors, but {obstacle}")
     devices, found = config.rank_devices, torch.cuda.device_count()
     numbers = [int(device.partition(":")[2] or 0) for device in devices if device.startswith("cuda")]
     if missing := [number for number in numbers if number >= found]:

@@ -14,8 +14,8 @@ Guarantees:
 - Every call gets its terminal reply or an exception.
 - After a lost connection, pending calls are sent again to the same worker process, which recognizes them by their ids.
   If a different process answers, or no process answers for `timeout` seconds, pending calls raise WorkerLostError.
-- Replies are accepted only from a process that has the expected key. If there are no keys, the process must run as this
-  user or root.
+- Replies are accepted only from a process that has the expected key. Without keys, the process at the
+  other end must run as the same user as this process, or as root.
 - Everything runs in the event loop and the process of the first call. Calls from another event loop or process raise
   immediately.
 """

@@ -73,8 +73,8 @@ def targets_of(message: GetScores) -> np.ndarray | None:
     if rows > 0 and len(ids) and len(ids) % rows == 0:
         return ids.reshape(rows, -1)
     raise InvalidRequestError(
-        f"target_token_ids must have the same number of ids for each of the {max(rows, 0)} tokens of token_ids[start:] "
-        f"(got {len(ids)} ids in total)",
+        f"target_token_ids must have K ids for each of the {max(rows, 0)} tokens in token_ids[start:], with the same K "
+        f"for all tokens (got {len(ids)} ids in total)",
         field="target_token_ids",
         value=len(ids),
     )

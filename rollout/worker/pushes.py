@@ -133,10 +133,10 @@ class Operations:
         """
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
+                way_out = "" if operation.call.type == "drain" else ", or set in_flight to recompute or abort"
                 raise IllegalStateError(
-                    f"{operation.call.type}: cannot drain {count} unfinished requests in state "
-                    f"{self._lifecycle.state}, because the engine does not step; call resume first, or set in_flight "
-                    "to recompute or abort (which the call drain does not allow)",
+                    f"{operation.call.type}: the worker is {self._lifecycle.state} and computes nothing, so its {count} "
+                    f"unfinished requests cannot be drained; call resume first{way_out}",
                     value=count,
                 )
             operation.in_flight = "recompute"  # a no-op, because the engine has no unfinished requests
