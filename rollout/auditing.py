@@ -235,8 +235,8 @@ def _computation(
 
 
 def _temperature(params: SamplingParams, given: float | None) -> tuple[float, list[Cause]]:
-    """Return the temperature that the trainer uses. If the samples' log-probs were not computed at this temperature, also
-    return the cause of the mismatch.
+    """Return the temperature that the trainer uses. If the samples' log-probs were not computed at this temperature,
+    also return the cause of the mismatch.
     """
     try:
         expected = params.trainer_temperature

@@ -116,8 +116,9 @@ class Grammars:
             return known
 
     def prepare(self, grammar: Grammar) -> Prepared:
-        """Compile a grammar in a trial process, and then in the process that computes masks. The limits in `TRIAL` bound
-        the time of the trial. Return the same object as `find`. Raise InvalidRequestError if the grammar is not supported, and UnavailableError if the system cannot start a process.
+        """Compile a grammar in a trial process, and then in the process that computes masks. The limits in `TRIAL`
+        bound the time of the trial. Return the same object as `find`. Raise InvalidRequestError if the grammar is not
+        supported, and UnavailableError if the system cannot start a process.
         """
         if (known := self.find(grammar)) is None:
             with self._preparing:

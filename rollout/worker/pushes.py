@@ -135,8 +135,8 @@ class Operations:
             if count := self._host.num_unfinished:
                 way_out = "" if operation.call.type == "drain" else ", or set in_flight to recompute or abort"
                 raise IllegalStateError(
-                    f"{operation.call.type}: the worker is {self._lifecycle.state} and computes nothing, so its {count} "
-                    f"unfinished requests cannot be drained; call resume first{way_out}",
+                    f"{operation.call.type}: the worker is {self._lifecycle.state} and computes nothing, so its "
+                    f"{count} unfinished requests cannot be drained; call resume first{way_out}",
                     value=count,
                 )
             operation.in_flight = "recompute"  # a no-op, because the engine has no unfinished requests
