@@ -234,8 +234,8 @@ class Line:
             if asyncio.get_running_loop() is loop:
                 return None
         return TruerollError(
-            "client: this is not the event loop of the first call; make a client in each event loop, or use "
-            "RolloutClient"
+            "client: this call runs in another event loop than the first call; make a client in each event loop, or "
+            "use RolloutClient"
         )
 
     def _connect(self) -> None:

@@ -224,7 +224,9 @@ def test_a_worker_with_older_weights_than_the_pushed_ones_is_noticed(
         pushed = tiny_served.engine.weight_version + 1
         worker.update_model_version(pushed)
         worker.rollout_buffer.queue.clear()
-        with pytest.raises(WeightsError, match=f"its weights have version {pushed - 1}, not {pushed} to {pushed + 1}"):
+        with pytest.raises(
+            WeightsError, match=f"its weights have version {pushed - 1} instead of {pushed} to {pushed + 1}"
+        ):
             until_unhealthy(worker, stale_after_s=60.0)
 
 
@@ -236,7 +238,7 @@ def test_weights_pushed_by_another_trainer_are_noticed(
         served = tiny_served.engine.weight_version
         worker._model_version = served - 2
         worker.rollout_buffer.queue.clear()
-        with pytest.raises(WeightsError, match=f"its weights have version {served}, not .* to {served - 1}"):
+        with pytest.raises(WeightsError, match=f"its weights have version {served} instead of .* to {served - 1}"):
             until_unhealthy(worker, stale_after_s=60.0)
 
 

@@ -201,7 +201,7 @@ def test_a_question_about_a_request_that_was_given_up_is_answered_with_an_abort(
             dict(start=CONTENT_BYTES - 9),
             InvalidRequestError,
             rf"^prompts\[0\]: images: the worker's model needs at least {CONTENT_BYTES + 1} bytes .*4 x 6 patches .got "
-            rf"{CONTENT_BYTES}.; preprocess the image for this model",
+            rf"{CONTENT_BYTES}.; preprocess the image with this model",
         ),
         (dict(start=10**9), InvalidRequestError, "needs at least 1000000010 bytes"),
     ],
