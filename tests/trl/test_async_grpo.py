@@ -311,8 +311,8 @@ def test_reward_functions_are_required(tiny_llama: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(max_staleness=0), "max_staleness: 0 is too low, .* set it to at least 1"),
-        (dict(max_staleness=1, token_budget=64), "max_staleness: 1 is too low, .* set it to at least 2"),
+        (dict(max_staleness=0), "max_staleness: 0 is too low, .* set max_staleness to at least 1"),
+        (dict(max_staleness=1, token_budget=64), "max_staleness: 1 is too low, .* set max_staleness to at least 2"),
         (dict(token_budget=None), "token_budget: with None, TRL would query a vLLM server"),
     ],
 )
