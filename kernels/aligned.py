@@ -127,9 +127,9 @@ def parameter(
         raise AlignmentError(
             f"{name} must be {held.dtype}, as in a worker (got {found.dtype}, which has rounded its values); add "
             f"{name.removeprefix(prefix)!r} to _keep_in_fp32_modules_strict of the model's class before you load the "
-            "model. If a MixedPrecisionPolicy rounds the parameter, pass the parameter to fully_shard in "
-            "ignored_params. If such a parameter is trained, use autocast instead of the policy and shard float32 "
-            "parameters"
+            "model. If a MixedPrecisionPolicy rounds a frozen parameter, pass the parameter to fully_shard in "
+            "ignored_params. For a trained parameter, use autocast instead of a MixedPrecisionPolicy, and shard "
+            "float32 parameters"
         )
     return found
 

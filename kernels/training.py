@@ -517,7 +517,7 @@ def _targets(target_ids: Tensor, shape: torch.Size, vocab_size: int) -> Tensor:
         )
     wrong = target_ids[(target_ids < NO_TOKEN) | (target_ids >= vocab_size)]
     if len(wrong):
-        raise AlignmentError(f"target_ids must be from -1 to {vocab_size - 1} (got {int(wrong[0])})")
+        raise AlignmentError(f"target_ids must be from 0 to {vocab_size - 1}, or -1 for no token (got {int(wrong[0])})")
     return target_ids.long().flatten(0, -2)
 
 

@@ -264,8 +264,8 @@ def _check_vocabulary(model: Any, engine: dict[str, Any]) -> None:
     most = engine["vocab_size"] if config is None else config.get_text_config().vocab_size
     if most < engine["vocab_size"]:
         raise ConfigError(
-            f"model: its vocabulary has {most} tokens, but the worker's has {engine['vocab_size']}; audit the model "
-            "that the worker serves"
+            f"model: its vocabulary has {most} tokens, but the worker's vocabulary has {engine['vocab_size']} tokens; "
+            "audit the model that the worker serves"
         )
 
 

@@ -113,7 +113,7 @@ def load_vocabulary(folder: Path) -> Vocabulary:
     try:
         return Vocabulary(load_tokenizer(path))
     except ModelError as error:
-        raise InvalidRequestError(f"stop: {error}, or use stop_token_ids", field="stop") from error
+        raise InvalidRequestError(f"stop: {error}, or use stop_token_ids instead of stop", field="stop") from error
     except (KeyboardInterrupt, SystemExit, UnavailableError):
         raise
     except BaseException as error:  # a panic of the library is not an Exception

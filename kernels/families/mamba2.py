@@ -214,8 +214,10 @@ def _granite_moe_hybrid(raw: dict[str, Any], architecture: str) -> DecoderSpec:
     if (kind := raw.get("position_embedding_type")) == "rope":
         rotation = settings.rotation()
     elif kind not in (None, "nope"):
-        expected = "position_embedding_type in config.json must be 'rope', 'nope' or null"
-        raise ModelError(f"{expected} (got {brief(kind)}); serve another model")
+        raise ModelError(
+            f"position_embedding_type in config.json must be 'rope', 'nope' or null (got {brief(kind)}); serve another "
+            "model"
+        )
     scale = float(settings.attention_multiplier)
     attention = settings.attention(scale=scale, qkv_bias=biased, o_bias=biased)
     norm, mlp = NormSpec(settings.rms_norm_eps), MlpSpec(settings.shared_intermediate_size, joined=True)

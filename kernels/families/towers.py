@@ -144,7 +144,7 @@ def wrapped_text(
         text = _text_of(raw, is_tied)
         kind = text.get("model_type", next(iter(text_families)))
         if not isinstance(kind, str) or kind not in text_families:
-            raise _refusal("model_type in text_config", f"one of {', '.join(text_families)}", kind)
+            raise _refusal(f"model_type in text_config in config.json must be one of {', '.join(text_families)}", kind)
         spec = families()[text_families[kind]](text, architecture)
         return replace(spec, beside=beside, renamed=renamed)
 
@@ -169,10 +169,12 @@ def qwen3_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
     _expect(vision, hidden_act="gelu_pytorch_tanh")
     side = math.isqrt(found.num_position_embeddings)
     if side * side != found.num_position_embeddings:
-        raise _refusal("num_position_embeddings", "a square number", found.num_position_embeddings)
+        raise _refusal("num_position_embeddings in config.json must be a square number", found.num_position_embeddings)
     deepstack = _layer_list(vision, "deepstack_visual_indexes", (), found.depth)
     if len(deepstack) > len(decoder.layers):
-        raise _refusal("deepstack_visual_indexes", f"at most {len(decoder.layers)} numbers", deepstack)
+        raise _refusal(
+            f"deepstack_visual_indexes in config.json must be at most {len(decoder.layers)} numbers", deepstack
+        )
     norm = LayerNormSpec(_EPS)
     return TowerSpec(
         **_qwen_sizes(raw, vision, found, decoder),
@@ -192,7 +194,7 @@ def qwen2_5_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
     _expect(vision, hidden_act="silu")
     window = found.window_size // (found.patch_size * found.spatial_merge_size)
     if window == 0:
-        raise _refusal("window_size", "at least patch_size * spatial_merge_size", found.window_size)
+        raise _refusal("window_size in config.json must be at least patch_size * spatial_merge_size", found.window_size)
     norm = NormSpec(_EPS)
     return TowerSpec(
         **_qwen_sizes(raw, vision, found, decoder),
@@ -214,10 +216,10 @@ def siglip_tower(raw: dict[str, Any], decoder: DecoderSpec) -> TowerSpec:
     tokens = _size(raw, "mm_tokens_per_image", 256)
     side, per_side = found.image_size // found.patch_size, math.isqrt(tokens)
     if per_side**2 != tokens or side < per_side or side % per_side:
-        raise _refusal("mm_tokens_per_image", f"the square of a number that divides {side}", tokens)
+        raise _refusal(f"mm_tokens_per_image in config.json must be the square of a number that divides {side}", tokens)
     eps = vision.get("layer_norm_eps", _EPS)
     if not isinstance(eps, float) or not 0.0 < eps < 1.0:
-        raise _refusal("layer_norm_eps", "a number above 0 and below 1", eps)
+        raise _refusal("layer_norm_eps in config.json must be a number above 0 and below 1", eps)
     return TowerSpec(
         hidden_size=found.hidden_size,
         num_heads=_divisor(found, "num_attention_heads"),
@@ -247,15 +249,15 @@ def _qwen_sizes(
     heads = _divisor(found, "num_heads")
     size = found.hidden_size // heads
     if size % 4:
-        raise _refusal("num_heads", "such that the size of a head is a multiple of 4", heads)
+        raise _refusal("num_heads in config.json must be such that the size of a head is a multiple of 4", heads)
     if found.out_hidden_size != decoder.hidden_size:
-        raise _refusal("out_hidden_size", decoder.hidden_size, found.out_hidden_size)
+        raise _refusal(f"out_hidden_size in config.json must be {decoder.hidden_size}", found.out_hidden_size)
     rope = vision.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise _refusal("rope_parameters", "a map", rope)
+        raise _refusal("rope_parameters in config.json must be a map", rope)
     theta = rope.get("rope_theta", 10000.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 1.0 <= theta <= 2.0**60:
-        raise _refusal("rope_theta", "a number of at least 1", theta)
+        raise _refusal("rope_theta in config.json must be a number of at least 1", theta)
     exponents = torch.arange(0, size // 2, 2, dtype=torch.int64).float() / (size // 2)
     inv_freq = (1.0 / float(theta) ** exponents).tolist()
     return dict(
@@ -291,21 +293,21 @@ def _map(raw: dict[str, Any], name: str) -> dict[str, Any]:
 def _size(raw: dict[str, Any], name: str, default: int) -> int:
     size = raw.get(name, default)
     if type(size) is not int or not 1 <= size <= _MOST[name]:
-        raise _refusal(name, f"an integer from 1 to {_MOST[name]}", size)
+        raise _refusal(f"{name} in config.json must be an integer from 1 to {_MOST[name]}", size)
     return size
 
 
 def _token_id(raw: dict[str, Any], name: str, default: int) -> int:
     token_id = raw.get(name, default)
     if type(token_id) is not int or not 0 <= token_id < _MOST_TOKEN_ID:
-        raise _refusal(name, "a token id", token_id)
+        raise _refusal(f"{name} in config.json must be a token id", token_id)
     return token_id
 
 
 def _divisor(found: SimpleNamespace, name: str) -> int:
     heads = getattr(found, name)
     if found.hidden_size % heads:
-        raise _refusal(name, f"a divisor of {found.hidden_size}", heads)
+        raise _refusal(f"{name} in config.json must be a divisor of {found.hidden_size}", heads)
     return heads
 
 
@@ -313,15 +315,15 @@ def _layer_list(vision: dict[str, Any], name: str, default: tuple[int, ...], dep
     layers = vision.get(name, default)
     is_list = isinstance(layers, list | tuple) and all(type(i) is int and 0 <= i < depth for i in layers)
     if not is_list or sorted({*layers}) != [*layers]:
-        raise _refusal(name, f"a list of ascending layer indices below {depth}", layers)
+        raise _refusal(f"{name} in config.json must be a list of ascending layer indices below {depth}", layers)
     return tuple(layers)
 
 
 def _expect(vision: dict[str, Any], **settings: str) -> None:
     for name, wanted in settings.items():
         if (found := vision.get(name, wanted)) != wanted:
-            raise _refusal(name, repr(wanted), found)
+            raise _refusal(f"{name} in config.json must be {wanted!r}", found)
 
 
-def _refusal(name: str, wanted: object, found: object) -> ModelError:
-    return ModelError(f"{name} in config.json must be {wanted} (got {brief(found)}); serve another model")
+def _refusal(wanted: str, found: object) -> ModelError:
+    return ModelError(f"{wanted} (got {brief(found)}); serve another model")

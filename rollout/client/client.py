@@ -794,7 +794,7 @@ class RolloutClient:
         try:
             return future.result()
         except CancelledError:
-            raise TruerollError("client: closed; make a new one") from None
+            raise TruerollError("client: the client is closed; make a new one") from None
         except BaseException:
             future.cancel()
             raise

@@ -538,7 +538,7 @@ class Connection:
         """End pending calls and disconnect. Idempotent."""
         if error := self._line.not_at_home():
             raise error
-        self.failed(TruerollError("client: closed; make a new one"))
+        self.failed(TruerollError("client: the client is closed; make a new one"))
         await self._line.close()
 
     # Events of the line.

@@ -126,7 +126,7 @@ class Fleet:
         try:
             self._thread.submit(self._scaler.scale(num_workers)).result()
         except CancelledError:
-            raise TruerollError("fleet: closed; make a new one") from None
+            raise TruerollError("fleet: the fleet is closed; make a new one") from None
 
     def pids(self) -> dict[str, tuple[int, int]]:
         """Return a pair of process ids for each running worker, by the worker's name. The first process id is the id of

@@ -63,7 +63,7 @@ class OpenRequests:
         if self._watch is not None:
             self._watch.cancel()
         for request in [*self._requests.values()]:
-            request.finish(TruerollError("client: closed; make a new one"))
+            request.finish(TruerollError("client: the client is closed; make a new one"))
 
     async def _watch_stragglers(self, seconds: float) -> None:
         while True:

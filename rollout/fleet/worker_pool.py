@@ -186,7 +186,7 @@ class WorkerPool:
 
     def _check_home(self) -> None:
         if self._is_closed:
-            raise TruerollError("client: closed; make a new one")
+            raise TruerollError("client: the client is closed; make a new one")
         if self._home is None:
             return
         pid, loop = self._home

@@ -189,7 +189,7 @@ class ResponseFormat(Fields):
             )
         unknown = [name for name in given or () if name not in _JSON_SCHEMA]
         if unknown:
-            raise ValueError(f"response_format: json_schema: {brief(unknown[0])}: unknown parameter; remove it")
+            raise ValueError(f"response_format: json_schema has the unknown parameter {brief(unknown[0])}; remove it")
         if given is not None and not isinstance(given.get("schema"), dict):
             raise ValueError(f"response_format: schema must be a JSON object (got {brief(given.get('schema'))})")
         return self

@@ -94,7 +94,7 @@ def check_joining(entry: Entry, submission: Submission, config: WorkerConfig, le
 def check_succession(entry: Entry, submission: Submission, config: WorkerConfig, ledger: Ledger) -> None:
     """Raise QueueFullError if no more submissions may wait for an open request to end."""
     if len(entry.successors) >= (most := config.max_queued_requests):
-        raise _too_many("clients are waiting for the end of", entry, most)
+        raise _too_many("clients wait behind", entry, most)
     _check_room_to_wait(submission, config, ledger)
 
 

@@ -212,7 +212,7 @@ def test_an_unsupported_wrapper_is_found(model: Any, client: RolloutClient) -> N
 
 def test_inputs_that_cannot_be_compared_are_refused(model: Any, client: RolloutClient, tmp_path: Path) -> None:
     small = make_tiny_model("llama", tmp_path / "small", vocab_size=64)
-    with pytest.raises(ConfigError, match="model: its vocabulary has 64 tokens, but the worker's has 512"):
+    with pytest.raises(ConfigError, match="model: its vocabulary has 64 tokens, but the worker's vocabulary has 512"):
         run(AutoModelForCausalLM.from_pretrained(small), client)
     with pytest.raises(ConfigError, match="prompts: the list is empty; give at least one prompt"):
         audit(model, client, [])

@@ -51,8 +51,8 @@ def with_adapters(wanted: Parameters, adapters: Adapters) -> Adapted:
     dtypes = dict(wanted.dtypes)
     if adapters.is_alone and (both := sorted(shapes.keys() & adapted)):
         raise PushError(
-            f"adapters: {list_names(both)} have an adapter, but adapters.base does not list them; push every tensor "
-            "whole"
+            f"adapters: {list_names(both)} have adapters, but adapters.base does not list these weights; push every "
+            "tensor whole"
         )
     for name, rank, _ in adapters.weights:
         shape = wanted.shapes[name]

@@ -52,8 +52,8 @@ class PushPolicy:
             log.warning("push by disk from %r refused: %s", folder, error)
             raise PushError(
                 f"disk: cannot read a push from {folder}. If the worker has --push-folder, use a folder inside that "
-                f"folder. If not, the folder and its files must belong to the worker's user (uid {os.geteuid()}), and "
-                "no other user may write them. The worker's log has the cause"
+                "folder. Without --push-folder, the folder and its files must belong to the worker's user (uid "
+                f"{os.geteuid()}), and no other user may write them. The worker's log has the cause"
             ) from None
 
     def check_writable(self, folder: str) -> None:
@@ -70,9 +70,9 @@ class PushPolicy:
         except (OSError, ValueError) as error:
             log.warning("writing weights into %r refused: %s", folder, error)
             raise PushError(
-                f"disk: cannot write into {folder}; choose a folder inside the worker's --push-folder. Without that "
-                f"setting, the folder must belong to the worker's user (uid {os.geteuid()}), and no other user may "
-                "write it. The worker's log has the cause"
+                f"disk: cannot write into {folder}; choose a folder inside the worker's --push-folder. Without "
+                f"--push-folder, the folder must belong to the worker's user (uid {os.geteuid()}), and no other user "
+                "may write it. The worker's log has the cause"
             ) from None
 
     def check_host(self, host: str) -> None:

@@ -124,7 +124,10 @@ class _Images:
         """
         given = {name: value for name, value in inputs.items() if value is not None}
         if others := [*given.keys() - {"num_images", *FROM_PROCESSORS}]:
-            raise ConfigError(f"inputs: {', '.join(sorted(others))} is not supported; use a model that a worker serves")
+            raise ConfigError(
+                f"inputs: {', '.join(sorted(others))} is not supported; use a model with a vision tower that trueroll "
+                "supports"
+            )
         if "pixel_values" not in given:
             return None
         pixels, grids, counts = given["pixel_values"], given.get("image_grid_thw"), given.get("num_images") or []

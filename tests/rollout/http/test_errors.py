@@ -208,7 +208,7 @@ def test_more_prompts_than_the_worker_takes_are_refused(
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
             "response_format",
-            "'x': unknown parameter",
+            "json_schema has the unknown parameter 'x'",
         ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},

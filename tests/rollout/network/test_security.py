@@ -198,7 +198,7 @@ def test_a_loopback_key_file_of_another_user_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     server_keys(WorkerConfig(address="tcp://127.0.0.1:*"))
     give_away(tmp_path / "trueroll", monkeypatch)
-    with pytest.raises(ConfigError, match=f"of user {NOBODY}"):
+    with pytest.raises(ConfigError, match=f"owner is user {NOBODY}"):
         RolloutClient("tcp://127.0.0.1:1")
 
 

@@ -264,7 +264,10 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
             dict(weights=[[NAME, 2**16 - 1, 1.0]]),
             "A and B together have .* elements .limit .*, 4 times the elements of all weights",
         ),
-        (dict(weights=[[NAME, 4, 1.0]], base=[]), f"{NAME} have an adapter, but adapters.base does not list them"),
+        (
+            dict(weights=[[NAME, 4, 1.0]], base=[]),
+            f"{NAME} have adapters, but adapters.base does not list these weights",
+        ),
         (dict(weights=[[NAME, 4, 1.0]], base=[[NAME, 7]]), f"{NAME} differ"),
         (dict(weights=[[NAME, 0, 1.0]]), "needs an integer rank and a finite scale"),
         (dict(weights=[[NAME, 4, float("nan")]]), "needs an integer rank and a finite scale"),

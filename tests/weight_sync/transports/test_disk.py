@@ -188,8 +188,8 @@ def assert_refused(caplog: pytest.LogCaptureFixture, folder: Path | str, root: P
     """Assert that the error's text hides the cause, that the log has the cause, and that no file stays open."""
     expected = (
         f"disk: cannot read a push from {folder}. If the worker has --push-folder, use a folder inside that folder. "
-        f"If not, the folder and its files must belong to the worker's user (uid {os.geteuid()}), and no other user "
-        "may write them. The worker's log has the cause"
+        f"Without --push-folder, the folder and its files must belong to the worker's user (uid {os.geteuid()}), and "
+        "no other user may write them. The worker's log has the cause"
     )
     before = open_files()
     with caplog.at_level(logging.WARNING), pytest.raises(PushError, match=f"^{re.escape(expected)}$"):
