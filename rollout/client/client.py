@@ -9,8 +9,8 @@ Guarantees:
   With `errors="return"`, the call returns errors instead of raising them.
 - If a call raises an error, is cancelled or is interrupted, or if a stream is closed early, the client abandons the
   unfinished requests. The worker then aborts every abandoned request that no other client waits for.
-- If the worker or its replies are lost, the client does not abort the affected requests. The caller can submit these
-  requests again.
+- If the worker or its replies are lost, the client does not abort the affected requests. The caller can submit the
+  affected requests again.
 - The client acknowledges results, so that the worker can drop them.
 """
 
@@ -175,7 +175,8 @@ class AsyncRolloutClient:
         """Generate samples for every prompt. Return one Group for each prompt, in order.
 
         - `params`: parameters for all prompts, or a list with one entry per prompt. None: the defaults. If there are
-          several prompts, a single `params` must not have a seed, because all prompts would draw the same noise.
+          several prompts, a single `params` must not have a seed, because all prompts would be sampled with the same
+          random numbers.
         - `media`: for each prompt, a list of its images, which may be empty. None: no prompt has images. Images may be
           PIL images, or arrays, uint8 [rows, columns, 3]. The client preprocesses each image once, as the model's own
           image processor does. The prompt has one placeholder for each image, and the client expands each placeholder
@@ -183,8 +184,8 @@ class AsyncRolloutClient:
           `Group.images`; the prompt must then be expanded already, like `Group.prompt_token_ids`. The images of a
           prompt are either all preprocessed or all not. The client sends the pixels of an image only if the worker does
           not have them.
-        - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt has its own noise.
-          For new noise in every training step, pass `derive_seed(seed_of_the_run, step)`.
+        - `seed`: seed of the whole call. Prompt i gets `derive_seed(seed, i)`, so that each prompt gets its own random
+          numbers. For new random numbers in every training step, pass `derive_seed(seed_of_the_run, step)`.
         - `request_ids`: one id for each prompt; None generates new ids. Without a seed, the worker derives the seed
           from the id and the prompt. Requests with equal ids and contents give the same samples from any worker with
           the same weights, even after a crash of client or worker. If a request is submitted again, either while it is
@@ -314,8 +315,8 @@ class AsyncRolloutClient:
           unchanged. If `max_tokens` is None, samples with finish reason `length` are continued until the model's
           context is full.
         - `params`: the parameters of the original call, or `Group.params`. `n` and `seed` in `params` are ignored,
-          because each sample continues with its own noise. `max_tokens` and `min_tokens` include the existing tokens of
-          a sample. A stop string may begin in the existing tokens.
+          because each sample continues with its own random numbers. `max_tokens` and `min_tokens` include the existing
+          tokens of a sample. A stop string may begin in the existing tokens.
         - `media`: the images of the prompts, as in the original call; or the preprocessed images in `Group.images`,
           together with `Group.prompt_token_ids` as prompts.
         - `request_ids`: one id for each sample, including the samples that are returned unchanged. See `generate`.
@@ -398,8 +399,8 @@ class AsyncRolloutClient:
         """Abort requests, or only sample `index` of each request. Return the number of aborted samples.
 
         For an aborted sample, the call that requested it returns the tokens so far, with the finish reason `abort`.
-        Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. All other requests are
-        aborted before this error is raised.
+        Without `missing_ok`, raise UnknownRequestError if a request or sample is not running. Before
+        UnknownRequestError is raised, all other requests are aborted.
         """
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         calls = [message_of(protocol.Abort, id=protocol.new_id(), request_id=id, index=index) for id in ids]
@@ -434,8 +435,8 @@ class AsyncRolloutClient:
     async def pause(self) -> protocol.Status:
         """Pause generation until `resume`.
 
-        Running requests keep their tokens. New requests wait or are refused, depending on the worker's setting
-        `while_unavailable`.
+        While generation is paused, running requests keep their tokens. New requests wait or are refused, depending on
+        the worker's setting `while_unavailable`.
         """
         return await self._ask_status(protocol.Pause(id=protocol.new_id()))
 
@@ -476,7 +477,7 @@ class AsyncRolloutClient:
         return await self._ask_status(message_of(protocol.WakeUp, id=protocol.new_id(), tags=tuple(tags)))
 
     async def invalidate_prefix_cache(self) -> protocol.Status:
-        """Drop all cached prefixes. Running requests keep their blocks."""
+        """Drop all cached prefixes. Running requests keep their KV blocks."""
         return await self._ask_status(protocol.Invalidate(id=protocol.new_id()))
 
     async def weight_checksums(self) -> protocol.Checksums:
@@ -806,7 +807,7 @@ def _abandon(thread: LoopThread, client: AsyncRolloutClient) -> None:
 
 
 def placed(error: TruerollError, where: str) -> TruerollError:
-    """Return a copy of an error, with `where` before the text. An error that is not about a single request is returned
+    """Return a copy of an error, with `where` before its text. An error that is not about a single request is returned
     unchanged.
 
     If the error's field is the prompt, `where` replaces the field.

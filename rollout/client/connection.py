@@ -512,8 +512,8 @@ class Connection:
 
     def call(self, message: protocol.Call, inbox: Inbox, images: Mapping[bytes, ImageInput] = NO_IMAGES) -> None:
         """Send a message, and put each reply into `inbox`, together with the message's id. The last reply is terminal
-        or an exception. `images`: the images of the message, by content hash. They are not sent with the message. If
-        the worker lacks an image, it asks for parts of the image, and each part is then sent.
+        or an exception. `images`: the images of the message, by content hash. The images are not sent with the message.
+        If the worker lacks an image, it asks for parts of the image, and each part is then sent.
         """
         if error := self._line.not_at_home() or self._end:
             raise error

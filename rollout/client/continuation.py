@@ -2,7 +2,8 @@
 
 A token depends only on the weights, the preceding tokens, its position, and the seed of the sample. So the remaining
 tokens are requested as sample 0 of a new request. The prompt of the new request ends with the existing tokens. The seed
-of the new request is chosen so that the remaining tokens are drawn with the same noise as in the original sample.
+of the new request is chosen so that the remaining tokens are sampled with the same random numbers as in the original
+sample.
 """
 
 from __future__ import annotations

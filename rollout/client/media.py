@@ -80,7 +80,8 @@ class PromptMaker:
 
         If a prompt or one of its images is invalid, raise InvalidRequestError if `errors` is `raise`. Otherwise the
         returned list has the InvalidRequestError in place of the prompt. Raise ConfigError if the worker's model is not
-        on this machine, WorkerFailedError if the worker could not load it, and ModelError if the model takes no images.
+        on this machine, WorkerFailedError if the worker could not load its model, and ModelError if the model takes no
+        images.
         """
         given = _listed(prompts, field)
         all_images = [()] * len(given) if media is None else _checked_media(media, len(given), field)

@@ -135,8 +135,8 @@ def _targets_to_bytes(target_token_ids: Any, position: int) -> bytes:
 
 
 def scored_distribution(distribution: Distribution | None, values: dict[str, Any]) -> Distribution:
-    """Return the distribution of scores: `distribution`, or a new one with `values`. Raise InvalidRequestError if both
-    are given.
+    """Return the distribution for a score call: `distribution` if given, else a new distribution with `values`. Raise
+    InvalidRequestError if both `distribution` and `values` are given.
     """
     if distribution is None:
         return Distribution(**values)

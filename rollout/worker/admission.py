@@ -25,8 +25,8 @@ MOST_CALLERS = 1024
 class Conditions(NamedTuple):
     """The parts of the worker's state that determine the admission of a request.
 
-    `takes_requests`: the engine accepts requests now. `version`: version of the served weights; None until the model
-    has loaded.
+    `takes_requests`: whether the engine accepts requests now. `version`: version of the served weights; None until the
+    model has loaded.
     """
 
     state: State

@@ -78,8 +78,8 @@ class WaitingRoom:
 
     Owns the indices of the samples that were aborted while their request waited. Does not own the ledger entries of the
     requests, or the engine. Guarantees: requests leave the waiting room in the order of their arrival, and an aborted
-    sample is never computed. Requests that lack images, have a new grammar or wait for newer weights may be overtaken
-    by later requests, because the waiting room checks its requests again only when the weights may have changed.
+    sample is never computed. Later requests may overtake requests that lack images, have a new grammar or wait for
+    newer weights. The waiting room checks requests that wait for newer weights only when the weights may have changed.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class WaitingRoom:
         self._held[key] = waiting
 
     def postpone(self, key: str, waiting: Waiting) -> None:
-        """Add a request that the first `take_due` after a `look_at_all` checks."""
+        """Add a request that will be checked by the first `take_due` after the next `look_at_all`."""
         self._early[key] = waiting
 
     def give_images(self, key: str, images: tuple[ImageInput, ...]) -> None:
@@ -172,7 +172,7 @@ def _empty_scores(id: str) -> ScoreOutput:
 class Abortion(NamedTuple):
     """An abort that was sent to the engine, for one sample or all samples of `entry`.
 
-    `call`, `message`: key of the abort call, and the call itself; both None if no client waits for a reply.
+    `call`: the key of the abort call. `message`: the abort call itself. Both are None if no client waits for a reply.
     `ends_successors`: whether the entry had successors when the abort call arrived. If `ends_successors` is True, the
     abort also ends the successors.
     """
@@ -277,7 +277,7 @@ class RequestBook:
             self._command(Stream(key))
 
     def acknowledge(self, user: str | None, message: protocol.Ack) -> None:
-        """Record that the client has received the results of these requests."""
+        """Record that the client has received the results of the requests in `message`."""
         for id in message.ids:
             self.ledger.acknowledge(scoped(user, id))
 
@@ -342,8 +342,8 @@ class RequestBook:
             self._admit_released()
 
     def take_prepared(self, preparation: Preparation) -> None:
-        """Admit a request after the preparation of its grammar, or end it with an error. No-op if it has ended, even if
-        its id was used again.
+        """Admit a request after the preparation of its grammar, or end it with an error. No-op if the request has
+        ended, even if a new request has the same id.
         """
         if not preparation.is_wanted:
             return

@@ -98,8 +98,9 @@ class ServedEngine(Protocol):
 class Add:
     """Add a request to the engine. The response is the request's outputs, or `Refused`.
 
-    `ended`: indices of samples that are already aborted and must not be generated. `prepared`: keeps the request's
-    grammar prepared until the engine has the request, because steps would wait while the engine tries it again.
+    `ended`: indices of samples that are already aborted and must not be generated. `prepared`: an object that keeps the
+    request's grammar prepared until the engine has the request. Otherwise, steps would wait while the engine prepares
+    the grammar again.
     """
 
     request: Request

@@ -1,7 +1,7 @@
 """The thread that prepares the grammars of requests, so that neither messages nor steps wait for a slow grammar.
 
-Grammars are prepared one at a time. Users take turns, so that the slow grammars of one user delay each grammar of
-another by one grammar at most. A grammar that was prepared before does not come here.
+Grammars are prepared one at a time. Users take turns: between two grammars of a user, each other user gets at most one
+grammar. A grammar that is already prepared is not sent to the thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from ...engine.grammars.source import Grammar
 
 
 class Preparing(Protocol):
-    """What the worker needs from `trueroll.engine.grammars.masks.Grammars`. Any thread may call the methods."""
+    """The interface that the worker needs from `trueroll.engine.grammars.masks.Grammars`. Any thread may call the
+    methods.
+    """
 
     def find(self, grammar: Grammar) -> object | None: ...
 
@@ -29,8 +31,9 @@ class Preparing(Protocol):
 
 @dataclass(eq=False)
 class Preparation:
-    """The preparation of the grammar of request `key`. `is_wanted`: false if the request has ended meanwhile.
-    `prepared`: the result, which keeps the grammar prepared. `error`: why the request cannot be served, or None.
+    """The preparation of the grammar of request `key`. `is_wanted`: False if the request has ended in the meantime.
+    `prepared`: the result; as long as it exists, the grammar stays prepared. `error`: the reason why the request cannot
+    be served, or None.
     """
 
     key: str
@@ -41,8 +44,8 @@ class Preparation:
 
 
 class GrammarThread:
-    """Prepares grammars in a thread, which the first grammar starts. `publish`: called there with each preparation that
-    is done. A preparation that is no longer wanted is left out.
+    """Prepares grammars on a thread that is started for the first grammar. `publish`: called on that thread with each
+    finished preparation. Preparations that are no longer wanted are skipped and not published.
     """
 
     def __init__(self, grammars: Preparing, publish: Callable[[Preparation], None]) -> None:
@@ -53,7 +56,7 @@ class GrammarThread:
         self._thread: threading.Thread | None = None
 
     def prepare(self, user: str | None, key: str, grammar: Grammar) -> Preparation:
-        """Prepare the grammar of request `key`, after those of the same user that were asked for before."""
+        """Prepare the grammar of request `key` after all earlier grammars of the same user."""
         preparation = Preparation(key, grammar)
         with self._has_changed:
             self._waiting.setdefault(user, deque()).append(preparation)

@@ -3,8 +3,8 @@ within a memory budget.
 
 A request names its images by their hashes. If the store lacks the content of an image, it asks a client for the
 content, part by part, and reports when a request has all its images. The store keeps the content until the request
-ends, because the engine may need the content again. After that, the content stays until other images need the memory.
-So a repeated image is sent only once.
+ends, because the engine may need the content again. After the request has ended, the content stays until other images
+need the memory. Therefore an image that is used again is usually not sent again.
 
 Owns: the content, the requests that wait for content, and the questions to clients. Does not own: the requests
 (`book`), the connections, or encoded images (the engine).
@@ -41,8 +41,8 @@ SLOWEST = 2**16
 
 
 class _Key(NamedTuple):
-    """The key of an image's content. The hash alone is not enough: a client may name a wrong size, and a user that only
-    knows the hash of another user's image must not get answers about this image.
+    """The key of an image's content. The hash alone is not enough as a key: a client may name a wrong size, and a user
+    that only knows the hash of another user's image must not get answers about this image.
     """
 
     user: str | None
@@ -101,8 +101,8 @@ class _Wanting:
 
     `names`: the keys of the images' content, in the order of the prompt and of `refs`. `suppliers`: the clients that
     wait for the request and can send its images. `missing`: the content that has not arrived. `has_room`: memory for
-    all images is reserved. `deadline`: if no client has waited for the request since its memory was reserved, the time
-    at which the request fails.
+    all images is reserved. `deadline`: the time at which the request fails if no client has waited for it since its
+    memory was reserved.
     """
 
     id: str
@@ -181,7 +181,7 @@ class ImageStore:
 
     def take_failed(self) -> dict[str, TruerollError]:
         """Return the errors of the requests that failed since the last call, by key. A request fails if its images
-        cannot arrive. The caller must end these requests.
+        cannot arrive. The caller must end the failed requests.
         """
         failed, self._failed = self._failed, {}
         return failed
@@ -215,8 +215,8 @@ class ImageStore:
             self._check_size(refs)
 
     def add(self, key: str, id: str, user: str | None, refs: tuple[ImageRef, ...]) -> None:
-        """Add a request that needs images and has passed `check`. `id`: the id that `user` gave to the request. `offer`
-        adds the clients that can supply the images.
+        """Add a request that needs images and has passed `check`. `id`: the id that `user` gave to the request. To add
+        clients that can supply the images, call `offer`.
         """
         self._requests[key] = _Wanting(id, key, refs, tuple(_Key.of(ref, user) for ref in refs))
         self._roomless[key] = None

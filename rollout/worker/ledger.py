@@ -85,7 +85,7 @@ def num_bytes_to_name(caller: str | None) -> int:
 def asked_by(message: Generate | GetScores, submission: Submission) -> Generate | GetScores:
     """Return a copy of a request with the caller and the delta settings of `submission`.
 
-    Two submissions of the same request differ only in these fields.
+    Two submissions of the same request differ only in the caller and the delta settings.
     """
     told: dict[str, Any] = {"caller": submission.caller}
     if isinstance(message, Generate):

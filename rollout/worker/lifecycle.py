@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Standing:
-    """The part of the state that persists between calls.
+    """The part of a worker's state that persists between calls.
 
     `is_paused`: generation is paused. `sleeping`: tags of the memory that is asleep. `is_waking`: since the last sleep,
     some memory was woken, but other memory is still asleep. `is_dirty`: the weights are missing or partly overwritten.

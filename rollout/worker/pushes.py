@@ -10,8 +10,9 @@ Guarantees:
 
 - An operation either runs completely or changes nothing. For each operation, either `done` or `cancelled` is called,
   exactly once.
-- A push is committed as a whole or not at all. A failed push leaves the weights unchanged. A push in place is the
-  exception: a failure after its source was opened leaves the worker `dirty`. The staging of a failed push is freed.
+- A push is committed as a whole or not at all. A failed push leaves the weights unchanged, unless the push is in place
+  and fails after its source was opened: in this case, the worker becomes `dirty`. The staging of a failed push is
+  freed.
 - If the thread of a push hangs, the push is abandoned `MARGIN_SECONDS` after its timeout. While `MOST_ABANDONED`
   abandoned threads still run, new pushes are refused.
 """
@@ -522,8 +523,8 @@ class Pushes:
                 self._operations.follow()
 
     def _close(self, push: Push, is_owing: bool) -> None:
-        """Release a push. `is_owing`: True if the thread of the push has not responded to a call yet. In this case, the
-        thread may be stuck.
+        """Release a push. `is_owing`: True if the thread of the push has not responded to a call yet. A thread that
+        owes a response may be stuck.
         """
         self._abandoned += [push.receiver] * is_owing
         push.receiver.close()

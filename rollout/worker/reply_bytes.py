@@ -1,8 +1,8 @@
 """The maximum size of a reply in bytes, computed before the request runs.
 
-A sample or score is one message. The size of the message grows with the number of tokens and with the records of each
-token, so a reply could exceed the limit on unread bytes. A request with such a reply is refused. The error names the
-size of the reply and the limit.
+The worker sends each sample or score as one message. The size of the message grows with the number of tokens and with
+the records of each token, so a reply could exceed the limit on unread bytes. A request with a reply that could exceed
+the limit is refused. The error names the size of the reply and the limit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class ModelSizes(Protocol):
 
 
 def check_reply(request: Request, sizes: ModelSizes, limit: int) -> None:
-    """Raise InvalidRequestError if the longest reply to a request exceeds `limit` bytes. Each sample is a reply."""
+    """Raise InvalidRequestError if the longest reply to a request exceeds `limit` bytes. Each sample is a separate
+    reply.
+    """
     tokens, each, others = _sizes(request, sizes)
     if (planned := _BESIDE + tokens * each + others) <= limit:
         return

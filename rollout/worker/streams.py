@@ -81,7 +81,7 @@ class Streams:
         """Add a reader of a request. A reader that is added again starts over with the first token.
 
         `pause`: minimum time between two messages to the reader while there are more than `FEW_READERS` readers, in
-        seconds. The latest pause of a reader applies to all requests of the reader.
+        seconds. If a reader is added with different pauses, the latest pause applies to all requests of the reader.
         """
         self._remove(key, reader)
         stream = self._streams.setdefault(key, _Stream())

@@ -191,8 +191,8 @@ FAILED_SECONDS = 0.5
 class Ending:
     """The shutdown of a worker.
 
-    `deadline`: time of the next action, in monotonic seconds. `is_aborting`: the engine has received the command to
-    abort the remaining requests.
+    `deadline`: time of the next action of the shutdown, in monotonic seconds. `is_aborting`: the engine has received
+    the command to abort the remaining requests.
     """
 
     def __init__(self, drain_seconds: float) -> None:
