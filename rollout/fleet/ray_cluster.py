@@ -123,7 +123,7 @@ class Cluster:
         risk = f"the Ray cluster at {address} asks for no token: anyone with access to its ports can run code in it"
         if not self._without_authentication:
             raise ConfigError(
-                f"fleet: {risk}; start it with RAY_AUTH_MODE=token, or set ray_without_authentication=True"
+                f"fleet: {risk}; start the cluster with RAY_AUTH_MODE=token, or set ray_without_authentication=True"
             )
         log.warning("fleet: %s", risk)
 

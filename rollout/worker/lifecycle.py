@@ -132,8 +132,8 @@ class Lifecycle:
         """Raise IllegalStateError if the memory of the weights is asleep."""
         if "weights" in self.standing.sleeping:
             raise IllegalStateError(
-                f"{call}: is not allowed in state {self.state} with weights asleep; "
-                'call wake_up(tags=["weights"]) first',
+                f"{call}: is not allowed in state {self.state} while the weights are asleep; call "
+                'wake_up(tags=["weights"]) first',
                 value=self.state,
             )
 
