@@ -209,7 +209,8 @@ class Admission:
         _check_named_tokens(request.distribution, self._info)
         # The last token is scored but never fed to the model.
         place = self._place(request.distribution, request.token_ids[request.start :], is_given=True)
-        score = OpenScore.of(request, self._rules(request.distribution), place)
+        score = OpenScore(request, (self.num_added, 0), self._rules(request.distribution), place)
+        _check_score_bytes(score, self._ledger.records.limit)
         tokens = array("i", request.token_ids[:-1].tolist())
         chain = self._new_chain(request.cache_salt, request, request.return_routed_experts)
         self._ledger.open_score(score, self._new_sequence(tokens, score, chain, request.images))
@@ -346,6 +347,17 @@ def _check_targets(request: ScoreRequest, info: EngineInfo) -> None:
             field="target_token_ids",
         )
     _check_vocabulary("target_token_ids", "target_token_ids", targets[targets != NO_TARGET], info)
+
+
+def _check_score_bytes(score: OpenScore, limit: int) -> None:
+    if (found := score.record_bytes) > limit:
+        raise InvalidRequestError(
+            f"records: the score of {score.num_rows} tokens needs {found} bytes (limit {limit}, max_record_bytes); "
+            "record less, score fewer tokens in one request, or raise the limit",
+            field="token_ids",
+            value=found,
+            limit=limit,
+        )
 
 
 def _check_vocabulary(field: str, what: str, token_ids: np.ndarray, info: EngineInfo) -> None:

@@ -87,6 +87,12 @@ class EngineConfig(BaseModel):
     an image. `image_cache_bytes`: the maximum total size, in bytes, of the encoded images on each rank; this memory is
     needed in addition to the KV cache.
 
+    `max_record_bytes`: the maximum total size, in bytes, of the records of unfinished samples and scores, in host
+    memory. Records are the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` request, and all
+    columns of scores that run. If the records exceed the limit after a step, the sample or score with the most record
+    bytes ends with the finish reason `error`. A worker applies the same limit separately to the replies that it stores
+    for unfinished requests.
+
     `cuda_graphs`: whether decode steps on a GPU run as CUDA graphs. `num_threads`: the number of threads that torch
     uses, for all ranks together; None: torch's default.
     """
@@ -111,6 +117,7 @@ class EngineConfig(BaseModel):
     max_images: int = Field(default=0, ge=0, le=MAX_SPANS)
     max_image_patches: int = Field(default=16384, ge=1, le=2**20)
     image_cache_bytes: int = Field(default=2**29, ge=1)
+    max_record_bytes: int = Field(default=2**33, ge=1)
     cuda_graphs: bool = True
     speculative: Literal["off", "auto", "ngram", "mtp"] = "off"
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)

@@ -70,7 +70,7 @@ class Engine:
         assert drafter is None or config.num_drafts, "a drafter needs speculative other than off"
         self._executor, loaded = _new_executor(config, loaded)
         self._scheduler = _new_scheduler(config, self.info, loaded)
-        self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes)
+        self._prompts, self._ledger = SharedPrompts(), Ledger(self._executor.routes, config.max_record_bytes)
         spec = loaded.model.spec
         images = ImageLimits(spec.served_tower, config.max_images, config.max_image_patches)
         self._grammars = Grammars(loaded.folder, self.info.vocab_size, self.info.eos_token_ids)
@@ -241,10 +241,12 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep.
 
-        For a model with experts, also return `routed_experts`, the bytes of host memory that all recorded expert ids
-        hold.
+        Also return `records`, the bytes of host memory that the records of unfinished requests hold (see
+        `EngineConfig.max_record_bytes`). For a model with experts, also return `routed_experts`, the bytes of host
+        memory that all recorded expert ids hold.
         """
-        held, routes = self._executor.memory(), self._scheduler.routes
+        held = self._executor.memory() | {"records": self._ledger.records.num_bytes}
+        routes = self._scheduler.routes
         return held if routes is None else held | {"routed_experts": routes.num_bytes + self._ledger.route_bytes}
 
     def invalidate_prefix_cache(self) -> None:
@@ -278,6 +280,7 @@ class Engine:
             shortened_hits=scheduler.stats.shortened_hits,
             images_encoded=images.encoded,
             image_evictions=images.evictions,
+            record_errors=ledger.records.num_errors,
             checkpoints_skipped=checkpoints.skipped,
             checkpoints_evicted=checkpoints.evicted,
             checkpoints_restored=checkpoints.restored,

@@ -31,7 +31,7 @@ from trueroll.errors import UnknownRequestError
 from .drafting.drafting import Drafting
 from .experts import ExpertRecorder
 from .grammars.masks import Grammars
-from .outputs.open_requests import Commit, Grown, OpenSample, OpenScore
+from .outputs.open_requests import Commit, Grown, OpenSample, OpenScore, RecordBudget
 from .outputs.routes import RouteFormat
 from .outputs.stop_strings import TokenizerError
 from .request import FinishReason, Output, SampleOutput, ScoreOutput
@@ -56,12 +56,14 @@ class Ledger:
 
     `open`: maps the id of each request to its unfinished samples, by index, or to its score. `routes`: the format of
     recorded experts, or None if the model has no experts. `generated_tokens`: tokens of finished samples. `finished`:
-    the number of finished samples for each finish reason. `grown`: the streamed samples with new tokens.
+    the number of finished samples for each finish reason. `grown`: the streamed samples with new tokens. `records`: the
+    bytes of the records of open samples and scores.
     """
 
-    def __init__(self, routes: RouteFormat | None) -> None:
+    def __init__(self, routes: RouteFormat | None, max_record_bytes: int) -> None:
         self.routes = routes
         self.grown = Grown()
+        self.records = RecordBudget(max_record_bytes)
         self.generated_tokens = 0
         self.finished: Counter[str] = Counter()
         self.open: dict[str, dict[int, OpenSample] | OpenScore] = {}
@@ -133,12 +135,8 @@ class Ledger:
             sample.place.token_ids.append(token)
         if sample.logprobs is not None:
             sample.logprobs.append(drawn.logprobs[row])
-        if sample.records is not None:
-            sample.records.append(drawn.records[row])
-        if sample.targets is not None:
-            sample.targets.append((drawn.targets[row],))
-        if sample.kept is not None:
-            sample.kept.append(drawn.kept.get(row, WHOLE_VOCABULARY))
+        if sample.records is not None or sample.targets is not None or sample.kept is not None:
+            self._record(sample, drawn, row)
         if sample.num_told is not None:
             self.grown.note(sample)
         matched = None
@@ -156,6 +154,15 @@ class Ledger:
             return "stop"
         return "length" if len(sample.token_ids) == sample.request.params.max_tokens else None
 
+    def _record(self, sample: OpenSample, drawn: Drawn, row: int) -> None:
+        if sample.records is not None:
+            sample.records.append(drawn.records[row])
+        if sample.targets is not None:
+            sample.targets.append((drawn.targets[row],))
+        if sample.kept is not None:
+            sample.kept.append(drawn.kept.get(row, WHOLE_VOCABULARY))
+        self.records.hold(sample)
+
     def finish_sample(self, sample: OpenSample, reason: FinishReason) -> SampleOutput:
         """End a sample and return its output."""
         group, sequence = self.open[sample.request.id], self._sequences.pop(sample)
@@ -163,6 +170,7 @@ class Ledger:
         del group[sample.index]
         if not group:
             del self.open[sample.request.id]
+        self.records.release(sample)
         self.finished[reason] += 1
         self.generated_tokens += len(sample.token_ids)
         return sample.output(reason, sequence.num_cached_tokens or 0, self._routed_experts(sequence, sample.num_fed))
@@ -171,6 +179,7 @@ class Ledger:
         """End a score and return its output. `commit`: the weights that computed the score."""
         sequence = self._sequences.pop(score)
         del self.open[score.request.id]
+        self.records.release(score)
         num_fed = sequence.num_tokens if reason == "stop" else 0
         return score.output(reason, commit.version, self._routed_experts(sequence, num_fed))
 
@@ -316,26 +325,42 @@ class Pipeline:
         if results.expert_tokens:
             self.experts.record(queued.chunks, kept.ends, results.routes, results.expert_tokens)
         self._scheduler.publish(kept)
-        scores = zip(queued.takers.scores, results.scores, strict=True)
-        outputs = [output for (i, score), found in scores for output in self._record(queued.chunks[i], score, found)]
         if self._drafting is not None:
             rows = int((queued.chunks.ends - queued.chunks.starts).sum())
             self._drafting.costs.record(rows, queued.started, time.monotonic())
-        outputs += [self._end(queued.takers, owner, reason) for owner, reason in ended]
-        return outputs if drawn is None else outputs + self._begin(queued, drawn)
+        outputs = [self._end(queued.takers, owner, reason) for owner, reason in ended]
+        if drawn is not None:
+            outputs += self._begin(queued, drawn)
+        outputs += self._bound_records()
+        for (i, score), found in zip(queued.takers.scores, results.scores, strict=True):
+            outputs += self._record(queued.chunks[i], score, found)
+        return outputs
 
     def abort(self, entry: Entry) -> Output:
-        """End a sample or a score and return its output. The output of a sample has the tokens drawn so far."""
+        """Abort a sample or a score and return its output. The output of a sample has the tokens drawn so far."""
+        return self._cut(entry, "abort")
+
+    def _bound_records(self) -> list[Output]:
+        """End the samples and scores with the most record bytes, until the records of open requests are within their
+        limit. No sample or score may be left that has ended but is still open.
+        """
+        outputs = list[Output]()
+        while (entry := self._ledger.records.take_excess()) is not None:
+            outputs.append(self._cut(entry, "error"))
+        return outputs
+
+    def _cut(self, entry: Entry, reason: FinishReason) -> Output:
+        """End a sample or a score before its last token, and return its output."""
         sequence = self._ledger.sequence_of(entry)
         if isinstance(entry, OpenScore):
             self._scheduler.finish(sequence)
-            return self._ledger.finish_score(entry, "abort", self.commit)
+            return self._ledger.finish_score(entry, reason, self.commit)
         assert isinstance(sequence.purpose, Generation)
         sequence.purpose.samples.remove(entry)
         if not sequence.purpose.samples:
             self._prompts.close(sequence)
             self._leave(entry, sequence)
-        return self._ledger.finish_sample(entry, "abort")
+        return self._ledger.finish_sample(entry, reason)
 
     def _launch(self, chunks: Chunks, started: float) -> _QueuedStep:
         """Queue a step on the device, behind the step in flight. `started`: the time at which the planning began."""
@@ -363,16 +388,23 @@ class Pipeline:
         if not self._ledger.is_open(score):
             return []
         if score.place is not None and score.place.error is not None:
-            self._scheduler.finish(chunk.sequence)
-            return [self._ledger.finish_score(score, "error", self.commit)]
+            score.error = f"structured_outputs: {score.place.error}"
+            return [self._cut(score, "error")]
+        outputs = list[Output]()
+        if columns and not score.columns:
+            self._ledger.records.hold(score)
+            outputs = self._bound_records()
+            if not self._ledger.is_open(score):
+                return outputs
+            score.allocate()
         if columns:
             end = chunk.end + 1 - score.request.start
             for column, found in zip(score.columns.values(), columns, strict=True):
                 column[end - len(found) : end] = found
         if not chunk.reaches_end:
-            return []
+            return outputs
         self._scheduler.finish(chunk.sequence)
-        return [self._ledger.finish_score(score, "stop", self.commit)]
+        return [*outputs, self._ledger.finish_score(score, "stop", self.commit)]
 
     def _go_on(self, takers: Takers, drawn: Drawn) -> tuple[np.ndarray, list[tuple[int, FinishReason]]]:
         """Append the accepted draws to each sample that has its own sequence.

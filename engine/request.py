@@ -136,10 +136,11 @@ def join_columns(first: Columns, rest: Columns) -> Columns:
 
 
 class GrowingColumns:
-    """Columns to which tokens are appended one by one."""
+    """Columns to which tokens are appended one by one. `num_bytes`: the size of their content."""
 
     def __init__(self, columns: Sequence[Column], widths: Widths) -> None:
         self._columns, self._widths = columns, widths
+        self.num_bytes = 0
         self._num_tokens = 0
         self._content = [bytearray() for _ in columns]
 
@@ -148,6 +149,7 @@ class GrowingColumns:
         self._num_tokens += 1
         for content, value in zip(self._content, values, strict=True):
             content += value
+            self.num_bytes += len(value)
 
     def arrays(self, start: int = 0) -> Columns:
         """Return writable copies of the columns, from token `start` on."""
@@ -779,8 +781,9 @@ class ScoreOutput:
 
     `logprobs`: float32 [num_tokens - start]; entry i is the log-prob of token start + i given the tokens before it.
     `finish_reason`: `stop`; `abort` for an aborted score; `error` if the masks of the score's grammar cannot be
-    computed. With `abort` and `error`, `logprobs` is empty. `error`: a description of the error, or None. `entropy`,
-    `top_token_ids`, `top_logprobs` and `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
+    computed, or if the records of unfinished requests exceed `max_record_bytes`. With `abort` and `error`, `logprobs`
+    is empty. `error`: a description of the error, or None. `entropy`, `top_token_ids`, `top_logprobs` and
+    `target_logprobs`: as in `SampleOutput`, one row for each entry of `logprobs`.
     `routed_experts`: as in `SampleOutput`, with num_tokens - 1 rows; None for an aborted score.
     """
 

@@ -65,6 +65,9 @@ class EngineStats:
     `images_encoded`, `image_evictions`: images that were encoded, and encoded images that were evicted; 0 for models
     without a vision tower.
 
+    `record_errors`: samples and scores that ended with an error, because the records of unfinished requests exceeded
+    `max_record_bytes`.
+
     The `checkpoints_*` fields are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were
     not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.
     `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
@@ -94,6 +97,7 @@ class EngineStats:
     shortened_hits: int
     images_encoded: int
     image_evictions: int
+    record_errors: int
     checkpoints_skipped: int
     checkpoints_evicted: int
     checkpoints_restored: int

@@ -59,6 +59,7 @@ class FakeInfo:
     max_model_len: int = MAX_MODEL_LEN
     vocab_size: int = 512
     route_bytes: int = 0
+    max_record_bytes: int = 2**33
     live_states: int = 0
     checkpoints: int = 0
     expert_layers: int = 0
@@ -118,6 +119,7 @@ class FakeStats:
     shortened_hits: int = 0
     images_encoded: int = 0
     image_evictions: int = 0
+    record_errors: int = 0
     checkpoints_skipped: int = 0
     checkpoints_evicted: int = 0
     checkpoints_restored: int = 0

@@ -1,7 +1,7 @@
 """The open requests: samples that gain tokens, and scores that gain log-probs.
 
-Also defines how the tokens of a sample are drawn (`DrawRecord`), and tracks the streamed samples that gained tokens
-since their last delta (`Grown`).
+Also defines how the tokens of a sample are drawn (`DrawRecord`), tracks the streamed samples that gained tokens since
+their last delta (`Grown`), and counts the bytes of all records (`RecordBudget`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from ..request import (
     ScoreRequest,
     WeightSpan,
     as_fields,
-    cut_columns,
     new_columns,
 )
 from .stop_strings import StopStrings
@@ -175,6 +174,11 @@ class OpenSample:
         """
         return len(self.request.prompt_token_ids) + len(self.token_ids) - 1 if self.token_ids else 0
 
+    @property
+    def record_bytes(self) -> int:
+        """The size of the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` requested."""
+        return sum(each.num_bytes for each in self._recorded())
+
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:
         """Return the output of the sample in its current state.
 
@@ -212,9 +216,12 @@ class OpenSample:
     def _columns(self, start: int = 0) -> Columns:
         """Return the columns of the tokens from `start` on."""
         columns = {} if self.logprobs is None else {LOGPROBS.name: np.array(self.logprobs[start:], LOGPROBS.dtype)}
-        for each in (self.records, self.targets, self.kept):
-            columns |= {} if each is None else each.arrays(start)
+        for each in self._recorded():
+            columns |= each.arrays(start)
         return columns
+
+    def _recorded(self) -> list[GrowingColumns]:
+        return [each for each in (self.records, self.targets, self.kept) if each is not None]
 
     def _spans(self) -> tuple[WeightSpan, ...]:
         ends = [start for _, start in self.commits[1:]] + [len(self.token_ids)]
@@ -224,41 +231,55 @@ class OpenSample:
 
 @dataclass(eq=False, slots=True)
 class OpenScore:
-    """An unfinished score request, with columns that are filled as chunks are computed.
+    """An unfinished score request.
 
-    `columns`: as in `ScoreOutput`. `rules`: the edits of logits, or None. `place`: how far the scored tokens have come
-    in a text of their grammar; None without a grammar.
+    `order`: (order of arrival of the request, 0). `rules`: the edits of logits, or None. `place`: how far the scored
+    tokens have come in a text of their grammar; None without a grammar. `columns`: as in `ScoreOutput`, filled as
+    chunks are computed; empty until `allocate` is called, so that a waiting score needs no memory. `error`: a
+    description of the error that ends the score, or None.
     """
 
     request: ScoreRequest
-    columns: Columns
+    order: tuple[int, int]
     rules: Rules | None
     place: Place | None = None
+    columns: Columns = field(default_factory=dict)
+    error: str | None = None
 
-    @classmethod
-    def of(cls, request: ScoreRequest, rules: Rules | None, place: Place | None = None) -> OpenScore:
-        """Return an open score with no log-probs computed yet."""
-        rows = len(request.token_ids) - request.start
-        targets = request.target_token_ids
-        num_targets = 0 if targets is None else targets.shape[1]
-        return cls(request, new_columns(request.top_logprobs, num_targets, rows), rules, place)
+    @property
+    def num_rows(self) -> int:
+        """The number of scored tokens."""
+        return len(self.request.token_ids) - self.request.start
+
+    @property
+    def record_bytes(self) -> int:
+        """The size of the columns once they are allocated."""
+        return self.num_rows * sum(values.nbytes for values in self._new_columns(1).values())
+
+    def allocate(self) -> None:
+        """Allocate the columns, with no log-probs computed yet."""
+        self.columns = self._new_columns(self.num_rows)
 
     def output(self, reason: FinishReason, version: int, routed_experts: np.ndarray | None = None) -> ScoreOutput:
-        """Return the output of the score. A score that was aborted has no log-probs.
+        """Return the output of the score. A score that did not end with `stop` has no log-probs.
 
         `version`: the version of the weights that computed the log-probs. `routed_experts`: the experts of all tokens
         fed to the model.
         """
-        columns = self.columns if reason == "stop" else cut_columns(self.columns, 0, 0)
+        columns = self.columns if reason == "stop" else self._new_columns(0)
         rows = len(columns[LOGPROBS.name])
         return ScoreOutput(
             request_id=self.request.id,
             finish_reason=reason,
             weight_versions=(WeightSpan(version, 0, rows),) if rows else (),
-            error=self.place.error if self.place is not None and reason == "error" else None,
+            error=self.error,
             routed_experts=routed_experts,
             **as_fields(columns),
         )
+
+    def _new_columns(self, rows: int) -> Columns:
+        targets = self.request.target_token_ids
+        return new_columns(self.request.top_logprobs, 0 if targets is None else targets.shape[1], rows)
 
 
 class Grown:
@@ -282,3 +303,46 @@ class Grown:
         """Return the tokens drawn for open samples since the last call."""
         grown, self._samples = self._samples, []
         return [sample.take_delta() for sample in dict.fromkeys(grown) if is_open(sample)]
+
+
+class RecordBudget:
+    """Counts the bytes that the records of unfinished samples and scores take, and chooses what ends beyond a limit.
+
+    The records of a sample are the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` request.
+    The records of a score are its columns. `limit`: maximum of `num_bytes`, the bytes of all records. `num_errors`: the
+    number of samples and scores that were chosen to end.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_bytes = 0
+        self.num_errors = 0
+        self._held: dict[OpenSample | OpenScore, int] = {}
+
+    def hold(self, entry: OpenSample | OpenScore) -> None:
+        """Count the current records of a sample, or the columns of a score, in place of what was counted before."""
+        num_bytes = entry.record_bytes
+        self.num_bytes += num_bytes - self._held.get(entry, 0)
+        self._held[entry] = num_bytes
+
+    def release(self, entry: OpenSample | OpenScore) -> None:
+        """Stop counting a sample or a score that has ended."""
+        self.num_bytes -= self._held.pop(entry, 0)
+
+    def take_excess(self) -> OpenSample | OpenScore | None:
+        """Return the sample or score that must end, and set its `error`; None if the records are within the limit.
+
+        The chosen sample or score has the most record bytes. Of several with equally many bytes, the one that arrived
+        last is chosen.
+        """
+        if self.num_bytes <= self.limit:
+            return None
+        entry = max(self._held, key=lambda each: (self._held[each], each.order))
+        what = "score" if isinstance(entry, OpenScore) else "sample"
+        entry.error = (
+            f"records: the records of unfinished requests take {self.num_bytes} bytes (limit {self.limit}, "
+            f"max_record_bytes), and this {what}'s {self._held[entry]} bytes are the most; record less, request fewer "
+            "tokens, or raise the limit"
+        )
+        self.num_errors += 1
+        return entry

@@ -90,8 +90,9 @@ class EngineInfo:
     each rank. `token_bytes`: the bytes of a rank's KV cache for each token, summed over the layers with the first
     window.
 
-    `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`. `llguidance`: the version of the
-    package that computes the masks of grammars; None if it is not installed.
+    `max_images`, `max_image_patches`: the limits on images, as in `EngineConfig`. `max_record_bytes`: the limit on
+    records, as in `EngineConfig`. `llguidance`: the version of the package that computes the masks of grammars; None if
+    it is not installed.
 
     `scratch_bytes`: the approximate memory of the largest step, in bytes. `warm_up_seconds`: the duration of the
     warm-up, which compiles kernels, plans memory and captures CUDA graphs after the weights are loaded.
@@ -117,6 +118,7 @@ class EngineInfo:
     enable_prefix_caching: bool
     weight_bytes: int
     kv_bytes: int
+    max_record_bytes: int
     token_bytes: int = 0
     live_states: int = 0
     checkpoints: int = 0
@@ -278,6 +280,7 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         enable_prefix_caching=config.enable_prefix_caching,
         weight_bytes=model.num_bytes,
         kv_bytes=plan.kv_bytes,
+        max_record_bytes=config.max_record_bytes,
         token_bytes=sizes.block // sizes.block_size,
         state_bytes=plan.state_bytes,
         expert_layers=routes.layers if routes else 0,

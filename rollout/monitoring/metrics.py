@@ -287,6 +287,8 @@ def _service_metrics(service: Mapping[str, int]) -> Iterator[Metric]:
     yield CounterMetricFamily("trueroll_requests_finished", "Requests with a result.", value=service["finished"])
     yield CounterMetricFamily("trueroll_requests_failed", "Requests that ended with an error.", value=service["failed"])
     yield CounterMetricFamily("trueroll_results_dropped", "Results dropped for lack of room.", value=service["dropped"])
+    text = "Requests that failed because the replies of unfinished requests exceeded max_record_bytes."
+    yield CounterMetricFamily("trueroll_reply_errors", text, value=service["reply_errors"])
 
 
 def _token_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
@@ -313,6 +315,7 @@ _ENGINE_COUNTERS = (
     ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
     ("images_encoded", "images_encoded", "Images that the vision tower has encoded."),
     ("image_evictions", "image_evictions", "Encoded images that were evicted."),
+    ("record_errors", "record_errors", "Samples and scores that ended because records exceeded max_record_bytes."),
     ("checkpoints_skipped", "checkpoints_skipped", "Checkpoints of recurrent states skipped for lack of room."),
     ("checkpoints_evicted", "checkpoints_evicted", "Checkpoints of recurrent states that were evicted."),
     ("checkpoints_restored", "checkpoints_restored", "Sequences that continued from a checkpoint of their state."),

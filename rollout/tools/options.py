@@ -63,6 +63,9 @@ ENGINE: Table = {
         "max_image_patches": "Maximum size of an image, in patches of the tower.",
         "image_cache_bytes": "Maximum bytes of encoded images.",
     },
+    "Records": {
+        "max_record_bytes": "Maximum bytes of the records (such as top log-probs) of unfinished requests.",
+    },
     "Drafts": {
         "speculative": "Drafted tokens, which change no bit: off, ngram (repeats of a prompt and its samples), mtp "
         "(the model's own module), or auto (the better of both).",

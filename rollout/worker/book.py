@@ -193,6 +193,7 @@ class RequestBook:
     - `conditions`: returns the current `Conditions`.
     - `waiting_room`: the requests that have not been sent to the engine yet.
     - `max_model_len`: maximum context length in tokens; None until the model has loaded.
+    - `max_record_bytes`: maximum size of the stored replies of unfinished requests; None until the model has loaded.
     - `grammars`: prepares grammars; None until the model has loaded.
     """
 
@@ -208,6 +209,7 @@ class RequestBook:
         self.ledger = Ledger(config.max_kept_results, config.max_kept_bytes)
         self.waiting_room = WaitingRoom()
         self.max_model_len: int | None = None
+        self.max_record_bytes: int | None = None
         self.grammars: GrammarThread | None = None
         self.streams = Streams(self._tell, takes)
         self.images = ImageStore(
@@ -427,20 +429,43 @@ class RequestBook:
     def take_outputs(self, outputs: list[Output]) -> None:
         """Handle finished samples and scores from the engine."""
         for output in outputs:
-            entry = self.ledger.open[output.request_id]
-            if isinstance(output, SampleOutput):
-                self.streams.end_sample(entry.key, output.index)
-                self._publish(entry, protocol.sample_message(entry.message.id, output))
-            elif output.error is not None:
-                self.end(entry.key, InvalidRequestError(f"structured_outputs: {output.error}"))
-                continue
+            self._take_output(self.ledger.open[output.request_id], output)
+        self._bound_replies()
+
+    def _take_output(self, entry: Entry, output: Output) -> None:
+        if isinstance(output, ScoreOutput) and output.error is not None:
+            self.end(entry.key, entry.error or InvalidRequestError(output.error))
+            return
+        if isinstance(output, SampleOutput):
+            self.streams.end_sample(entry.key, output.index)
+        if entry.error is None:
+            self._publish(entry, _message_of(entry, output))
+        self.ledger.end_sample(entry, output.finish_reason)
+        if entry.num_unfinished == 0:
+            if isinstance(output, SampleOutput) and entry.error is None:
+                self._publish(entry, _done(entry, self.max_model_len))
+            self.end(entry.key, entry.error)
+
+    def _bound_replies(self) -> None:
+        """Fail the requests with the most reply bytes, until the replies of unfinished requests are within their limit.
+        The failed requests end when the engine has aborted their running samples.
+        """
+        ledger, limit = self.ledger, self.max_record_bytes
+        while limit is not None and (found := ledger.num_bytes_replied) > limit:
+            entry = ledger.most_replied()
+            error = InvalidRequestError(
+                f"records: the stored replies of unfinished requests take {found} bytes (limit {limit}, "
+                f"max_record_bytes), and this request's {entry.num_bytes_replied} bytes are the most; record less, request "
+                "fewer samples or tokens, or raise the limit",
+                value=found,
+                limit=limit,
+            )
+            ledger.begin_failure(entry, error)
+            ledger.stats.reply_errors += 1
+            if entry.key in self.waiting_room:
+                self.end(entry.key, error)
             else:
-                self._publish(entry, protocol.scores_message(entry.message.id, output))
-            self.ledger.end_sample(entry, output.finish_reason)
-            if entry.num_unfinished == 0:
-                if isinstance(output, SampleOutput):
-                    self._publish(entry, _done(entry, self.max_model_len))
-                self.end(entry.key)
+                self._tell_engine(Abortion(entry))
 
     def take_ended(self, event: Ended) -> None:
         """Handle the engine's response to an abort."""
@@ -556,7 +581,7 @@ class RequestBook:
 
     def _publish(self, entry: Entry, message: protocol.FinishedSample | protocol.Done | protocol.Scores) -> None:
         reply = protocol.encode_for_anyone(message)
-        entry.replies.append(reply)
+        self.ledger.add_reply(entry, reply)
         for identity, caller, *_ in entry.subscribers:
             self._send(identity, protocol.address(reply, caller))
 
@@ -574,6 +599,12 @@ def _shown_tokens(message: Generate | GetScores) -> np.ndarray:
 def _grammar_of(request: Request) -> Grammar | None:
     distribution = request.params if isinstance(request, GenerateRequest) else request.distribution
     return distribution.structured_outputs
+
+
+def _message_of(entry: Entry, output: Output) -> protocol.FinishedSample | protocol.Scores:
+    if isinstance(output, SampleOutput):
+        return protocol.sample_message(entry.message.id, output)
+    return protocol.scores_message(entry.message.id, output)
 
 
 def _error_frame(entry: Entry, error: TruerollError, caller: str | None) -> bytes:

@@ -11,6 +11,8 @@ Guarantees:
 - A known id always belongs to the same content. Each user has a separate set of ids.
 - An open entry is never dropped. Finished entries are kept until they are acknowledged or evicted. If a limit is
   exceeded, the entry that finished first is evicted first.
+- The replies of open entries are counted in bytes. An entry that fails while the engine runs it stores no replies, and
+  stays open until the engine has ended its samples.
 - Aborted results are sent only to callers that submitted the request before the abort.
 - Open entries are indexed by the connections that wait for them.
 - A call that is sent several times, for example after a reconnect, is executed once, and each copy is answered. The
@@ -177,7 +179,8 @@ class Entry:
     - `subscribers`: the waiting submissions. Each subscriber gets separate replies.
     - `callers`: all callers that submitted the request. While the entry is open, each caller is mapped to the number of
       its waiting submissions.
-    - `replies`: the frames sent so far, in order.
+    - `replies`: the frames sent so far, in order. `num_bytes_replied`: their size.
+    - `error`: the error that ends the entry when the engine has ended all its samples; None unless the entry has failed.
     - `num_aborts`: number of aborts that the engine has not answered yet.
     - `successors`: submissions that arrived after an abort. Successors do not get the aborted results, and are
       submitted again after the entry has ended.
@@ -193,6 +196,8 @@ class Entry:
     subscribers: Submissions = field(default_factory=Submissions)
     callers: Counter[str | None] = field(default_factory=Counter)
     replies: list[bytes] = field(default_factory=list)
+    num_bytes_replied: int = 0
+    error: TruerollError | None = None
     finish_reasons: Counter[FinishReason] = field(default_factory=Counter)
     num_aborts: int = 0
     successors: Submissions = field(default_factory=Submissions)
@@ -201,11 +206,16 @@ class Entry:
     @property
     def num_bytes(self) -> int:
         """Estimated size of the content, the replies and the names of the callers, in bytes."""
-        return self.num_bytes_asked + sum(map(len, self.replies)) + sum(map(num_bytes_to_name, self.callers))
+        return self.num_bytes_asked + self.num_bytes_replied + sum(map(num_bytes_to_name, self.callers))
 
     @property
     def is_aborted(self) -> bool:
-        """Return whether some samples of the request were aborted, or may still be aborted by a pending abort."""
+        """Return whether some samples of the request were aborted, or may still be aborted by a pending abort.
+
+        Return False for a request that has failed, because all its submissions get the error.
+        """
+        if self.error is not None:
+            return False
         return (self.num_aborts > 0 and self.num_unfinished > 0) or self.finish_reasons["abort"] > 0
 
     def serves(self, caller: str | None) -> bool:
@@ -244,7 +254,8 @@ class ServiceStats:
 
     `accepted`: number of accepted requests. `joined`: number of submissions of requests that were already known.
     `finished`: number of accepted requests that have finished. `failed`: number of accepted requests that were answered
-    with an error. `dropped`: number of evicted results.
+    with an error. `dropped`: number of evicted results. `reply_errors`: number of requests that failed, because the
+    stored replies of unfinished requests exceeded `max_record_bytes`.
     """
 
     accepted: int = 0
@@ -252,6 +263,7 @@ class ServiceStats:
     finished: int = 0
     failed: int = 0
     dropped: int = 0
+    reply_errors: int = 0
 
 
 class KeptResults:
@@ -359,7 +371,8 @@ class Ledger:
     """The open requests (`open`) and the kept results of ended requests (`kept`), by key.
 
     `awaited`: the open entries that each connection waits for. `num_samples_left`: number of unfinished samples of open
-    requests. `num_bytes_open`: estimated size of the content of open requests.
+    requests. `num_bytes_open`: estimated size of the content of open requests. `num_bytes_replied`: size of the replies
+    of open requests.
     """
 
     def __init__(self, max_kept_results: int, max_kept_bytes: int) -> None:
@@ -369,6 +382,7 @@ class Ledger:
         self.awaited = Awaited()
         self.num_samples_left = 0
         self.num_bytes_open = 0
+        self.num_bytes_replied = 0
 
     def find(self, user: str | None, message: Generate | GetScores) -> Entry | None:
         """Return the entry with the message's id; None if the id is new.
@@ -422,6 +436,21 @@ class Ledger:
             self.kept.withdraw(entry, caller)
         return entry is not None
 
+    def add_reply(self, entry: Entry, reply: bytes) -> None:
+        """Store a reply of an open entry."""
+        entry.replies.append(reply)
+        entry.num_bytes_replied += len(reply)
+        self.num_bytes_replied += len(reply)
+
+    def most_replied(self) -> Entry:
+        """Return the open entry with the most reply bytes; of several, the entry that was opened last."""
+        return max(reversed(self.open.values()), key=lambda entry: entry.num_bytes_replied)
+
+    def begin_failure(self, entry: Entry, error: TruerollError) -> None:
+        """Drop the replies of an open entry, which must end with `error`."""
+        self.num_bytes_replied -= entry.num_bytes_replied
+        entry.replies, entry.num_bytes_replied, entry.error = [], 0, error
+
     def end_sample(self, entry: Entry, reason: FinishReason) -> None:
         """Record that a sample or the score of an open entry has ended."""
         entry.finish_reasons[reason] += 1
@@ -450,6 +479,7 @@ class Ledger:
     def _close(self, key: str) -> Entry:
         entry = self.open.pop(key)
         self.num_bytes_open -= entry.num_bytes_asked
+        self.num_bytes_replied -= entry.num_bytes_replied
         return entry
 
 

@@ -128,7 +128,11 @@ class Vitals:
         return self.info | {"commit_note": weights.commit_note, "optional_note": weights.optional_note}
 
     def _memory(self) -> dict[str, int]:
-        memory = {"process": self._resident.num_bytes(), "images": self._book.images.num_bytes}
+        memory = {
+            "process": self._resident.num_bytes(),
+            "images": self._book.images.num_bytes,
+            "replies": self._book.ledger.num_bytes_replied,
+        }
         if (snapshot := self._engine_thread.snapshot) is not None:
             memory |= snapshot.memory | {"staging": self._control.pushes.staging_bytes}
         return memory
@@ -572,7 +576,7 @@ class Worker:
         self._book.images.set_limits(loaded.images)
         self._book.grammars = GrammarThread(loaded.grammars, self.publish_event)
         self._vitals.info = info
-        self._book.max_model_len = info["max_model_len"]
+        self._book.max_model_len, self._book.max_record_bytes = info["max_model_len"], info["max_record_bytes"]
         if info["backend_note"]:
             log.warning("backend %s, not a faster one: %s", info["backend"], info["backend_note"])
         self._control.finish_loading(loaded.weights, info["device"])

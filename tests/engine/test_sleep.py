@@ -95,6 +95,7 @@ def test_a_sleep_holds_and_computes_nothing_and_waking_restores(
         assert engine.memory() == {
             "weights": full["weights"] if kept else 0,
             "kv_cache": 0 if "kv_cache" in tags else full["kv_cache"],
+            "records": 0,
         }
         with pytest.raises(RuntimeError, match=f"{tags[0]}.* is asleep"):
             engine.step()

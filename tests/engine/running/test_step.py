@@ -144,7 +144,7 @@ def test_a_sequence_accepts_one_token_or_more() -> None:
 def test_a_score_has_targets_and_draws_nothing() -> None:
     request = ScoreRequest("s", np.arange(30, 36, dtype=np.int32), Distribution(temperature=0.5), top_logprobs=2)
     decode = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 1])
-    scored = sequence(OpenScore.of(request, None), list(range(30, 35)), [2, 3])
+    scored = sequence(OpenScore(request, (0, 0), None), list(range(30, 35)), [2, 3])
     step = plan(Chunk(decode, 4, 5), Chunk(scored, 1, 5))
     [rows] = step.scores
     assert (rows.start, rows.end, rows.token_ids.tolist()) == (1, 5, [32, 33, 34, 35])

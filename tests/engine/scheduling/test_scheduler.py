@@ -33,7 +33,7 @@ in the slot.
 """
 
 
-SCORE = OpenScore.of(ScoreRequest("score", np.zeros(2, np.int32)), None)
+SCORE = OpenScore(ScoreRequest("score", np.zeros(2, np.int32)), (0, 0), None)
 
 
 @dataclass(eq=False)
