@@ -455,8 +455,8 @@ class RequestBook:
             entry = ledger.most_replied()
             error = InvalidRequestError(
                 f"records: the stored replies of unfinished requests take {found} bytes (limit {limit}, "
-                f"max_record_bytes), and this request's {entry.num_bytes_replied} bytes are the most; record less, request "
-                "fewer samples or tokens, or raise the limit",
+                f"max_record_bytes), and this request's {entry.num_bytes_replied} bytes are the most; record less, "
+                "request fewer samples or tokens, or raise the limit",
                 value=found,
                 limit=limit,
             )

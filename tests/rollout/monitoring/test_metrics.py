@@ -65,6 +65,7 @@ ENGINE = {
     "shortened_hits": 31,
     "images_encoded": 37,
     "image_evictions": 38,
+    "record_errors": 39,
     "checkpoints_skipped": 32,
     "checkpoints_evicted": 33,
     "checkpoints_restored": 34,
@@ -76,7 +77,16 @@ ENGINE = {
 }
 INFO = {"expert_layers": 2, "num_experts": 3}
 NUMBERED = ("window", "expert", "layer", "position", "drafter")
-MEMORY = {"process": 4000, "images": 700, "weights": 1000, "kv_cache": 2000, "staging": 500, "routed_experts": 600}
+MEMORY = {
+    "process": 4000,
+    "images": 700,
+    "replies": 800,
+    "weights": 1000,
+    "kv_cache": 2000,
+    "records": 900,
+    "staging": 500,
+    "routed_experts": 600,
+}
 PUSH = protocol.PushProgress(
     push_id="0" * 32,
     weight_version=5,
@@ -98,7 +108,7 @@ class FakeSource:
         self.sleeping: tuple[Tag, ...] = ()
         self.push: protocol.PushProgress | None = PUSH
         self.engine: dict[str, Any] = ENGINE
-        self.service = ServiceStats(accepted=21, joined=22, finished=23, failed=24, dropped=25)
+        self.service = ServiceStats(accepted=21, joined=22, finished=23, failed=24, dropped=25, reply_errors=26)
         self.histograms = Timings()
         self.is_loading = False
         self.memory = MEMORY
@@ -186,6 +196,7 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         "trueroll_requests_finished_total": 23,
         "trueroll_requests_failed_total": 24,
         "trueroll_results_dropped_total": 25,
+        "trueroll_reply_errors_total": 26,
         'trueroll_samples_finished_total{reason="length"}': 8,
         'trueroll_samples_finished_total{reason="error"}': 1,
         'trueroll_samples_finished_total{reason="stop"}': 0,
@@ -211,6 +222,7 @@ def test_every_number_arrives_under_its_name(port: int) -> None:
         "trueroll_shortened_hit_tokens_total": 31,
         "trueroll_images_encoded_total": 37,
         "trueroll_image_evictions_total": 38,
+        "trueroll_record_errors_total": 39,
         "trueroll_rank_wait_seconds_total": 1.5,
         "trueroll_checkpoints_skipped_total": 32,
         "trueroll_checkpoints_evicted_total": 33,

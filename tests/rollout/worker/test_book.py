@@ -81,16 +81,16 @@ class Desk:
 
     def is_empty(self) -> bool:
         ledger = self.book.ledger
-        counts = ledger.num_samples_left, ledger.num_bytes_open, ledger.awaited.num_bytes
-        return not ledger.open and not self.book.has_unanswered and counts == (0, 0, 0)
+        counts = ledger.num_samples_left, ledger.num_bytes_open, ledger.awaited.num_bytes, ledger.num_bytes_replied
+        return not ledger.open and not self.book.has_unanswered and counts == (0, 0, 0, 0)
 
 
 def request(id: str, n: int = 1, **fields: Any) -> protocol.Generate:
     return protocol.Generate(id=id, prompt_token_ids=TOKENS, params=SamplingParams(n=n, max_tokens=4), **fields)
 
 
-def output(index: int) -> SampleOutput:
-    return SampleOutput("k", index, [1, 2, 3, 4], np.zeros(4, np.float32), "length", 1, 0, ())
+def output(index: int, id: str = "k") -> SampleOutput:
+    return SampleOutput(id, index, [1, 2, 3, 4], np.zeros(4, np.float32), "length", 1, 0, ())
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -189,6 +189,55 @@ def test_a_successor_that_gives_up_is_withdrawn_without_an_error() -> None:
     desk.book.lose(b"A")
     desk.book.abort(b"B", None, protocol.Abort(id="give up", request_id="k", caller="two"))
     assert desk.socket.types(b"B") == ["aborted"] and len(desk.ends()) == 1
+
+
+def test_the_open_request_with_the_most_reply_bytes_fails_alone() -> None:
+    """Until the engine has aborted its samples, the failed request stays open. A client that joins gets the error."""
+    desk = Desk()
+    desk.book.submit(b"A", None, request("k", n=8, caller="one"))
+    desk.book.submit(b"B", None, request("small", n=3))
+    desk.book.take_outputs([output(0, "small"), output(0), output(1)])
+    desk.book.max_record_bytes = desk.book.ledger.num_bytes_replied
+    desk.book.take_outputs([output(1, "small"), output(2)])
+    [end] = desk.ends()
+    small = desk.book.ledger.open["small"]
+    assert (end.request_id, end.index) == ("k", None)
+    assert desk.book.ledger.num_bytes_replied == sum(map(len, small.replies)) > 0
+    desk.book.take_outputs([output(3)])
+    desk.book.lose(b"A")
+    desk.book.submit(b"A2", None, request("k", n=8, caller="one"))
+    assert desk.socket.types(b"A") == ["sample"] * 3 and desk.socket.types(b"A2") == [], "no more samples are sent"
+    desk.book.take_ended(Ended(end, [output(index) for index in range(4, 8)]))
+    [error] = [message for to, message in desk.socket.sent if to == b"A2"]
+    assert (error.type, error.code) == ("error", "invalid_request") and "max_record_bytes" in error.message
+    desk.book.take_outputs([output(2, "small")])
+    assert desk.socket.types(b"B") == ["sample"] * 3 + ["done"] and desk.is_empty()
+    stats = desk.book.ledger.stats
+    assert (stats.accepted, stats.finished, stats.failed, stats.reply_errors) == (2, 1, 1, 1)
+
+
+@pytest.mark.parametrize("is_submitted_again", [True, False])
+def test_an_abort_call_crosses_the_failure_of_its_request(is_submitted_again: bool) -> None:
+    desk = Desk()
+    desk.book.max_record_bytes = 1
+    desk.book.submit(b"A", None, request("k", n=3, caller="one"))
+    desk.book.abort(b"C", None, protocol.Abort(id="abort", request_id="k", index=1))
+    if is_submitted_again:
+        desk.book.submit(b"B", None, request("k", n=3, caller="two"))
+    desk.book.take_outputs([output(0)])
+    first, second = desk.ends()
+    desk.book.take_ended(Ended(first, [output(1)]))
+    desk.book.take_ended(Ended(second, [output(2)]))
+    assert desk.socket.types(b"A") == ["sample", "error"] and desk.socket.types(b"C") == ["aborted"]
+    assert desk.socket.types(b"B") == ["error"] * is_submitted_again and desk.is_empty()
+
+
+def test_a_waiting_request_fails_at_once() -> None:
+    desk = Desk(PAUSED)
+    desk.book.max_record_bytes = 1
+    desk.book.submit(b"A", None, request("k", n=3))
+    desk.book.abort(b"A", None, protocol.Abort(id="abort", request_id="k", index=1))
+    assert desk.socket.types(b"A") == ["sample", "error", "aborted"] and desk.is_empty() and not desk.commands
 
 
 class Grammars:

@@ -83,6 +83,23 @@ def test_the_scores_take_the_planned_bytes_at_most() -> None:
     assert size <= planned(request) < size + 5000
 
 
+def test_a_worker_fails_a_request_with_too_many_reply_bytes() -> None:
+    engine = FakeEngine()
+    engine.info = FakeInfo(max_record_bytes=8000)
+    with serving(engine) as worker, RolloutClient(worker.address) as client:
+        for n in (1, 32, 2):
+            asked = SamplingParams(n=n, max_tokens=40)
+            if n == 32:
+                with pytest.raises(InvalidRequestError, match=r"limit 8000, max_record_bytes.*are the most") as error:
+                    client.generate([[1, 2, 3]], asked)
+                assert error.value.limit == 8000
+            else:
+                [group] = client.generate([[1, 2, 3]], asked)
+                assert [len(sample.token_ids) for sample in group.samples] == [40, 39][:n]
+        assert client.health().memory["replies"] == 0 and not engine.has_unfinished
+        assert client.stats().service["reply_errors"] == client.stats().service["failed"] == 1
+
+
 def test_a_worker_refuses_what_no_connection_may_hold() -> None:
     with serving(FakeEngine(), max_unread_bytes=2**16) as worker, RolloutClient(worker.address) as client:
         asked = SamplingParams(max_tokens=20, target_token_ids=tuple(range(1000)))
