@@ -452,7 +452,7 @@ def test_health_and_stats_answer_during_a_long_step(raw: RawClient, engine: Fake
     assert health["state"] == "ready" and health["requests"]["open"] == 1 and health["weight_version"] == 3
     assert health["engine"]["backend"] == "fake" and health["seconds_since_progress"] >= 0
     assert (
-        health["memory"].keys() == {"process", "images", "weights", "kv_cache", "staging"}
+        health["memory"].keys() == {"process", "images", "replies", "weights", "kv_cache", "staging"}
         and health["memory"]["process"] > 2**20
     )
     assert health["limits"]["max_n"] == 1024
