@@ -159,6 +159,52 @@ constexpr long PASS_ROWS = ACCUMULATORS / NARROW;
 
 #ifdef HAS_TILES
 #include "isa/tiles_amx.h"
+#elif !defined(HAS_DOT_BF16)
+// The fewest rows for which a product first converts both factors to float32, which does not change the bits. With
+// AVX2, a tile of float32 factors takes two thirds of the time of a tile that converts the factors at each step.
+// Converting a panel takes as long as multiplying the panel with two rows.
+constexpr long CONVERTED_ROWS = 3 * PASS_ROWS<bf16>;
+
+// Converts the first n panels of each round. `table`: receives the places of the converted panels.
+inline void convert_panels(const Factors<bf16>& factors, long n, float* out, const float** table) {
+    const auto& [a, lda, b, width, stride, rounds, steps, next, next_stride, next_table, next_offset] = factors;
+    for (long round = 0; round < rounds; ++round)
+        for (long i = 0; i < n; ++i) {
+            table[round * width + i] = out;
+            for (long s = 0; s < steps; ++s, out += 2 * LANES) {
+                const U pairs = load(reinterpret_cast<const uint32_t*>(b[round * width + i] + s * stride));
+                store(out, lower_half(pairs)), store(out + LANES, upper_half(pairs));
+            }
+        }
+}
+
+template <int N>
+void multiply_converted(Factors<bf16>& factors, const float* a, long m, bool add_to, float* c, long ldc) {
+    const long width = factors.width, own = factors.rounds * width, columns = 2 * factors.rounds * factors.steps;
+    const long tables = factors.next_table > 0 ? (m * N + ACCUMULATORS - 1) / ACCUMULATORS : 1;
+    const float** table = scratch<const float*>(CONVERTED_TABLE, own * (1 + tables));
+    convert_panels(factors, N, scratch<float>(CONVERTED_PANELS, N * LANES * columns), table);
+    for (long i = 0; i < tables * factors.rounds; ++i)
+        for (long j = 0; j < N; ++j)
+            table[own + i * width + j] = reinterpret_cast<const float*>(factors.next[i * width + j]);
+    Factors<float> converted = {
+        a, columns, table, width, LANES, factors.rounds, 2 * factors.steps, table + own, factors.next_stride / 4,
+        factors.next_table > 0 ? own : 0
+    };
+    multiply_panels<float, N>(converted, m, add_to, c, ldc);
+    factors.b += N, factors.next += N;
+}
+
+inline void multiply(Factors<bf16>& factors, long m, bool add_to, float* c, long ldc) {
+    if (m < CONVERTED_ROWS) return multiply<bf16>(factors, m, add_to, c, ldc);
+    const long n = factors.width, columns = 2 * factors.rounds * factors.steps;
+    float* a = scratch<float>(LEFT, m * columns);
+    for (long i = 0; i < m; ++i)
+        for (long k = 0; k < columns; k += LANES) store(a + i * columns + k, load(factors.a + i * factors.lda + k));
+    long i = 0;
+    for (; n - i >= NARROW; i += NARROW) multiply_converted<NARROW>(factors, a, m, add_to, c + i * LANES, ldc);
+    for (; i < n; ++i) multiply_converted<1>(factors, a, m, add_to, c + i * LANES, ldc);
+}
 #endif
 
 // c[m][16 * n] = rows [m, K] times n panels of a packed matrix with `steps` steps. The steps are cut into equal blocks,
