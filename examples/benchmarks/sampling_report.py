@@ -1,4 +1,4 @@
-"""Measure what filters, penalties, bans and grammars cost: `python examples/benchmarks/sampling_report.py [THREADS]`.
+"""Measure the cost of sampling parameters and records: `python examples/benchmarks/sampling_report.py [THREADS]`.
 
 Several engines share a small model with random weights and a vocabulary of 32,768 tokens. Each engine decodes 64
 samples, with sampling parameters that differ from engine to engine. The engines take turns step by step, so that the
@@ -56,6 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "steep": dict(temperature=STEEP),
     "steep, top_p 0.9": dict(temperature=STEEP, top_p=0.9),
     "steep, min_p 0.05": dict(temperature=STEEP, min_p=0.05),
+    "steep, top_p 0.9, kept ids": dict(temperature=STEEP, top_p=0.9, return_sampling_mask=True),
+    "128 targets": dict(target_token_ids=range(128)),
 }
 
 
