@@ -1,8 +1,9 @@
 """What the child processes of grammars do: compile grammars, check tokens, and compute masks.
 
-A call is MessagePack. The child for masks compiles grammars in one thread and computes masks in another; each thread
-answers the calls of its own pipe. A slow compilation delays no mask, because llguidance releases Python's lock while it
-compiles.
+Each child first loads the text of the model's tokens, and its greeting tells the result. For a large vocabulary,
+llguidance holds Python's lock for seconds here, so the worker's own process must not load the text. A call is
+MessagePack. The child for masks compiles grammars in one thread and computes masks in another; each thread answers the
+calls of its own pipe. A slow compilation delays no mask, because llguidance releases Python's lock while it compiles.
 """
 
 from __future__ import annotations
@@ -13,28 +14,35 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from socket import socket
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
 
 from trueroll.errors import said
 
-from ..models.child_process import answer_calls
+from ..models.child_process import answer_calls, tell
 from ..models.trials import Limits, limit_cpu, limit_memory
 from .matching import GrammarError, Template, TokenText, Walk, translated
 from .source import Grammar
 
 MOST_TEMPLATES = 256
 """The maximum number of compiled grammars. The one that was used least recently is dropped."""
+LOAD = Limits()
+"""The limits for loading the text of the tokens."""
 AGAIN = ""
 """The error of a row that refers to a template or a walk that this child does not have."""
 
+LoadText: TypeAlias = Callable[[], TokenText]
 
-def try_grammars(text: TokenText, limits: Limits, pipes: Sequence[socket]) -> None:
+
+def try_grammars(load: LoadText, limits: Limits, pipes: Sequence[socket]) -> None:
     """Answer calls on the first pipe: translate and compile a grammar within the limits, and reply with the
     translation.
     """
+    limit_memory(LOAD.more_bytes)
+    limit_cpu(LOAD.cpu_seconds)
+    text = _loaded(load, pipes)
     limit_memory(limits.more_bytes)
     answer_calls(pipes[0], partial(_answer, partial(_try, text, limits)))
 
@@ -47,19 +55,33 @@ def _try(text: TokenText, limits: Limits, call: tuple[dict[str, Any]]) -> str:
     return lark
 
 
-def serve_masks(text: TokenText, more_bytes: int, pipes: Sequence[socket]) -> None:
+def serve_masks(load: LoadText, more_bytes: int, pipes: Sequence[socket]) -> None:
     """Answer calls: `_Masks.open` on the first pipe, and `_Masks.compute` on the second."""
     limit_memory(more_bytes)
-    masks = _Masks(text)
+    masks = _Masks(_loaded(load, pipes))
     opening = partial(_answer, lambda call: masks.open(*call))
     threading.Thread(target=answer_calls, args=(pipes[0], opening), daemon=True).start()
     answer_calls(pipes[1], partial(_answer, lambda call: masks.compute(*call)))
 
 
+def _loaded(load: LoadText, pipes: Sequence[socket]) -> TokenText:
+    """Load the text of the tokens, and tell the parent the result. If the load fails, this process ends."""
+    found = list[TokenText]()
+    greeting = _reply(lambda: found.append(load()))  # the result is None
+    for pipe in pipes:
+        tell(pipe, greeting)
+    return found[0] if found else os._exit(1)
+
+
 def _answer(work: Callable[[Any], Any], message: bytes) -> bytes:
-    """Return the reply to a call: (the result, None), or (None, the text of an error)."""
+    """Return the reply to a call."""
+    return _reply(lambda: work(msgpack.unpackb(message)))
+
+
+def _reply(work: Callable[[], Any]) -> bytes:
+    """Return (the result of the work, None), or (None, the text of an error)."""
     try:
-        return _packed(work(msgpack.unpackb(message)), None)
+        return _packed(work(), None)
     except GrammarError as error:
         return _packed(None, str(error))
     except MemoryError:

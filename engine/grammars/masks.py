@@ -1,11 +1,12 @@
 """The grammars of an engine's requests: each is tried before its request is admitted, and provides masks at each step.
 
-Grammars are translated, compiled and matched only in child processes. One child tries new grammars, with limits on time
-and memory. Another child process compiles the grammars that passed, follows the samples, and computes masks (`child`).
-One call computes all masks of a step; large masks take several calls (`_MOST_CALL_BYTES`).
+Only child processes load the tokenizer, and translate, compile and match grammars. One child tries new grammars, with
+limits on time and memory. Another child process compiles the grammars that passed, follows the samples, and computes
+masks (`child`). One call computes all masks of a step; large masks take several calls (`_MOST_CALL_BYTES`).
 
 Guarantees: a grammar that takes too much time or memory, or crashes, ends only its own samples, with an error. If the
-child process for masks dies, a new one receives the tokens of the samples again, so that no mask changes.
+child process for masks dies, a spare child, which has already loaded the tokenizer, receives the tokens of the samples
+again, so that no mask changes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import count
@@ -29,8 +31,8 @@ from trueroll.errors import InvalidRequestError, ModelError, UnavailableError
 from ...kernels.contract import MASK_BITS
 from ..models.child_process import ChildProcess
 from ..models.files import MAX_TOKENIZER_BYTES, check_file
-from ..models.trials import Limits, TrialError, attempt
-from .child import AGAIN, MOST_TEMPLATES, serve_masks, try_grammars
+from ..models.trials import Limits
+from .child import AGAIN, LOAD, MOST_TEMPLATES, LoadText, serve_masks, try_grammars
 from .matching import GrammarError, TokenText, installed_version
 from .source import Grammar
 
@@ -97,9 +99,10 @@ class Grammars:
         self._ended = deque[int]()  # any thread may collect a place
         self._lock, self._preparing, self._starting = threading.Lock(), threading.Lock(), threading.Lock()
         self._is_closed = False
-        self._text: TokenText | GrammarError | None = None
+        self._load: LoadText | None = None
         self._trial: ChildProcess | None = None
         self._child: ChildProcess | None = None
+        self._spare: ChildProcess | None = None
 
     @property
     def is_used(self) -> bool:
@@ -165,7 +168,7 @@ class Grammars:
         """
         with self._starting:
             self._is_closed = True
-            for child in (self._trial, self._child):
+            for child in (self._trial, self._child, self._spare):
                 if child is not None:
                     child.end()
 
@@ -226,7 +229,7 @@ class Grammars:
         num_new = sum(len(new) // 4 for *_, new, _ in rows)
         seconds = STEP_SECONDS + ROW_SECONDS * num_masks + TOKEN_SECONDS * num_new + COMPILE_SECONDS * is_alone
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        return _read(self._ask(1, _pack(ended, rows), seconds))
+        return _read(self._ask(1, _pack(ended, rows), seconds), TRIAL)
 
     def _fail(self, asked: _Asked, fault: str) -> None:
         """Set the error of a place, and give the place masks that allow no token."""
@@ -245,7 +248,7 @@ class Grammars:
         if fault is None:
             # A second call, because another grammar may end the child during the first one.
             answers = (self._ask(0, _pack(number, lark), TRIAL.seconds) for _ in range(2))
-            fault = _read(next(filter(None, answers), b""))[1]
+            fault = _read(next(filter(None, answers), b""), TRIAL)[1]
         known = Prepared(number, lark, fault)
         with self._lock:
             self._remember(grammar, known)
@@ -254,48 +257,60 @@ class Grammars:
     def _translated(self, grammar: Grammar) -> tuple[str, str | None]:
         """Return a grammar in llguidance's syntax, and the reason why the grammar cannot be used, or None."""
         try:
-            text = self._tokens()
+            trial = self._trial_child()
         except GrammarError as error:
             return "", str(error)
-        with self._starting:
-            if self._trial is None and not self._is_closed:
-                self._trial = ChildProcess(partial(try_grammars, text, TRIAL))
-            trial = self._trial
         reply = b"" if trial is None else trial.ask(_pack(asdict(grammar)), TRIAL.seconds)
         if not reply and trial is not None:
             trial.end()
             self._trial = None
-        lark, error = _read(reply)
+        lark, error = _read(reply, TRIAL)
         return lark or "", error
 
-    def _tokens(self) -> TokenText:
-        """Return the text of the model's tokens. Raise GrammarError if the text cannot be loaded."""
-        if self._text is None:
-            try:
-                self._text = _load_tokens(self._path, self._vocab_size, self._eos)
-            except GrammarError as error:
-                self._text = error
-        if isinstance(self._text, GrammarError):
-            raise self._text
-        return self._text
+    def _trial_child(self) -> ChildProcess | None:
+        """Return the child that tries grammars, which has loaded the tokenizer; None after `close`. Raise GrammarError if
+        the tokenizer cannot be loaded.
+        """
+        self._load = self._load or _loader(self._path, self._vocab_size, self._eos)
+        with self._starting:
+            if self._trial is None and not self._is_closed:
+                self._trial = ChildProcess(partial(try_grammars, self._load, TRIAL))
+            trial = self._trial
+        if trial is not None and (error := _read(trial.greeting(LOAD.seconds), LOAD)[1]) is not None:
+            trial.end()
+            self._trial = None
+            raise GrammarError(f"the tokenizer cannot be loaded: {error}")
+        return trial
 
     def _ask(self, pipe: int, message: bytes, seconds: float) -> bytes:
         """Send a call to the child that computes masks, and return its reply. Start the child process if it is not
-        running. If the reply is empty, end the child.
+        running. If the reply is empty, end the child. Raise UnavailableError if no child can be started.
         """
         with self._starting:
             if self._child is None and not self._is_closed:
-                assert isinstance(self._text, TokenText)
-                self._child = ChildProcess(partial(serve_masks, self._text, MORE_BYTES), num_pipes=2)
+                self._replace_child()
             child = self._child
         if child is None:
             return b""
-        reply = child.ask(message, seconds, pipe=pipe)
+        is_ready = bool(child.greeting(LOAD.seconds, pipe=pipe))
+        reply = child.ask(message, seconds, pipe=pipe) if is_ready else b""
         if not reply:
             with self._starting:
                 child.end()
-                self._child = None if self._child is child else self._child
+                is_current = self._child is child
+                self._child = None if is_current else self._child
+            if is_current and not is_ready:
+                raise UnavailableError("the process that computes masks cannot load the tokenizer; try again")
         return reply
+
+    def _replace_child(self) -> None:
+        """Use the spare child for masks, or a new child if there is no spare; then start another spare."""
+        assert self._load is not None
+        work = partial(serve_masks, self._load, MORE_BYTES)
+        has_spare = self._spare is not None and self._spare.is_alive
+        self._child, self._spare = self._spare if has_spare else ChildProcess(work, num_pipes=2), None
+        with suppress(UnavailableError):
+            self._spare = ChildProcess(work, num_pipes=2)
 
 
 def _pack(*call: Any) -> bytes:
@@ -331,10 +346,12 @@ def _parts(asked: Sequence[_Asked], most: int) -> Iterator[list[_Asked]]:
         yield part
 
 
-def _read(reply: bytes) -> tuple[Any, str | None]:
-    """Return the result and the error that a reply contains."""
+def _read(reply: bytes, limits: Limits) -> tuple[Any, str | None]:
+    """Return the result and the error that a reply contains. `limits`: those of the call, for the error of an empty
+    reply.
+    """
     if not reply:
-        return None, f"it needs more than {TRIAL}, or crashes"
+        return None, f"it needs more than {limits}, or crashes"
     result, error = msgpack.unpackb(reply)
     return result, error
 
@@ -343,9 +360,9 @@ def _refused(fault: str) -> InvalidRequestError:
     return InvalidRequestError(f"structured_outputs: {fault}", field="structured_outputs")
 
 
-def _load_tokens(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenText:
-    """Load the text of a model's tokens, after a trial in a child process. Raise GrammarError if the text cannot be
-    loaded, and UnavailableError if the tokenizer's file cannot be read now.
+def _loader(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LoadText:
+    """Read the file of a tokenizer, and return a function that loads the text of the tokens. Raise GrammarError if the
+    worker lacks llguidance or a valid file, and UnavailableError if the file cannot be read now.
     """
     if installed_version() is None:
         raise GrammarError("the worker lacks llguidance; install it with: pip install 'trueroll[grammar]'")
@@ -353,10 +370,9 @@ def _load_tokens(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> T
         raise GrammarError(f"the model has no {path.name}; use a model with a fast tokenizer")
     try:
         check_file(path, MAX_TOKENIZER_BYTES)
-        tokenizer = path.read_text(encoding="utf-8")
-        attempt(lambda: TokenText(tokenizer, vocab_size, eos_token_ids))
-        return TokenText(tokenizer, vocab_size, eos_token_ids)
+        tokenizer = path.read_bytes()
     except OSError as error:
         raise UnavailableError(f"structured_outputs: {path.name} cannot be read: {error}; try again") from None
-    except (TrialError, ModelError, ValueError) as error:
+    except ModelError as error:
         raise GrammarError(f"the tokenizer cannot be loaded: {error}") from None
+    return lambda: TokenText(tokenizer.decode(), vocab_size, eos_token_ids)

@@ -32,7 +32,8 @@ def never() -> bool:
 
 
 class ChildProcess:
-    """A child that runs `work` with its ends of `num_pipes` pipes; `work` calls `answer_calls` for each of them.
+    """A child that runs `work` with its ends of `num_pipes` pipes; `work` calls `answer_calls` for each of them. Before
+    that, `work` may call `tell` once for each pipe, to send its greeting.
 
     `pid`: process id of the child. `end`: ends the child; also called when this object is garbage-collected.
     """
@@ -46,15 +47,35 @@ class ChildProcess:
             others = [theirs.enter_context(pipe) for _, pipe in pairs]
             for pipe in self._pipes:
                 pipe.setblocking(False)
+            self._greetings = [b""] * num_pipes
             self.pid = forked(partial(_run, work, others))
             ours.pop_all()
         self.end = weakref.finalize(self, _end, self.pid, self._pipes)
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether `end` was not called and the child still has its end of the first pipe."""
+        if not self.end.alive:
+            return False
+        poll = select.poll()
+        poll.register(self._pipes[0], 0)  # reports a hang-up only
+        return not poll.poll(0)
 
     def ask(self, message: bytes, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
         """Send a call and return the reply. The reply is empty if the child was killed or took more than `seconds`, if
         the reply is longer than `MAX_REPLY_BYTES`, or if the call was abandoned. After an empty reply, the caller must
         end the child.
         """
+        return self._hear(_HEAD.pack(len(message)) + message, seconds, is_abandoned, pipe)
+
+    def greeting(self, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
+        """Wait for the greeting of the child, and return it. Required before the first call of a pipe, if the child sends
+        greetings. The result is empty in the cases of `ask`.
+        """
+        self._greetings[pipe] = self._greetings[pipe] or self._hear(b"", seconds, is_abandoned, pipe)
+        return self._greetings[pipe]
+
+    def _hear(self, sent: bytes, seconds: float, is_abandoned: IsAbandoned, pipe: int) -> bytes:
         deadline, channel = time.monotonic() + seconds, self._pipes[pipe]
 
         def wait(events: int) -> None:
@@ -68,7 +89,7 @@ class ChildProcess:
                     return
 
         try:
-            _send(channel, _HEAD.pack(len(message)) + message, wait)
+            _send(channel, sent, wait)
             [size] = _HEAD.unpack(_receive(channel, _HEAD.size, wait))
             return _receive(channel, size, wait) if size <= MAX_REPLY_BYTES else b""
         except (OSError, ValueError):  # TimeoutError is an OSError; a closed pipe has no descriptor: ValueError
@@ -77,11 +98,14 @@ class ChildProcess:
 
 def answer_calls(pipe: socket.socket, answer: Callable[[bytes], bytes]) -> None:
     """Answer calls until the parent closes the pipe. Runs in the child."""
-    with suppress(EOFError, ConnectionError), pipe.makefile("rwb") as file:
+    with suppress(EOFError, ConnectionError), pipe.makefile("rb") as file:
         while head := file.read(_HEAD.size):
-            reply = answer(file.read(_HEAD.unpack(head)[0]))
-            file.write(_HEAD.pack(len(reply)) + reply)
-            file.flush()
+            tell(pipe, answer(file.read(_HEAD.unpack(head)[0])))
+
+
+def tell(pipe: socket.socket, message: bytes) -> None:
+    """Send a reply or the greeting to the parent. Runs in the child."""
+    pipe.sendall(_HEAD.pack(len(message)) + message)
 
 
 def _run(work: Callable[[Sequence[socket.socket]], object], pipes: Sequence[socket.socket]) -> None:

@@ -16,7 +16,7 @@ from refusals import about
 from trueroll.engine.engine import Engine
 from trueroll.engine.grammars import child, masks
 from trueroll.engine.grammars.masks import Grammars
-from trueroll.engine.grammars.matching import GrammarError, Walk
+from trueroll.engine.grammars.matching import GrammarError, TokenText, Walk
 from trueroll.engine.grammars.source import Grammar
 from trueroll.engine.models import child_process
 from trueroll.engine.models.tokenizer import load_tokenizer
@@ -44,6 +44,12 @@ def child_of(engine: Engine) -> int:
     return engine.grammars._child.pid
 
 
+def end_children(engine: Engine) -> None:
+    for each in (engine.grammars._child, engine.grammars._spare):
+        assert each is not None
+        each.end()
+
+
 @pytest.fixture(scope="module")
 def expected(tiny_llama: Path) -> dict[tuple[str, int], object]:
     samples = run(make_engine(tiny_llama), INNOCENT)
@@ -63,6 +69,51 @@ def test_a_killed_child_changes_no_bit(expected: dict[tuple[str, int], object], 
         outputs += engine.step() if engine.has_unfinished else []
     assert all_bits({(each.request_id, each.index): each for each in outputs}) == expected
     assert len(killed) > 2, "premise"
+
+
+def test_a_spare_child_takes_over_if_it_lives(tiny_llama: Path) -> None:
+    grammars = Grammars(tiny_llama, 512, [2])
+    place = grammars.open(Grammar(regex="a+"), [2], [], is_given=False)
+    grammars.fill([(place, ())])
+    expected = place.masks.tobytes()
+    for has_spare in (True, False):
+        child, spare = grammars._child, grammars._spare
+        assert child is not None and spare is not None
+        for dead in (child, spare)[: 2 - has_spare]:
+            os.kill(dead.pid, signal.SIGKILL)
+            while dead.is_alive:
+                time.sleep(0.001)
+        grammars.fill([(place, ())])
+        assert (place.error, place.masks.tobytes()) == (None, expected)
+        assert (grammars._child is spare) == has_spare
+    grammars.close()
+
+
+def test_only_child_processes_load_the_tokenizer(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a large vocabulary, llguidance holds Python's lock for seconds, and every other request would wait."""
+    parent, load = os.getpid(), TokenText.__init__
+
+    def load_elsewhere(*args: Any) -> None:
+        assert os.getpid() != parent
+        load(*args)
+
+    monkeypatch.setattr(TokenText, "__init__", load_elsewhere)
+    with pytest.raises(AssertionError):
+        TokenText("{}", 512, [2])
+    grammars = Grammars(tiny_llama, 512, [2])
+    grammars.prepare(Grammar(regex="a+"))
+    grammars.close()
+
+
+def test_a_tokenizer_that_cannot_be_loaded_refuses_grammars(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    grammars = Grammars(tmp_path, 512, [2])
+    for _ in range(2):
+        with pytest.raises(
+            InvalidRequestError, match="the tokenizer is not supported", check=about("structured_outputs")
+        ):
+            grammars.prepare(Grammar(regex="a+"))
+    assert grammars._trial is None
 
 
 def test_many_masks_take_several_calls(expected: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +153,7 @@ def test_samples_end_if_no_process_can_be_started(
     for request in INNOCENT:
         engine.add(request)
     outputs = engine.step()
-    engine.grammars._child.end()  # type: ignore[union-attr]
+    end_children(engine)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise UnavailableError("cannot start another process")
@@ -248,7 +299,7 @@ def test_a_score_ends_in_an_error_if_its_masks_cannot_be_computed(
     text = np.array([*PROMPT, *run(engine, [INNOCENT[1]])["choice", 0].token_ids], np.int32)
     request = ScoreRequest("s", text, Distribution(structured_outputs=CHOICE["structured_outputs"]), start=len(PROMPT))
     engine.add(request)
-    engine.grammars._child.end()  # type: ignore[union-attr]
+    end_children(engine)
     monkeypatch.setattr(child, "Walk", None)
     [output] = drain(engine)
     assert isinstance(output, ScoreOutput) and output.finish_reason == "error" and "or crashes" in str(output.error)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 
-from trueroll.engine.models.child_process import _HEAD, ChildProcess, answer_calls
+from trueroll.engine.models.child_process import _HEAD, ChildProcess, answer_calls, tell
 
 NUM_BYTES = 2**10
 
@@ -31,6 +31,18 @@ def test_a_pipe_answers_while_the_other_is_stuck() -> None:
     assert child.ask(b"a" * 2**20, 20, pipe=1) == b"a" * 2**21
     child.end()
     assert child.ask(b"b", 20, pipe=1) == b"", "an ended child answers nothing"
+
+
+def test_a_greeting_comes_before_the_replies() -> None:
+    def greet(pipes: Sequence[socket.socket]) -> None:
+        tell(pipes[0], b"hello")
+        answer_calls(pipes[0], lambda message: 2 * message)
+
+    child = ChildProcess(greet)
+    for _ in range(2):
+        assert child.greeting(20) == b"hello" and child.ask(b"a", 20) == b"aa" and child.is_alive
+    silent = ChildProcess(lambda pipes: None)
+    assert silent.greeting(20) == b"" and not silent.is_alive
 
 
 def test_an_answer_that_trickles_in_is_abandoned_at_the_deadline() -> None:
