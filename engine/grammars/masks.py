@@ -268,8 +268,8 @@ class Grammars:
         return lark or "", error
 
     def _trial_child(self) -> ChildProcess | None:
-        """Return the child that tries grammars, which has loaded the tokenizer; None after `close`. Raise GrammarError if
-        the tokenizer cannot be loaded.
+        """Return the child that tries grammars, which has loaded the tokenizer; None after `close`. Raise GrammarError
+        if the tokenizer cannot be loaded.
         """
         self._load = self._load or _loader(self._path, self._vocab_size, self._eos)
         with self._starting:
