@@ -28,6 +28,7 @@ from trueroll.errors import InvalidRequestError, printable
 
 from ...engine.config import EngineConfig
 from ...engine.engine import Engine
+from ...engine.outputs.stop_strings import load_vocabulary
 from ...engine.parallel.place import config_of_rank
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from ...engine.running.loading import LoadedModel, load_model, outline, specs_of_ranks, tower_obstacle
@@ -39,6 +40,8 @@ from .verify_images import MAX_NUM_SEQS as MAX_NUM_SEQS_WITH_IMAGES
 from .verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 from .verify_subjects import (
     Sizes,
+    grammar_obstacle,
+    is_restricted,
     make_fillers,
     make_score,
     make_subjects,
@@ -71,20 +74,20 @@ CELLS = (
     Cell(others=10, block_size=8),
     Cell(others=10, block_size=64),
     Cell(others=10, block_size=8, is_starved=True),
-    Cell(num_reread=9, block_size=8),
+    Cell(num_reread=9, block_size=8, is_restricted=True),
     Cell(others=10, threads=1),
     Cell(others=10, threads=2),
-    Cell(cache="warm", others=31, budget=64, block_size=8, is_starved=True),
+    Cell(cache="warm", others=31, budget=64, block_size=8, is_starved=True, is_restricted=True),
     Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
     Cell(cache="warm", others=10, budget=UNLIMITED, block_size=64, threads=2),
     Cell(cache="off", others=31, budget=64, is_starved=True, threads=1),
     Cell(is_score=True, budget=64),
-    Cell(is_score=True, others=31, block_size=8),
+    Cell(is_score=True, others=31, block_size=8, is_restricted=True),
     Cell(drafts="repeats"),
-    Cell(drafts="adversarial", budget=64),
+    Cell(drafts="adversarial", budget=64, is_restricted=True),
     Cell(drafts="adversarial", cache="warm", others=10, block_size=8),
     Cell(drafts="adversarial", others=10, is_starved=True),
-    Cell(drafts="adversarial", others=10, event="interruption"),
+    Cell(drafts="adversarial", others=10, event="interruption", is_restricted=True),
 )
 # The cells of `--quick`, one for each kind of circumstances that can be combined.
 QUICK_CELLS = (
@@ -92,8 +95,8 @@ QUICK_CELLS = (
     Cell(others=10, budget=64),
     Cell(others=10, block_size=8, is_starved=True),
     Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
-    Cell(is_score=True, budget=64),
-    Cell(drafts="adversarial", budget=64),
+    Cell(is_score=True, budget=64, is_restricted=True),
+    Cell(drafts="adversarial", budget=64, is_restricted=True),
 )
 QUICK_SIZES = Sizes(prompt_lengths=(150, 64, 5))
 LEFT_OUT = (
@@ -113,18 +116,22 @@ Each row is a cell: the same requests, served under the circumstances it names.
     together         samples that shared a step
     preempted        samples that lost their memory and were recomputed
     accepted, rejected  drafted tokens
+    restricted       requests with allowed tokens or a grammar
     threads          CPU threads that computed
     ended by, held   requests of the baseline on which a stop token, a stop
-    back, edited,    string, min_tokens, penalties, biases and bans, or other
-    other ...        log-probs had an effect
+    back, edited,    string, min_tokens, penalties, biases and bans, other
+    other ...,       log-probs, allowed tokens, or a grammar had an effect; each
+    allowed, in ...  token was allowed, and each text began as in the grammar
 Circumstances: others are requests that run at the same time; budget is the
 limit of tokens per step, block the number of tokens in a block of the cache;
 score computes the log-probs of given tokens; drafts come from repeated text
 (repeats), from the model's module (mtp), or from a drafter that is right, wrong
 and too long (adversarial); in flight names an event while requests run, after
 which all of them are computed again: an interruption, a push of equal weights,
-a push of adapters that change nothing, or a sleep; ranks are processes that
-each compute a part of every layer of one stage; without stages, of all layers."""
+a push of adapters that change nothing, or a sleep; restricted cells also serve
+the requests with allowed tokens and with a grammar, as the baseline does; ranks
+are processes that each compute a part of every layer of one stage; without
+stages, of all layers."""
 
 # Additional cells for models with recurrent layers.
 STATE_CELLS = (
@@ -261,7 +268,7 @@ class _Lab:
 
     def _make_subjects(self) -> list[GenerateRequest]:
         subjects = make_subjects(self.sizes, self.vocab_size, self.has_experts)
-        return [*subjects, *make_variations(subjects, self._serve, self.loaded.folder)]
+        return [*subjects, *make_variations(subjects, self._serve, self.loaded)]
 
     def run(self, cell: Cell, baseline: Baseline) -> tuple[list[Run], list[Premise]]:
         """Run a cell. Return all runs of the cell and the checked premises."""
@@ -283,14 +290,14 @@ class _Lab:
 
     def check_baseline(self, runs: Sequence[Run]) -> list[Premise]:
         """Return the premises of the baseline about its requests."""
-        return check_variations(runs)
+        return check_variations(runs, lambda token_ids: load_vocabulary(self.loaded.folder).decode(token_ids))
 
     def _engine_config(self, cell: Cell) -> EngineConfig:
         # A starved cell gets the blocks of all prompts, and one more block for each request but one. So all requests
         # can start together, but then they outgrow the blocks.
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
-        num_blocks += len(self.subjects) - 1
+        num_blocks += len(self._subjects_of(cell)) - 1
         # A step cannot have more tokens than this. With a larger budget, a GPU would compile and plan for steps that
         # never occur.
         budget = min(cell.budget, MAX_NUM_SEQS * self.sizes.num_positions)
@@ -321,18 +328,23 @@ class _Lab:
 
     def _runs(self, engine: Engine, cell: Cell, baseline: Baseline) -> Iterator[Run]:
         if cell.is_score:
-            yield from (run_together(engine, batch) for batch in _batches(self._scores(baseline), cell.others))
+            yield from (run_together(engine, batch) for batch in _batches(self._scores(cell, baseline), cell.others))
         elif cell.num_reread:
-            whole = [subject for subject in self.subjects if not may_end_early(subject)]
+            whole = [subject for subject in self._subjects_of(cell) if not may_end_early(subject)]
             yield from (self._second_turn(engine, subject, cell.num_reread) for subject in whole)
         else:
             yield from (self._run_batch(engine, cell, batch) for batch in self._company(cell))
+
+    def _subjects_of(self, cell: Cell) -> list[GenerateRequest]:
+        """Return the compared requests of a cell. The baseline, which is the default cell, has all of them."""
+        has_all = cell.is_restricted or cell == Cell()
+        return [subject for subject in self.subjects if has_all or not is_restricted(subject)]
 
     def _company(self, cell: Cell) -> Iterator[list[GenerateRequest]]:
         """Yield the compared requests in batches. A batch of fewer than `cell.others` + 1 requests is filled up with
         requests that are not compared.
         """
-        subjects = self.subjects
+        subjects = self._subjects_of(cell)
         if cell.budget == 1:
             subjects = [s for s in subjects if len(s.prompt_token_ids) <= self.sizes.longest_token_by_token]
         for batch in _batches(subjects, cell.others):
@@ -369,9 +381,13 @@ class _Lab:
         for (request_id, _), sample in baseline.items():
             yield array("i", [*prompts[request_id].tolist(), *sample.token_ids])
 
-    def _scores(self, baseline: Baseline) -> list[ScoreRequest]:
-        subjects = {subject.id: subject for subject in self.subjects}
-        return [make_score(subjects[request_id], sample) for (request_id, _), sample in baseline.items()]
+    def _scores(self, cell: Cell, baseline: Baseline) -> list[ScoreRequest]:
+        subjects = {subject.id: subject for subject in self._subjects_of(cell)}
+        return [
+            make_score(subjects[request_id], sample)
+            for (request_id, _), sample in baseline.items()
+            if request_id in subjects
+        ]
 
 
 class _ImageLab(_Lab):
@@ -624,6 +640,8 @@ def verify(
         )
     if obstacle := stop_string_obstacle(loaded.folder):
         console.print(f"stop strings were not tested: {printable(obstacle)}", markup=False)
+    if "in the grammar" not in [premise.name for premise in results[0].premises]:
+        console.print(f"grammars were not tested: {printable(grammar_obstacle(loaded))}", markup=False)
     console.print(summarize(results))
     if json_file is not None:
         json_file.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=2))

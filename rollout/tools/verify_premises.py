@@ -8,16 +8,20 @@ this module are pure; the module runs no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from ...engine.request import GenerateRequest, Output, Request, SampleOutput, SamplingParams
 from ...engine.running.ranks import Topology
 from ...engine.stats import EngineStats
+from .verify_subjects import GRAMMAR_PREFIX, is_restricted
 
 UNLIMITED = 2**20
+
+Decode: TypeAlias = Callable[[list[int]], str]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Cell:
       nothing (`unknown`), or the experts that a later request has added (`added`)
     - `event`: the event that happens while the requests run: an `interruption`; a `push` of equal weights; a push of
       `adapters` that change nothing; or a `sleep`. After the event, all requests are computed again
+    - `is_restricted`: two more of the baseline's requests run: one with allowed tokens, and one with a grammar
     - `drafts`: how tokens are drafted: `repeats`, `mtp`, or `adversarial` (see `verify_drafts`)
     - `ranks`: number of processes among which the model is divided
     - `stages`: number of stages into which the layers are divided; all stages have the same number of ranks
@@ -55,6 +60,7 @@ class Cell:
     routes: Literal["", "unknown", "added"] = ""
     drafts: Literal["", "repeats", "adversarial", "mtp"] = ""
     event: Literal["", "interruption", "push", "adapters", "sleep"] = ""
+    is_restricted: bool = False
     ranks: int = 1
     stages: int = 1
 
@@ -95,6 +101,8 @@ class Cell:
             yield f"{self.event} in flight"
         if self.drafts:
             yield f"drafts {self.drafts}"
+        if self.is_restricted:
+            yield "restricted"
         if self.ranks > 1:
             yield self.topology.text
 
@@ -210,6 +218,7 @@ def check_premises(
         *_state_premises(cell, runs),
         *_interruption_premises(cell, runs),
         *_draft_premises(cell, runs),
+        *_restriction_premises(cell, runs),
         _company_premise(cell, runs),
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
         Premise("threads", num_threads, cell.threads in (None, num_threads)),
@@ -243,6 +252,15 @@ class _Variation:
         return self.sample.token_ids != self.varied.token_ids
 
     @property
+    def was_allowed(self) -> bool:
+        """Return whether the allowed tokens changed the sample, which has no other tokens."""
+        return self.was_edited and {*self.sample.token_ids} <= {*(self.params.allowed_token_ids or ())}
+
+    def was_in_grammar(self, decode: Decode) -> bool:
+        """Return whether the grammar changed the sample, which begins a text of the grammar."""
+        return self.was_edited and re.fullmatch(GRAMMAR_PREFIX, decode(self.sample.token_ids)) is not None
+
+    @property
     def has_other_logprobs(self) -> bool:
         """Return whether the same tokens have different log-probs in the two samples."""
         count = len(self.sample.token_ids)
@@ -252,20 +270,23 @@ class _Variation:
         return same_tokens and bool((ours != theirs[:count]).any())
 
 
-def check_variations(runs: Sequence[Run]) -> list[Premise]:
+def check_variations(runs: Sequence[Run], decode: Decode) -> list[Premise]:
     """Return the premises of the baseline: each variation of sampling parameters had an effect. Each run has one
-    request.
+    request. `decode`: returns the text of tokens; called only for samples of a grammar.
     """
     variations = list(_variations(runs))
     delayed = [v for v in variations if v.params.stop_token_ids]
+    in_grammar = [v.was_in_grammar(decode) for v in variations if v.params.structured_outputs]
     in_text = [v.was_ended for v in variations if v.params.stop]
     return [
         _showed("ended by a token", [v.was_ended for v in delayed]),
         _showed("held back by min_tokens", [v.was_delayed for v in delayed]),
         _showed("edited", [v.was_edited for v in variations if v.params.logit_bias]),
         _showed("other log-probs", [v.has_other_logprobs for v in variations if v.params.logprobs == "raw"]),
-        # Without a tokenizer, no request has a stop string.
+        _showed("allowed", [v.was_allowed for v in variations if v.params.allowed_token_ids]),
+        # Without a tokenizer, no request has a stop string or a grammar.
         *([_showed("ended by a string", in_text)] if in_text else []),
+        *([_showed("in the grammar", in_grammar)] if in_grammar else []),
     ]
 
 
@@ -341,6 +362,13 @@ def _draft_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
         Premise("accepted", accepted, accepted > 0),
         Premise("rejected", drafted - accepted, drafted > accepted),
     ]
+
+
+def _restriction_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
+    if not cell.is_restricted:
+        return []
+    restricted = sum(is_restricted(request) for run in runs for request in run.requests)
+    return [Premise("restricted", restricted, restricted > 0)]
 
 
 def _chunk_premise(cell: Cell, runs: Sequence[Run], cuts: bool) -> Premise:

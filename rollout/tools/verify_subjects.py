@@ -19,8 +19,17 @@ import numpy as np
 
 from trueroll.errors import InvalidRequestError
 
+from ...engine.grammars.masks import Grammars
+from ...engine.grammars.source import Grammar
 from ...engine.outputs.stop_strings import Vocabulary, load_vocabulary
-from ...engine.request import GenerateRequest, SampleOutput, SamplingParams, ScoreRequest
+from ...engine.request import GenerateRequest, Request, SampleOutput, SamplingParams, ScoreRequest
+from ...engine.running.loading import LoadedModel
+
+GRAMMAR = Grammar(regex="([a-z][0-9]){200}")
+"""The grammar of the matrix. Its texts are longer than any sample, so that no sample ends early."""
+GRAMMAR_PREFIX = "([a-z][0-9])*[a-z]?"
+"""A regular expression that matches the beginnings of the grammar's texts."""
+NUM_ALLOWED = 64
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, seed=0, ignore_eos=True),
@@ -72,20 +81,26 @@ def make_subjects(sizes: Sizes, vocab_size: int, routes: bool = False) -> list[G
     return [*subjects, with_params(plain, **update)]
 
 
-def make_variations(subjects: list[GenerateRequest], serve: Serve, folder: Path) -> Iterator[GenerateRequest]:
-    """Yield three variations.
+def make_variations(subjects: list[GenerateRequest], serve: Serve, loaded: LoadedModel) -> Iterator[GenerateRequest]:
+    """Yield the variations.
 
     The first variation is the plain request with stop tokens and `min_tokens`. The second variation is the plain
     request with edits of logits. The third variation is the seeded request for the same prompt, with raw log-probs and,
-    if the model in `folder` has a tokenizer, with a stop string.
+    if the model has a tokenizer, with a stop string. The others are restricted (`is_restricted`): the plain request
+    with allowed tokens and, unless there is a `grammar_obstacle`, the plain request with a grammar.
     """
     plain = subjects[-1]
     (seeded,) = (s for s in subjects if s.id == f"seeded {len(plain.prompt_token_ids)}")
     yield _delay(plain, serve)
     yield _edit(plain, serve)
+    folder = loaded.folder
     stop = () if stop_string_obstacle(folder) else (_find_text(load_vocabulary(folder), serve(seeded).token_ids),)
     # `min_tokens` keeps the request running until it has decoded in a step together with the next request.
     yield _vary(seeded, "raw", logprobs="raw", top_logprobs=4, min_tokens=2, stop=stop)
+    others = set(range(loaded.model.spec.vocab_size)).difference(serve(plain).token_ids)
+    yield _vary(plain, "allowed", allowed_token_ids=tuple(sorted(others)[-NUM_ALLOWED:]))
+    if not grammar_obstacle(loaded):
+        yield _vary(plain, "grammar", structured_outputs=GRAMMAR, ignore_eos=False)
 
 
 def stop_string_obstacle(folder: Path) -> str:
@@ -95,6 +110,24 @@ def stop_string_obstacle(folder: Path) -> str:
     except InvalidRequestError as error:
         return str(error)
     return ""
+
+
+def grammar_obstacle(loaded: LoadedModel) -> str:
+    """Return the reason why grammars cannot be used; an empty string if grammars can be used."""
+    grammars = Grammars(loaded.folder, loaded.model.spec.vocab_size, loaded.eos_token_ids)
+    try:
+        grammars.prepare(GRAMMAR)
+    except InvalidRequestError as error:
+        return str(error)
+    finally:
+        grammars.close()
+    return ""
+
+
+def is_restricted(request: Request) -> bool:
+    """Return whether a request has allowed tokens or a grammar."""
+    params = request.params if isinstance(request, GenerateRequest) else request.distribution
+    return params.allowed_token_ids is not None or params.structured_outputs is not None
 
 
 def _vary(request: GenerateRequest, name: str, **update: Any) -> GenerateRequest:

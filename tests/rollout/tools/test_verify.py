@@ -26,6 +26,7 @@ from torch import Tensor
 from tiny import MIXTURES, make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.engine.engine import Engine
+from trueroll.engine.outputs.stop_strings import load_vocabulary
 from trueroll.engine.request import GenerateRequest, Output, SampleOutput
 from trueroll.engine.running import executor
 from trueroll.engine.running.loading import LoadedModel, load_model
@@ -35,7 +36,7 @@ from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, MlpWeights, Toke
 from trueroll.kernels.cpu.library import Library, load_library
 from trueroll.kernels.layer import run_layers
 from trueroll.rollout.tools import verify
-from trueroll.rollout.tools.verify_premises import UNLIMITED, Cell, Run, check_premises, check_variations
+from trueroll.rollout.tools.verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 
 SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
 # The native kernels are fast enough for a prompt that attention splits into four parts.
@@ -328,6 +329,7 @@ def failed_premises(cell: Cell, run: Run) -> list[str]:
         (Cell(others=10, is_starved=True), ["together", "preempted"]),
         (Cell(num_reread=9), ["reread"]),
         (Cell(threads=2), ["threads"]),
+        (Cell(is_restricted=True), ["restricted"]),
         (Cell(cache="warm", others=1, threads=2), ["reused", "together", "threads"]),
     ],
 )
@@ -408,16 +410,21 @@ def test_every_changed_bit_and_another_end_are_differences(tiny_llama: Path) -> 
 def baseline(folder: Path) -> tuple[list[Run], list[str]]:
     """Return the baseline's runs, and the names of the premises about sampling that hold in these runs."""
     config = EngineConfig(model=str(folder))
-    runs, _ = verify._Lab(config, load_model(config), SMALL).run(Cell(), {})
-    return runs, [premise.name for premise in check_variations(runs) if premise.holds and premise.seen]
+    lab = verify._Lab(config, load_model(config), SMALL)
+    runs, _ = lab.run(Cell(), {})
+    return runs, [premise.name for premise in lab.check_baseline(runs) if premise.holds and premise.seen]
 
 
-SHOWN = ["ended by a token", "held back by min_tokens", "edited", "other log-probs", "ended by a string"]
+def failed_variations(folder: Path, runs: list[Run]) -> list[Premise]:
+    return [each for each in check_variations(runs, load_vocabulary(folder).decode) if not each.holds]
+
+
+SHOWN = ["ended by a token", "held back by min_tokens", "edited", "other log-probs", "allowed", "ended by a string"]
 
 
 def test_each_variation_of_a_request_has_an_effect(tiny_model: Path) -> None:
     runs, shown = baseline(tiny_model)
-    assert shown == SHOWN
+    assert shown == [*SHOWN, "in the grammar"]
     plain = next(asked_of(run).params for run in runs if run.requests[0].id == "plain 64")
     assert (plain.n, plain.temperature, plain.has_filters, plain.top_logprobs) == (4, 1.0, False, None)
 
@@ -443,6 +450,8 @@ def vary(run: Run, sample: dict[str, Any], params: dict[str, Any]) -> Run:
         ("edits 64", {}, dict(logit_bias=()), "edited"),
         ("raw 64", dict(stop_reason=None), {}, "ended by a string"),
         ("raw 64", dict(token_ids=[3] * 12), {}, "other log-probs"),
+        ("allowed 64", dict(token_ids=[3] * 12), {}, "allowed"),
+        ("grammar 64", dict(token_ids=[3] * 12), {}, "in the grammar"),
     ],
 )
 def test_a_variation_without_effect_fails(
@@ -451,7 +460,7 @@ def test_a_variation_without_effect_fails(
     runs, _ = baseline(tiny_llama)
     assert name in [run.requests[0].id for run in runs]
     changed = [vary(run, sample, params) if run.requests[0].id == name else run for run in runs]
-    assert missing in [premise.name for premise in check_variations(changed) if not premise.holds]
+    assert missing in [premise.name for premise in failed_variations(tiny_llama, changed)]
 
 
 def test_the_baseline_fails_if_all_log_probs_are_of_one_kind(tiny_llama: Path) -> None:
@@ -460,8 +469,8 @@ def test_the_baseline_fails_if_all_log_probs_are_of_one_kind(tiny_llama: Path) -
     raw, processed = by_id["raw 64"], by_id["seeded 64"].samples[0].logprobs
     assert processed is not None
     by_id["raw 64"] = vary(raw, dict(logprobs=processed[: len(raw.samples[0].token_ids)]), {})
-    (premise,) = (premise for premise in check_variations([*by_id.values()]) if premise.name == "other log-probs")
-    assert (premise.seen, premise.holds) == (0, False)
+    [premise] = failed_variations(tiny_llama, [*by_id.values()])
+    assert (premise.name, premise.seen) == ("other log-probs", 0)
 
 
 def test_the_report_shows_what_failed(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -490,7 +499,7 @@ def test_the_report_says_when_all_is_well(tiny_llama: Path, monkeypatch: pytest.
     assert f"float32, cpu, backend cpu ({load_library().instruction_set()})" in text
 
 
-def test_without_a_tokenizer_the_report_says_that_there_was_no_stop_string(
+def test_without_a_tokenizer_the_report_says_what_was_not_tested(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "CELLS", ())
@@ -501,6 +510,8 @@ def test_without_a_tokenizer_the_report_says_that_there_was_no_stop_string(
     text = console.export_text()
     assert "ended by a token 1" in text and "ended by a string" not in text
     assert f"stop strings were not tested: stop: {tmp_path / 'tokenizer.json'} does not exist" in text
+    assert "allowed 1" in text and "in the grammar 1" not in text
+    assert "grammars were not tested: structured_outputs: the model has no tokenizer.json" in text
 
 
 def test_the_report_says_why_a_slower_backend_was_used(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
