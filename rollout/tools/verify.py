@@ -86,8 +86,8 @@ CELLS = (
     Cell(drafts="repeats"),
     Cell(drafts="adversarial", budget=64, is_restricted=True),
     Cell(drafts="adversarial", cache="warm", others=10, block_size=8),
-    Cell(drafts="adversarial", others=10, is_starved=True),
-    Cell(drafts="adversarial", others=10, event="interruption", is_restricted=True),
+    Cell(drafts="adversarial", others=10, is_starved=True, is_restricted=True),
+    Cell(drafts="adversarial", others=10, event="interruption"),
 )
 # The cells of `--quick`, one for each kind of circumstances that can be combined.
 QUICK_CELLS = (

@@ -35,7 +35,7 @@ from trueroll.kernels import reference
 from trueroll.kernels.contract import NO_SLOT, SAMPLE, Backend, MlpWeights, TokenStatistics, Wanted, Weight
 from trueroll.kernels.cpu.library import Library, load_library
 from trueroll.kernels.layer import run_layers
-from trueroll.rollout.tools import verify
+from trueroll.rollout.tools import verify, verify_subjects
 from trueroll.rollout.tools.verify_premises import UNLIMITED, Cell, Premise, Run, check_premises, check_variations
 
 SMALL = verify.Sizes(prompt_lengths=(150, 64, 5), max_tokens=12, longest_token_by_token=5)
@@ -58,6 +58,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture
+def grammars() -> None:
+    """Let the matrix of a test serve grammars."""
+
+
+@pytest.fixture(autouse=True)
+def few_grammars(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave grammars to the tests that use `grammars`: starting their child processes takes as long as many cells."""
+    if "grammars" not in request.fixturenames:
+        for module in (verify, verify_subjects):
+            monkeypatch.setattr(module, "grammar_obstacle", lambda loaded: "left to other tests")
+
+
 def failing_cells(config: EngineConfig, sizes: verify.Sizes) -> list[str]:
     loaded = load_model(config)
     results = list(verify.run_matrix(config, loaded, sizes))
@@ -74,6 +87,7 @@ def test_no_bit_differs_in_any_cell(any_model: Path, dtype: str, backend: str) -
     assert failing_cells(config, LONGER if backend == "cpu" else SHORTER) == []
 
 
+@pytest.mark.usefixtures("grammars")
 def test_no_bit_differs_with_steps_queued_ahead(tiny_qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine queues a step before the tokens of the previous step are known, as on a GPU."""
     monkeypatch.setattr(executor, "runs_ahead", lambda device: True)
@@ -210,6 +224,7 @@ def short_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @proves("company", family="qwen3_5")
+@pytest.mark.usefixtures("grammars")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @thinned(lambda dtype, backend: backend == "cpu")
 def test_no_bit_differs_in_any_cell_of_a_hybrid(
@@ -422,6 +437,7 @@ def failed_variations(folder: Path, runs: list[Run]) -> list[Premise]:
 SHOWN = ["ended by a token", "held back by min_tokens", "edited", "other log-probs", "allowed", "ended by a string"]
 
 
+@pytest.mark.usefixtures("grammars")
 def test_each_variation_of_a_request_has_an_effect(tiny_model: Path) -> None:
     runs, shown = baseline(tiny_model)
     assert shown == [*SHOWN, "in the grammar"]
@@ -454,6 +470,7 @@ def vary(run: Run, sample: dict[str, Any], params: dict[str, Any]) -> Run:
         ("grammar 64", dict(token_ids=[3] * 12), {}, "in the grammar"),
     ],
 )
+@pytest.mark.usefixtures("grammars")
 def test_a_variation_without_effect_fails(
     tiny_llama: Path, name: str, sample: dict[str, Any], params: dict[str, Any], missing: str
 ) -> None:
@@ -499,6 +516,7 @@ def test_the_report_says_when_all_is_well(tiny_llama: Path, monkeypatch: pytest.
     assert f"float32, cpu, backend cpu ({load_library().instruction_set()})" in text
 
 
+@pytest.mark.usefixtures("grammars")
 def test_without_a_tokenizer_the_report_says_what_was_not_tested(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -535,6 +553,7 @@ def test_drafts_of_a_module_are_verified_if_the_checkpoint_has_one(
     assert all(cell.drafts == "mtp" for cell in verify.MTP_CELLS)
 
 
+@pytest.mark.usefixtures("grammars")
 def test_a_quick_run_says_what_it_leaves_out(tiny_llama: Path) -> None:
     config, console = EngineConfig(model=str(tiny_llama)), Console(record=True, width=160)
     assert verify.verify(config, console, sizes=SMALL, quick=True)
@@ -546,6 +565,7 @@ def test_a_quick_run_says_what_it_leaves_out(tiny_llama: Path) -> None:
     assert len(covered) == len(verify.QUICK_CELLS), "each cell covers another kind"
 
 
+@pytest.mark.usefixtures("grammars")
 def test_the_legend_explains_every_premise(tiny_llama: Path) -> None:
     config = EngineConfig(model=str(tiny_llama))
     results = list(verify.run_matrix(config, load_model(config), verify.QUICK_SIZES, quick=True))
