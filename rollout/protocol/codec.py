@@ -11,6 +11,8 @@ this module maps the columns of `engine.request` to message fields.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias, get_args
 
@@ -426,6 +428,8 @@ class Growth:
         self.id, self.index = first.id, first.index
         self._listed = widths_of(first)
         self._columns = {column: bytearray(content) for column, content in _columns(first).items()}
+        self._ids_before = array("q", [0])
+        self._count_ids()
 
     @property
     def num_tokens(self) -> int:
@@ -438,40 +442,47 @@ class Growth:
         If the delta differs from the known tokens, has different columns or would leave a gap, change nothing and
         return False.
         """
-        found, num_known = _columns(delta), self.num_tokens - delta.start
-        if num_known < 0 or found.keys() != self._columns.keys() or widths_of(delta) != self._listed:
+        found = _columns(delta)
+        if delta.start > self.num_tokens or found.keys() != self._columns.keys() or widths_of(delta) != self._listed:
             return False
-        known = self._columns
-        starts, ends = self._sizes(known, delta.start), self._sizes(found, num_known)
+        known, starts = self._columns, self._sizes(delta.start)
         if not all(_agree(known[column], new, starts[column]) for column, new in found.items()):
             return False
         for column, new in found.items():
-            known[column] += new[ends[column] :]
+            known[column] += new[len(known[column]) - starts[column] :]
+        self._count_ids()
         return True
 
     def part(self, start: int, max_bytes: int | None = None) -> Delta:
         """Return a delta that begins with token `start`. The delta has as many tokens as fit into `max_bytes`, but at
         least one.
         """
-        room = self.num_tokens if max_bytes is None else self._room(start, max_bytes)
-        firsts, ends = self._sizes(self._columns, start), self._sizes(self._columns, start + room)
+        end = self.num_tokens if max_bytes is None else self._end(start, max_bytes)
+        firsts, ends = self._sizes(start), self._sizes(end)
         content = {column: bytes(known[firsts[column] : ends[column]]) for column, known in self._columns.items()}
         token_ids = content.pop(TOKENS)
         return Delta(id=self.id, index=self.index, start=start, token_ids=token_ids, **fields_of(content, self._listed))
 
-    def _room(self, start: int, max_bytes: int) -> int:
-        """Return how many tokens from `start` on fit into `max_bytes`, but at least 1."""
-        fixed = sum(column.num_bytes(self._listed) for column in self._columns if not column.counts)
-        if not (kept := _counts(self._columns)):
-            return max(1, max_bytes // fixed)
-        sizes = fixed + _ID_BYTES * np.frombuffer(kept, "<i4")[start:]
-        return max(1, int(np.searchsorted(sizes.cumsum(dtype=np.int64), max_bytes, "right")))
+    def _end(self, start: int, max_bytes: int) -> int:
+        """Return the largest `end` for which tokens [start, end) fit into `max_bytes`, but at least `start + 1`."""
+        most = sum(self._sizes(start).values()) + max_bytes
+        ends = range(start + 2, self.num_tokens + 1)
+        return start + 1 + bisect_right(ends, most, key=lambda end: sum(self._sizes(end).values()))
 
-    def _sizes(self, columns: Mapping[Column, bytes | bytearray], num_tokens: int) -> dict[Column, int]:
+    def _sizes(self, num_tokens: int) -> dict[Column, int]:
         """Return how many bytes the first `num_tokens` tokens have in each column."""
-        kept = np.frombuffer(_counts(columns), "<i4")[:num_tokens]
-        of_ids = _ID_BYTES * int(kept.sum(dtype=np.int64))
-        return {column: of_ids if column.counts else column.num_bytes(self._listed) * num_tokens for column in columns}
+        of_ids = _ID_BYTES * self._ids_before[min(num_tokens, len(self._ids_before) - 1)]
+        sizes = (
+            (column, of_ids if column.counts else column.num_bytes(self._listed) * num_tokens)
+            for column in self._columns
+        )
+        return dict(sizes)
+
+    def _count_ids(self) -> None:
+        """Extend `_ids_before`, the number of kept ids before each token, to all tokens with kept sets."""
+        known = _ID_BYTES * (len(self._ids_before) - 1)
+        counts = np.frombuffer(bytes(self._columns.get(KEPT[0], b"")[known:]), "<i4")
+        self._ids_before.frombytes((self._ids_before[-1] + counts.cumsum(dtype=np.int64)).tobytes())
 
 
 def delta_of(sample: FinishedSample) -> Delta:
@@ -486,11 +497,6 @@ def delta_of(sample: FinishedSample) -> Delta:
         targets=sample.targets,
         kept=sample.kept,
     )
-
-
-def _counts(columns: Mapping[Column, bytes | bytearray]) -> bytes:
-    """Return the bytes of the column `kept_counts`; empty if it is missing."""
-    return bytes(columns.get(KEPT[0], b""))
 
 
 def _columns(delta: Delta) -> dict[Column, bytes]:

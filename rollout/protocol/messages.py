@@ -377,10 +377,8 @@ class Delta(Message):
     @property
     def num_bytes(self) -> int:
         """Approximate size of the delta on the wire, in bytes."""
-        per_token = 4 + 4 * (self.logprobs is not None) + (0 if self.tops is None else 4 + 8 * self.tops.k)
-        per_token += 0 if self.targets is None else 4 * self.targets.k
-        kept = 0 if self.kept is None else 8 * self.num_tokens + len(self.kept.token_ids)
-        return _BYTES_BESIDE + per_token * self.num_tokens + kept
+        parts = [part for part in (self, self.tops, self.targets, self.kept) if part is not None]
+        return _BYTES_BESIDE + sum(len(value) for part in parts for _, value in part if isinstance(value, bytes))
 
 
 class Deltas(Message):
