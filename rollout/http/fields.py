@@ -130,41 +130,6 @@ class StreamOptions(Fields):
     include_obfuscation: Literal[False] = False
 
 
-class EditFields(Fields):
-    """Fields that edit logits and have a different name or format in `SamplingParams`.
-
-    `logit_bias`: numbers to add to the logits of some tokens. `bad_words`: texts that a sample must not contain.
-    """
-
-    logit_bias: Annotated[dict[_JsonTokenId, float], Field(max_length=MAX_LOGIT_BIAS)] = {}
-    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS // 2, fail_fast=True)] = []
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _one_wrong_bias_is_enough(cls, biases: Any) -> Any:
-        """If biases are invalid, return only one of the invalid biases, because pydantic would report all of them."""
-        if not isinstance(biases, dict):
-            return biases
-        few = dict(islice(biases.items(), MAX_LOGIT_BIAS + 1))
-        wrong = next((key for key, bias in few.items() if not key.isdecimal() or type(bias) not in (int, float)), None)
-        return few if wrong is None else {wrong: few[wrong]}
-
-
-class RecordFields(Fields):
-    """Fields that say what to record for the tokens of the prompt.
-
-    `prompt_logprobs`: number of most probable tokens to return per token of the prompt; the log-prob of the prompt's
-    token is also returned. `prompt_logprob_token_ids`: one row of token ids for each token of the prompt after the
-    token with index `prompt_logprob_start`. The answer contains the log-probs of the ids in each row; -1 pads a row.
-    `routed_experts_prompt_start`: index of the first prompt token for which the answer contains routed experts.
-    """
-
-    prompt_logprobs: NumTop | None = None
-    prompt_logprob_start: Annotated[int, Field(ge=0)] = 0
-    prompt_logprob_token_ids: Annotated[list[_TargetIds], Field(min_length=1, fail_fast=True)] | None = None
-    routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
-
-
 class ResponseFormat(Fields):
     """OpenAI's `response_format`. In `json_schema`, the fields besides `schema` have no effect."""
 
@@ -195,10 +160,41 @@ class ResponseFormat(Fields):
         return self
 
 
-class FormatFields(Fields):
-    """The field `response_format`, which specifies a grammar as in OpenAI's API."""
+class EditFields(Fields):
+    """Fields that edit logits and have a different name or format in `SamplingParams`.
 
+    `logit_bias`: numbers to add to the logits of some tokens. `bad_words`: texts that a sample must not contain.
+    `response_format`: a grammar for the text of a sample, as in OpenAI's API.
+    """
+
+    logit_bias: Annotated[dict[_JsonTokenId, float], Field(max_length=MAX_LOGIT_BIAS)] = {}
+    bad_words: Annotated[list[_BadWord], Field(max_length=MAX_BAD_WORDS // 2, fail_fast=True)] = []
     response_format: ResponseFormat = ResponseFormat(type="text")
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _one_wrong_bias_is_enough(cls, biases: Any) -> Any:
+        """If biases are invalid, return only one of the invalid biases, because pydantic would report all of them."""
+        if not isinstance(biases, dict):
+            return biases
+        few = dict(islice(biases.items(), MAX_LOGIT_BIAS + 1))
+        wrong = next((key for key, bias in few.items() if not key.isdecimal() or type(bias) not in (int, float)), None)
+        return few if wrong is None else {wrong: few[wrong]}
+
+
+class RecordFields(Fields):
+    """Fields that say what to record for the tokens of the prompt.
+
+    `prompt_logprobs`: number of most probable tokens to return per token of the prompt; the log-prob of the prompt's
+    token is also returned. `prompt_logprob_token_ids`: one row of token ids for each token of the prompt after the
+    token with index `prompt_logprob_start`. The answer contains the log-probs of the ids in each row; -1 pads a row.
+    `routed_experts_prompt_start`: index of the first prompt token for which the answer contains routed experts.
+    """
+
+    prompt_logprobs: NumTop | None = None
+    prompt_logprob_start: Annotated[int, Field(ge=0)] = 0
+    prompt_logprob_token_ids: Annotated[list[_TargetIds], Field(min_length=1, fail_fast=True)] | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] = 0
 
 
 class GenerationFields(Fields):
@@ -281,7 +277,7 @@ async def take_sampling(
         named["logit_bias"] = {int(token_id): bias for token_id, bias in edits.logit_bias.items()}
     if edits.bad_words:
         named["bad_words_token_ids"] = await encode_words(edits.bad_words)
-    if (grammar := checked(FormatFields, _taken(fields, FormatFields)).response_format.grammar) is not None:
+    if (grammar := edits.response_format.grammar) is not None:
         if "structured_outputs" in named:
             text = "response_format: not together with structured_outputs; give one of them"
             raise HttpError(400, text, field="response_format", code="invalid_request")
