@@ -189,26 +189,28 @@ class Grammars:
     def _fill(self, asked: list[_Asked]) -> None:
         """Find masks. If a call for several places fails, make one call for each place."""
         for part in _parts(asked, self._most_rows):
-            for each in self._compute(part, is_alone=False):
+            for each in self._compute(part, is_alone=False)[0]:
                 self._fill_alone(each)
 
     def _fill_alone(self, asked: _Asked) -> None:
         """Find the masks of one place in a call of its own, so that only a grammar at fault is blamed for a failure."""
         known, asked.place.num_told = asked.place.known, 0
-        if known.fault is None and self._compute([asked], is_alone=True):
-            known.fault = f"a mask needs more than {STEP_SECONDS:.0f} s or {MORE_BYTES >> 20} MiB, or crashes"
+        if known.fault is None:
+            left, known.fault = self._compute([asked], is_alone=True)
+            assert not left or known.fault is not None, "a call with the grammar needs no other call"
         if known.fault is not None:
             self._fail(asked, known.fault)
 
-    def _compute(self, asked: list[_Asked], is_alone: bool) -> list[_Asked]:
-        """Find masks in one call. Return the entries of `asked` that got no masks because the child died or was
-        replaced. `is_alone`: whether `asked` has a single entry; the call then includes the translated grammar.
+    def _compute(self, asked: list[_Asked], is_alone: bool) -> tuple[list[_Asked], str | None]:
+        """Find masks in one call. Return the entries of `asked` that got no masks because the call failed or the child
+        was replaced, and the error of the call, or None. `is_alone`: whether `asked` has a single entry; the call then
+        includes the translated grammar, so a replaced child knows it.
         """
         left = list[_Asked]()
         rows = [_row(each, is_alone) for each in asked if each.place.error is None]
         results, error = self._results(rows, _num_masks(asked), is_alone) if rows else ([], None)
         if error is not None:
-            return asked
+            return asked, error
         found = iter(results)
         for each in asked:
             if each.place.error is not None:
@@ -222,14 +224,15 @@ class Grammars:
             else:
                 each.place.masks = np.frombuffer(masks, np.int32).reshape(accepted + 1, -1)
                 each.place.num_told = each.num_tokens
-        return left
+        return left, None
 
     def _results(self, rows: list[tuple[Any, ...]], num_masks: int, is_alone: bool) -> tuple[Any, str | None]:
         """Return the child's results for the rows, and the error of the whole call."""
         num_new = sum(len(new) // 4 for *_, new, _ in rows)
         seconds = STEP_SECONDS + ROW_SECONDS * num_masks + TOKEN_SECONDS * num_new + COMPILE_SECONDS * is_alone
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
-        return _read(self._ask(1, _pack(ended, rows), seconds), TRIAL)
+        of_silence = f"a mask needs more than {STEP_SECONDS:.0f} s or {MORE_BYTES >> 20} MiB, or crashes"
+        return _read(self._ask(1, _pack(ended, rows), seconds), of_silence)
 
     def _fail(self, asked: _Asked, fault: str) -> None:
         """Set the error of a place, and give the place masks that allow no token."""
@@ -248,7 +251,7 @@ class Grammars:
         if fault is None:
             # A second call, because another grammar may end the child during the first one.
             answers = (self._ask(0, _pack(number, lark), TRIAL.seconds) for _ in range(2))
-            fault = _read(next(filter(None, answers), b""), TRIAL)[1]
+            fault = _read(next(filter(None, answers), b""), _exceeds(TRIAL))[1]
         known = Prepared(number, lark, fault)
         with self._lock:
             self._remember(grammar, known)
@@ -264,7 +267,7 @@ class Grammars:
         if not reply and trial is not None:
             trial.end()
             self._trial = None
-        lark, error = _read(reply, TRIAL)
+        lark, error = _read(reply, _exceeds(TRIAL))
         return lark or "", error
 
     def _trial_child(self) -> ChildProcess | None:
@@ -276,7 +279,7 @@ class Grammars:
             if self._trial is None and not self._is_closed:
                 self._trial = ChildProcess(partial(try_grammars, self._load, TRIAL))
             trial = self._trial
-        if trial is not None and (error := _read(trial.greeting(LOAD.seconds), LOAD)[1]) is not None:
+        if trial is not None and (error := _read(trial.greeting(LOAD.seconds), _exceeds(LOAD))[1]) is not None:
             trial.end()
             self._trial = None
             raise GrammarError(f"the tokenizer cannot be loaded: {error}")
@@ -346,12 +349,14 @@ def _parts(asked: Sequence[_Asked], most: int) -> Iterator[list[_Asked]]:
         yield part
 
 
-def _read(reply: bytes, limits: Limits) -> tuple[Any, str | None]:
-    """Return the result and the error that a reply contains. `limits`: those of the call, for the error of an empty
-    reply.
-    """
+def _exceeds(limits: Limits) -> str:
+    return f"it needs more than {limits}, or crashes"
+
+
+def _read(reply: bytes, of_silence: str) -> tuple[Any, str | None]:
+    """Return the result and the error that a reply contains. `of_silence`: the error of an empty reply."""
     if not reply:
-        return None, f"it needs more than {limits}, or crashes"
+        return None, of_silence
     result, error = msgpack.unpackb(reply)
     return result, error
 
