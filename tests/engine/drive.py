@@ -66,6 +66,11 @@ def run(engine: Engine, requests: Iterable[Request]) -> dict[tuple[str, int], Sa
     return samples
 
 
+def run_alone(model: Path, requests: Iterable[Request]) -> dict[tuple[str, int], SampleOutput]:
+    """Serve each request alone, on a new engine. Return the samples by (request id, index)."""
+    return {key: sample for request in requests for key, sample in run(make_engine(model), [request]).items()}
+
+
 def score(engine: Engine, token_ids: np.ndarray, **distribution: Any) -> np.ndarray:
     """Return the log-probs of `token_ids`: float32 [len(token_ids) - 1]."""
     engine.add(ScoreRequest("score", token_ids, Distribution(**distribution)))

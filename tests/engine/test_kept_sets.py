@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trueroll.engine.request import GenerateRequest, SampleOutput, ScoreOutput, ScoreRequest, columns_of
 from trueroll.engine.running.sampler import kept_ids, packed_bits
 
-from .drive import drain, generate, make_engine, run, tokens
+from .drive import drain, generate, make_engine, run, run_alone, tokens
 
 PROMPT = np.concatenate((tokens(40), tokens(9, seed=1)))
 VOCABULARY = 512
@@ -47,10 +47,7 @@ def sets_of(sample: SampleOutput) -> list[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def alone(tiny_llama: Path) -> dict[tuple[str, int], SampleOutput]:
-    found = dict[tuple[str, int], SampleOutput]()
-    for name in ASKED:
-        found |= run(make_engine(tiny_llama), [ask(name)])
-    return found
+    return run_alone(tiny_llama, map(ask, ASKED))
 
 
 @pytest.mark.usefixtures("steps_ahead")

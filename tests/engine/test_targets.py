@@ -24,7 +24,7 @@ from trueroll.engine.request import (
 from trueroll.errors import InvalidRequestError
 from trueroll.kernels.training import align, token_log_probs
 
-from .drive import drain, generate, make_engine, run, tokens
+from .drive import drain, generate, make_engine, run, run_alone, tokens
 
 PROMPT = np.concatenate((tokens(40), tokens(9, seed=1)))
 TARGETS = (7, 300, 7, 511, 0)
@@ -55,10 +55,7 @@ def bits(sample: SampleOutput) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def alone(tiny_llama: Path) -> dict[tuple[str, int], SampleOutput]:
-    found = dict[tuple[str, int], SampleOutput]()
-    for name in ASKED:
-        found |= run(make_engine(tiny_llama), [ask(name)])
-    return found
+    return run_alone(tiny_llama, map(ask, ASKED))
 
 
 @pytest.mark.usefixtures("steps_ahead")
