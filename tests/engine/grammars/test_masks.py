@@ -303,4 +303,5 @@ def test_a_score_ends_in_an_error_if_its_masks_cannot_be_computed(
     monkeypatch.setattr(child, "Walk", None)
     [output] = drain(engine)
     assert isinstance(output, ScoreOutput) and output.finish_reason == "error"
-    assert output.error == "TypeError: 'NoneType' object is not callable" and len(output.logprobs) == 0
+    assert output.error == "structured_outputs: TypeError: 'NoneType' object is not callable"
+    assert len(output.logprobs) == 0
