@@ -644,7 +644,7 @@ class Backend(Protocol):
         ...
 
     def rotation(self, positions: Tensor, inv_freq: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return (cosines, sines) of the angles. Cosines and sines are float32 [M, P], and are multiplied by `scale`.
+        """Return (cosines, sines) of the angles. Both are float32 [M, P], and include the factor `scale`.
 
         Each angle is the float32 product of a position in `positions` (int64 [M]) and a frequency in `inv_freq`
         (float32 [P]).

@@ -69,8 +69,8 @@ class ChildProcess:
         return self._hear(_HEAD.pack(len(message)) + message, seconds, is_abandoned, pipe)
 
     def greeting(self, seconds: float, is_abandoned: IsAbandoned = never, pipe: int = 0) -> bytes:
-        """Wait for the greeting of the child, and return it. Required before the first call of a pipe, if the child
-        sends greetings. The result is empty in the cases of `ask`.
+        """Wait for the greeting of the child, and return it. If children send greetings, call this method before the
+        first call over a pipe. The result is empty in the cases of `ask`.
         """
         self._greetings[pipe] = self._greetings[pipe] or self._hear(b"", seconds, is_abandoned, pipe)
         return self._greetings[pipe]

@@ -317,7 +317,7 @@ def divide_up(number: int, divisor: int) -> int:
 
 
 def _constants(tile: Tile, factor: Factor) -> dict[str, Any]:
-    """Return the constants that the kernels of products are compiled for."""
+    """Return the compile-time constants of the kernels for matrix products."""
     sizes = dict(FEATURES=tile.features, TOKENS=tile.tokens, MORE=tile.more, DEPTH=tile.depth)
     return dict(UNIT=factor.unit, **sizes, warps=tile.warps, stages=tile.stages)
 
