@@ -75,9 +75,9 @@ def read_media(
 ) -> PackedImages | None:
     """Return the images of a batch, or None if there is none.
 
-    `token_ids`: int64 [M], the tokens of all sequences in `packed`. In a batch of this `shape`, the tokens are at the flat
-    `indices`. Raise AlignmentError for a model without a vision tower, and for images that do not fit the model or the
-    tokens.
+    `token_ids`: int64 [M], the tokens of all sequences in `packed`. In a batch of this `shape`, the tokens are at the
+    flat `indices`. Raise AlignmentError for a model without a vision tower, and for images that do not fit the model or
+    the tokens.
     """
     if media is None:
         return None

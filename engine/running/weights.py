@@ -355,7 +355,8 @@ class WeightStaging:
         adapters are added to the base weights of the live weights; otherwise, the adapters are added to the staged
         rows.
 
-        Raise ValueError if the push overwrites the live weights in place, or if `alone` is set and the live weights are incomplete.
+        Raise ValueError if the push overwrites the live weights in place, or if `alone` is set and the live weights are
+        incomplete.
         """
         if self.in_place or (alone and not self._store.is_whole):
             raise ValueError(

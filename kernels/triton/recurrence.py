@@ -132,8 +132,8 @@ def _list_places(
 ) -> _Places | None:
     """Return the `_Places` of a batch, made once for all layers; None if every sequence has one row.
 
-    The result is copied to the device by work on `stream`, so only later work on `stream` may read the result. A sequence
-    without rows has a piece too, since some program must write the sequence's tail.
+    The result is copied to the device by work on `stream`, so only later work on `stream` may read the result. A
+    sequence without rows has a piece too, since some program must write the sequence's tail.
     """
     if starts == tuple(range(len(starts))):
         return None
