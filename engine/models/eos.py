@@ -111,7 +111,7 @@ def _read_token(path: Path) -> str | None:
     token = found.get("content") if isinstance(found, dict) else found
     if not isinstance(token, str) and found is not None:
         raise ModelError(
-            f"{path}: eos_token must be a string, or an object with a string in the field content (got {brief(found)}); "
+            f"{path}: eos_token must be a string, or an object with a string in `content` (got {brief(found)}); "
             "save the tokenizer again"
         )
     return token
