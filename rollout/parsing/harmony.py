@@ -1,0 +1,97 @@
+"""The format of gpt-oss (OpenAI's harmony): messages, each with a header that names a channel and a recipient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .answers import Answer, make_call, parsed_json
+from .markers import Markers
+from .schemas import Tools
+from .streams import Reading, any_of
+
+MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_MAX_HEADER_CHARS = 512
+"""A longer text without `<|message|>` is content."""
+_RECIPIENT = re.compile(r"\bto=(functions\.)?([\w.\-]+)")
+
+
+class HarmonyStream(Reading):
+    """Parses a growing answer that begins within a header, after `<|start|>assistant`."""
+
+    def __init__(self, markers: Markers, tools: Tools) -> None:
+        super().__init__(markers)
+        self._tools = tools
+        start, self._channel, self._constrain, message, *ends = map(markers.marked, MARKERS)
+        self._message = message
+        self._header_ends = (message, start, *ends)
+        self._body_ends = (start, *ends)
+        self._start = start
+        self._header, self._name, self._body = "", "", list[str]()
+        self._write: Callable[[str], None] = self._out.content
+        self._state = self._in_header
+
+    def finish(self, finish_reason: str) -> Answer:
+        rest = self._take(len(self._rest))
+        if self._state == self._in_header:
+            self._out.content(self._header.lstrip() + rest)
+        else:
+            self._write(rest)
+            if self._name:
+                self._end_call(finish_reason == "stop", "")
+        return self._out.finish()
+
+    def _in_header(self) -> bool:
+        found = any_of(self._header_ends).search(self._rest, self._at)
+        end = found.start() if found else len(self._rest)
+        if len(self._header) + end - self._at > _MAX_HEADER_CHARS:
+            self._out.content(self._header)
+            self._header, self._write, self._state = "", self._out.content, self._in_body
+            return True
+        if found is None:
+            return False
+        self._header += self._take(end)
+        self._at, text = found.end(), found.group()
+        if text == self._message:
+            self._begin_body()
+        elif text == self._start:
+            self._out.content(self._strange())
+        else:
+            self._header += text
+        return True
+
+    def _strange(self) -> str:
+        """Return the header's text, which is content if no message follows."""
+        told, self._header = self._header, ""
+        return "" if told.strip() in ("", "assistant") else told
+
+    def _begin_body(self) -> None:
+        role, _, header = self._header.rpartition(self._channel)
+        channel = header.partition(self._constrain)[0].split()[:1]
+        recipient = _RECIPIENT.search(header) or _RECIPIENT.search(role)
+        named = recipient is not None and (recipient[1] or recipient[2] in self._tools)
+        self._name = recipient[2] if recipient and named else ""
+        self._write = self._out.reasoning if channel == ["analysis"] else self._out.content
+        if self._name:
+            self._body = []
+            self._write = self._body.append
+        self._state = self._in_body
+
+    def _in_body(self) -> bool:
+        if (found := any_of(self._body_ends).search(self._rest, self._at)) is None:
+            self._write(self._take_before(self._body_ends))
+            return False
+        self._write(self._take(found.start()))
+        self._at = found.end()
+        if self._name:
+            self._end_call(True, found.group())
+        self._header, self._state = "", self._in_header
+        return True
+
+    def _end_call(self, is_complete: bool, end: str) -> None:
+        """Write the call that a message holds, or the message as content if it is malformed or incomplete."""
+        text = "".join(self._body)
+        if is_complete and (call := make_call(self._name, parsed_json(self._out.plain(text)))):
+            self._out.calls([call])
+        else:
+            self._out.content(self._header + self._message + text + end)
