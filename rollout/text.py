@@ -43,7 +43,8 @@ class TextModel:
 
     Methods with the argument `is_abandoned` call this function while they wait, and raise ModelError once the function
     returns True. Methods with the argument `most` raise TooMany if the text has more than `most` tokens.
-    `longest_token`: length of the longest token in characters.
+    `longest_token`: length of the longest token in characters. `added_tokens`: ids of the tokens that were added to the
+    vocabulary, such as special tokens, by text.
     """
 
     def __init__(self, model: str) -> None:
@@ -60,7 +61,9 @@ class TextModel:
             attempt(partial(_load, self._folder))
             self._tokenizer = _load(self._folder)
         self._decode = _decoder_of(self._tokenizer)
-        self._special = {id for id, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        added = self._tokenizer.added_tokens_decoder
+        self._special = {id for id, token in added.items() if token.special}
+        self.added_tokens = {token.content: id for id, token in added.items()}
         self.longest_token = longest_token(self._tokenizer.get_vocab())
         self._children = {False: TextChild(self._tokenizer), True: TextChild(self._tokenizer, niceness=LONG_NICENESS)}
 

@@ -205,7 +205,8 @@ ROLLOUT = {
     "text_child": set(),
     "plain_tokenizer": set(),
     "text": {"plain_tokenizer", "protocol", "text_child"},
-    "http": {"config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"}
+    "parsing": {"parsing"},
+    "http": {"parsing", "config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"}
     | {"images"},
     "tools": {
         "auditing",

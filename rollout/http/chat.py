@@ -7,33 +7,65 @@ from typing import Any
 
 from trueroll.errors import InvalidRequestError
 
+from ..parsing.answers import Answer, Call
+from ..parsing.parser import AnswerParser, parser_for
+from ..protocol import new_id
 from .answers import Rows, TokenBytes
 from .conversation import ConversationFields, Message, prompt_of, text_of, tools_of
-from .fields import NumTop, TextFields, checked, given, recording, take_sampling
+from .fields import NumTop, TextFields, checked, given, recording, take_sampling, unsupported
+from .forced_calls import forced_tools, forcing
 from .images import Prompt
 from .logprobs import TokenName, chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
 from .pieces import Piece, Task, Usage, ending
 from .records import check_records, prompt_records, record_bytes, told_records
 from .samples import MESSAGE_CHARS
-from .tools import BEGIN, ToolText
 
 
 class ChatFields(TextFields, ConversationFields):
     """Fields of a chat completion.
 
     `logprobs`: return the log-prob of each token. `top_logprobs`: number of most probable tokens to return per
-    position, in addition to the generated token.
+    position, in addition to the generated token. `parallel_tool_calls`: whether an answer may have several tool calls.
     """
 
     logprobs: bool = False
     top_logprobs: NumTop | None = None
+    parallel_tool_calls: bool = True
+
+
+_PROMPT_END_TOKENS = 32
+"""Number of tokens at the end of a prompt that tell whether the prompt has begun the reasoning."""
+
+
+class ParsedChoice:
+    """Parses the growing text of a choice. Without a parser, all text is content."""
+
+    def __init__(self, parser: AnswerParser | None, prompt: str) -> None:
+        self._stream = parser.stream(prompt) if parser else None
+        self.num_calls = 0
+
+    def add(self, piece: Piece) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the new texts of the message by name, and the new tool calls."""
+        answer = self._stream.add(piece.text) if self._stream else Answer(piece.text)
+        if self._stream and piece.ended:
+            answer.extend(self._stream.finish(piece.ended.finish_reason))
+        calls = [_told_call(self.num_calls + i, call) for i, call in enumerate(answer.calls)]
+        self.num_calls += len(calls)
+        return {"content": answer.content} | (
+            {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+        ), calls
+
+
+def _told_call(index: int, call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": index, "id": call.id or f"call_{new_id()}", "type": "function", "function": function}
 
 
 @dataclass
 class ChatForm:
-    """Writes chat completions. `finds_tools`: whether to parse tool calls in the text. `told_prompt`: the fields of the
-    answer with the log-probs of the prompt.
+    """Writes chat completions. `parser`: parses the answers; None if all text is content. `prompt_end`: the end of the
+    prompt, as marked text. `told_prompt`: the fields of the answer with the log-probs of the prompt.
     """
 
     id: str
@@ -43,9 +75,10 @@ class ChatForm:
     prompt: Prompt
     name: TokenName
     eos_token_ids: frozenset[int]
-    finds_tools: bool
+    parser: AnswerParser | None
+    prompt_end: str
     told_prompt: dict[str, Any]
-    _texts: dict[int, ToolText] = field(default_factory=dict)
+    _choices: dict[int, ParsedChoice] = field(default_factory=dict)
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         told = self._envelope("chat.completion", Rows(map(self._whole_choice, pieces), None))
@@ -72,37 +105,31 @@ class ChatForm:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        content, calls = self._parted(piece)
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+        parsed = ParsedChoice(self.parser, self.prompt_end)
+        texts, calls = parsed.add(piece)
+        message: dict[str, Any] = {"role": "assistant"} | texts
         if calls:
+            message["content"] = texts["content"] or None
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-        return self._choice(piece, "message", message, calls)
+        return self._choice(piece, "message", message, parsed)
 
     def _delta_choice(self, piece: Piece) -> dict[str, Any]:
-        content, calls = self._parted(piece)
+        if (parsed := self._choices.get(piece.index)) is None:
+            parsed = self._choices[piece.index] = ParsedChoice(self.parser, self.prompt_end)
+        texts, calls = parsed.add(piece)
         role = {"role": "assistant"} if piece.start == 0 and piece.token_ids else {}
-        delta = role | {"content": content} | ({"tool_calls": calls} if calls else {})
-        return self._choice(piece, "delta", delta, calls)
+        return self._choice(piece, "delta", role | texts | ({"tool_calls": calls} if calls else {}), parsed)
 
-    def _choice(self, piece: Piece, what: str, told: dict[str, Any], calls: list[Any]) -> dict[str, Any]:
+    def _choice(self, piece: Piece, what: str, told: dict[str, Any], parsed: ParsedChoice) -> dict[str, Any]:
         choice = {
             "index": piece.index,
             what: told,
             "logprobs": chat_logprobs(piece, self.name) if self.fields.logprobs else None,
         } | ending(piece, self.eos_token_ids)
-        if calls and choice["finish_reason"] == "stop":
+        if parsed.num_calls and choice["finish_reason"] == "stop":
             choice["finish_reason"] = "tool_calls"
         choice |= told_records(piece, self.fields)
         return choice | ({"token_ids": piece.token_ids} if self.fields.return_token_ids else {})
-
-    def _parted(self, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text content of a `Piece`, and the tool calls that the piece completes."""
-        if not self.finds_tools:
-            return piece.text, []
-        text = self._texts.setdefault(piece.index, ToolText())
-        content = text.add(piece.text)
-        rest, calls = text.finish() if piece.ended else ("", [])
-        return content + rest, calls
 
 
 async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, ChatForm]:
@@ -116,7 +143,20 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     if own.top_logprobs is not None and not own.logprobs:
         text = "top_logprobs requires logprobs; set logprobs to true"
         raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
+    if forced := forced_tools(own.tool_choice, own.tools):
+        params = forcing(params, forced)
+    elif tools_of(own) and not own.parallel_tool_calls:
+        text = "true, or set tool_choice to 'required' or to a function, which allow one call"
+        raise unsupported("parallel_tool_calls", text, own.parallel_tool_calls)
     prompt = await prompt_of(own, served, served.max_model_len)
+    parser = parser_for(served.texts, tools_of(own), is_forced=bool(forced))
+    prompt_end = served.texts.decode(prompt.token_ids[-_PROMPT_END_TOKENS:], False, parser.marks) if parser else ""
+    if forced and parser and parser.begins_reasoning(prompt_end):
+        raise InvalidRequestError(
+            "tool_choice: a required tool call is not supported if the chat template begins the reasoning; turn "
+            "reasoning off in chat_template_kwargs, or set tool_choice to 'auto'",
+            field="tool_choice",
+        )
     served.check_lengths([prompt.token_ids], params.max_tokens, "messages")
     check_records(own, [prompt.token_ids], own.stream, params)
     if not own.stream:
@@ -133,7 +173,8 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         prompt=prompt,
         name=name_by_id if own.return_tokens_as_token_ids else served.texts.token,
         eos_token_ids=served.eos_token_ids,
-        finds_tools=bool(tools_of(own)) and BEGIN in served.texts.chat_template,
+        parser=parser,
+        prompt_end=prompt_end,
         told_prompt=told_prompt,
     )
     task = Task(
@@ -145,6 +186,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         tells_usage=own.stream_options.include_usage,
         skip_special_tokens=own.skip_special_tokens,
         message=_last_user_message(own.messages),
+        marks=parser.marks if parser else {},
     )
     return task, form
 

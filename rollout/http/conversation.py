@@ -16,6 +16,7 @@ from trueroll.errors import InvalidRequestError, brief
 
 from ..text import strings_in
 from .fields import Fields, unsupported
+from .forced_calls import forced_tools
 from .images import ImageUrl, Prompt
 from .model import ServedModel
 
@@ -52,8 +53,7 @@ async def prompt_of(own: ConversationFields, served: ServedModel, most: int | No
     Raise HttpError if the conversation, before placeholders are repeated, has more than `most` tokens. Raise HttpError
     or InvalidRequestError if a field or an image is not supported.
     """
-    if own.tool_choice not in ("auto", "none"):
-        raise unsupported("tool_choice", "'auto' or 'none'", own.tool_choice)
+    forced_tools(own.tool_choice, own.tools)
     if found := _RESERVED & own.chat_template_kwargs.keys():
         text = f"chat_template_kwargs: {sorted(found)} cannot be set here; remove them"
         raise InvalidRequestError(text, field="chat_template_kwargs")
@@ -73,7 +73,7 @@ async def prompt_of(own: ConversationFields, served: ServedModel, most: int | No
 
 def tools_of(own: ConversationFields) -> list[dict[str, Any]]:
     """Return the tools that the template gets."""
-    return own.tools if own.tool_choice == "auto" else []
+    return [] if own.tool_choice == "none" else own.tools
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:

@@ -62,7 +62,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
     "extra_args": ({}, {"prl_compact_logprobs": True}, {"prl_compact_logprobs": False}),
     "features": ({},),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),

@@ -6,7 +6,7 @@ An endpoint describes the request with a `Task`, and the format of the answer wi
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -121,7 +121,8 @@ class Task:
     and the options for its answer.
 
     `tells_usage`: whether a stream ends with an event that contains the token counts. `message`: the beginning of the
-    last user message of a conversation, for the page at `/ui`.
+    last user message of a conversation, for the page at `/ui`. `marks`: texts of some tokens in the text of the answer,
+    as in `Texts.decode`.
     """
 
     prompts: list[list[int]]
@@ -132,6 +133,7 @@ class Task:
     tells_usage: bool
     skip_special_tokens: bool = True
     message: str | None = None
+    marks: Mapping[int, str] = field(default_factory=dict)
 
 
 class Asker:
@@ -205,7 +207,7 @@ class Asker:
         if self._texts is None:
             return None
         stop_token_ids = self._eos_token_ids.union(task.params.stop_token_ids)
-        return GrowingText(self._texts, task.params.stop, stop_token_ids, task.skip_special_tokens)
+        return GrowingText(self._texts, task.params.stop, stop_token_ids, task.skip_special_tokens, task.marks)
 
 
 def check_sample(sample: SampleOutput) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from trueroll.errors import InvalidRequestError, ModelError
@@ -30,13 +31,13 @@ _MANY_TOKENS = 2**12
 class Texts:
     """A model's tokenizer and chat template.
 
-    `longest_token`: length of the longest token, in characters. `token`: cached function that returns the text of a
-    token.
+    `longest_token`: length of the longest token, in characters. `added_tokens`: ids of the tokens that were added to
+    the vocabulary, by text. `token`: cached function that returns the text of a token.
     """
 
     def __init__(self, model: TextModel) -> None:
         self._model = model
-        self.longest_token = model.longest_token
+        self.longest_token, self.added_tokens = model.longest_token, model.added_tokens
         self._threads = {False: ThreadPoolExecutor(1, "texts"), True: ThreadPoolExecutor(1, "long-texts")}
         self.token = lru_cache(_KNOWN_TOKENS)(self._token)
 
@@ -81,17 +82,29 @@ class Texts:
         """
         return await self._run(True, partial(self._by_token, token_ids))
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of tokens. This call blocks, so use `decode_long` for many tokens."""
-        return self._model.decode(token_ids, skip_special_tokens)
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool, marks: Mapping[int, str] = MappingProxyType({})
+    ) -> str:
+        """Return the text of tokens. This call blocks, so use `decode_long` for many tokens.
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """Return a decoder for tokens that arrive one at a time."""
+        `marks`: texts of some tokens, which replace their texts in the vocabulary.
+        """
+        if marks.keys().isdisjoint(token_ids):
+            return self._model.decode(token_ids, skip_special_tokens)
+        told, start = list[str](), 0
+        for at, token_id in enumerate(token_ids):
+            if token_id in marks:
+                told += (self._model.decode(token_ids[start:at], skip_special_tokens), marks[token_id])
+                start = at + 1
+        return "".join([*told, self._model.decode(token_ids[start:], skip_special_tokens)])
+
+    def detokenizer(self, skip_special_tokens: bool, marks: Mapping[int, str] = MappingProxyType({})) -> Detokenizer:
+        """Return a decoder for tokens that arrive one at a time. `marks`: as in `decode`."""
 
         def decode(token_ids: list[int]) -> str:
-            if len(token_ids) == 1:  # half of all calls have one token
+            if len(token_ids) == 1 and token_ids[0] not in marks:  # half of all calls have one token
                 return self.token(token_ids[0], skip_special_tokens)
-            return self._model.decode(token_ids, skip_special_tokens)
+            return self.decode(token_ids, skip_special_tokens, marks)
 
         return Detokenizer(decode, partial(self._model.is_silent, skip_special_tokens=skip_special_tokens))
 
@@ -129,15 +142,21 @@ class GrowingText:
 
     Concatenated, the returned parts are the text of all tokens, with the exceptions that `Detokenizer` documents. Text
     is withheld while it may be the beginning of a stop string or of a multi-byte character. The text of a token in
-    `stop_token_ids` is also withheld.
+    `stop_token_ids` is also withheld. `marks`: as in `Texts.decode`.
     """
 
     def __init__(
-        self, texts: Texts, stops: Sequence[str], stop_token_ids: Collection[int], skip_special_tokens: bool
+        self,
+        texts: Texts,
+        stops: Sequence[str],
+        stop_token_ids: Collection[int],
+        skip_special_tokens: bool,
+        marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._stops, self._stop_token_ids = stops, stop_token_ids
-        self._decode = partial(texts.decode, skip_special_tokens=skip_special_tokens)
-        self._detokenizer = texts.detokenizer(skip_special_tokens)
+        self._spellings = {stop: {stop, _spelled(stop, texts, marks)} for stop in stops}
+        self._stops, self._stop_token_ids = [*set().union(*self._spellings.values())], stop_token_ids
+        self._decode = partial(texts.decode, skip_special_tokens=skip_special_tokens, marks=marks)
+        self._detokenizer = texts.detokenizer(skip_special_tokens, marks)
         self._kept_back = max(map(len, stops), default=1) - 1
         self._held: list[int] = []
         self._text = ""
@@ -173,16 +192,26 @@ class GrowingText:
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
-        at = text.find(stop, self._num_told) if isinstance(stop, str) else -1
-        return text if at < 0 else text[:at]
+        return self._before_stop(text, stop, self._num_told) if isinstance(stop, str) else text
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
         """Return the text that precedes the stop string. The last token of the sample completes the stop string."""
         before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
-        at = text.find(stop, max(0, before - len(stop) + 1))
-        return text if at < 0 else text[:at]
+        return self._before_stop(text, stop, max(0, before - len(stop) + 1))
+
+    def _before_stop(self, text: str, stop: str, start: int) -> str:
+        """Return the text that precedes the stop string, which is searched from `start`."""
+        found = [at for each in self._spellings.get(stop, {stop}) if (at := text.find(each, start)) >= 0]
+        return text[: min(found, default=len(text))]
 
     def _tell(self, end: int) -> str:
         new = self._text[self._num_told : max(end, self._num_told)]
         self._num_told += len(new)
         return new
+
+
+def _spelled(stop: str, texts: Texts, marks: Mapping[int, str]) -> str:
+    """Return a stop string in which the tokens of `marks` have their texts of `marks`."""
+    for token_id, mark in marks.items():
+        stop = stop.replace(texts.token(token_id), mark)
+    return stop

@@ -25,8 +25,8 @@ class Format:
     """A format of tool calls.
 
     `name`: as in docs/http.md. `signs`: a chat template with all of these texts uses the format. `markers`: the texts
-    that may be tokens. `syntax`: returns the syntax for markers and tools. `reasoning`: the beginning and the end of the
-    reasoning; None if the chat template decides. `is_json`: whether a call is a JSON object between two texts.
+    that may be tokens. `syntax`: returns the syntax for markers and tools. `reasoning`: the beginning and the end of
+    the reasoning; None if the chat template decides.
     """
 
     name: str
@@ -51,7 +51,9 @@ def _hermes(markers: Markers, tools: Tools) -> Syntax:
     def read(text: str) -> list[Call] | None:
         return _one(_object_call(parsed_json(markers.plain(text)), "arguments"))
 
-    return Syntax(markers, regions={markers.marked("<tool_call>"): Region(read, markers.marked("</tool_call>"), **_JSON_QUOTES)})
+    return Syntax(
+        markers, regions={markers.marked("<tool_call>"): Region(read, markers.marked("</tool_call>"), **_JSON_QUOTES)}
+    )
 
 
 def _tagged(markers: Markers, tools: Tools, tags: Tags, opened: str = "") -> Callable[[str], list[Call] | None]:
@@ -62,14 +64,16 @@ def _tagged(markers: Markers, tools: Tools, tags: Tags, opened: str = "") -> Cal
 def _qwen(markers: Markers, tools: Tools) -> Syntax:
     end = markers.marked("</tool_call>")
     border = rf"</function>\s*{end}"
-    tags = Tags(r"<function=([^<>\s]+)>", r"<parameter=([^<>\n]+)>", "</parameter>", "</function>", border, is_line=True)
+    tags = Tags(
+        r"<function=([^<>\s]+)>", r"<parameter=([^<>\n]+)>", "</parameter>", "</function>", border, is_line=True
+    )
     read, read_bare = _tagged(markers, tools, tags), _tagged(markers, tools, tags, "<function=")
     region = Region(read, end, "<parameter=", "</parameter>")
 
     def read_offered(text: str) -> list[Call] | None:
         return read_bare(text) if text.partition(">")[0] in tools else None
 
-    bare = replace(region, read=read_offered, may_lack_end=True)
+    bare = replace(region, read=read_offered, may_lack_end=True, is_doubtful=True)
     return Syntax(markers, regions={markers.marked("<tool_call>"): region, "<function=": bare})
 
 
@@ -117,7 +121,13 @@ def _deepseek(markers: Markers, tools: Tools) -> Syntax:
 
 
 _DEEPSEEK = (
-    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
 )
 
 
@@ -148,7 +158,8 @@ def _kimi3(markers: Markers, tools: Tools) -> Syntax:
     sep = markers.marked("<|sep|>")
     end, close = tag("close", "call"), tag("close", "argument")
     parameter = rf'{re.escape(opened)}argument key="([^"]*)" type="(\w+)"{re.escape(sep)}'
-    tags = Tags(rf'"([^"]+)"[^{sep[0]}]*{re.escape(sep)}', parameter, close, "", rf"{re.escape(end + opened)}call ")
+    head, border = rf'"([^"]+)"[^{sep[0]}]*{re.escape(sep)}', rf"{re.escape(end + opened)}call "
+    tags = Tags(head, parameter, close, "", border, has_entities=True)
     region = Region(_tagged(markers, tools, tags), end, f"{opened}argument ", close)
     return Syntax(
         markers,
@@ -180,7 +191,9 @@ def _llama(markers: Markers, tools: Tools) -> Syntax:
         return calls if calls and all(call.name in tools for call in calls) else None
 
     region = Region(read, may_lack_end=True)
-    starts = {first: replace(region, read=lambda text, first=first: read(first + text)) for first in "{["}
+    starts = {
+        first: replace(region, read=lambda text, first=first: read(first + text), is_doubtful=True) for first in "{["
+    }
     return Syntax(markers, regions={tag: region, begin: region}, at_start=starts)
 
 
@@ -206,12 +219,23 @@ def _json_calls(text: str) -> list[Call] | None:
 _BETWEEN = re.compile(r"\s*;?\s*")
 
 
+def _object(markers: Markers, tools: Tools) -> Syntax:
+    """Return the syntax of an answer that a grammar forces to be one call, as a JSON object."""
+
+    def read(text: str) -> list[Call] | None:
+        return _one(_object_call(parsed_json("{" + text), "arguments"))
+
+    return Syntax(markers, at_start={"{": Region(read, may_lack_end=True, is_doubtful=True)})
+
+
 def _no_calls(markers: Markers, tools: Tools) -> Syntax:
     return Syntax(markers)
 
 
 _DSML = "｜DSML｜"
 _TYPED = ' string="(true|false)"'
+FORCED = Format("json", (), (), _object)
+"""One call, as a JSON object with `name` and `arguments`. A grammar forces the model to write it."""
 HARMONY = Format("harmony", ("<|channel|>", "<|message|>"), harmony.MARKERS, _no_calls)
 FORMATS = (
     HARMONY,
@@ -224,10 +248,17 @@ FORMATS = (
         reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ),
     Format("kimi-k2", (_KIMI[0],), _KIMI, _kimi),
-    Format("minimax", ("<minimax:tool_call>",), ("<minimax:tool_call>", "</minimax:tool_call>"), _invoked("minimax:tool_call", "", "")),
+    Format(
+        "minimax",
+        ("<minimax:tool_call>",),
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        _invoked("minimax:tool_call", "", ""),
+    ),
     Format("glm", ("<arg_key>", "<tool_call>"), _GLM, _glm),
     Format("qwen-xml", ("<function=", "<tool_call>"), ("<tool_call>", "</tool_call>"), _qwen),
-    Format("gemma", ("<|tool_call>",), (*_GEMMA, "<|channel>", "<channel|>"), _gemma, ("<|channel>thought\n", "<channel|>")),
+    Format(
+        "gemma", ("<|tool_call>",), (*_GEMMA, "<|channel>", "<channel|>"), _gemma, ("<|channel>thought\n", "<channel|>")
+    ),
     Format("hermes", ("<tool_call>",), ("<tool_call>", "</tool_call>"), _hermes),
     *[Format("llama", (sign,), _LLAMA, _llama) for sign in ("<|python_tag|>", "<|header_start|>")],
 )

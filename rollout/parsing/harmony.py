@@ -27,18 +27,19 @@ class HarmonyStream(Reading):
         self._header_ends = (message, start, *ends)
         self._body_ends = (start, *ends)
         self._start = start
-        self._header, self._name, self._body = "", "", list[str]()
+        self._header, self._name, self._body, self._has_message = "", "", list[str](), False
         self._write: Callable[[str], None] = self._out.content
         self._state = self._in_header
 
     def finish(self, finish_reason: str) -> Answer:
         rest = self._take(len(self._rest))
-        if self._state == self._in_header:
-            self._out.content(self._header.lstrip() + rest)
-        else:
+        is_whole = finish_reason == "stop"
+        if self._state == self._in_body:
             self._write(rest)
-            if self._name:
-                self._end_call(finish_reason == "stop", "")
+            if self._name and is_whole:
+                self._end_call("")
+        elif is_whole or not self._has_message:
+            self._out.content(self._header.lstrip() + rest)
         return self._out.finish()
 
     def _in_header(self) -> bool:
@@ -53,6 +54,7 @@ class HarmonyStream(Reading):
         self._header += self._take(end)
         self._at, text = found.end(), found.group()
         if text == self._message:
+            self._has_message = True
             self._begin_body()
         elif text == self._start:
             self._out.content(self._strange())
@@ -84,14 +86,14 @@ class HarmonyStream(Reading):
         self._write(self._take(found.start()))
         self._at = found.end()
         if self._name:
-            self._end_call(True, found.group())
+            self._end_call(found.group())
         self._header, self._state = "", self._in_header
         return True
 
-    def _end_call(self, is_complete: bool, end: str) -> None:
-        """Write the call that a message holds, or the message as content if it is malformed or incomplete."""
+    def _end_call(self, end: str) -> None:
+        """Write the call that a message holds, or the message as content if it is malformed."""
         text = "".join(self._body)
-        if is_complete and (call := make_call(self._name, parsed_json(self._out.plain(text)))):
+        if call := make_call(self._name, parsed_json(self._out.plain(text))):
             self._out.calls([call])
         else:
             self._out.content(self._header + self._message + text + end)

@@ -12,9 +12,7 @@ from .answers import Call, make_call, parsed_json
 _MAX_DEPTH = 64
 _SPACE = re.compile(r"\s*")
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")
-_PYTHON_STRING = re.compile(
-    r"""'[^'\\\n]*(?:\\.[^'\\\n]*)*'|"[^"\\\n]*(?:\\.[^"\\\n]*)*\"""", re.DOTALL
-)
+_PYTHON_STRING = re.compile(r"""'[^'\\\n]*(?:\\.[^'\\\n]*)*'|"[^"\\\n]*(?:\\.[^"\\\n]*)*\"""", re.DOTALL)
 _BARE = re.compile(r"[^\s,:{}\[\]()'\"]+")
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from .answers import Answer
-from .formats import FORMATS, HARMONY, THINK, Format, format_of
+from .formats import FORCED, FORMATS, HARMONY, THINK, Format, format_of
 from .harmony import HarmonyStream
 from .markers import Markers
 from .schemas import Tools
@@ -55,12 +55,16 @@ class AnswerParser:
         self._syntax = replace(syntax, reasoning=(opened, closed) if reasoning else None)
         self.marks: Mapping[int, str] = self._markers.by_id
 
+    def begins_reasoning(self, prompt: str) -> bool:
+        """Return whether the end of a prompt, as marked text, has begun the reasoning."""
+        opened = (self._syntax.reasoning or ("",))[0].rstrip()
+        return bool(opened) and prompt.rstrip().endswith(opened)
+
     def stream(self, prompt: str = "") -> Reading:
         """Return a parser of one growing answer. `prompt`: the end of the prompt, which may begin the reasoning."""
         if self._is_harmony:
             return HarmonyStream(self._markers, self._tools)
-        opened = (self._syntax.reasoning or ("",))[0].rstrip()
-        return AnswerStream(self._syntax, in_reasoning=bool(opened) and prompt.rstrip().endswith(opened))
+        return AnswerStream(self._syntax, self.begins_reasoning(prompt))
 
     def whole(self, text: str, finish_reason: str, prompt: str = "") -> Answer:
         """Return the parts of a whole answer. `finish_reason`: as in `SampleOutput`."""
@@ -70,18 +74,19 @@ class AnswerParser:
         return answer
 
 
-def parser_for(model: Vocabulary, tools: Sequence[Mapping[str, Any]]) -> AnswerParser | None:
+def parser_for(model: Vocabulary, tools: Sequence[Mapping[str, Any]], is_forced: bool = False) -> AnswerParser | None:
     """Return the parser for a model's answers to a request with these tools; None if all text is content.
 
-    The chat template decides on the formats of tool calls and of reasoning.
+    The chat template decides on the formats of tool calls and of reasoning. `is_forced`: whether a grammar forces the
+    answer to be one call (`FORCED`).
     """
     format = format_of(model.chat_template)
     reasoning = format and format.reasoning
     if reasoning is None and format is not HARMONY and THINK[0] in model.chat_template:
         reasoning = THINK
-    if reasoning is None and format is not HARMONY and not (format and tools):
+    if reasoning is None and format is not HARMONY and not is_forced and not (format and tools):
         return None
-    return AnswerParser(format, reasoning, tools, model.added_tokens)
+    return AnswerParser(FORCED if is_forced else format, reasoning, tools, model.added_tokens)
 
 
 def _markers_in(reasoning: tuple[str, str] | None) -> tuple[str, ...]:

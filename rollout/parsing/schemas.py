@@ -27,6 +27,10 @@ class Tools:
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
+    def has(self, name: str, parameter: str) -> bool:
+        """Return whether a tool has a parameter."""
+        return parameter in self._parameters.get(name, {})
+
     def typed(self, name: str, parameter: str, text: str) -> Any:
         """Return the value of an argument. The text is parsed as JSON, unless the schema asks for a text, or for a type
         that the value does not have.
@@ -45,7 +49,9 @@ def types_of(schema: Any, depth: int = 0) -> set[str]:
         for each in schema[key] if isinstance(schema.get(key), list) else []:
             types |= types_of(each, depth + 1)
     if not types:
-        values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
+        values = (
+            schema["enum"] if isinstance(schema.get("enum"), list) else [schema[k] for k in ("const",) if k in schema]
+        )
         types = {_type_name(value) for value in values}
     return types | ({"null"} if types and schema.get("nullable") is True else set())
 

@@ -29,7 +29,7 @@ class Region:
     `read`: returns the calls in the text of a region, or None if the text is malformed. `end`: ends the region, unless
     it is quoted; empty if only the end of the answer ends the region. `open`, `close`: begin and end quoted text; empty
     if there is none. In quoted text, a backslash escapes the next character if `escapes` is true. `may_lack_end`:
-    whether the end of the answer also ends the region.
+    whether the end of the answer also ends the region. `is_doubtful`: whether content may begin in the same way.
     """
 
     read: Callable[[str], list[Call] | None]
@@ -38,6 +38,7 @@ class Region:
     close: str = ""
     escapes: bool = False
     may_lack_end: bool = False
+    is_doubtful: bool = False
 
     @cached_property
     def outside(self) -> re.Pattern[str]:
@@ -62,10 +63,10 @@ _NO_REGION = Region(lambda _: None)
 class Syntax:
     """The syntax of a format, as marked text.
 
-    `reasoning`: the beginning and the end of the reasoning. `regions`: the regions of calls, by the text that begins
-    them. `section`: the beginning and the end of a section; if it is given, regions begin only in sections. `silent`:
-    texts that are not content. `after_reasoning`: texts that also end the reasoning, of which they are no part. `at_start`: like `regions`, for texts that begin a region only at the start of the
-    content.
+    `reasoning`: the beginning and the end of the reasoning. `after_reasoning`: texts that also end the reasoning, of
+    which they are no part. `regions`: the regions of calls, by the text that begins them. `section`: the beginning and
+    the end of a section; if it is given, regions begin only in sections. `silent`: texts that are not content.
+    `at_start`: like `regions`, for texts that begin a region only at the start of the content.
     """
 
     markers: Markers
@@ -146,7 +147,7 @@ class AnswerStream(Reading):
 
     def finish(self, finish_reason: str) -> Answer:
         while self._state == self._in_region:
-            self._finish_region(finish_reason == "stop")
+            self._finish_region(finish_reason)
             self._run()
         rest = self._take(len(self._rest))
         if self._state == self._in_reasoning:
@@ -230,12 +231,14 @@ class AnswerStream(Reading):
         self._end_region("".join(self._body), region.end)
         return True
 
-    def _finish_region(self, is_complete: bool) -> None:
-        """Read a region that has no end. `is_complete`: whether the model has ended the answer."""
+    def _finish_region(self, finish_reason: str) -> None:
+        """Read a region that has no end. If the answer was cut off, the beginning of a call is dropped."""
         text = "".join(self._body) + self._take(len(self._rest))
-        if is_complete and self._region.may_lack_end and (calls := self._region.read(text)):
+        if finish_reason != "stop" and not self._region.is_doubtful:
+            self._state = self._content
+        elif finish_reason == "stop" and self._region.may_lack_end and (calls := self._region.read(text)):
             self._calls(calls)
-        elif is_complete and self._region.end and self._region.end in text:
+        elif finish_reason == "stop" and self._region.end and self._region.end in text:
             self._retry(text, self._region.end)
         else:
             self._malformed(text)
@@ -276,7 +279,8 @@ class AnswerStream(Reading):
 
 
 class _Section:
-    """The text of a section outside of calls: content, unless the first region is a call. `opened`: begins the section."""
+    """The text of a section outside of calls: content, unless the first region is a call. `opened`: begins the section.
+    """
 
     def __init__(self, opened: str) -> None:
         self._held: list[str] = [opened]
