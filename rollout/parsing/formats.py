@@ -95,11 +95,13 @@ def _invoked(section: str, prefix: str, kind: str) -> Callable[[Markers, Tools],
     """
 
     def syntax(markers: Markers, tools: Tools) -> Syntax:
-        named, mark = map(markers.marked, (section, prefix))
+        mark = markers.marked(prefix)
         opened, end, close = f"<{mark}invoke name=", f"</{mark}invoke>", f"</{mark}parameter>"
         tags = Tags(r'"?([^"<>]+)"?>', rf'<{mark}parameter name="?([^"<>]+)"?{kind}>', close, "", rf"{end}\s*{opened}")
         region = Region(_tagged(markers, tools, tags), end, f"<{mark}parameter ", close)
-        return Syntax(markers, regions={opened: region}, section=(f"<{named}>", f"</{named}>"))
+        return Syntax(
+            markers, regions={opened: region}, section=(markers.marked(f"<{section}>"), markers.marked(f"</{section}>"))
+        )
 
     return syntax
 

@@ -279,7 +279,9 @@ class AnswerStream(Reading):
 
 
 class _Section:
-    """The text of a section outside of calls: content, unless the first region is a call. `opened`: begins the section.
+    """The text of a section outside of calls, which is content unless the first region is a call.
+
+    `opened`: begins the section.
     """
 
     def __init__(self, opened: str) -> None:

@@ -16,7 +16,6 @@ from transformers import AutoTokenizer
 
 from trueroll.engine.request import FinishReason
 from trueroll.rollout import RolloutClient, SamplingParams
-from trueroll.rollout.http.tools import ToolText
 
 TOOLS: Any = [
     {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
@@ -50,7 +49,8 @@ def test_chat_has_the_prompt_and_the_bits_that_the_template_gives(
         assert [entry.token for entry in choice.logprobs.content] == [tokenizer.decode([i]) for i in sample.token_ids]
         assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [2] * len(sample.token_ids)
         assert (choice.message.role, choice.message.tool_calls) == ("assistant", None)
-        assert choice.message.content == tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
+        assert (choice.message.content, choice.message.reasoning_content) == ("", text.strip())
     assert answer.usage.prompt_tokens == len(prompt)
 
 
@@ -83,40 +83,50 @@ def test_tools_may_be_left_out_by_choice(front: Front) -> None:
     with_tools = front.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS}).json()["count"]
     without = front.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "none"}).json()["count"]
     assert without == front.post("/tokenize", {"messages": MESSAGES}).json()["count"] < with_tools
-    error = error_of(front.post("/v1/chat/completions", FIELDS | {"tools": TOOLS, "tool_choice": "required"}))
-    assert (error["param"], error["code"]) == ("tool_choice", "unsupported_parameter")
+
+
+def test_a_required_call_is_one_call_with_valid_arguments(front: Front) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/$defs/A"}},
+        "required": ["a"],
+        "$defs": {"A": {"enum": [7]}},
+    }
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "stop")]
+    chosen = {"type": "function", "function": {"name": "stop"}}
+    schema["additionalProperties"] = False
+    for choice, names in (("required", {"add", "stop"}), (chosen, {"stop"})):
+        fields = FIELDS | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400}
+        response = front.post("/v1/chat/completions", fields | {"logit_bias": {"220": -100, "198": -100}})
+        [choice] = response.json()["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        assert call["function"]["name"] in names and json.loads(call["function"]["arguments"]) == {"a": 7}
+
+
+@pytest.mark.parametrize(
+    ("changed", "param", "code"),
+    [
+        ({"tool_choice": "always"}, "tool_choice", "unsupported_parameter"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "add"}, "x": 1}},
+            "tool_choice",
+            "unsupported_parameter",
+        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "invalid_request"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "invalid_request"),
+        ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", "invalid_request"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "invalid_request"),
+        ({"tool_choice": "required", "chat_template_kwargs": {"thinks": True}}, "tool_choice", "invalid_request"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "unsupported_parameter"),
+    ],
+)
+def test_an_unsupported_choice_of_tools_is_refused(front: Front, changed: Any, param: str, code: str) -> None:
+    error = error_of(front.post("/v1/chat/completions", FIELDS | {"tools": TOOLS} | changed))
+    assert (error["param"], error["code"]) == (param, code), error
 
 
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü<"}}\n</tool_call>'
-CALL = '<tool_call>{{"name": "add", "arguments": {{"a": {}}}}}</tool_call>'
-TWO = ONE + '\n<tool_call>{"name": "stop"}</tool_call>\n'
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        ("just text", "just text", []),
-        ("a <tool", "a <tool", []),
-        (ONE, "", [("add", {"a": 1, "b": "ü<"})]),
-        ("First. " + TWO, "First. ", [("add", {"a": 1, "b": "ü<"}), ("stop", {})]),
-        ("<tool_call>{'name'", "<tool_call>{'name'", []),
-        ("x<tool_call>[]</tool_call>", "x<tool_call>[]</tool_call>", []),
-        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
-        (ONE + "and then", ONE + "and then", []),
-        *[(text, text, []) for text in map(CALL.format, ("NaN", "1e999", '"\\ud800"'))],
-    ],
-)
-def test_tool_calls_are_found_however_the_text_is_split(
-    size: int, text: str, content: str, calls: list[tuple[str, Any]]
-) -> None:
-    parted = ToolText()
-    told = "".join(parted.add(text[at : at + size]) for at in range(0, len(text), size))
-    rest, found = parted.finish()
-    assert told + rest == content
-    assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found] == calls
-    assert [call["index"] for call in found] == list(range(len(found)))
-    assert len({call["id"] for call in found}) == len(found)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -124,7 +134,8 @@ def test_a_call_that_a_model_writes_reaches_the_openai_package(
     chat_model: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeEngine()
-    token_ids = AutoTokenizer.from_pretrained(chat_model).encode("Let me see." + ONE, add_special_tokens=False)
+    text = "<think>\nhm\n</think>\n\nLet me see." + ONE
+    token_ids = AutoTokenizer.from_pretrained(chat_model).encode(text, add_special_tokens=False)
     finish = fake._finish
 
     def drawn(id: str, index: int, count: int) -> tuple[list[int], None]:
@@ -145,12 +156,14 @@ def test_a_call_that_a_model_writes_reaches_the_openai_package(
     if is_stream:
         choices = [choice for event in answer for choice in event.choices]
         content = "".join(choice.delta.content or "" for choice in choices)
+        reasoning = "".join(getattr(choice.delta, "reasoning_content", "") for choice in choices)
         [call] = [call for choice in choices for call in choice.delta.tool_calls or []]
         assert call.index == 0
     else:
         choices = answer.choices
         content, [call] = choices[0].message.content, choices[0].message.tool_calls
-    assert content == "Let me see." and choices[-1].finish_reason == "tool_calls"
+        reasoning = choices[0].message.reasoning_content
+    assert (content, reasoning) == ("Let me see.", "hm") and choices[-1].finish_reason == "tool_calls"
     assert (call.type, call.function.name) == ("function", "add") and call.id.startswith("call_")
     assert json.loads(call.function.arguments) == {"a": 1, "b": "ü<"}
     assert (plain.message.content, plain.finish_reason) == ("Let me see." + ONE, "stop"), "no tools were named"
