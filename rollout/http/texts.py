@@ -31,13 +31,13 @@ _MANY_TOKENS = 2**12
 class Texts:
     """A model's tokenizer and chat template.
 
-    `longest_token`: length of the longest token, in characters. `added_tokens`: ids of the tokens that were added to
-    the vocabulary, by text. `token`: cached function that returns the text of a token.
+    `longest_token`: length of the longest token, in characters. `token`: cached function that returns the text of a
+    token.
     """
 
     def __init__(self, model: TextModel) -> None:
         self._model = model
-        self.longest_token, self.added_tokens = model.longest_token, model.added_tokens
+        self.longest_token = model.longest_token
         self._threads = {False: ThreadPoolExecutor(1, "texts"), True: ThreadPoolExecutor(1, "long-texts")}
         self.token = lru_cache(_KNOWN_TOKENS)(self._token)
 
@@ -45,6 +45,11 @@ class Texts:
     def chat_template(self) -> str:
         """The text of the chat template; empty if the model has no chat template, or more than one."""
         return self._model.chat_template or ""
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """The ids of the tokens that were added to the vocabulary, by text."""
+        return self._model.added_tokens
 
     def image_texts(self, placeholder: int) -> tuple[str, ...]:
         """Return the texts that stand for an image in a rendered conversation."""

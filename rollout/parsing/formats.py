@@ -95,13 +95,11 @@ def _invoked(section: str, prefix: str, kind: str) -> Callable[[Markers, Tools],
     """
 
     def syntax(markers: Markers, tools: Tools) -> Syntax:
-        mark = markers.marked(prefix)
+        begin, finish, mark = map(markers.marked, (f"<{section}>", f"</{section}>", prefix))
         opened, end, close = f"<{mark}invoke name=", f"</{mark}invoke>", f"</{mark}parameter>"
         tags = Tags(r'"?([^"<>]+)"?>', rf'<{mark}parameter name="?([^"<>]+)"?{kind}>', close, "", rf"{end}\s*{opened}")
         region = Region(_tagged(markers, tools, tags), end, f"<{mark}parameter ", close)
-        return Syntax(
-            markers, regions={opened: region}, section=(markers.marked(f"<{section}>"), markers.marked(f"</{section}>"))
-        )
+        return Syntax(markers, regions={opened: region}, section=(begin, finish))
 
     return syntax
 

@@ -85,17 +85,15 @@ def test_tools_may_be_left_out_by_choice(front: Front) -> None:
     assert without == front.post("/tokenize", {"messages": MESSAGES}).json()["count"] < with_tools
 
 
+def _chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def test_a_required_call_is_one_call_with_valid_arguments(front: Front) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"$ref": "#/$defs/A"}},
-        "required": ["a"],
-        "$defs": {"A": {"enum": [7]}},
-    }
+    schema: Any = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "required": ["a"]}
+    schema |= {"$defs": {"A": {"enum": [7]}}, "additionalProperties": False}
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("add", "stop")]
-    chosen = {"type": "function", "function": {"name": "stop"}}
-    schema["additionalProperties"] = False
-    for choice, names in (("required", {"add", "stop"}), (chosen, {"stop"})):
+    for choice, names in (("required", {"add", "stop"}), (_chosen("stop"), {"stop"})):
         fields = FIELDS | {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400}
         response = front.post("/v1/chat/completions", fields | {"logit_bias": {"220": -100, "198": -100}})
         [choice] = response.json()["choices"]
@@ -108,12 +106,8 @@ def test_a_required_call_is_one_call_with_valid_arguments(front: Front) -> None:
     ("changed", "param", "code"),
     [
         ({"tool_choice": "always"}, "tool_choice", "unsupported_parameter"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "add"}, "x": 1}},
-            "tool_choice",
-            "unsupported_parameter",
-        ),
-        ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice", "invalid_request"),
+        ({"tool_choice": _chosen("add") | {"x": 1}}, "tool_choice", "unsupported_parameter"),
+        ({"tool_choice": _chosen("sub")}, "tool_choice", "invalid_request"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "invalid_request"),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", "invalid_request"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "invalid_request"),

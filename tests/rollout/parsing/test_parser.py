@@ -13,10 +13,8 @@ from trueroll.rollout.parsing.parser import AnswerParser, parser_for
 from trueroll.rollout.parsing.schemas import Tools
 
 BY_NAME = {each.name: each for each in FORMATS}
-TOOLS: Any = [
-    {"type": "function", "function": {"name": name, "parameters": {"properties": {"a": {"type": "integer"}}}}}
-    for name in ("f", "g")
-]
+_SCHEMA = {"properties": {"a": {"type": "integer"}}}
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": _SCHEMA}} for name in ("f", "g")]
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1, "b": "ü<"}}\n</tool_call>'
 TWO = ONE + '\n<tool_call>{"name": "g"}</tool_call>\n'
 CALLS = [("f", {"a": 1, "b": "ü<"}), ("g", {})]
@@ -154,8 +152,8 @@ def test_only_what_the_request_and_the_template_allow_is_parsed() -> None:
 
 
 def test_the_number_of_times_that_text_is_parsed_again_is_limited() -> None:
-    """Without the limit, each region of this text would be searched for an end up to the end of the text."""
+    """Without the limit, the end of each region of this text would be searched up to the end of the text."""
     again = '<tool_call>\\"</tool_call>'
-    assert parser("hermes").whole(again * 100_000 + ONE, "stop") == Answer(again * 100_000 + ONE)
+    assert parser("hermes").whole(again * 5000 + ONE, "stop") == Answer(again * 5000 + ONE)
     few = parser("hermes").whole(again * 10 + ONE, "stop")
     assert (few.content, calls_of(few)) == (again * 10, CALLS[:1])
