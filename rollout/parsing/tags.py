@@ -44,7 +44,7 @@ class Tags:
 def tagged_call(text: str, tags: Tags, tools: Tools, plain: Callable[[str], str]) -> Call | None:
     """Return the call in the region of a call; None if the region has another form.
 
-    The tag that closes the last argument may be missing. `plain`: converts marked text to text.
+    The tag that closes the last argument may be missing, if its value does not mention such a tag. `plain`: converts marked text to text.
     """
     text = text.rstrip()
     if not text.endswith(tags.last) or (found := tags.patterns[0].match(text)) is None:
@@ -75,7 +75,7 @@ def _arguments(
                 end = at = next.start()
                 break
         value = text[start:end]
-        if key in arguments or border.search(value):
+        if key in arguments or border.search(value) or (closed is None and tags.close in value):
             return None
         value = value.removeprefix("\n").removesuffix("\n") if tags.is_line else value
         arguments[key] = plain(value), found[2] if parameter.groups > 1 else None

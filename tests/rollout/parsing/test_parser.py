@@ -157,3 +157,24 @@ def test_the_number_of_times_that_text_is_parsed_again_is_limited() -> None:
     assert parser("hermes").whole(again * 5000 + ONE, "stop") == Answer(again * 5000 + ONE)
     few = parser("hermes").whole(again * 10 + ONE, "stop")
     assert (few.content, calls_of(few)) == (again * 10, CALLS[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma", "<|tool_call>call:f{a:" + "[" * 65 + "]" * 65 + "}<tool_call|>"),
+        ("gemma", "<|tool_call>call:f{a:b c}<tool_call|>"),
+        ("llama", "[f(a=" + "[" * 65 + "]" * 65 + ")]"),
+        ("llama", "[f(a=g())]"),
+        ("llama", "[f(a='x' 'y')]"),
+        ("llama", "[other(a=1)]"),
+        ("llama", '{"name": "f"} and more'),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1 </tool_call> x"),
+        ("qwen-xml", "<tool_call><function=f><parameter=a>1</parameter>x</function></tool_call>"),
+        ("harmony", "<|channel|>commentary to=functions.f<|message|>{"),
+        ("harmony", "no header" * 100),
+    ],
+)
+def test_malformed_calls_are_content(name: str, text: str) -> None:
+    assert parser(name).whole(text, "stop").content == text
+    assert parser(name).whole(text, "stop").calls == []
