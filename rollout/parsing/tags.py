@@ -44,7 +44,8 @@ class Tags:
 def tagged_call(text: str, tags: Tags, tools: Tools, plain: Callable[[str], str]) -> Call | None:
     """Return the call in the region of a call; None if the region has another form.
 
-    The tag that closes the last argument may be missing, if its value does not mention such a tag. `plain`: converts marked text to text.
+    The tag that closes the last argument may be missing, if the value does not mention such a tag. `plain`: converts
+    marked text to text.
     """
     text = text.rstrip()
     if not text.endswith(tags.last) or (found := tags.patterns[0].match(text)) is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -123,10 +124,21 @@ def test_an_unsupported_choice_of_tools_is_refused(front: Front, changed: Any, p
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü<"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.fixture(scope="module")
+def marking_model(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose markers are special tokens, which are no part of a text."""
+    folder = shutil.copytree(chat_model, tmp_path_factory.mktemp("models") / "marking")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("model", "is_stream"), [("chat_model", False), ("chat_model", True), ("marking_model", True)])
 def test_a_call_that_a_model_writes_reaches_the_openai_package(
-    chat_model: Path, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+    model: str, is_stream: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chat_model = request.getfixturevalue(model)
     fake = FakeEngine()
     text = "<think>\nhm\n</think>\n\nLet me see." + ONE
     token_ids = AutoTokenizer.from_pretrained(chat_model).encode(text, add_special_tokens=False)
@@ -160,7 +172,8 @@ def test_a_call_that_a_model_writes_reaches_the_openai_package(
     assert (content, reasoning) == ("Let me see.", "hm") and choices[-1].finish_reason == "tool_calls"
     assert (call.type, call.function.name) == ("function", "add") and call.id.startswith("call_")
     assert json.loads(call.function.arguments) == {"a": 1, "b": "ü<"}
-    assert (plain.message.content, plain.finish_reason) == ("Let me see." + ONE, "stop"), "no tools were named"
+    untold = ONE.removeprefix("<tool_call>").removesuffix("</tool_call>") if model == "marking_model" else ONE
+    assert (plain.message.content, plain.finish_reason) == ("Let me see." + untold, "stop"), "no tools were named"
 
 
 @pytest.mark.parametrize(
