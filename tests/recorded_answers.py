@@ -17,36 +17,39 @@ from trueroll.rollout.parsing.answers import Answer
 from trueroll.rollout.parsing.formats import FORMATS, THINK
 from trueroll.rollout.parsing.parser import AnswerParser
 
-QWEN3 = {"<tool_call>": 151657, "</tool_call>": 151658, "<think>": 151667, "</think>": 151668}
-QWEN35 = {"<tool_call>": 248058, "</tool_call>": 248059, "<think>": 248068, "</think>": 248069}
-DEEPSEEK3 = {
+QWEN3: dict[str, int] = {"<tool_call>": 151657, "</tool_call>": 151658, "<think>": 151667, "</think>": 151668}
+QWEN35: dict[str, int] = {"<tool_call>": 248058, "</tool_call>": 248059, "<think>": 248068, "</think>": 248069}
+DEEPSEEK3: dict[str, int] = {
     **{"<｜tool▁calls▁begin｜>": 128806, "<｜tool▁calls▁end｜>": 128807, "<｜tool▁call▁begin｜>": 128808},
     **{"<｜tool▁call▁end｜>": 128809, "<｜tool▁sep｜>": 128814, "<think>": 128798, "</think>": 128799},
     "｜DSML｜": 128793,
 }
-DEEPSEEK4 = {"｜DSML｜": 128825, "<think>": 128821, "</think>": 128822}
+DEEPSEEK4: dict[str, int] = {"｜DSML｜": 128825, "<think>": 128821, "</think>": 128822}
 _GLM = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _GLM_ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-GLM4 = dict(zip(_GLM, range(151350, 151354), strict=True)) | dict(
-    zip(_GLM_ARGUMENTS, range(151356, 151360), strict=True)
-)
-GLM5 = dict(zip(_GLM, range(154841, 154845), strict=True)) | dict(
-    zip(_GLM_ARGUMENTS, range(154847, 154851), strict=True)
-)
-KIMI2 = {
+
+
+def _numbered(first: int) -> dict[str, int]:
+    """Return the ids of GLM's markers, which begin with `first`."""
+    ids = {text: first + i for i, text in enumerate(_GLM)}
+    return ids | {text: first + 6 + i for i, text in enumerate(_GLM_ARGUMENTS)}
+
+
+GLM4, GLM5 = _numbered(151350), _numbered(154841)
+KIMI2: dict[str, int] = {
     **{"<|tool_calls_section_begin|>": 163595, "<|tool_calls_section_end|>": 163596, "<|tool_call_begin|>": 163597},
     **{"<|tool_call_argument_begin|>": 163598, "<|tool_call_end|>": 163599, "<think>": 163606, "</think>": 163607},
 }
-KIMI3 = {"<|open|>": 163587, "<|close|>": 163588, "<|sep|>": 163589}
-HARMONY = {
+KIMI3: dict[str, int] = {"<|open|>": 163587, "<|close|>": 163588, "<|sep|>": 163589}
+HARMONY: dict[str, int] = {
     **{"<|constrain|>": 200003, "<|channel|>": 200005, "<|start|>": 200006, "<|end|>": 200007, "<|message|>": 200008},
     **{"<|return|>": 200002, "<|call|>": 200012},
 }
-GEMMA = {"<|tool_call>": 48, "<tool_call|>": 49, '<|"|>': 52, "<|channel>": 100, "<channel|>": 101}
-LLAMA3 = {"<|python_tag|>": 128010}
-LLAMA4 = {"<|python_start|>": 200016, "<|python_end|>": 200017}
+GEMMA: dict[str, int] = {"<|tool_call>": 48, "<tool_call|>": 49, '<|"|>': 52, "<|channel>": 100, "<channel|>": 101}
+LLAMA3: dict[str, int] = {"<|python_tag|>": 128010}
+LLAMA4: dict[str, int] = {"<|python_start|>": 200016, "<|python_end|>": 200017}
 
-MODELS: Mapping[str, tuple[str, dict[str, int], bool]] = {
+MODELS: Mapping[str, tuple[str, Mapping[str, int], bool]] = {
     "Qwen/Qwen3-Coder": ("qwen-xml", QWEN3, False),
     "Qwen/Qwen3.": ("qwen-xml", QWEN35, True),
     "Qwen/Qwen3-": ("hermes", QWEN3, True),

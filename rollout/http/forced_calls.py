@@ -55,7 +55,8 @@ def forcing(params: SamplingParams, tools: Sequence[Mapping[str, Any]]) -> Sampl
             "remove one of them",
             field="tool_choice",
         )
-    return SamplingParams(**dict(params) | {"structured_outputs": {"json": _schema_of(tools)}})
+    values: dict[str, Any] = dict(params) | {"structured_outputs": {"json": _schema_of(tools)}}
+    return SamplingParams(**values)
 
 
 def _chosen(choice: Any) -> str | None:
