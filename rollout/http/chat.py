@@ -35,7 +35,7 @@ class ChatFields(TextFields, ConversationFields):
 
 
 _PROMPT_END_TOKENS = 32
-"""Number of tokens at the end of a prompt that tell whether the prompt has begun the reasoning."""
+"""The number of tokens at the end of a prompt that tell whether the prompt has begun the reasoning."""
 
 
 class ParsedChoice:
@@ -45,16 +45,17 @@ class ParsedChoice:
         self._stream = parser.stream(prompt) if parser else None
         self.num_calls = 0
 
-    def add(self, piece: Piece) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def add(self, piece: Piece) -> tuple[dict[str, str], list[dict[str, Any]]]:
         """Return the new texts of the message by name, and the new tool calls."""
         answer = self._stream.add(piece.text) if self._stream else Answer(piece.text)
         if self._stream and piece.ended:
             answer.extend(self._stream.finish(piece.ended.finish_reason))
         calls = [_told_call(self.num_calls + i, call) for i, call in enumerate(answer.calls)]
         self.num_calls += len(calls)
-        return {"content": answer.content} | (
-            {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-        ), calls
+        texts = {"content": answer.content}
+        if answer.reasoning:
+            texts["reasoning_content"] = answer.reasoning
+        return texts, calls
 
 
 def _told_call(index: int, call: Call) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Texts:
 
         `marks`: texts of some tokens, which replace their texts in the vocabulary.
         """
-        if marks.keys().isdisjoint(token_ids):
+        if not marks or marks.keys().isdisjoint(token_ids):
             return self._model.decode(token_ids, skip_special_tokens)
         told, start = list[str](), 0
         for at, token_id in enumerate(token_ids):

@@ -252,14 +252,15 @@ class AnswerStream(Reading):
     def _retry(self, text: str, end: str) -> None:
         """Read a malformed region as if it ended at the first `end`, quoted or not. Parse the text after it again.
 
-        The region holds no call if such an end is likely to be quoted: if neither a region nor nothing follows it.
+        Unless such an end is followed by another region, by the end of the section or by nothing, it is likely to be
+        quoted, and the region is content.
         """
         if not self._retries:
             return self._malformed(text)
         self._retries -= 1
         body, _, again = text.partition(end)
-        follows = again.lstrip()
-        if (not follows or follows.startswith(self._opened)) and (calls := self._region.read(body)):
+        follows, ends = again.lstrip(), (self._opened, *(self._syntax.section or ())[1:])
+        if (not follows or follows.startswith(ends)) and (calls := self._region.read(body)):
             self._calls(calls)
         else:
             self._malformed(body + end)

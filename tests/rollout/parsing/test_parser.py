@@ -178,3 +178,15 @@ def test_the_number_of_times_that_text_is_parsed_again_is_limited() -> None:
 def test_malformed_calls_are_content(name: str, text: str) -> None:
     assert parser(name).whole(text, "stop").content == text
     assert parser(name).whole(text, "stop").calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>\n"),
+        ("minimax", '<minimax:tool_call><invoke name="f"><parameter name="a">1</invoke></minimax:tool_call>'),
+        ("qwen-xml", "<tool_call><function=f><parameter=a>\n1\n</function></tool_call>"),
+    ],
+)
+def test_the_last_argument_of_a_call_may_lack_its_end(name: str, text: str) -> None:
+    assert calls_of(parser(name).whole(text + text, "stop")) == [("f", {"a": 1})] * 2
