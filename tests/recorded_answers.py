@@ -167,8 +167,9 @@ def as_result(answer: Answer) -> ParseResult:
 
 @dataclass
 class Count:
-    """Counts over recorded answers: of well-formed answers and of those whose calls and whose texts are right; of
-    malformed answers and of those without a call. `misses`: what is wrong.
+    """Counts over recorded answers. `expected`: well-formed answers. `calls`, `texts`: those with the right calls, and
+    with the right content and reasoning. `malformed`, `no_call`: malformed answers, and those without a call. `misses`:
+    what is wrong, by answer.
     """
 
     expected: int = 0
@@ -199,8 +200,8 @@ class Count:
 def counts() -> dict[str, dict[str, Count]]:
     """Return the counts by family and half. The answers with even indices in a family served to write the formats.
 
-    Three rules came later, from answers of the other half: an argument whose end is missing ends before a line that
-    begins another argument, Kimi K3 escapes names, and the beginning of a call that was cut off is no content.
+    Three rules came later, from answers of the other half: an argument without an end ends before a line that begins
+    another argument, Kimi K3 escapes names, and the beginning of a call that was cut off is no content.
     """
     found: dict[str, dict[str, Count]] = {}
     seen: dict[str, int] = {}

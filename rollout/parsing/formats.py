@@ -262,7 +262,7 @@ FORMATS = (
     Format("hermes", ("<tool_call>",), ("<tool_call>", "</tool_call>"), _hermes),
     *[Format("llama", (sign,), _LLAMA, _llama) for sign in ("<|python_tag|>", "<|header_start|>")],
 )
-"""The formats. The first one whose signs are in a chat template is the template's format."""
+"""The formats. A chat template has the first format with all of its signs in the template."""
 
 
 def format_of(chat_template: str) -> Format | None:

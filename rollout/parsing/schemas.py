@@ -1,4 +1,4 @@
-"""Types of arguments whose values a model writes without quotes, according to the schemas of the request's tools."""
+"""The types of arguments that a model writes without quotes, according to the schemas of the request's tools."""
 
 from __future__ import annotations
 

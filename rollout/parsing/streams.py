@@ -11,8 +11,8 @@ from .answers import Answer, Call, Writer
 from .markers import Markers
 
 _MAX_RETRIES = 16
-"""Maximum number of malformed regions of an answer whose text is parsed again. A retry takes time proportional to the
-length of the answer.
+"""Maximum number of malformed regions, per answer, after which the text is parsed again. A retry takes time
+proportional to the length of the answer.
 """
 
 

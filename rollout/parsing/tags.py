@@ -22,8 +22,8 @@ class Tags:
     the beginning of an argument; group 1 is the name, and group 2, if there is one, is the type. `close`: ends an
     argument. `last`: ends a call; empty if the call ends where the region ends. `border`: regular expression for the
     end of a call; in a value, it shows that the end of the argument is missing. `is_line`: whether a value stands
-    between two line breaks, which are not part of it; an argument whose end is missing then ends before a line that
-    begins another argument of the tool. `has_entities`: whether names have the character references of HTML.
+    between two line breaks, which are not part of it; an argument without an end then ends before a line that begins
+    another argument of the tool. `has_entities`: whether names have the character references of HTML.
     """
 
     head: str
