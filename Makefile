@@ -16,7 +16,7 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-verl-all test-clients test-newest \
-	test-floors test-wheel environments fuzz siege chaos drafts images lint docs wheel clean
+	test-floors test-wheel environments fuzz siege chaos drafts images sessions lint docs wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -77,6 +77,9 @@ chaos: .venv/.dev
 
 drafts: .venv/.dev
 	@TRUEROLL_CAMPAIGN_TOKENS=1000000 $(BIN)/pytest -q -s --timeout 0 tests/engine/drafting/test_campaign.py
+
+sessions: .venv/.dev
+	@TRUEROLL_SESSION_HISTORIES=10000 $(BIN)/pytest -q -s --timeout 0 tests/rollout/sessions/test_fuzz.py
 
 images: .venv/.dev
 	@TRUEROLL_IMAGE_TOKENS=300000 $(BIN)/pytest -q -s --timeout 0 tests/engine/test_image_campaign.py

@@ -85,6 +85,19 @@ if TYPE_CHECKING:
     from .publisher.publisher import (
         WeightPublisher,
     )
+    from .sessions.export import (
+        SessionSample,
+        SessionTurn,
+        to_safetensors,
+    )
+    from .sessions.session import (
+        Answer,
+        AsyncSession,
+        Session,
+    )
+    from .text import (
+        TextModel,
+    )
 
 _NAMES = {
     "..engine.grammars.source": ["Grammar"],
@@ -132,13 +145,18 @@ _NAMES = {
     ".images": ["ImageProcessor"],
     ".protocol": ["Health", "Stats", "Status"],
     ".publisher.publisher": ["WeightPublisher"],
+    ".sessions.export": ["SessionSample", "SessionTurn", "to_safetensors"],
+    ".sessions.session": ["Answer", "AsyncSession", "Session"],
+    ".text": ["TextModel"],
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "AlignmentError",
+    "Answer",
     "AsyncFleetClient",
     "AsyncRolloutClient",
+    "AsyncSession",
     "Audit",
     "ConfigError",
     "DeadlineError",
@@ -167,9 +185,13 @@ __all__ = [
     "SampleOutput",
     "SamplingParams",
     "ScoreOutput",
+    "Session",
+    "SessionSample",
+    "SessionTurn",
     "StaleWeightsError",
     "Stats",
     "Status",
+    "TextModel",
     "TruerollError",
     "UnavailableError",
     "UnknownRequestError",
@@ -184,6 +206,7 @@ __all__ = [
     "derive_seed",
     "launch_worker",
     "resolve_model",
+    "to_safetensors",
 ]
 
 

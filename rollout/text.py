@@ -8,11 +8,12 @@ needs transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from time import time
 from typing import Any
 
 import numpy as np
@@ -109,12 +110,32 @@ class TextModel:
         `{"type": "image"}`, which become one placeholder each. Also raise TooMany if the rendered text has more than
         `most_chars` characters.
         """
+        with self._rendering(messages, arguments) as child:
+            return _listed(child.encode_conversation(messages, arguments, most_chars, most, is_abandoned))
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        at: float | None = None,
+        is_abandoned: IsAbandoned = never,
+    ) -> str:
+        """Return the text of a conversation, rendered by the model's chat template.
+
+        `at`: the time that the template gets as the current time, in seconds since 1970; None: now. Other arguments and
+        errors: see `encode_conversation`.
+        """
+        with self._rendering(messages, arguments) as child:
+            return child.render(messages, arguments, MAX_CHARS, time() if at is None else at, is_abandoned)
+
+    @contextmanager
+    def _rendering(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> Iterator[TextChild]:
+        """Yield the child process for a conversation, and convert its errors to ModelError."""
         if not self._tokenizer.chat_template:
             raise ModelError("chat: the model has no chat template; use plain prompts")
-        child = self._children[is_long(num_chars((messages, arguments)))]
         with self._explained("the tokenizer does not encode the text"):
             try:
-                return _listed(child.encode_conversation(messages, arguments, most_chars, most, is_abandoned))
+                yield self._children[is_long(num_chars((messages, arguments)))]
             except EncodingError:
                 raise
             except ChildError as error:
@@ -174,6 +195,25 @@ class TextModel:
         else:
             cause = said(f"{type(error).__name__}: {error}")
         return ModelError(f"{self._folder}: {what}: {cause}; check the tokenizer's files")
+
+
+def decode_marked(
+    decode: Callable[[Sequence[int], bool], str],
+    token_ids: Sequence[int],
+    skip_special_tokens: bool,
+    marks: Mapping[int, str],
+) -> str:
+    """Return the text of token ids. `decode`: as `TextModel.decode`. `marks`: texts of some tokens, which replace their
+    texts in the vocabulary.
+    """
+    if not marks or marks.keys().isdisjoint(token_ids):
+        return decode(token_ids, skip_special_tokens)
+    told, start = list[str](), 0
+    for at, token_id in enumerate(token_ids):
+        if token_id in marks:
+            told += (decode(token_ids[start:at], skip_special_tokens), marks[token_id])
+            start = at + 1
+    return "".join([*told, decode(token_ids[start:], skip_special_tokens)])
 
 
 def prepare_for_conversations() -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, tzinfo
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -102,6 +104,20 @@ class TextChild:
         child can be started.
         """
         return self._ask_for_tokens(("conversation", (messages, arguments, most_chars, most)), is_abandoned)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        arguments: dict[str, Any],
+        most_chars: int,
+        at: float,
+        is_abandoned: IsAbandoned = never,
+    ) -> str:
+        """Render a conversation with the chat template, and return its text. Raise as `encode_conversation`.
+
+        `at`: the time that the template gets as the current time, in seconds since 1970.
+        """
+        return self._ask(("render", (messages, arguments, most_chars, at)), is_abandoned).decode(errors="replace")
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool, is_abandoned: IsAbandoned = never) -> str:
         """Return the text of tokens. Raise ChildError or UnavailableError."""
@@ -210,6 +226,10 @@ def _encode(tokenizer: Any, add_special_tokens: bool, most: int, text: str) -> b
 def _encode_conversation(
     tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any], most_chars: int, most: int
 ) -> bytes:
+    return _encode(tokenizer, False, most, _rendered(tokenizer, messages, arguments, most_chars))
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any], most_chars: int) -> str:
     text = tokenizer.apply_chat_template(messages, tokenize=False, **arguments)
     if _have_images(messages) and (mark := image_mark(tokenizer)) is not None:
         text = text.replace(*mark)
@@ -217,7 +237,32 @@ def _encode_conversation(
         raise ValueError(f"the conversation has {len(text)} characters (limit {MAX_CHARS})")
     if len(text) > most_chars:
         raise TooMany("characters", len(text))
-    return _encode(tokenizer, False, most, text)
+    return text
+
+
+def _render(
+    tokenizer: Any, messages: list[dict[str, Any]], arguments: dict[str, Any], most_chars: int, at: float
+) -> bytes:
+    with _clock_at(at):
+        return _rendered(tokenizer, messages, arguments, most_chars).encode()
+
+
+@contextmanager
+def _clock_at(at: float) -> Iterator[None]:
+    """Within this context, templates get the time `at` as the current time, for which transformers has no argument."""
+    from transformers.utils import chat_template_utils
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Clock:
+            return cls.fromtimestamp(at, tz)
+
+    names = chat_template_utils.__dict__
+    names["datetime"] = Clock
+    try:
+        yield
+    finally:
+        names["datetime"] = datetime
 
 
 def _have_images(messages: list[dict[str, Any]]) -> bool:
@@ -237,5 +282,6 @@ def _decode(tokenizer: Any, tokens: bytes, skip_special_tokens: bool) -> bytes:
 _ANSWERS: dict[str, Callable[..., bytes]] = {
     "encode": _encode,
     "conversation": _encode_conversation,
+    "render": _render,
     "decode": _decode,
 }

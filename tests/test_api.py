@@ -20,7 +20,7 @@ from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.protocol.error_codes import SENT_ERRORS
 
 ROOT = Path(__file__).parents[1]
-BLOCKING = {"RolloutClient": "AsyncRolloutClient", "FleetClient": "AsyncFleetClient"}
+BLOCKING = {"RolloutClient": "AsyncRolloutClient", "FleetClient": "AsyncFleetClient", "Session": "AsyncSession"}
 """Clients with the same calls as another client. The page describes the calls under the other client."""
 MODULES = ("trueroll.rollout", "trueroll.kernels.training", "trueroll.kernels.importance")
 

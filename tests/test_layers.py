@@ -188,7 +188,7 @@ WEIGHT_SYNC = {
     "worker": {"payload", "transports", "worker"},
 }
 ROLLOUT = {
-    "__init__": {"protocol", "images", "client", "fleet", "publisher", "auditing"},
+    "__init__": {"protocol", "images", "client", "fleet", "publisher", "auditing", "sessions", "text"},
     "auditing": {"protocol", "client"},
     "config": set(),
     "logs": set(),
@@ -206,6 +206,7 @@ ROLLOUT = {
     "plain_tokenizer": set(),
     "text": {"plain_tokenizer", "protocol", "text_child"},
     "parsing": {"parsing"},
+    "sessions": {"protocol", "client", "parsing", "text", "sessions"},
     "http": {"parsing", "config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"}
     | {"images"},
     "tools": {

@@ -607,7 +607,7 @@ def _blocking(
 
     @wraps(call)
     def wait(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait(getattr(self._client, call.__name__)(*args, **kwargs))
+        return self.wait(getattr(self._client, call.__name__)(*args, **kwargs))
 
     return wait
 
@@ -710,6 +710,11 @@ class RolloutClient:
         self._thread = LoopThread("rollout-client")
         self._abandon = weakref.finalize(self, _abandon, self._thread, client)
 
+    @property
+    def asynchronous(self) -> AsyncRolloutClient:
+        """The asynchronous client that this client runs on its thread. Use it only in coroutines passed to `wait`."""
+        return self._client
+
     generate = _blocking(AsyncRolloutClient.generate)
     score = _blocking(AsyncRolloutClient.score)
     continue_samples = _blocking(AsyncRolloutClient.continue_samples)
@@ -772,7 +777,7 @@ class RolloutClient:
         demand |= dict(media=media, deltas=deltas, delta_seconds=delta_seconds)
         samples = self._client.stream(prompts, params, seed=seed, request_ids=request_ids, **demand)
         try:
-            while (item := self._wait(_next(samples))) is not None:
+            while (item := self.wait(_next(samples))) is not None:
                 yield item
         finally:
             # Do not wait, because this code also runs at interpreter exit, and on any thread where garbage is
@@ -790,7 +795,8 @@ class RolloutClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine that uses `asynchronous` on this client's thread, and return its result."""
         future = self._thread.submit(coroutine)
         try:
             return future.result()

@@ -263,11 +263,11 @@ class FleetClient(RolloutClient):
 
     def healths(self) -> dict[str, protocol.Health]:
         """See `AsyncFleetClient.healths`."""
-        return self._wait(self._fleet.healths())
+        return self.wait(self._fleet.healths())
 
     def all_stats(self) -> dict[str, protocol.Stats]:
         """See `AsyncFleetClient.all_stats`."""
-        return self._wait(self._fleet.all_stats())
+        return self.wait(self._fleet.all_stats())
 
     @property
     def num_asked_twice(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from trueroll.errors import InvalidRequestError
 
 from ..parsing.answers import Answer, Call
-from ..parsing.parser import AnswerParser, parser_for
+from ..parsing.parser import PROMPT_END_TOKENS, AnswerParser, parser_for
 from ..protocol import new_id
 from .answers import Rows, TokenBytes
 from .conversation import ConversationFields, Message, prompt_of, text_of, tools_of
@@ -32,10 +32,6 @@ class ChatFields(TextFields, ConversationFields):
     logprobs: bool = False
     top_logprobs: NumTop | None = None
     parallel_tool_calls: bool = True
-
-
-_PROMPT_END_TOKENS = 32
-"""The number of tokens at the end of a prompt that tell whether the prompt has begun the reasoning."""
 
 
 class ParsedChoice:
@@ -151,7 +147,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
         raise unsupported("parallel_tool_calls", text, own.parallel_tool_calls)
     prompt = await prompt_of(own, served, served.max_model_len)
     parser = parser_for(served.texts, tools_of(own), is_forced=bool(forced))
-    prompt_end = served.texts.decode(prompt.token_ids[-_PROMPT_END_TOKENS:], False, parser.marks) if parser else ""
+    prompt_end = served.texts.decode(prompt.token_ids[-PROMPT_END_TOKENS:], False, parser.marks) if parser else ""
     if forced and parser and parser.begins_reasoning(prompt_end):
         raise InvalidRequestError(
             "tool_choice: a required tool call is not supported if the chat template begins the reasoning; turn "

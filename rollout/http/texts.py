@@ -20,7 +20,7 @@ from trueroll.errors import InvalidRequestError, ModelError
 from ...engine.models.child_process import IsAbandoned
 from ...engine.models.detokenizer import REPLACEMENT, Detokenizer
 from ...engine.request import SampleOutput
-from ..text import ANY, TextModel, is_long
+from ..text import ANY, TextModel, decode_marked, is_long
 
 T = TypeVar("T")
 _KNOWN_TOKENS = 2**16
@@ -92,16 +92,9 @@ class Texts:
     ) -> str:
         """Return the text of tokens. This call blocks, so use `decode_long` for many tokens.
 
-        `marks`: texts of some tokens, which replace their texts in the vocabulary.
+        `marks`: as in `text.decode_marked`.
         """
-        if not marks or marks.keys().isdisjoint(token_ids):
-            return self._model.decode(token_ids, skip_special_tokens)
-        told, start = list[str](), 0
-        for at, token_id in enumerate(token_ids):
-            if token_id in marks:
-                told += (self._model.decode(token_ids[start:at], skip_special_tokens), marks[token_id])
-                start = at + 1
-        return "".join([*told, self._model.decode(token_ids[start:], skip_special_tokens)])
+        return decode_marked(self._model.decode, token_ids, skip_special_tokens, marks)
 
     def detokenizer(self, skip_special_tokens: bool, marks: Mapping[int, str] = MappingProxyType({})) -> Detokenizer:
         """Return a decoder for tokens that arrive one at a time. `marks`: as in `decode`."""

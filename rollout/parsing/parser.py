@@ -13,16 +13,19 @@ from .markers import Markers
 from .schemas import Tools
 from .streams import AnswerStream, Reading, Syntax
 
+PROMPT_END_TOKENS = 32
+"""The number of tokens at the end of a prompt that tell whether the prompt has begun the reasoning."""
+
 
 class Vocabulary(Protocol):
     """What the parser needs to know of a model.
 
-    `chat_template`: the text of the chat template. `added_tokens`: the ids of the tokens that were added to the
-    vocabulary, by text; special tokens are among them.
+    `chat_template`: the text of the chat template, or None. `added_tokens`: the ids of the tokens that were added to
+    the vocabulary, by text; special tokens are among them.
     """
 
     @property
-    def chat_template(self) -> str: ...
+    def chat_template(self) -> str | None: ...
 
     @property
     def added_tokens(self) -> Mapping[str, int]: ...
@@ -80,9 +83,10 @@ def parser_for(model: Vocabulary, tools: Sequence[Mapping[str, Any]], is_forced:
     The chat template decides on the formats of tool calls and of reasoning. `is_forced`: whether a grammar forces the
     answer to be one call (`FORCED`).
     """
-    format = format_of(model.chat_template)
+    template = model.chat_template or ""
+    format = format_of(template)
     reasoning = format and format.reasoning
-    if reasoning is None and format is not HARMONY and THINK[0] in model.chat_template:
+    if reasoning is None and format is not HARMONY and THINK[0] in template:
         reasoning = THINK
     if reasoning is None and format is not HARMONY and not is_forced and not (format and tools):
         return None

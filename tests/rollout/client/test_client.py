@@ -321,7 +321,7 @@ def test_collecting_a_stream_on_the_clients_own_thread_does_not_hang(client: Rol
         next(cycle[0])
         cycle.append(cycle)
         del cycle
-        assert client._wait(collect()) > 0
+        assert client.wait(collect()) > 0
     finally:
         gc.enable()
     while client.health().requests["open"]:

@@ -1,0 +1,141 @@
+"""From the tokens of an answer to a message: text, parsed parts, and OpenAI's form.
+
+Does not own the formats of tool calls and reasoning: `parsing`, or a user's own `Parser`, finds tool calls and
+reasoning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trueroll.errors import InvalidRequestError
+
+from ...engine.request import SampleOutput
+from ..parsing.parser import PROMPT_END_TOKENS, parser_for
+from ..text import TextModel, decode_marked
+from .messages import Message, read_messages
+
+
+class Parsed(Protocol):
+    """The parts of an answer. `tool_calls`: in OpenAI's form; the arguments are objects or JSON texts."""
+
+    @property
+    def content(self) -> str | None: ...
+
+    @property
+    def reasoning_content(self) -> str | None: ...
+
+    @property
+    def tool_calls(self) -> Sequence[dict[str, Any]]: ...
+
+
+class Parser(Protocol):
+    """Finds reasoning and tool calls in an answer."""
+
+    def whole(self, token_ids: Sequence[int], text: str, finish_reason: str) -> Parsed:
+        """Parse a whole answer. `token_ids`: without the token that ended the answer. `text`: without special tokens,
+        and without the string that ended the answer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class _Parts:
+    content: str
+    reasoning_content: str
+    tool_calls: list[dict[str, Any]]
+
+
+def read_answer(
+    sample: SampleOutput,
+    texts: TextModel,
+    parser: Parser | None,
+    prompt: Sequence[int],
+    tools: Sequence[dict[str, Any]],
+    seed: int,
+) -> Message:
+    """Return the message of a sample. The answer is content as a whole if the parser's parts are not a valid message.
+
+    `parser`: None for the parser of the model's chat template. `prompt`: the prompt of the sample, token ids. `tools`:
+    the tools of the request. `seed`: the seed of the request, from which the ids of tool calls are derived if the model
+    did not write them.
+    """
+    text = _text_of(sample, texts, {})
+    if parser is None:
+        parts = _parsed(sample, texts, prompt, tools, text)
+    else:
+        parts = parser.whole(_without_end(sample), text, sample.finish_reason)
+    calls = [_with_id(call, text, f"call_{seed:016x}{i}") for i, call in enumerate(parts.tool_calls)]
+    told = dict(content=parts.content, reasoning_content=parts.reasoning_content, tool_calls=calls)
+    try:
+        [message] = read_messages([dict(role="assistant", **told)])
+    except InvalidRequestError:
+        return Message(dict(role="assistant", content=text))
+    return message
+
+
+def _parsed(
+    sample: SampleOutput, texts: TextModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]], text: str
+) -> Parsed:
+    """Parse an answer in the format of the model's chat template. An answer that was cut has no tool calls. `text`: the
+    text of the answer.
+    """
+    parser = parser_for(texts, tools if sample.finish_reason == "stop" else ())
+    if parser is None:
+        return _Parts(text, "", [])
+    end = decode_marked(texts.decode, prompt[-PROMPT_END_TOKENS:], False, parser.marks)
+    answer = parser.whole(_text_of(sample, texts, parser.marks), sample.finish_reason, end)
+    calls: list[dict[str, Any]] = []
+    for call in answer.calls:
+        calls.append(dict(type="function", function=dict(name=call.name, arguments=call.arguments)))
+        calls[-1] |= {} if call.id is None else dict(id=call.id)
+    return _Parts(answer.content, answer.reasoning, calls)
+
+
+def _without_end(sample: SampleOutput) -> list[int]:
+    """Return the tokens of a sample, without the token that ended it."""
+    return sample.token_ids[:-1] if isinstance(sample.stop_reason, int) else sample.token_ids
+
+
+def _text_of(sample: SampleOutput, texts: TextModel, marks: Mapping[int, str]) -> str:
+    """Return the text of a sample, without the token or the string that ended it. `marks`: as in
+    `text.decode_marked`.
+    """
+    token_ids = _without_end(sample)
+    text = decode_marked(texts.decode, token_ids, True, marks)
+    if isinstance(sample.stop_reason, str):
+        text = _cut(text, sample.stop_reason, decode_marked(texts.decode, token_ids[:-1], True, marks))
+    return text
+
+
+def told_message(message: Message) -> dict[str, Any]:
+    """Return a drawn message in OpenAI's form, with the arguments of tool calls as JSON texts."""
+    content, calls = message.fields["content"], message.calls
+    told: dict[str, Any] = dict(role=message.role, content=content or (None if calls else ""))
+    if message.reasoning:
+        told["reasoning_content"] = message.reasoning
+    if calls:
+        told["tool_calls"] = [_told_call(call) for call in calls]
+    return told
+
+
+def _told_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return call | dict(function=function | dict(arguments=json.dumps(function["arguments"], ensure_ascii=False)))
+
+
+def _with_id(call: dict[str, Any], text: str, derived: str) -> dict[str, Any]:
+    """Return a tool call with an id that is the same whenever the same tokens are drawn."""
+    id = call.get("id")
+    return call if isinstance(id, str) and id and id in text else call | dict(id=derived)
+
+
+def _cut(text: str, stop: str, before: str) -> str:
+    """Return the text that precedes the stop string, which the last token completed. `before`: the text without the
+    last token.
+    """
+    at = text.find(stop, max(0, len(before) - len(stop) + 1))
+    return text if at < 0 else text[:at]

@@ -1,0 +1,252 @@
+"""Samples of a session, for trainers.
+
+A session has one sample for each leaf of its forest. The tokens of a sample are all tokens of the conversation, in
+order, as the worker received and drew them. If several samples contain a drawn message, only the first of them trains
+it. Owns the forms in which samples leave a session: Python objects, JSON, safetensors, and the entries that NeMo-Gym
+keeps for each call.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...engine.request import Columns, columns_of, cut_columns, join_columns
+from .forest import Drawn, Forest, Node
+from .templates import Opening
+
+NO_VERSION = -1
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """A drawn message of a sample.
+
+    `node`: its id. `start`, `end`: the sample's tokens [start, end) are its tokens. `is_trained`: whether the sample's
+    mask contains these tokens. `finish_reason`, `seed`: of the worker's sample. `reward`: the reward that the agent
+    attached to the node.
+    """
+
+    node: str
+    start: int
+    end: int
+    is_trained: bool
+    finish_reason: str
+    seed: int
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class SessionSample:
+    """A conversation of a session, from its first token to the end of a leaf.
+
+    - `node`: id of the leaf. `reward`: the reward of the leaf. `is_abandoned`: whether the agent asked again for the
+      leaf's message, and went on with the other answer.
+    - `token_ids`: int32 [num_tokens]
+    - `mask`: uint8 [num_tokens], 1 for the tokens to train: the tokens that the model drew, if no earlier sample trains
+      them
+    - `logprobs`: float32 [num_tokens], 0.0 outside the mask
+    - `versions`: int64 [num_tokens], the version of the weights that drew the token; -1 for tokens that no model drew
+    - `columns`: the other columns that the requests recorded, such as `top_logprobs`, for the tokens of the mask in
+      order; a column that some of the trained messages lack is missing
+    - `routed_experts`: [num_tokens - 1, layers, experts per token], or None unless all messages recorded them. Each row
+      is from the request that first computed it.
+    - `turns`: the drawn messages. `messages`: all messages.
+    """
+
+    node: str
+    reward: float | None
+    is_abandoned: bool
+    token_ids: np.ndarray
+    mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    columns: Columns
+    routed_experts: np.ndarray | None
+    turns: tuple[SessionTurn, ...]
+    messages: tuple[dict[str, Any], ...]
+
+    def told(self) -> dict[str, Any]:
+        """Return the sample as a JSON value. Columns and routed experts are objects with `data` (base64), `dtype` and
+        `shape`.
+        """
+        told = self._rest()
+        told |= {name: getattr(self, name).tolist() for name in ("token_ids", "mask", "logprobs", "versions")}
+        told["columns"] = {name: _told_array(values) for name, values in self.columns.items()}
+        routes = self.routed_experts
+        return told | {"routed_experts": None if routes is None else _told_array(routes)}
+
+    def _rest(self) -> dict[str, Any]:
+        return dict(
+            node=self.node,
+            reward=self.reward,
+            is_abandoned=self.is_abandoned,
+            turns=[vars(turn).copy() for turn in self.turns],
+            messages=list(self.messages),
+        )
+
+
+def samples_of(forest: Forest) -> list[SessionSample]:
+    """Return one sample for each leaf, in the order in which the leaves were added."""
+    trained: set[str] = set()
+    samples = []
+    for leaf in forest.leaves():
+        nodes = [node for node in leaf.path if node.drawn is not None]
+        fresh = {node.id for node in nodes} - trained
+        samples.append(_sample(leaf, nodes, fresh, forest.is_abandoned(leaf)))
+        trained |= fresh
+    return samples
+
+
+def to_safetensors(samples: Sequence[SessionSample]) -> bytes:
+    """Return samples as one safetensors file.
+
+    For sample i, the tensors are `tokens.i` int32, `loss_mask.i` uint8, `rollout_log_probs.i` float32, `versions.i`
+    int64, `rollout_routed_experts.i` int32 if recorded, and `columns.NAME.i`. The metadata field `samples` has the
+    other fields of all samples as JSON.
+    """
+    from safetensors.numpy import save
+
+    tensors: dict[str, np.ndarray] = {}
+    for i, sample in enumerate(samples):
+        tensors |= {f"tokens.{i}": sample.token_ids, f"loss_mask.{i}": sample.mask}
+        tensors |= {f"rollout_log_probs.{i}": sample.logprobs, f"versions.{i}": sample.versions}
+        tensors |= {f"columns.{name}.{i}": np.ascontiguousarray(values) for name, values in sample.columns.items()}
+        if sample.routed_experts is not None:
+            tensors[f"rollout_routed_experts.{i}"] = sample.routed_experts.astype(np.int32)
+    return save(tensors, metadata={"samples": json.dumps([sample._rest() for sample in samples])})
+
+
+def token_entries(forest: Forest, rollout_id: str) -> list[dict[str, Any]]:
+    """Return an entry of NeMo-Gym for each drawn node: `rollout_id`, `model_call_id`, `prompt_token_ids`,
+    `generation_token_ids`, `generation_log_probs`. The log-probs are None if the request recorded none.
+    """
+    entries = []
+    for node in forest.drawn_nodes():
+        drawn = _drawn(node)
+        logprobs = drawn.sample.logprobs
+        entries.append(
+            dict(
+                rollout_id=rollout_id,
+                model_call_id=node.id,
+                prompt_token_ids=prompt_of(node),
+                generation_token_ids=list(drawn.sample.token_ids),
+                generation_log_probs=None if logprobs is None else logprobs.tolist(),
+            )
+        )
+    return entries
+
+
+def tokens_until(nodes: Sequence[Node]) -> list[int]:
+    """Return the tokens of a conversation up to the end of its last drawn node. `nodes`: its drawn nodes."""
+    token_ids: list[int] = []
+    for node in nodes:
+        drawn = _drawn(node)
+        add_opening(token_ids, drawn.opening)
+        token_ids += drawn.sample.token_ids
+    return token_ids
+
+
+def add_opening(token_ids: list[int], opening: Opening) -> None:
+    """Turn the tokens up to the end of a drawn node into the prompt of the next drawn node."""
+    if opening.dropped:
+        token_ids.pop()
+    token_ids += opening.token_ids
+
+
+def prompt_of(node: Node) -> list[int]:
+    """Return the prompt with which a drawn node was drawn."""
+    token_ids = tokens_until([each for each in node.path[:-1] if each.drawn is not None])
+    add_opening(token_ids, _drawn(node).opening)
+    return token_ids
+
+
+def _sample(leaf: Node, nodes: list[Node], fresh: set[str], is_abandoned: bool) -> SessionSample:
+    token_ids = np.array(tokens_until(nodes), np.int32)
+    mask, logprobs = np.zeros(len(token_ids), np.uint8), np.zeros(len(token_ids), np.float32)
+    versions = np.full(len(token_ids), NO_VERSION, np.int64)
+    turns = []
+    for node, end in zip(nodes, _ends(nodes), strict=True):
+        drawn, start = _drawn(node), _drawn(node).prompt_len
+        count = end - start
+        for span in drawn.sample.weight_versions:
+            versions[start + span.start : start + min(span.end, count)] = span.version
+        if node.id in fresh:
+            mask[start:end] = 1
+            if drawn.sample.logprobs is not None:
+                logprobs[start:end] = drawn.sample.logprobs[:count]
+        turns.append(
+            SessionTurn(
+                node.id, start, end, node.id in fresh, drawn.sample.finish_reason, drawn.sample.seed, node.reward
+            )
+        )
+    trained = [turn for turn in zip(nodes, turns, strict=True) if turn[1].is_trained]
+    return SessionSample(
+        node=leaf.id,
+        reward=leaf.reward,
+        is_abandoned=is_abandoned,
+        token_ids=token_ids,
+        mask=mask,
+        logprobs=logprobs,
+        versions=versions,
+        columns=_joined_columns([cut_columns(_others(node), 0, turn.end - turn.start) for node, turn in trained]),
+        routed_experts=_joined_routes(nodes, len(token_ids)),
+        turns=tuple(turns),
+        messages=tuple(deepcopy(node.message.fields) for node in leaf.path),
+    )
+
+
+def _ends(nodes: list[Node]) -> list[int]:
+    """Return where the tokens of each drawn node end in the tokens of the conversation."""
+    following = [_drawn(node).opening.dropped for node in nodes[1:]] + [False]
+    return [
+        _drawn(node).prompt_len + len(_drawn(node).sample.token_ids) - dropped
+        for node, dropped in zip(nodes, following, strict=True)
+    ]
+
+
+def _others(node: Node) -> Columns:
+    """Return the columns of a drawn node, except log-probs."""
+    return {name: values for name, values in columns_of(_drawn(node).sample).items() if name != "logprobs"}
+
+
+def _joined_columns(parts: list[Columns]) -> Columns:
+    """Join the columns that all parts have with the same number of elements per token."""
+    if not parts:
+        return {}
+    shapes = [{name: values.shape[1:] for name, values in part.items()} for part in parts]
+    shared = [name for name, shape in shapes[0].items() if all(each.get(name) == shape for each in shapes)]
+    whole = {name: parts[0][name] for name in shared}
+    for part in parts[1:]:
+        whole = join_columns(whole, part)
+    return whole
+
+
+def _joined_routes(nodes: list[Node], num_tokens: int) -> np.ndarray | None:
+    """Join the routed experts of drawn nodes. The rows of a node begin where the rows of the previous node end."""
+    parts: list[np.ndarray] = []
+    starts = [_drawn(node).routes_start for node in nodes]
+    for node, start, end in zip(nodes, starts, [*starts[1:], num_tokens - 1], strict=True):
+        routes = _drawn(node).sample.routed_experts
+        if routes is None or len(routes) < end - start:
+            return None
+        parts.append(routes[: end - start])
+    return np.concatenate(parts)
+
+
+def _drawn(node: Node) -> Drawn:
+    assert node.drawn is not None
+    return node.drawn
+
+
+def _told_array(values: np.ndarray) -> dict[str, Any]:
+    """Return an array as a JSON value: its bytes in C order and little-endian, its dtype and its shape."""
+    values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    data = base64.b64encode(values.tobytes()).decode()
+    return dict(data=data, dtype=values.dtype.name, shape=list(values.shape))

