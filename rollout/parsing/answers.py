@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -33,88 +33,114 @@ class Answer:
 
 
 def make_call(name: Any, arguments: Any, id: str | None = None) -> Call | None:
-    """Return a call; None if the name is not a text, or if the arguments are not an object with values of JSON."""
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    """Return a call; None if the name is not a text that can be printed, or if the arguments are not an object with
+    values of JSON.
+    """
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or not isinstance(arguments, dict):
         return None
     try:
-        told = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + told).encode()  # raises for a lone surrogate, which JSON permits and UTF-8 does not
+        return Call(name, _json_of(arguments), id)
     except (ValueError, TypeError, RecursionError):
         return None
-    return Call(name, told, id)
 
 
 def parsed_json(text: str) -> Any:
-    """Return the value of a JSON text; None if the text is not JSON."""
+    """Return the value of a JSON text.
+
+    Return None if the text is not JSON, if an object names a key twice, or if the value cannot be written as JSON in
+    UTF-8, such as a number that is not finite or half of a surrogate pair.
+    """
     try:
-        return json.loads(text)
+        value = DECODER.decode(text)
+        _json_of(value)
     except (ValueError, RecursionError):
         return None
+    return value
+
+
+def _json_of(value: Any) -> str:
+    """Return the JSON text of a value. Raise ValueError, TypeError or RecursionError if there is no such text."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()  # raises for half of a surrogate pair, which JSON permits and UTF-8 does not
+    return text
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object names a key twice")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+"""Parses JSON, and raises ValueError if an object names a key twice."""
+
+
+class _Part:
+    """The content or the reasoning of an answer. `trims`: whether white space before the next text is dropped."""
+
+    def __init__(self, trims: bool) -> None:
+        self._trims = trims
+        self._new: list[str] = []
+        self._space: list[str] = []  # white space that may be dropped
+        self._has_text = self._joins = False
+
+    def add(self, text: str) -> None:
+        if self._trims:
+            text = text.lstrip()
+        if kept := text.rstrip():
+            self._new += ["\n"] if self._joins else self._space
+            self._new.append(kept)
+            self._space, self._has_text, self._trims, self._joins = [], True, False, False
+        if len(kept) < len(text):
+            self._space.append(text[len(kept) :])
+
+    def separate(self) -> None:
+        """Replace the white space between the text so far and the text that follows by a line break."""
+        self._space, self._trims, self._joins = [], True, self._has_text
+
+    def take(self) -> str:
+        new, self._new = "".join(self._new), []
+        return new
+
+    def take_space(self) -> str:
+        space, self._space = "".join(self._space), []
+        return space
 
 
 class Writer:
     """Collects the parts of an answer, and decides about the white space between them.
 
-    White space at both ends of the reasoning is dropped, and so is white space between the reasoning and the content.
-    White space at the end of the content is dropped if the answer has calls. `plain`: converts marked text to text.
+    White space around the reasoning is dropped. White space at the end of the content is dropped if the answer has
+    calls. If the reasoning or the content resumes after the other one, a line break joins the texts. `plain`: converts
+    marked text to text.
     """
 
     def __init__(self, plain: Callable[[str], str]) -> None:
         self.plain = plain
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
+        self._content, self._reasoning = _Part(trims=False), _Part(trims=True)
+        self.content, self.reasoning = self._content.add, self._reasoning.add
         self._calls: list[Call] = []
-        self._space: list[str] = []  # white space of the content that may be dropped
-        self._late_space: list[str] = []  # white space of the reasoning that may be dropped
-        self._trims = self._has_reasoning = self._has_calls = False
+        self._has_calls, self._ids = False, set[str]()
 
     def take(self) -> Answer:
         """Return the parts since the last call of this method."""
-        told = Answer(self.plain("".join(self._content)), self.plain("".join(self._reasoning)), self._calls)
-        self._content, self._reasoning, self._calls = [], [], []
-        return told
+        calls, self._calls = self._calls, []
+        return Answer(self.plain(self._content.take()), self.plain(self._reasoning.take()), calls)
 
-    def content(self, text: str) -> None:
-        """Append text to the content."""
-        if self._trims:
-            text = text.lstrip()
-        if kept := text.rstrip():
-            self._trims = False
-            self._content += self._space
-            self._content.append(kept)
-            self._space = []
-        if len(kept) < len(text):
-            self._space.append(text[len(kept) :])
-
-    def reasoning(self, text: str) -> None:
-        """Append text to the reasoning."""
-        if not self._has_reasoning:
-            text = text.lstrip()
-        if kept := text.rstrip():
-            self._has_reasoning = True
-            self._reasoning += self._late_space
-            self._reasoning.append(kept)
-            self._late_space = []
-        if len(kept) < len(text):
-            self._late_space.append(text[len(kept) :])
-
-    def begin_reasoning(self) -> None:
-        """Drop white space before the reasoning."""
-        self._space = []
-
-    def end_reasoning(self) -> None:
-        """Drop white space at the end of the reasoning, and before the content that follows."""
-        self._late_space = []
-        self._trims = True
+    def separate(self) -> None:
+        """Begin or end the reasoning, or a message."""
+        self._content.separate()
+        self._reasoning.separate()
 
     def calls(self, calls: list[Call]) -> None:
-        """Append calls."""
-        self._calls += calls
+        """Append calls. An id that an earlier call has is dropped."""
+        for call in calls:
+            self._calls.append(replace(call, id=None) if call.id in self._ids else call)
+            self._ids |= {call.id} if call.id is not None else set()
         self._has_calls = True
 
     def finish(self) -> Answer:
         """Return the last parts of the answer."""
-        if not self._has_calls:
-            self._content += self._space
-        self._space = []
-        return self.take()
+        last = self.take()
+        return last if self._has_calls else replace(last, content=last.content + self.plain(self._content.take_space()))

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import harmony
-from .answers import Call, make_call, parsed_json
-from .literals import gemma_call, python_calls
+from .answers import DECODER, Call, make_call, parsed_json
+from .literals import after_space, gemma_call, python_calls
 from .markers import Markers
 from .schemas import Tools
 from .streams import Region, Syntax
@@ -40,20 +40,26 @@ def _one(call: Call | None) -> list[Call] | None:
     return None if call is None else [call]
 
 
-def _object_call(value: Any, *arguments: str) -> Call | None:
-    """Return the call that a JSON value describes. `arguments`: possible names of the arguments."""
-    if not isinstance(value, dict):
+def _object_call(value: Any) -> Call | None:
+    """Return the call that a JSON value describes; None if the value has another form or other keys."""
+    if not isinstance(value, dict) or not value.keys() <= _KEYS or value.get("type", "function") != "function":
         return None
-    return make_call(value.get("name"), next((value[name] for name in arguments if name in value), {}))
+    match [value[key] for key in ("arguments", "parameters") if key in value]:
+        case []:
+            return make_call(value.get("name"), {})
+        case [arguments]:
+            return make_call(value.get("name"), arguments)
+    return None
+
+
+_KEYS = {"type", "name", "arguments", "parameters"}
 
 
 def _hermes(markers: Markers, tools: Tools) -> Syntax:
     def read(text: str) -> list[Call] | None:
-        return _one(_object_call(parsed_json(markers.plain(text)), "arguments"))
+        return _one(_object_call(parsed_json(markers.plain(text))))
 
-    return Syntax(
-        markers, regions={markers.marked("<tool_call>"): Region(read, markers.marked("</tool_call>"), **_JSON_QUOTES)}
-    )
+    return Syntax(regions={markers.marked("<tool_call>"): Region(read, markers.marked("</tool_call>"), **_JSON_QUOTES)})
 
 
 def _tagged(markers: Markers, tools: Tools, tags: Tags, opened: str = "") -> Callable[[str], list[Call] | None]:
@@ -67,23 +73,35 @@ def _qwen(markers: Markers, tools: Tools) -> Syntax:
     tags = Tags(
         r"<function=([^<>\s]+)>", r"<parameter=([^<>\n]+)>", "</parameter>", "</function>", border, is_line=True
     )
-    read, read_bare = _tagged(markers, tools, tags), _tagged(markers, tools, tags, "<function=")
-    region = Region(read, end, "<parameter=", "</parameter>")
+    bare_tags = replace(tags, last="")
 
-    def read_offered(text: str) -> list[Call] | None:
-        return read_bare(text) if text.partition(">")[0] in tools else None
+    def begins(text: str, at: int) -> bool | None:
+        end = text.find(">", at, at + tools.longest_name + 1)
+        return text[at:end] in tools if end >= 0 else None if len(text) - at <= tools.longest_name else False
 
-    bare = replace(region, read=read_offered, may_lack_end=True, is_doubtful=True)
-    return Syntax(markers, regions={markers.marked("<tool_call>"): region, "<function=": bare})
+    region = Region(_tagged(markers, tools, tags), end, "<parameter=", "</parameter>")
+    bare = Region(
+        *(_tagged(markers, tools, bare_tags, "<function="), "</function>", "<parameter=", "</parameter>"),
+        tail=end,
+        is_doubtful=True,
+        begins=begins,
+    )
+    return Syntax(regions={markers.marked("<tool_call>"): region, "<function=": bare})
 
 
 def _glm(markers: Markers, tools: Tools) -> Syntax:
     opened, end, *tags = map(markers.marked, _GLM)
     key, key_end, value, value_end = tags
-    parameter = rf"{key}([^{key_end[0]}]*){key_end}\s*{value}"  # no marker has a character that patterns interpret
+    text = f"[^{''.join(marker[0] for marker in (opened, end, *tags))}]"  # no marker begins within it
+    parameter = rf"{key}({text}*){key_end}\s*{value}"  # no marker has a character that patterns interpret
     head = rf"([^{key[0]}\s]+)"
-    read = _tagged(markers, tools, Tags(head, parameter, value_end, "", rf"{end}\s*{opened}"))
-    return Syntax(markers, regions={opened: Region(read, end, value, value_end)})
+    read_any = _tagged(markers, tools, Tags(head, parameter, value_end, "", rf"{end}\s*{opened}"))
+
+    def read(text: str) -> list[Call] | None:
+        calls = read_any(text)
+        return calls if calls and (calls[0].arguments != "{}" or calls[0].name in tools) else None
+
+    return Syntax(regions={opened: Region(read, end, value, value_end)})
 
 
 _GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
@@ -99,7 +117,7 @@ def _invoked(section: str, prefix: str, kind: str) -> Callable[[Markers, Tools],
         opened, end, close = f"<{mark}invoke name=", f"</{mark}invoke>", f"</{mark}parameter>"
         tags = Tags(r'"?([^"<>]+)"?>', rf'<{mark}parameter name="?([^"<>]+)"?{kind}>', close, "", rf"{end}\s*{opened}")
         region = Region(_tagged(markers, tools, tags), end, f"<{mark}parameter ", close)
-        return Syntax(markers, regions={opened: region}, section=(begin, finish))
+        return Syntax(regions={opened: region}, section=(begin, finish))
 
     return syntax
 
@@ -108,27 +126,23 @@ def _deepseek(markers: Markers, tools: Tools) -> Syntax:
     begin, end, opened, close, between = map(markers.marked, _DEEPSEEK)
 
     def read(text: str) -> list[Call] | None:
-        name, _, rest = markers.plain(text).partition(_DEEPSEEK[-1])
-        if name.strip() == "function":
-            name, _, rest = rest.partition("\n")
-            rest = rest.strip()
-            if not rest.startswith("```json") or not rest.endswith("```"):
-                return None
-            rest = rest.removeprefix("```json").removesuffix("```")
+        name, rest = (markers.plain(part).strip() for part in text.partition(between)[::2])
+        if name == "function" and (fenced := _FENCED.fullmatch(rest)):
+            name, rest = fenced.groups()
         return _one(make_call(name.strip(), parsed_json(rest)))
 
-    return Syntax(markers, regions={opened: Region(read, close, **_JSON_QUOTES)}, section=(begin, end))
+    return Syntax(regions={opened: Region(read, close, **_JSON_QUOTES)}, section=(begin, end))
 
 
 _DEEPSEEK = (
-    *(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁calls▁end｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-    ),
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁sep｜>",
 )
+_FENCED = re.compile(r"([^\n]*)\n\s*```json(.*)```", re.DOTALL)
+"""The name and the arguments of a call as DeepSeek R1 writes it."""
 
 
 def _kimi(markers: Markers, tools: Tools) -> Syntax:
@@ -140,11 +154,14 @@ def _kimi(markers: Markers, tools: Tools) -> Syntax:
         name = _KIMI_ID.fullmatch(id)
         return _one(make_call(name and name[1], parsed_json(markers.plain(arguments)), id))
 
-    return Syntax(markers, regions={opened: Region(read, close, **_JSON_QUOTES)}, section=(begin, end))
+    return Syntax(regions={opened: Region(read, close, **_JSON_QUOTES)}, section=(begin, end))
 
 
 _KIMI = (
-    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"),
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
+    "<|tool_call_end|>",
     "<|tool_call_argument_begin|>",
 )
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.\-]+?)(?::\d+)?")
@@ -162,7 +179,6 @@ def _kimi3(markers: Markers, tools: Tools) -> Syntax:
     tags = Tags(head, parameter, close, "", border, has_entities=True)
     region = Region(_tagged(markers, tools, tags), end, f"{opened}argument ", close)
     return Syntax(
-        markers,
         regions={f"{opened}call tool=": region},
         section=(tag("open", "tools"), tag("close", "tools")),
         silent=(tag("open", "response"), tag("close", "response"), tag("close", "message")),
@@ -176,7 +192,7 @@ def _gemma(markers: Markers, tools: Tools) -> Syntax:
     def read(text: str) -> list[Call] | None:
         return _one(gemma_call(text, quote, markers.plain))
 
-    return Syntax(markers, regions={opened: Region(read, end, quote, quote)})
+    return Syntax(regions={opened: Region(read, end, quote, quote)})
 
 
 _GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>')
@@ -190,61 +206,90 @@ def _llama(markers: Markers, tools: Tools) -> Syntax:
         calls = python_calls(text) if text.startswith("[") else _json_calls(text)
         return calls if calls and all(call.name in tools for call in calls) else None
 
+    def start(first: str, begins: Callable[[str], bool | None]) -> Region:
+        return Region(
+            lambda text: read(first + text),
+            may_lack_end=True,
+            is_doubtful=True,
+            begins=lambda text, at: begins(text[at : at + _MAX_START_CHARS]),
+        )
+
+    def begins_list(text: str) -> bool | None:
+        return _begins(_FIRST_CALL, text, lambda first: first.endswith("(") and first[:-1].strip() in tools)
+
+    def begins_object(text: str) -> bool | None:
+        return _begins(_FIRST_KEY, text, lambda first: first.strip('"') in _KEYS)
+
     region = Region(read, may_lack_end=True)
-    starts = {
-        first: replace(region, read=lambda text, first=first: read(first + text), is_doubtful=True) for first in "{["
-    }
-    return Syntax(markers, regions={tag: region, begin: region}, at_start=starts)
+    starts = {"{": start("{", begins_object), "[": start("[", begins_list)}
+    return Syntax(regions={tag: region, begin: region}, at_start=starts)
 
 
+_LLAMA_SIGNS = ("<|python_tag|>", "<|header_start|>", '"parameters": dictionary of argument name')
 _LLAMA = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
+
+
+_MAX_START_CHARS = 256
+"""The number of characters at the start of an answer that tell whether the answer may be calls."""
+_FIRST_CALL = re.compile(r"\s*([\w.\-]*\s*[^\w.\-\s]|[\w.\-]+\s+[\w.\-])")
+_FIRST_KEY = re.compile(r'\s*("\w*[^\w]|[^"\s])')
+
+
+def _begins(pattern: re.Pattern[str], text: str, is_call: Callable[[str], bool]) -> bool | None:
+    """Return whether the beginning of an answer that group 1 of `pattern` matches is a call's; None if it is too short
+    to tell.
+    """
+    if found := pattern.match(text):
+        return is_call(found[1])
+    return None if len(text) < _MAX_START_CHARS else False
 
 
 def _json_calls(text: str) -> list[Call] | None:
     """Return the calls in JSON objects that semicolons may separate; None if the text has another form."""
-    calls, decoder, at = list[Call](), json.JSONDecoder(), 0
+    calls, at = list[Call](), 0
     while at < len(text):
         try:
-            value, at = decoder.raw_decode(text, at)
+            value, at = DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
             return None
-        if (call := _object_call(value, "arguments", "parameters")) is None:
+        if (call := _object_call(value)) is None:
             return None
         calls.append(call)
-        found = _BETWEEN.match(text, at)
-        at = found.end() if found else at
+        at = after_space(text, at)
+        at = after_space(text, at + 1) if text.startswith(";", at) else at
     return calls
-
-
-_BETWEEN = re.compile(r"\s*;?\s*")
 
 
 def _object(markers: Markers, tools: Tools) -> Syntax:
     """Return the syntax of an answer that a grammar forces to be one call, as a JSON object."""
 
     def read(text: str) -> list[Call] | None:
-        return _one(_object_call(parsed_json("{" + text), "arguments"))
+        return _one(_object_call(parsed_json("{" + text)))
 
-    return Syntax(markers, at_start={"{": Region(read, may_lack_end=True, is_doubtful=True)})
-
-
-def _no_calls(markers: Markers, tools: Tools) -> Syntax:
-    return Syntax(markers)
+    return Syntax(at_start={"{": Region(read, may_lack_end=True)})
 
 
 _DSML = "｜DSML｜"
 _TYPED = ' string="(true|false)"'
 FORCED = Format("json", (), (), _object)
 """One call, as a JSON object with `name` and `arguments`. A grammar forces the model to write it."""
-HARMONY = Format("harmony", ("<|channel|>", "<|message|>"), harmony.MARKERS, _no_calls)
 FORMATS = (
-    HARMONY,
+    Format(
+        "harmony",
+        ("<|channel|>", "<|message|>"),
+        harmony.MARKERS,
+        lambda markers, tools: harmony.HarmonySyntax(tools=tools),
+        reasoning=("<|channel|>analysis<|message|>", "<|end|>"),
+    ),
     Format("deepseek-v4.1", (f"<{_DSML} calls>",), (_DSML,), _invoked(f"{_DSML} calls", f"{_DSML} ", _TYPED)),
     Format("deepseek-v4", (f"<{_DSML}tool_calls>",), (_DSML,), _invoked(f"{_DSML}tool_calls", _DSML, _TYPED)),
     Format("deepseek-v3.2", (f"<{_DSML}function_calls>",), (_DSML,), _invoked(f"{_DSML}function_calls", _DSML, _TYPED)),
     Format("deepseek", (_DEEPSEEK[0],), _DEEPSEEK, _deepseek),
     Format(
-        *("kimi-k3", ("<|open|>", "<|sep|>"), ("<|open|>", "<|close|>", "<|sep|>"), _kimi3),
+        "kimi-k3",
+        ("<|open|>", "<|sep|>"),
+        ("<|open|>", "<|close|>", "<|sep|>"),
+        _kimi3,
         reasoning=("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
     ),
     Format("kimi-k2", (_KIMI[0],), _KIMI, _kimi),
@@ -260,7 +305,7 @@ FORMATS = (
         "gemma", ("<|tool_call>",), (*_GEMMA, "<|channel>", "<channel|>"), _gemma, ("<|channel>thought\n", "<channel|>")
     ),
     Format("hermes", ("<tool_call>",), ("<tool_call>", "</tool_call>"), _hermes),
-    *[Format("llama", (sign,), _LLAMA, _llama) for sign in ("<|python_tag|>", "<|header_start|>")],
+    *[Format("llama", (sign,), _LLAMA, _llama) for sign in _LLAMA_SIGNS],
 )
 """The formats. A chat template has the first format with all of its signs in the template."""
 

@@ -21,6 +21,13 @@ class _Malformed(ValueError):
     pass
 
 
+def after_space(text: str, at: int) -> int:
+    """Return the position of the first character from `at` on that is not white space; the length if there is none."""
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
 class _Reader:
     """Reads values from a text, by recursive descent."""
 
@@ -46,9 +53,7 @@ class _Reader:
         return found.group()
 
     def space(self) -> None:
-        found = _SPACE.match(self.text, self.at)
-        assert found is not None
-        self.at = found.end()
+        self.at = after_space(self.text, self.at)
 
     def is_at_end(self) -> bool:
         self.space()

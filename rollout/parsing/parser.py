@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from .answers import Answer
-from .formats import FORCED, FORMATS, HARMONY, THINK, Format, format_of
-from .harmony import HarmonyStream
+from .formats import FORCED, THINK, Format, format_of
 from .markers import Markers
 from .schemas import Tools
-from .streams import AnswerStream, Reading, Syntax
+from .streams import Reading, Syntax
 
 PROMPT_END_TOKENS = 32
 """The number of tokens at the end of a prompt that tell whether the prompt has begun the reasoning."""
@@ -20,12 +19,13 @@ PROMPT_END_TOKENS = 32
 class Vocabulary(Protocol):
     """What the parser needs to know of a model.
 
-    `chat_template`: the text of the chat template, or None. `added_tokens`: the ids of the tokens that were added to
-    the vocabulary, by text; special tokens are among them.
+    `chat_templates`: the texts of the chat templates by name, as in transformers: `default` and, if there are several,
+    for example `tool_use`. `added_tokens`: the ids of the tokens that were added to the vocabulary, by text; special
+    tokens are among them.
     """
 
     @property
-    def chat_template(self) -> str | None: ...
+    def chat_templates(self) -> Mapping[str, str]: ...
 
     @property
     def added_tokens(self) -> Mapping[str, int]: ...
@@ -34,9 +34,9 @@ class Vocabulary(Protocol):
 class AnswerParser:
     """Parses the answers to one request.
 
-    `format`: the format of tool calls; None if all text outside of the reasoning is content. `reasoning`: the beginning
-    and the end of the reasoning; None if all of it is content. `tools`: as in OpenAI's field `tools`; calls are only
-    found if there are tools. `token_ids`: the ids of the added tokens, by text.
+    `format`: the format of the answers; None if all text outside of the reasoning is content. `reasoning`: the
+    beginning and the end of the reasoning; None if the answers have none. `tools`: as in OpenAI's field `tools`.
+    Without tools, no answer has calls. `token_ids`: the ids of the added tokens, by text.
 
     `marks`: the characters that stand for markers in the text of an answer, by token id. All methods take text in which
     each of these tokens is its character.
@@ -49,11 +49,12 @@ class AnswerParser:
         tools: Sequence[Mapping[str, Any]],
         token_ids: Mapping[str, int],
     ) -> None:
-        if format is not HARMONY and not tools:
+        if format is not None and not tools and format.reasoning is None:
             format = None
-        self._is_harmony, self._tools = format is HARMONY, Tools(tools)
-        self._markers = Markers([*(format.markers if format else ()), *_markers_in(reasoning)], token_ids)
-        syntax = format.syntax(self._markers, self._tools) if format else Syntax(self._markers)
+        self._markers = Markers([*(format.markers if format else ()), *(reasoning or ())], token_ids)
+        syntax = format.syntax(self._markers, Tools(tools)) if format else Syntax()
+        if not tools:
+            syntax = replace(syntax, regions={}, section=None, at_start={})
         opened, closed = map(self._markers.marked, reasoning or ("", ""))
         self._syntax = replace(syntax, reasoning=(opened, closed) if reasoning else None)
         self.marks: Mapping[int, str] = self._markers.by_id
@@ -65,9 +66,7 @@ class AnswerParser:
 
     def stream(self, prompt: str = "") -> Reading:
         """Return a parser of one growing answer. `prompt`: the end of the prompt, which may begin the reasoning."""
-        if self._is_harmony:
-            return HarmonyStream(self._markers, self._tools)
-        return AnswerStream(self._syntax, self.begins_reasoning(prompt))
+        return self._syntax.stream(self._markers, self.begins_reasoning(prompt))
 
     def whole(self, text: str, finish_reason: str, prompt: str = "") -> Answer:
         """Return the parts of a whole answer. `finish_reason`: as in `SampleOutput`."""
@@ -80,21 +79,16 @@ class AnswerParser:
 def parser_for(model: Vocabulary, tools: Sequence[Mapping[str, Any]], is_forced: bool = False) -> AnswerParser | None:
     """Return the parser for a model's answers to a request with these tools; None if all text is content.
 
-    The chat template decides on the formats of tool calls and of reasoning. `is_forced`: whether a grammar forces the
+    The chat template decides on the formats of tool calls and of reasoning. As in transformers, this is the template
+    `tool_use` if the request has tools and the model has such a template. `is_forced`: whether a grammar forces the
     answer to be one call (`FORCED`).
     """
-    template = model.chat_template or ""
+    templates = model.chat_templates
+    template = templates.get("tool_use" if tools and "tool_use" in templates else "default", "")
     format = format_of(template)
     reasoning = format and format.reasoning
-    if reasoning is None and format is not HARMONY and THINK[0] in template:
+    if reasoning is None and THINK[0] in template:
         reasoning = THINK
-    if reasoning is None and format is not HARMONY and not is_forced and not (format and tools):
+    if reasoning is None and not is_forced and not (format and tools):
         return None
     return AnswerParser(FORCED if is_forced else format, reasoning, tools, model.added_tokens)
-
-
-def _markers_in(reasoning: tuple[str, str] | None) -> tuple[str, ...]:
-    """Return the texts in the beginning and the end of the reasoning that may be tokens."""
-    if reasoning in (None, THINK):
-        return reasoning or ()
-    return next(format.markers for format in FORMATS if format.reasoning == reasoning)

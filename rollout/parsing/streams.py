@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from .answers import Answer, Call, Writer
+from .literals import after_space
 from .markers import Markers
 
 _MAX_RETRIES = 16
@@ -28,8 +29,10 @@ class Region:
 
     `read`: returns the calls in the text of a region, or None if the text is malformed. `end`: ends the region, unless
     it is quoted; empty if only the end of the answer ends the region. `open`, `close`: begin and end quoted text; empty
-    if there is none. In quoted text, a backslash escapes the next character if `escapes` is true. `may_lack_end`:
-    whether the end of the answer also ends the region. `is_doubtful`: whether content may begin in the same way.
+    if there is none. In quoted text, a backslash escapes the next character if `escapes` is true. `tail`: text that is
+    dropped after the region. `may_lack_end`: whether the end of the answer also ends the region. `is_doubtful`: whether
+    the region is content if the answer was cut off in the region. `begins`: returns whether the region is confirmed by
+    the text after its beginning, which stands at a position of a text; None if this depends on later text.
     """
 
     read: Callable[[str], list[Call] | None]
@@ -37,8 +40,10 @@ class Region:
     open: str = ""
     close: str = ""
     escapes: bool = False
+    tail: str = ""
     may_lack_end: bool = False
     is_doubtful: bool = False
+    begins: Callable[[str, int], bool | None] = lambda text, at: True
 
     @cached_property
     def outside(self) -> re.Pattern[str]:
@@ -63,13 +68,12 @@ _NO_REGION = Region(lambda _: None)
 class Syntax:
     """The syntax of a format, as marked text.
 
-    `reasoning`: the beginning and the end of the reasoning. `after_reasoning`: texts that also end the reasoning, of
-    which they are no part. `regions`: the regions of calls, by the text that begins them. `section`: the beginning and
-    the end of a section; if it is given, regions begin only in sections. `silent`: texts that are not content.
-    `at_start`: like `regions`, for texts that begin a region only at the start of the content.
+    `reasoning`: the beginning and the end of the reasoning. `after_reasoning`: texts that may follow the reasoning if
+    its end is missing. `regions`: the regions of calls, by the text that begins them. `section`: the beginning and the
+    end of a section; if it is given, regions begin only in sections. `silent`: texts that are not content. `at_start`:
+    like `regions`, for texts that begin a region only at the start of the content.
     """
 
-    markers: Markers
     reasoning: tuple[str, str] | None = None
     regions: Mapping[str, Region] = field(default_factory=dict)
     section: tuple[str, str] | None = None
@@ -86,6 +90,10 @@ class Syntax:
     def in_section(self) -> tuple[str, ...]:
         """The texts that end a section or begin a region in it."""
         return (*self.regions, *(self.section or ())[1:])
+
+    def stream(self, markers: Markers, in_reasoning: bool) -> Reading:
+        """Return a parser of one growing answer. `in_reasoning`: whether the prompt has begun the reasoning."""
+        return AnswerStream(self, markers, in_reasoning)
 
 
 def begun(text: str, start: int, texts: Sequence[str]) -> int:
@@ -135,10 +143,11 @@ class Reading:
 class AnswerStream(Reading):
     """Parses a growing answer. `in_reasoning`: whether the prompt has begun the reasoning."""
 
-    def __init__(self, syntax: Syntax, in_reasoning: bool) -> None:
-        super().__init__(syntax.markers)
+    def __init__(self, syntax: Syntax, markers: Markers, in_reasoning: bool) -> None:
+        super().__init__(markers)
         self._syntax = syntax
-        self._reasoning_open, self._reasoning_close = syntax.reasoning or ("", "")
+        self._reasoning = syntax.reasoning or ()
+        self._starts = (*syntax.at_start, *self._reasoning[:1])  # the texts that may begin a part in `_beginning`
         self._state = self._in_reasoning if in_reasoning else self._beginning
         self._section: _Section | None = None
         self._opened, self._body, self._is_quoted = "", list[str](), False
@@ -146,56 +155,77 @@ class AnswerStream(Reading):
         self._retries = _MAX_RETRIES
 
     def finish(self, finish_reason: str) -> Answer:
+        is_cut = finish_reason != "stop"
         while self._state == self._in_region:
-            self._finish_region(finish_reason)
+            self._finish_region(is_cut)
             self._run()
-        rest = self._take(len(self._rest))
-        if self._state == self._in_reasoning:
-            self._out.reasoning(rest)
-        else:
-            self._text(rest)
-        if self._section is not None:
+        write = self._out.reasoning if self._state == self._in_reasoning else self._text
+        write(self._take_before(self._sought))
+        rest, is_held = self._take(len(self._rest)), self._section is not None or self._state == self._in_tail
+        if not is_cut or not (is_held or rest != self._out.plain(rest)):
+            write(rest)
+        if self._section is not None and not (is_cut and self._section.is_blank()):
             self._out.content(self._section.shown())
         return self._out.finish()
 
+    @property
+    def _sought(self) -> tuple[str, ...]:
+        """The texts that end the part of the answer to which the next text belongs."""
+        if self._state == self._in_reasoning:
+            return (*self._reasoning[1:], *self._syntax.after_reasoning)
+        if self._section is not None:
+            return self._syntax.in_section
+        if self._state == self._content:
+            return self._syntax.in_content
+        return (*self._starts, *self._syntax.in_content, *([self._region.tail] if self._region.tail else []))
+
     def _beginning(self) -> bool:
-        text = self._rest[self._at :].lstrip()
-        self._out.content(self._take(len(self._rest) - len(text)))
-        starts = [*self._syntax.at_start, *([self._reasoning_open] if self._reasoning_open else [])]
-        found = next((each for each in starts if text.startswith(each)), None)
-        if found is None and any(each.startswith(text) for each in starts):
-            return False
-        self._at += len(found or "")
+        at = after_space(self._rest, self._at)
+        self._out.content(self._take(at))
+        found = next((each for each in self._starts if self._rest.startswith(each, at)), None)
         if found is None:
+            if any(each.startswith(self._rest[at : at + len(each)]) for each in self._starts):
+                return False
             self._state = self._content
-        elif found in self._syntax.at_start:
-            self._begin_region(found, self._syntax.at_start[found])
-        else:
-            self._out.begin_reasoning()
+            return True
+        if found in self._reasoning:
+            self._at += len(found)
+            self._out.separate()
             self._state = self._in_reasoning
-        return True
+            return True
+        region = self._syntax.at_start[found]
+        if begins := region.begins(self._rest, at + len(found)):
+            self._at += len(found)
+            self._begin_region(found, region)
+        elif begins is False:
+            self._state = self._content
+        return begins is not None
 
     def _in_reasoning(self) -> bool:
-        ends = (self._reasoning_close, *self._syntax.after_reasoning)
-        if (found := any_of(ends).search(self._rest, self._at)) is None:
-            self._out.reasoning(self._take_before(ends))
+        if (found := any_of(self._sought).search(self._rest, self._at)) is None:
+            self._out.reasoning(self._take_before(self._sought))
             return False
         self._out.reasoning(self._take(found.start()))
-        self._at = found.end() if found.group() == self._reasoning_close else found.start()
-        self._out.end_reasoning()
-        self._reasoning_open = ""
+        self._at = found.end() if found.group() in self._reasoning else found.start()
+        self._out.separate()
+        self._starts = tuple(self._syntax.at_start)
         self._state = self._beginning
         return True
 
     def _content(self) -> bool:
-        texts = self._syntax.in_section if self._section else self._syntax.in_content
-        if (found := any_of(texts).search(self._rest, self._at)) is None:
-            self._text(self._take_before(texts))
+        if (found := any_of(self._sought).search(self._rest, self._at)) is None:
+            self._text(self._take_before(self._sought))
             return False
         self._text(self._take(found.start()))
-        self._at, text = found.end(), found.group()
-        if text in self._syntax.regions:
-            self._begin_region(text, self._syntax.regions[text])
+        text, region = found.group(), self._syntax.regions.get(found.group())
+        begins = region.begins(self._rest, found.end()) if region is not None else True
+        if begins is None:
+            return False
+        self._at = found.end()
+        if not begins:
+            self._text(text)
+        elif region is not None:
+            self._begin_region(text, region)
         elif text not in self._syntax.silent:
             self._begin_or_end_section(text)
         return True
@@ -228,38 +258,38 @@ class AnswerStream(Reading):
                 break
             else:
                 self._is_quoted = True
-        self._end_region("".join(self._body), region.end)
+        text = "".join(self._body)
+        if calls := region.read(text.removesuffix(region.end)):
+            self._calls(calls)
+        else:
+            self._retry(text)
         return True
 
-    def _finish_region(self, finish_reason: str) -> None:
+    def _finish_region(self, is_cut: bool) -> None:
         """Read a region that has no end. If the answer was cut off, the beginning of a call is dropped."""
-        text = "".join(self._body) + self._take(len(self._rest))
-        if finish_reason != "stop" and not self._region.is_doubtful:
-            self._state = self._content
-        elif finish_reason == "stop" and self._region.may_lack_end and (calls := self._region.read(text)):
+        region, text = self._region, "".join(self._body) + self._take(len(self._rest))
+        if region.may_lack_end and (calls := region.read(text)):
             self._calls(calls)
-        elif finish_reason == "stop" and self._region.end and self._region.end in text:
-            self._retry(text, self._region.end)
+        elif region.end and region.end in text:
+            self._retry(text)
+        elif is_cut and not region.is_doubtful:
+            self._state = self._content
         else:
             self._malformed(text)
 
-    def _end_region(self, text: str, end: str) -> None:
-        if calls := self._region.read(text.removesuffix(end)):
-            self._calls(calls)
-        else:
-            self._retry(text, end)
-
-    def _retry(self, text: str, end: str) -> None:
+    def _retry(self, text: str) -> None:
         """Read a malformed region as if it ended at the first `end`, quoted or not. Parse the text after it again.
 
-        Unless such an end is followed by another region, by the end of the section or by nothing, it is likely to be
-        quoted, and the region is content.
+        The region is content unless it has calls and is followed by another region, the end of the section, or the end
+        of the text: another `end` is likely to be quoted.
         """
         if not self._retries:
             return self._malformed(text)
         self._retries -= 1
+        end, tail = self._region.end, self._region.tail
         body, _, again = text.partition(end)
-        follows, ends = again.lstrip(), (self._opened, *(self._syntax.section or ())[1:])
+        follows = again.lstrip()
+        ends = (self._opened, *(self._syntax.section or ())[1:], *([tail] if tail else []))
         if (not follows or follows.startswith(ends)) and (calls := self._region.read(body)):
             self._calls(calls)
         else:
@@ -268,9 +298,22 @@ class AnswerStream(Reading):
 
     def _calls(self, calls: list[Call]) -> None:
         if self._section is not None:
-            self._section.has_call()
+            self._section.take_call()
         self._out.calls(calls)
-        self._state = self._content
+        self._state = self._in_tail
+
+    def _in_tail(self) -> bool:
+        """After a region: skip its tail. The reasoning may resume, except in a section."""
+        self._text(self._take(after_space(self._rest, self._at)))
+        if tail := self._region.tail:
+            text = self._rest[self._at : self._at + len(tail)]
+            if text == tail:
+                self._at += len(tail)
+            elif tail.startswith(text):
+                return False
+        self._starts = self._reasoning[:1]
+        self._state = self._beginning if self._section is None else self._content
+        return True
 
     def _malformed(self, text: str) -> None:
         if self._section is not None:
@@ -280,28 +323,42 @@ class AnswerStream(Reading):
 
 
 class _Section:
-    """The text of a section outside of calls, which is content unless the first region is a call.
+    """The text of a section outside of regions. `opened`: begins the section.
 
-    `opened`: begins the section.
+    If the section has calls, the text after the first call is content, without pieces that are only white space.
+    Otherwise, the section is content as written.
     """
 
     def __init__(self, opened: str) -> None:
-        self._held: list[str] = [opened]
-        self._is_content = self._is_dropped = False
+        self._opened, self._held = opened, list[str]()
+        self._has_call = self._passes = False
+
+    def is_blank(self) -> bool:
+        """Return whether the held text is only white space."""
+        return not "".join(self._held).strip()
 
     def text(self, text: str) -> str:
         """Add text. Return the part of it that is content."""
-        if not self._is_content and not self._is_dropped:
-            self._held.append(text)
-        return text if self._is_content else ""
+        self._held.append(text)
+        self._passes = self._passes or (self._has_call and bool(text.strip()))
+        return self._take() if self._passes else ""
 
-    def has_call(self) -> None:
-        """Take note of a call: the section's text is dropped, if it is not content already."""
-        self._held, self._is_dropped = [], not self._is_content
+    def take_call(self) -> None:
+        """Take note of a call, which drops the held text. If the section is content already, it stays content."""
+        self._held = []
+        if self._has_call or not self._passes:
+            self._has_call, self._passes = True, False
 
     def shown(self, last: str = "") -> str:
-        """Return the held text and `last`; an empty string if the text is dropped. Later text is content, too."""
-        if self._is_dropped:
+        """Return the beginning of the section, the held text, and `last`; an empty string if the section has a call.
+        Later text is content, too.
+        """
+        if self._has_call:
+            self.take_call()
             return ""
-        told, self._held, self._is_content = "".join(self._held) + last, [], True
-        return told
+        opened, self._opened, self._passes = self._opened, "", True
+        return opened + self._take() + last
+
+    def _take(self) -> str:
+        held, self._held = "".join(self._held), []
+        return held

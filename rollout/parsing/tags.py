@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from html import unescape
 from typing import Any
 
 from .answers import Call, make_call, parsed_json
-from .schemas import Tools
-
-_SPACE = re.compile(r"\s*")
+from .literals import after_space
+from .schemas import ANY, Tools, value_of
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,31 @@ class Tags:
     border: str
     is_line: bool = False
     has_entities: bool = False
-    patterns: tuple[re.Pattern[str], ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        boundary = rf"{re.escape(self.close)}\s*(?={self.parameter}|\Z)"
-        sources = (rf"\s*{self.head}", self.parameter, boundary, rf"\n(?={self.parameter}\n)", self.border)
-        object.__setattr__(self, "patterns", tuple(map(re.compile, sources)))
+    @cached_property
+    def heads(self) -> re.Pattern[str]:
+        """The beginning of a call, after white space."""
+        return re.compile(rf"\s*{self.head}")
+
+    @cached_property
+    def parameters(self) -> re.Pattern[str]:
+        """The beginning of an argument."""
+        return re.compile(self.parameter)
+
+    @cached_property
+    def boundaries(self) -> re.Pattern[str]:
+        """The end of an argument, if another argument or the end of the call follows."""
+        return re.compile(rf"{re.escape(self.close)}\s*(?={self.parameter}|\Z)")
+
+    @cached_property
+    def lines(self) -> re.Pattern[str]:
+        """A line break before a line that begins an argument."""
+        return re.compile(rf"\n(?={self.parameter}\n)")
+
+    @cached_property
+    def borders(self) -> re.Pattern[str]:
+        """The end of a call."""
+        return re.compile(self.border)
 
 
 def tagged_call(text: str, tags: Tags, tools: Tools, plain: Callable[[str], str]) -> Call | None:
@@ -48,38 +67,37 @@ def tagged_call(text: str, tags: Tags, tools: Tools, plain: Callable[[str], str]
     marked text to text.
     """
     text = text.rstrip()
-    if not text.endswith(tags.last) or (found := tags.patterns[0].match(text)) is None:
+    if not text.endswith(tags.last) or (found := tags.heads.match(text)) is None:
         return None
     name = _name(found[1], tags, plain)
-    told = _arguments(text[: len(text) - len(tags.last)], name, found.end(), tags, tools, plain)
-    if told is None:
+    values = _arguments(text[: len(text) - len(tags.last)], name, found.end(), tags, tools, plain)
+    if values is None:
         return None
-    return make_call(name, {key: _typed(name, key, value, kind, tools) for key, (value, kind) in told.items()})
+    return make_call(name, {key: _typed(name, key, value, kind, tools) for key, (value, kind) in values.items()})
 
 
 def _arguments(
     text: str, name: str, at: int, tags: Tags, tools: Tools, plain: Callable[[str], str]
 ) -> dict[str, tuple[str, str | None]] | None:
     """Return the values and the types of arguments, by name; None if the text has another form."""
-    _, parameter, boundary, line, border = tags.patterns
     arguments: dict[str, tuple[str, str | None]] = {}
-    closed = boundary.search(text, at)
-    while (at := _skip_space(text, at)) < len(text):
-        if (found := parameter.match(text, at)) is None:
+    closed = tags.boundaries.search(text, at)
+    while (at := after_space(text, at)) < len(text):
+        if (found := tags.parameters.match(text, at)) is None:
             return None
         start, key = found.end(), _name(found[1], tags, plain)
         if closed is not None and closed.start() < start:
-            closed = boundary.search(text, start)
+            closed = tags.boundaries.search(text, start)
         end, at = closed.span() if closed else (len(text), len(text))
-        for next in line.finditer(text, start, end) if tags.is_line else ():
+        for next in tags.lines.finditer(text, start, end) if tags.is_line else ():
             if tools.has(name, next[1]) and next[1] not in arguments:
                 end = at = next.start()
                 break
         value = text[start:end]
-        if key in arguments or border.search(value) or (closed is None and tags.close in value):
+        if key in arguments or tags.borders.search(value) or (closed is None and tags.close in value):
             return None
         value = value.removeprefix("\n").removesuffix("\n") if tags.is_line else value
-        arguments[key] = plain(value), found[2] if parameter.groups > 1 else None
+        arguments[key] = plain(value), found[2] if tags.parameters.groups > 1 else None
     return arguments
 
 
@@ -87,17 +105,8 @@ def _name(text: str, tags: Tags, plain: Callable[[str], str]) -> str:
     return unescape(plain(text)) if tags.has_entities else plain(text).strip()
 
 
-def _skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None
-    return found.end()
-
-
 def _typed(name: str, key: str, value: str, kind: str | None, tools: Tools) -> Any:
     """Return the value of an argument. `kind`: the type that the model wrote; None if the schema has the type."""
     if kind is None:
         return tools.typed(name, key, value)
-    if kind in ("true", "string"):
-        return value
-    found = parsed_json(value)
-    return value if found is None and value.strip() != "null" else found
+    return value if kind in ("true", "string") else value_of(value, ANY)

@@ -138,7 +138,7 @@ def test_the_chat_template_tells_the_format(template: str, name: str) -> None:
 
 class Model:
     def __init__(self, chat_template: str) -> None:
-        self.chat_template, self.added_tokens = chat_template, {"<think>": 7}
+        self.chat_templates, self.added_tokens = {"default": chat_template}, {"<think>": 7}
 
 
 def test_only_what_the_request_and_the_template_allow_is_parsed() -> None:
