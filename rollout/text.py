@@ -69,10 +69,10 @@ class TextModel:
         self._children = {False: TextChild(self._tokenizer), True: TextChild(self._tokenizer, niceness=LONG_NICENESS)}
 
     @property
-    def chat_template(self) -> str | None:
-        """Text of the model's chat template; None if the model has no template or several templates."""
-        template = self._tokenizer.chat_template
-        return template if isinstance(template, str) else None
+    def chat_templates(self) -> dict[str, str]:
+        """Texts of the model's chat templates, by name. A single template has the name `default`."""
+        found = self._tokenizer.chat_template or {}
+        return {"default": found} if isinstance(found, str) else {name: str(text) for name, text in found.items()}
 
     def image_texts(self, placeholder: int) -> tuple[str, ...]:
         """Return the texts that stand for an image in a rendered conversation. `placeholder`: the token id of the
@@ -214,6 +214,41 @@ def decode_marked(
             told += (decode(token_ids[start:at], skip_special_tokens), marks[token_id])
             start = at + 1
     return "".join([*told, decode(token_ids[start:], skip_special_tokens)])
+
+
+def texts_of_marks(decode: Callable[[Sequence[int], bool], str], marks: Mapping[int, str]) -> dict[int, str]:
+    """Return what stands for marks in the text in which a worker finds stop strings: the texts of their tokens, which
+    are empty for special tokens. The keys are the code points of the marks. `decode`, `marks`: as in `decode_marked`.
+    """
+    return {ord(mark): decode([token_id], True) for token_id, mark in marks.items()}
+
+
+def place_in(text: str, end: int, mark_texts: Mapping[int, str], at: int = 0, start: int = 0) -> tuple[int, int]:
+    """Return a position in marked text, and the number of plain characters before the position: the last position that
+    is at most `end` plain characters after the beginning. Marks are not divided.
+
+    `mark_texts`: as `texts_of_marks` returns them. `at`, `start`: a known position before `end`, and the number of
+    plain characters before it.
+    """
+    while at < len(text) and start < end:
+        size = len(mark_texts.get(ord(text[at]), " "))
+        if start + size > end:
+            break
+        at, start = at + 1, start + size
+    return at, start
+
+
+def before_stop(text: str, stop: str, start: int, mark_texts: Mapping[int, str]) -> str:
+    """Return the part of marked text before a stop string; the whole text if the stop string is not found.
+
+    If the stop string begins within the text of a mark, the beginning of this text replaces the mark. `start`: the
+    number of plain characters before the text that is searched. `mark_texts`: as `texts_of_marks` returns them.
+    """
+    end = text.translate(mark_texts).find(stop, start)
+    if end < 0:
+        return text
+    at, size = place_in(text, end, mark_texts)
+    return text[:at] + text[at : at + 1].translate(mark_texts)[: end - size]
 
 
 def prepare_for_conversations() -> None:

@@ -20,7 +20,7 @@ from trueroll.errors import InvalidRequestError, ModelError
 from ...engine.models.child_process import IsAbandoned
 from ...engine.models.detokenizer import REPLACEMENT, Detokenizer
 from ...engine.request import SampleOutput
-from ..text import ANY, TextModel, decode_marked, is_long
+from ..text import ANY, TextModel, before_stop, decode_marked, is_long, place_in, texts_of_marks
 
 T = TypeVar("T")
 _KNOWN_TOKENS = 2**16
@@ -42,9 +42,9 @@ class Texts:
         self.token = lru_cache(_KNOWN_TOKENS)(self._token)
 
     @property
-    def chat_template(self) -> str:
-        """The text of the chat template; empty if the model has no chat template, or more than one."""
-        return self._model.chat_template or ""
+    def chat_templates(self) -> Mapping[str, str]:
+        """The texts of the chat templates, by name."""
+        return self._model.chat_templates
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
@@ -151,14 +151,14 @@ class GrowingText:
         skip_special_tokens: bool,
         marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._spellings = {stop: {stop, _spelled(stop, texts, marks)} for stop in stops}
-        self._stops, self._stop_token_ids = [*set().union(*self._spellings.values())], stop_token_ids
+        self._stops, self._stop_token_ids = stops, stop_token_ids
+        self._mark_texts = texts_of_marks(texts.decode, marks)
         self._decode = partial(texts.decode, skip_special_tokens=skip_special_tokens, marks=marks)
         self._detokenizer = texts.detokenizer(skip_special_tokens, marks)
         self._kept_back = max(map(len, stops), default=1) - 1
         self._held: list[int] = []
-        self._text = ""
-        self._num_told = 0
+        self._text, self._plain = "", ""  # the text, and the text without marks, in which stop strings are found
+        self._num_told = self._num_plain_told = 0
 
     def add(self, token_ids: Sequence[int]) -> str:
         """Add tokens. Return the new text that later tokens cannot change."""
@@ -167,11 +167,18 @@ class GrowingText:
     def _add(self, token_id: int) -> str:
         ready = [*self._held, token_id]
         self._held = [ready.pop()] if token_id in self._stop_token_ids else []
-        old = len(self._text)
-        self._text += "".join(map(self._detokenizer.add, ready))
-        ends = [len(self._text) - self._kept_back]
-        ends += [at for stop in self._stops if (at := self._text.find(stop, max(0, old - len(stop) + 1))) >= 0]
-        return self._tell(min(ends))
+        new = "".join(map(self._detokenizer.add, ready))
+        self._text += new
+        if not self._stops:
+            return self._tell(len(self._text))
+        old = len(self._plain)
+        self._plain += new.translate(self._mark_texts)
+        ends = [len(self._plain) - self._kept_back]
+        ends += [at for stop in self._stops if (at := self._plain.find(stop, max(0, old - len(stop) + 1))) >= 0]
+        end, self._num_plain_told = place_in(
+            self._text, min(ends), self._mark_texts, self._num_told, self._num_plain_told
+        )
+        return self._tell(end)
 
     def finish(self, sample: SampleOutput) -> str:
         """Return the remaining text of the finished sample."""
@@ -190,26 +197,14 @@ class GrowingText:
         """
         held = [] if isinstance(stop, int) else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
-        return self._before_stop(text, stop, self._num_told) if isinstance(stop, str) else text
+        return before_stop(text, stop, self._num_plain_told, self._mark_texts) if isinstance(stop, str) else text
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
         """Return the text that precedes the stop string. The last token of the sample completes the stop string."""
-        before = len(self._decode(token_ids[:-1]).rstrip(REPLACEMENT))
-        return self._before_stop(text, stop, max(0, before - len(stop) + 1))
-
-    def _before_stop(self, text: str, stop: str, start: int) -> str:
-        """Return the text that precedes the stop string, which is searched from `start`."""
-        found = [at for each in self._spellings.get(stop, {stop}) if (at := text.find(each, start)) >= 0]
-        return text[: min(found, default=len(text))]
+        before = self._decode(token_ids[:-1]).rstrip(REPLACEMENT).translate(self._mark_texts)
+        return before_stop(text, stop, max(0, len(before) - len(stop) + 1), self._mark_texts)
 
     def _tell(self, end: int) -> str:
         new = self._text[self._num_told : max(end, self._num_told)]
         self._num_told += len(new)
         return new
-
-
-def _spelled(stop: str, texts: Texts, marks: Mapping[int, str]) -> str:
-    """Return a stop string in which the tokens of `marks` have their texts of `marks`."""
-    for token_id, mark in marks.items():
-        stop = stop.replace(texts.token(token_id), mark)
-    return stop

@@ -15,7 +15,7 @@ from trueroll.errors import InvalidRequestError
 
 from ...engine.request import SampleOutput
 from ..parsing.parser import PROMPT_END_TOKENS, parser_for
-from ..text import TextModel, decode_marked
+from ..text import TextModel, before_stop, decode_marked, texts_of_marks
 from .messages import Message, read_messages
 
 
@@ -107,7 +107,9 @@ def _text_of(sample: SampleOutput, texts: TextModel, marks: Mapping[int, str]) -
     token_ids = _without_end(sample)
     text = decode_marked(texts.decode, token_ids, True, marks)
     if isinstance(sample.stop_reason, str):
-        text = _cut(text, sample.stop_reason, decode_marked(texts.decode, token_ids[:-1], True, marks))
+        mark_texts, stop = texts_of_marks(texts.decode, marks), sample.stop_reason
+        before = decode_marked(texts.decode, token_ids[:-1], True, marks).translate(mark_texts)
+        text = before_stop(text, stop, max(0, len(before) - len(stop) + 1), mark_texts)
     return text
 
 
@@ -131,11 +133,3 @@ def _with_id(call: dict[str, Any], text: str, derived: str) -> dict[str, Any]:
     """Return a tool call with an id that is the same whenever the same tokens are drawn."""
     id = call.get("id")
     return call if isinstance(id, str) and id and id in text else call | dict(id=derived)
-
-
-def _cut(text: str, stop: str, before: str) -> str:
-    """Return the text that precedes the stop string, which the last token completed. `before`: the text without the
-    last token.
-    """
-    at = text.find(stop, max(0, len(before) - len(stop) + 1))
-    return text if at < 0 else text[:at]
