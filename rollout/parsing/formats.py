@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ class Format:
 
     `name`: as in docs/http.md. `signs`: a chat template with all of these texts uses the format. `markers`: the texts
     that may be tokens. `syntax`: returns the syntax for markers and tools. `reasoning`: the beginning and the end of
-    the reasoning; None if the chat template decides.
+    the format's own reasoning; None if the chat template decides about reasoning.
     """
 
     name: str
@@ -227,17 +226,16 @@ def _llama(markers: Markers, tools: Tools) -> Syntax:
 
 _LLAMA_SIGNS = ("<|python_tag|>", "<|header_start|>", '"parameters": dictionary of argument name')
 _LLAMA = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
-
-
 _MAX_START_CHARS = 256
 """The number of characters at the start of an answer that tell whether the answer may be calls."""
 _FIRST_CALL = re.compile(r"\s*([\w.\-]*\s*[^\w.\-\s]|[\w.\-]+\s+[\w.\-])")
-_FIRST_KEY = re.compile(r'\s*("\w*[^\w]|[^"\s])')
+_FIRST_KEY = re.compile(r'\s*("\w*\W|[^"\s])')
 
 
 def _begins(pattern: re.Pattern[str], text: str, is_call: Callable[[str], bool]) -> bool | None:
-    """Return whether the beginning of an answer that group 1 of `pattern` matches is a call's; None if it is too short
-    to tell.
+    """Return whether the beginning of an answer is the beginning of a call; None if the text is too short to tell.
+
+    `is_call`: decides, for the text that group 1 of `pattern` matches.
     """
     if found := pattern.match(text):
         return is_call(found[1])

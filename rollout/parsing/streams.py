@@ -141,7 +141,7 @@ class Reading:
 
 
 class AnswerStream(Reading):
-    """Parses a growing answer. `in_reasoning`: whether the prompt has begun the reasoning."""
+    """Parses a growing answer in a format with regions. `in_reasoning`: whether the prompt has begun the reasoning."""
 
     def __init__(self, syntax: Syntax, markers: Markers, in_reasoning: bool) -> None:
         super().__init__(markers)
@@ -161,8 +161,8 @@ class AnswerStream(Reading):
             self._run()
         write = self._out.reasoning if self._state == self._in_reasoning else self._text
         write(self._take_before(self._sought))
-        rest, is_held = self._take(len(self._rest)), self._section is not None or self._state == self._in_tail
-        if not is_cut or not (is_held or rest != self._out.plain(rest)):
+        rest = self._take(len(self._rest))
+        if not is_cut or (self._section is None and rest == self._out.plain(rest)):
             write(rest)
         if self._section is not None and not (is_cut and self._section.is_blank()):
             self._out.content(self._section.shown())
@@ -177,7 +177,7 @@ class AnswerStream(Reading):
             return self._syntax.in_section
         if self._state == self._content:
             return self._syntax.in_content
-        return (*self._starts, *self._syntax.in_content, *([self._region.tail] if self._region.tail else []))
+        return (*self._starts, *self._syntax.in_content)
 
     def _beginning(self) -> bool:
         at = after_space(self._rest, self._at)
@@ -238,6 +238,8 @@ class AnswerStream(Reading):
             self._section = _Section(text)
         else:
             self._out.content(self._section.shown(text))
+            if self._section.has_call:
+                self._resume()
             self._section = None
 
     def _begin_region(self, opened: str, region: Region) -> None:
@@ -303,7 +305,7 @@ class AnswerStream(Reading):
         self._state = self._in_tail
 
     def _in_tail(self) -> bool:
-        """After a region: skip its tail. The reasoning may resume, except in a section."""
+        """After the calls of a region: skip the region's tail."""
         self._text(self._take(after_space(self._rest, self._at)))
         if tail := self._region.tail:
             text = self._rest[self._at : self._at + len(tail)]
@@ -311,9 +313,15 @@ class AnswerStream(Reading):
                 self._at += len(tail)
             elif tail.startswith(text):
                 return False
-        self._starts = self._reasoning[:1]
-        self._state = self._beginning if self._section is None else self._content
+        if self._section is None:
+            self._resume()
+        else:
+            self._state = self._content
         return True
+
+    def _resume(self) -> None:
+        """After calls: the reasoning may resume."""
+        self._starts, self._state = self._reasoning[:1], self._beginning
 
     def _malformed(self, text: str) -> None:
         if self._section is not None:
@@ -326,12 +334,12 @@ class _Section:
     """The text of a section outside of regions. `opened`: begins the section.
 
     If the section has calls, the text after the first call is content, without pieces that are only white space.
-    Otherwise, the section is content as written.
+    Otherwise, the section is content as written. `has_call`: whether the section has calls, and was not content before.
     """
 
     def __init__(self, opened: str) -> None:
         self._opened, self._held = opened, list[str]()
-        self._has_call = self._passes = False
+        self.has_call = self._passes = False
 
     def is_blank(self) -> bool:
         """Return whether the held text is only white space."""
@@ -340,20 +348,20 @@ class _Section:
     def text(self, text: str) -> str:
         """Add text. Return the part of it that is content."""
         self._held.append(text)
-        self._passes = self._passes or (self._has_call and bool(text.strip()))
+        self._passes = self._passes or (self.has_call and bool(text.strip()))
         return self._take() if self._passes else ""
 
     def take_call(self) -> None:
         """Take note of a call, which drops the held text. If the section is content already, it stays content."""
         self._held = []
-        if self._has_call or not self._passes:
-            self._has_call, self._passes = True, False
+        if self.has_call or not self._passes:
+            self.has_call, self._passes = True, False
 
     def shown(self, last: str = "") -> str:
         """Return the beginning of the section, the held text, and `last`; an empty string if the section has a call.
         Later text is content, too.
         """
-        if self._has_call:
+        if self.has_call:
             self.take_call()
             return ""
         opened, self._opened, self._passes = self._opened, "", True

@@ -9,7 +9,7 @@ from functools import cached_property
 from html import unescape
 from typing import Any
 
-from .answers import Call, make_call, parsed_json
+from .answers import Call, make_call
 from .literals import after_space
 from .schemas import ANY, Tools, value_of
 

@@ -175,3 +175,44 @@ def test_the_texts_of_some_tokens_are_replaced(texts: Texts) -> None:
         text = GrowingText(texts, [] if stop is None else [stop], set(), True, marks)
         parts = [text.add([token_id]) for token_id in token_ids]
         assert "".join([*parts, text.finish(ended(token_ids, stop))]) == told
+
+
+class Words:
+    """A model with a token for each word. The last word is a special token."""
+
+    longest_token = 12
+    words = ("a", "bc", "<call>", "{", "}", "</call>", "<s>")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return "".join(self.words[i] for i in token_ids if not (skip_special_tokens and i == 6))
+
+    def is_silent(self, token_id: int, skip_special_tokens: bool) -> bool:
+        return skip_special_tokens and token_id == 6
+
+
+@pytest.mark.parametrize(
+    ("stop", "token_ids", "told"),
+    [
+        ("l>{", [0, 2, 3], "a<cal"),
+        ("}</c", [2, 3, 4, 5], "C{"),
+        ("bc<ca", [0, 1, 2], "a"),
+        ("<call>", [0, 2], "a"),
+        ("</call>", [0, 2, 3, 4, 5], "aC{}"),
+        ("c{", [0, 2, 1, 6, 3], "aCb"),
+        ("{", [0, 6, 3], "a"),
+    ],
+)
+def test_a_stop_string_may_cut_a_mark(stop: str, token_ids: list[int], told: str) -> None:
+    """A worker finds stop strings in text without marks and without special tokens."""
+    model: Any = Words()
+    texts, marks = Texts(model), {2: "\ud800", 5: "\ud801", 6: "\ud802"}
+    told = told.replace("C", "\ud800")
+    for sizes in ([len(token_ids)], [1] * len(token_ids)):
+        text, at = GrowingText(texts, [stop, "unused stop"], set(), True, marks), 0
+        parts = []
+        for size in sizes:
+            parts.append(text.add(token_ids[at : at + size]))
+            at += size
+        assert "".join([*parts, text.finish(ended(token_ids, stop))]) == told
+    whole = GrowingText(texts, [stop], set(), True, marks)
+    assert whole.finish(ended(token_ids, stop)) == told

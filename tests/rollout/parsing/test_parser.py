@@ -60,10 +60,147 @@ def test_calls_are_found_however_the_text_is_divided(
     assert (told.content, calls_of(told)) == (content, calls)
 
 
-def test_the_beginning_of_a_call_that_was_cut_off_is_dropped() -> None:
-    cut = parser("hermes").whole("a\n" + ONE + "\n" + ONE[:-3], "length")
-    assert (cut.content, calls_of(cut)) == ("a", CALLS[:1])
-    assert parser("qwen-xml").whole("see <function=f>", "length").content == "see <function=f>"
+KIMI = "<|tool_calls_section_begin|>"
+KIMI_CALL = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+QUOTED = ONE.replace("ü<", "</tool_call>")
+BARE = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "num_calls"),
+    [
+        ("hermes", "a\n" + ONE + "\n" + ONE[:-3], "a", 1),
+        ("hermes", 'a<tool_call>{"name": "}</tool_call> b' + ONE + " c", 'a<tool_call>{"name": "}</tool_call> b c', 1),
+        ("hermes", QUOTED + "\n" + ONE[:-3], "", 1),
+        ("qwen-xml", "see <function=f>", "see <function=f>", 0),
+        ("minimax", "a<minimax:tool_call>\n", "a", 0),
+        ("minimax", "a<minimax:tool_call>\n<invoke na", "a", 0),
+        ("minimax", "a<minimax:tool_call>\nnote", "a<minimax:tool_call>\nnote", 0),
+        ("kimi-k2", "a" + KIMI + KIMI_CALL + KIMI_CALL[:40], "a", 1),
+        ("deepseek", "a<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f", "a", 0),
+        ("deepseek-v3.2", 'a<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">', "a", 0),
+        ("kimi-k3", "a<|open|>too", "a", 0),
+        ("harmony", "<|channel|>commentary to=functions.f <|constr", "", 0),
+        ("harmony", "<|channel|>final<|message|>a<|end|><|start|>assis", "a", 0),
+        ("harmony", "plain", "plain", 0),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {}}', "", 1),
+        ("llama", '<|python_tag|>{"name": "f", "param', "", 0),
+        ("llama", '{"name": "f", "param', '{"name": "f", "param', 0),
+    ],
+)
+def test_the_beginning_of_a_call_that_was_cut_off_is_dropped(
+    name: str, text: str, content: str, num_calls: int
+) -> None:
+    """The markers are tokens."""
+    found = parser(name, {text: i for i, text in enumerate(BY_NAME[name].markers)})
+    cut = found.whole(found._markers.marked(text), "length")
+    assert (cut.content, cut.reasoning, len(cut.calls)) == (content, "", num_calls)
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "text", "content", "num_calls"),
+    [
+        ("length", '{"name": "f", "arguments": {}}', "", 1),
+        ("length", '{"name": "f", "argum', "", 0),
+        ("stop", '{"name": "f", "argum', '{"name": "f", "argum', 0),
+    ],
+)
+def test_a_forced_call_may_end_with_the_last_token(finish_reason: str, text: str, content: str, num_calls: int) -> None:
+    forced = parser_for(Model("plain"), TOOLS, is_forced=True)
+    assert forced is not None
+    told = forced.whole(text, finish_reason)
+    assert (told.content, len(told.calls)) == (content, num_calls)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("name", "text", "content", "num_calls"),
+    [
+        ("kimi-k2", f"{KIMI}{KIMI_CALL} tail <|tool_calls_section_end|>after", " tail after", 1),
+        ("kimi-k2", f"{KIMI}note{KIMI_CALL}\n{KIMI_CALL}\n", "", 2),
+        ("kimi-k2", f"{KIMI}{KIMI_CALL} and more", " and more", 1),
+        ("kimi-k2", f"{KIMI} note ", f"{KIMI} note ", 0),
+        ("minimax", '<minimax:tool_call><invoke name="f"></invoke>\nIt is 42.', "\nIt is 42.", 1),
+        ("qwen-xml", f"a {BARE}\n{BARE}\n</tool_call>\nDone.", "a \n\n\nDone.", 2),
+        ("qwen-xml", f"a {BARE} b", "a  b", 1),
+        ("qwen-xml", "<function=other></function>", "<function=other></function>", 0),
+        ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "", 1),
+        ("glm", "The tag <tool_call>yes</tool_call>.", "The tag <tool_call>yes</tool_call>.", 0),
+        ("glm", "<tool_call>g</tool_call>", "", 1),
+        ("llama", '{"name": "f", "age": 3}', '{"name": "f", "age": 3}', 0),
+        ("llama", '{"type": "function", "name": "f", "parameters": {"a": 1}}', "", 1),
+        ("hermes", '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', "", 1),
+        ("harmony", "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>final", "a", 0),
+        ("harmony", "<|channel|>final<|message|>a<|end|><|start|>x<|channel|>final<|message|>b", "a\nb", 0),
+        ("harmony", "<|channel|>" + "y" * 494 + "<|message|>b", "b", 0),
+    ],
+)
+def test_text_around_calls_stays(size: int, name: str, text: str, content: str, num_calls: int) -> None:
+    stream, told = parser(name).stream(), Answer()
+    for at in range(0, len(text), size):
+        told.extend(stream.add(text[at : at + size]))
+    told.extend(stream.finish("stop"))
+    assert (told.content, len(told.calls)) == (content, num_calls)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "f", "args": {"a": 1}}',
+        '{"name": "f", "arguments": {"a": 1, "a": 2}}',
+        '{"name": "f", "arguments": {}, "name": "g"}',
+        '{"name": "f", "arguments": {}, "parameters": {}}',
+        '{"name": "f", "type": "tool"}',
+        '{"name": " "}',
+        '{"name": "\\u0000"}',
+    ],
+)
+def test_a_call_is_not_returned_without_what_the_model_wrote(call: str) -> None:
+    text = f"<tool_call>{call}</tool_call>"
+    assert parser("hermes").whole(text, "stop") == Answer(text)
+
+
+def test_an_answer_to_a_request_without_tools_has_no_calls() -> None:
+    call = '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>'
+    for tools, num_calls in ((TOOLS, 1), ([], 0)):
+        assert len(AnswerParser(BY_NAME["harmony"], None, tools, {}).whole(call, "stop").calls) == num_calls
+    text = "<|open|>think<|sep|>a<|close|>think<|sep|><|open|>response<|sep|>b<|close|>response<|sep|>"
+    plain = parser_for(Model("<|open|><|sep|>"), [])
+    assert plain is not None and plain.whole(text, "stop") == Answer("b", "a")
+
+
+def test_reasoning_and_messages_are_joined_by_line_breaks() -> None:
+    thought, call = "<|channel>thought\n{}<channel|>", "<|tool_call>call:f{a:1}<tool_call|>"
+    told = parser("gemma").whole(thought.format("A") + "x" + call + thought.format("B") + "y", "stop")
+    assert (told.content, told.reasoning, calls_of(told)) == ("x\ny", "A\nB", [("f", {"a": 1})])
+    thought = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+    told = parser("harmony").whole(thought.format("A") + thought.format("B") + "<|channel|>final<|message|> y", "stop")
+    assert (told.content, told.reasoning) == ("y", "A\nB")
+
+
+def test_two_calls_have_different_ids() -> None:
+    calls = parser("kimi-k2").whole(KIMI + KIMI_CALL + KIMI_CALL, "stop").calls
+    assert [call.id for call in calls] == ["functions.f:0", None]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "shown"),
+    [
+        ("llama", ["[No", "te] ", "b"], ["", "[Note]", " b"]),
+        ("llama", ["{", '"x', '": 1'], ["", "", '{"x": 1']),
+        ("qwen-xml", ["a<function=n", ">b", "c"], ["a", "<function=n>b", "c"]),
+        ("qwen-xml", ["a<function=no", ">b"], ["a<function=no", ">b"]),
+    ],
+)
+def test_text_that_cannot_become_a_call_is_not_held_back(name: str, parts: list[str], shown: list[str]) -> None:
+    stream = parser(name).stream()
+    assert [stream.add(part).content for part in parts] == shown
+
+
+def test_a_marker_in_other_tokens_does_not_divide_a_call() -> None:
+    found = parser("deepseek", {text: i for i, text in enumerate(BY_NAME["deepseek"].markers)})
+    begun, call = map(found._markers.marked, ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"))
+    assert found.whole(begun + "f<｜tool▁sep｜>{}" + call, "stop").calls == []
 
 
 def test_minimax() -> None:
@@ -103,11 +240,25 @@ def test_the_text_of_a_marker_in_other_tokens_is_plain_text() -> None:
         ({"type": "string", "nullable": True}, "null", None),
         (None, '{"a": 1}', {"a": 1}),
         (None, "word", "word"),
+        (None, "none", "none"),
+        (None, "NaN", "NaN"),
+        (None, "1e999", "1e999"),
+        (None, '"\\ud800"', '"\\ud800"'),
+        (None, '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
+        ({"$ref": "#/$defs/E"}, "1", "1"),
+        ({"anyOf": [{"$ref": "#/$defs/C"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/E"}, {"type": "null"}]}, "none", None),
+        ({"anyOf": [{"$ref": "https://x.y/z"}, {"type": "null"}]}, '{"x": 1}', {"x": 1}),
+        ({"allOf": [{"$ref": "#/$defs/E"}, {"description": "x"}]}, "1", "1"),
+        ({"$ref": "#/$defs/Loop"}, "1", 1),
         ({"type": {"a": 1}, "anyOf": 3, "enum": {}}, "1", 1),
     ],
 )
 def test_the_schema_gives_the_type_of_an_argument(schema: Any, text: str, value: Any) -> None:
-    tools = Tools([{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}])
+    loop = {"anyOf": [{"$ref": "#/$defs/Loop"}] * 100}
+    definitions = {"E": {"enum": ["1", "2"]}, "C": {"type": "object"}, "Loop": loop}
+    parameters = {"properties": {"a": schema}, "$defs": definitions}
+    tools = Tools([{"function": {"name": "f", "parameters": parameters}}])
     found = tools.typed("f", "a", text)
     assert (found, type(found)) == (value, type(value))
 
@@ -129,6 +280,7 @@ def test_malformed_tools_are_known_by_no_name() -> None:
         ("<minimax:tool_call>", "minimax"),
         ("<|tool_call>call:", "gemma"),
         ("<|python_tag|>", "llama"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama"),
     ],
 )
 def test_the_chat_template_tells_the_format(template: str, name: str) -> None:
@@ -137,8 +289,16 @@ def test_the_chat_template_tells_the_format(template: str, name: str) -> None:
 
 
 class Model:
-    def __init__(self, chat_template: str) -> None:
-        self.chat_templates, self.added_tokens = {"default": chat_template}, {"<think>": 7}
+    def __init__(self, chat_template: str, **more: str) -> None:
+        self.chat_templates, self.added_tokens = {"default": chat_template} | more, {"<think>": 7}
+
+
+def test_the_template_for_tools_tells_the_format_of_calls() -> None:
+    model = Model("<think>", tool_use="<tool_call>")
+    found = parser_for(model, TOOLS)
+    assert found is not None and calls_of(found.whole(ONE, "stop")) == CALLS[:1]
+    plain = parser_for(model, [])
+    assert plain is not None and plain.whole(f"{plain.marks[7]}a</think>b", "stop") == Answer("b", "a")
 
 
 def test_only_what_the_request_and_the_template_allow_is_parsed() -> None:
@@ -157,6 +317,13 @@ def test_the_number_of_times_that_text_is_parsed_again_is_limited() -> None:
     assert parser("hermes").whole(again * 5000 + ONE, "stop") == Answer(again * 5000 + ONE)
     few = parser("hermes").whole(again * 10 + ONE, "stop")
     assert (few.content, calls_of(few)) == (again * 10, CALLS[:1])
+
+
+def test_the_time_is_proportional_to_the_number_of_tags() -> None:
+    """A quadratic search for the ends of arguments would take minutes."""
+    found = parser("glm", {text: i for i, text in enumerate(BY_NAME["glm"].markers)})
+    text = "<tool_call>f" + "</arg_value><arg_key>" * 200_000 + "</tool_call>"
+    assert found.whole(found._markers.marked(text), "stop") == Answer(text)
 
 
 @pytest.mark.parametrize(
