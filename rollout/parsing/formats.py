@@ -72,15 +72,18 @@ def _qwen(markers: Markers, tools: Tools) -> Syntax:
     tags = Tags(
         r"<function=([^<>\s]+)>", r"<parameter=([^<>\n]+)>", "</parameter>", "</function>", border, is_line=True
     )
-    bare_tags = replace(tags, last="")
 
     def begins(text: str, at: int) -> bool | None:
-        end = text.find(">", at, at + tools.longest_name + 1)
-        return text[at:end] in tools if end >= 0 else None if len(text) - at <= tools.longest_name else False
+        name, found, _ = text[at : at + tools.longest_name + 1].partition(">")
+        if found or len(name) > tools.longest_name:
+            return name in tools
+        return None
 
     region = Region(_tagged(markers, tools, tags), end, "<parameter=", "</parameter>")
-    bare = Region(
-        *(_tagged(markers, tools, bare_tags, "<function="), "</function>", "<parameter=", "</parameter>"),
+    bare = replace(
+        region,
+        read=_tagged(markers, tools, replace(tags, last=""), "<function="),
+        end="</function>",
         tail=end,
         is_doubtful=True,
         begins=begins,

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -59,6 +60,20 @@ def test_a_chat_is_encoded_as_transformers_encodes_it(smollm2: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert TextModel("smollm2").encode_chat("What is <|im_end|>?", "Be brief.") == expected
+
+
+def test_a_model_may_have_several_chat_templates(folder: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    with closing(with_template(folder, "plain")) as model:
+        assert model.chat_templates == {"default": "plain", "tool_use": "with tools"}
+        found = [
+            model.render([{"role": "user", "content": "x"}], {"tools": tools}) for tools in (None, [{"name": "f"}])
+        ]
+        assert found == ["plain", "with tools"]
+    shutil.rmtree(folder / "additional_chat_templates")
+    with closing(with_template(folder, "plain")) as model:
+        assert model.chat_templates == {"default": "plain"}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma3_text", "mistral", "of no model"])
