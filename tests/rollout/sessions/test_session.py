@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ from chat_templates import TEMPLATES, make_chat_folder, make_tokenizer
 from safetensors.numpy import load
 from scripted_sessions import Model, Reply, session_of
 
+from trueroll.engine.request import SampleOutput
 from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbortedError, UnavailableError
 from trueroll.rollout import SamplingParams
+from trueroll.rollout.sessions.answers import read_answer
 from trueroll.rollout.sessions.export import to_safetensors
 from trueroll.rollout.sessions.session import Answer, AsyncSession
 from trueroll.rollout.text import TextModel
@@ -408,3 +411,17 @@ def test_the_default_parser(texts: TextModel) -> None:
     assert open_call.message == dict(role="assistant", content=call[:-3]) and open_call.finish_reason == "length"
     assert cut.message == dict(role="assistant", content=call) and cut.finish_reason == "length"
     assert plain.message == dict(role="assistant", content=call) and plain.finish_reason == "stop"
+
+
+def test_a_stop_string_may_cut_the_end_of_a_call() -> None:
+    words = ["a", "<tool_call>", '{"name": "get"}', "</tool_call>", "b"]
+    texts: Any = SimpleNamespace(
+        chat_templates={"default": "<tool_call>"},
+        added_tokens={"<tool_call>": 1, "</tool_call>": 3},
+        decode=lambda token_ids, skip_special_tokens: "".join(words[i] for i in token_ids),
+    )
+    tools = [dict(type="function", function=dict(name="get"))]
+    for stop, content, num_calls in (("l>b", 'a<tool_call>{"name": "get"}</tool_cal', 0), ("b", "a", 1)):
+        sample = SampleOutput("r", 0, [0, 1, 2, 3, 4], None, "stop", 0, 0, (), stop_reason=stop)
+        message = read_answer(sample, texts, None, [], tools, 0)
+        assert (message.fields["content"], len(message.calls)) == (content, num_calls)
