@@ -56,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "steep": dict(temperature=STEEP),
     "steep, top_p 0.9": dict(temperature=STEEP, top_p=0.9),
     "steep, min_p 0.05": dict(temperature=STEEP, min_p=0.05),
-    "steep, top_p 0.9, kept ids": dict(temperature=STEEP, top_p=0.9, return_sampling_mask=True),
+    "steep, kept ids": dict(temperature=STEEP, top_p=0.9, return_sampling_mask=True),
     "128 targets": dict(target_token_ids=range(128)),
 }
 

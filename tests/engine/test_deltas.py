@@ -177,5 +177,5 @@ def test_only_a_running_generation_can_be_streamed(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     engine.add(ScoreRequest("score", np.arange(3, 9, dtype=np.int32)))
     for name in ("score", "nobody"):
-        with pytest.raises(UnknownRequestError, match=f"request '{name}' is not running or is a score"):
+        with pytest.raises(UnknownRequestError, match=f"request '{name}' is not running, or is a score"):
             engine.stream(name)

@@ -751,5 +751,5 @@ def test_the_integrity_check_finds_a_corruption(corrupt: Callable[[Driver], None
     driver.step()
     driver.scheduler.check_integrity()
     corrupt(driver)
-    with pytest.raises(RuntimeError, match="waiting sequence holds blocks|not counted exactly once|lane"):
+    with pytest.raises(RuntimeError, match="waiting sequence holds blocks|have wrong reference counts|lane"):
         driver.scheduler.check_integrity()

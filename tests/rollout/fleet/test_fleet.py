@@ -230,7 +230,7 @@ def test_workers_wait_for_weights_that_all_lost_right_after_a_push(
                 os.kill(worker, signal.SIGKILL)
             wait_until(lambda lost=before: len(fleet.pids()) == 2 and not {*fleet.pids().values()} & {*lost.values()})
             wait_until(lambda: [member.standing for member in fleet.members()] == ["joining"] * 2)
-            with pytest.raises(IllegalStateError, match=rf"\(version {version}\).* publisher.restore\(model\)"):
+            with pytest.raises(IllegalStateError, match=rf"of version {version} .* publisher.restore\(model\)"):
                 fleet.scale(2)
             assert [member.standing for member in fleet.members()] == ["joining"] * 2
             publisher.restore(tensors)
