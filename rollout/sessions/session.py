@@ -41,7 +41,7 @@ from trueroll.errors import (
 from ...engine.request import SampleOutput, SamplingParams
 from ..client.client import AsyncRolloutClient, RolloutClient
 from ..protocol import new_id
-from ..text import ANY, TextModel
+from ..text import TextModel
 from .answers import Parser, read_answer, told_message
 from .export import SessionSample, add_opening, prompt_of, samples_of, token_entries, tokens_until
 from .forest import Drawn, Forest, Node, without_earlier_routes
@@ -216,7 +216,7 @@ class AsyncSession:
         """Ask the worker for an answer after the node `base` and new messages."""
         turns = [*(node.turn() for node in base.path), *map(Turn, new)]
         try:
-            opening = await _in_thread(partial(self._templates.open, turns, call.arguments, ANY))
+            opening = await _in_thread(partial(self._templates.open, turns, call.arguments))
         except ModelError as error:
             raise InvalidRequestError(f"messages: {error}", field="messages") from None
         token_ids = tokens_until([node for node in base.path if node.drawn is not None])

@@ -15,17 +15,18 @@ the template writes the drawn message completely. The text of the session then e
 replaced by the drawn text. Otherwise, for example if the template removes the reasoning of earlier turns, `open` raises
 an error that names the first token that would change. No border depends on the name of a family of models.
 
-A token that ended the drawn message stays if the template writes this token after the message. Thus the `<|im_end|>`
-of Qwen stays and the template's line break follows it, and the `<|user|>` of GLM stays as the beginning of the next
-message. If the template writes another token, the drawn token is dropped. If the message was cut, for example by
-`max_tokens`, the template's end of the turn is added.
+The last drawn tokens stay if the template writes the same tokens after the message. Thus the `<|im_end|>` of Qwen stays
+and the template's line break follows it, the two tokens with which Cohere's models end an answer stay, and the
+`<|user|>` of GLM stays as the beginning of the next message. If the template does not write the token that ended the
+message, this token is dropped. If the message was cut, for example by `max_tokens`, the rest of the template's end of
+the turn is added.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from time import time
@@ -35,7 +36,7 @@ from trueroll.errors import InvalidRequestError, ModelError, brief
 
 from ...engine.models.child_process import IsAbandoned, never
 from ..protocol import new_id
-from ..text import TextModel
+from ..text import ANY, TextModel
 from .messages import Message
 
 SWITCHES: dict[str, Any] = dict(clear_thinking=False, preserve_thinking=True, truncate_history_thinking=False)
@@ -46,6 +47,8 @@ RESERVED = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conv
 _SHOWN_CHARS = 40
 _BORDER_TOKENS = 16
 """Number of tokens on each side of a border that are decoded to check the border."""
+_MAX_END_TOKENS = 64
+"""Maximum number of tokens that end a drawn message."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Opening:
     """The tokens before a drawn message that no earlier drawn message contains.
 
     `span`: the rendering of the previous drawn message, with marks. `text`: the text from the end of this span to the
-    drawn message. `token_ids`: the tokens of the text, without a first token that the model already drew. `dropped`:
+    drawn message. `token_ids`: the tokens of the text, without the first tokens that the model already drew. `dropped`:
     whether the last token of the previous drawn message is not part of this conversation.
     """
 
@@ -84,30 +87,37 @@ class Templates:
         self._texts = texts
         self._nonce, self._at = f"m{new_id()}", time()
 
-    def open(
-        self, turns: Sequence[Turn], arguments: dict[str, Any], most: int, is_abandoned: IsAbandoned = never
-    ) -> Opening:
+    def open(self, turns: Sequence[Turn], arguments: dict[str, Any], is_abandoned: IsAbandoned = never) -> Opening:
         """Return the opening of the answer to a conversation.
 
         `turns`: all messages; the last message is given. `arguments`: arguments of the template, such as `tools`.
-        `most`: maximum number of tokens. Raise InvalidRequestError if the template rewrites an earlier message.
+        Raise InvalidRequestError if the template rewrites an earlier message.
         """
         rendering = _Rendering(self._texts, self._nonce, self._at, turns, arguments, is_abandoned)
         rendered = rendering.text(turns)
         if rendering.last is None:
-            return Opening("", rendered, self._encode(rendered, most, is_abandoned))
+            return Opening("", rendered, self._encode(rendered, is_abandoned))
         span, text = rendering.split(rendered)
         turn = turns[rendering.last]
-        token_ids, stop = self._encode(text, most, is_abandoned), turn.stop_token_id
-        if stop is None or token_ids[:1] != (stop,):
-            opening = Opening(span, text, token_ids, dropped=stop is not None)
-        else:
-            opening = Opening(span, text, token_ids[1:])
+        token_ids = self._encode(text, is_abandoned)
+        num_shared, dropped = self._shared(turn, token_ids)
+        opening = Opening(span, text, token_ids[num_shared:], dropped)
         self._check_border(rendering.last, turn, opening)
         return opening
 
-    def _encode(self, text: str, most: int, is_abandoned: IsAbandoned) -> tuple[int, ...]:
-        return tuple(self._texts.encode(text, False, most, is_abandoned))
+    def _encode(self, text: str, is_abandoned: IsAbandoned) -> tuple[int, ...]:
+        return tuple(self._texts.encode(text, False, ANY, is_abandoned))
+
+    def _shared(self, turn: Turn, token_ids: tuple[int, ...]) -> tuple[int, bool]:
+        """Return how many of the last drawn tokens are the first of `token_ids`, and whether the token that ended the
+        message precedes `token_ids` and is to be dropped.
+        """
+        drawn = tuple(turn.token_ids[-_MAX_END_TOKENS:])
+        if turn.stop_token_id is None:
+            return _num_shared(drawn, token_ids, self._texts.is_silent), False
+        if shared := _num_shared(drawn, token_ids):
+            return shared, False
+        return _num_shared(drawn[:-1], token_ids, self._texts.is_silent), True
 
     def _check_border(self, index: int, turn: Turn, opening: Opening) -> None:
         """Raise InvalidRequestError if the new tokens have another text after the drawn tokens than alone. Some
@@ -204,7 +214,17 @@ class _Rendering:
         if text is None:
             raise self._lost("the end")
         bare = text.lstrip()
-        return bare if stop and bare.startswith(stop) else text
+        return bare if any(map(bare.startswith, self._ends(turn))) else text
+
+    def _ends(self, turn: Turn) -> list[str]:
+        """Return the texts that may be the end of a drawn message: the texts from each of its last special tokens on,
+        and the same texts without the token that ended the message if other tokens remain.
+        """
+        drawn, stop = list(turn.token_ids[-_MAX_END_TOKENS:]), turn.stop_token_id
+        starts = [i for i, each in enumerate(drawn) if each == stop or self._texts.is_silent(each)]
+        wholes = [drawn] if stop is None else [drawn, drawn[:-1]]
+        texts = (self._texts.decode(whole[i:], False) for whole in wholes for i in starts if i < len(whole))
+        return [text for text in texts if text]
 
     def _stop(self) -> str:
         """Return the text of the token that ended the last drawn message; empty if no token did."""
@@ -333,6 +353,16 @@ def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
 
 def _json(call: dict[str, Any]) -> str:
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def _num_shared(
+    drawn: tuple[int, ...], new: tuple[int, ...], may_begin: Callable[[int], bool] = lambda token_id: True
+) -> int:
+    """Return the largest number n for which the last n drawn tokens are the first n new tokens. `may_begin`: whether
+    the first of these tokens can be the first token of a message's end.
+    """
+    counts = range(min(len(drawn), len(new)), 0, -1)
+    return next((n for n in counts if drawn[-n:] == new[:n] and may_begin(drawn[-n])), 0)
 
 
 def _after(text: str, mark: str) -> str | None:

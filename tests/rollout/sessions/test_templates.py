@@ -7,18 +7,24 @@ written in the manner of model families (tests/chat_templates.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from chat_templates import TEMPLATES, make_chat_folder, make_tokenizer, template_of
+import trl
+from chat_templates import SPECIAL, TEMPLATES, make_chat_folder, make_tokenizer, template_of
 from scripted_sessions import Model, Reply, session_of
 from tokenizers import decoders, normalizers
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from trueroll.errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError, ModelError
+from trueroll.rollout.sessions.messages import read_messages
 from trueroll.rollout.sessions.session import AsyncSession
+from trueroll.rollout.sessions.templates import SWITCHES, Templates, Turn
 from trueroll.rollout.text import TextModel
 
 ASK = dict(role="user", content="Is it false?")
@@ -168,6 +174,76 @@ def test_the_border_of_a_turn(
     before, after = texts_asked(texts, reply, last, turns=[[new]])
     assert before == texts.render([ASK], dict(add_generation_prompt=True)), "the first prompt is the plain rendering"
     assert after == before + added
+
+
+class LocalTexts:
+    """The methods of TextModel that sessions need, without child processes. The special tokens of a template are tokens.
+    """
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+        names = [*SPECIAL, *sorted({*re.findall(r"<\|[A-Za-z_]+\|>", template)} - {*SPECIAL})]
+        self._tokenizer = make_tokenizer()
+        self._tokenizer.add_special_tokens(names)
+        self._special = {self._tokenizer.token_to_id(name) for name in names}
+
+    def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any], *_: Any) -> str:
+        given = dict(tools=None) | arguments | dict(bos_token="<s>", eos_token="<|endoftext|>")
+        try:
+            return render_jinja_template([messages], chat_template=self._template, **given)[0][0]
+        except Exception as error:
+            raise ModelError(str(error)) from None
+
+    def encode(self, text: str, *_: Any) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens)
+
+    def is_silent(self, token_id: int) -> bool:
+        return token_id in self._special
+
+
+def drawn_ends(texts: LocalTexts, end: list[int]) -> Iterator[tuple[list[int], int | None]]:
+    """Yield ends of an answer, with the token that ended it: the template's end, the same cut before and after each of
+    its special tokens, and the same followed by another end.
+    """
+    for i, token_id in enumerate(end):
+        if texts.is_silent(token_id):
+            yield end[:i], None
+            yield end[: i + 1], None
+            yield end[: i + 1], token_id
+    [other] = texts.encode("</s>")
+    yield [*end, other], other
+
+
+def test_no_end_of_a_turn_is_doubled() -> None:
+    """For all templates of TRL. Cohere's and Phi's close an answer with several tokens."""
+    ask, answer, again = dict(role="user", content="Why?"), dict(role="assistant", content="No, no."), AGAIN
+    accepted, several = set(), set()
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja")):
+        name, texts = path.stem, LocalTexts(path.read_text())
+        templates = Templates(cast(TextModel, texts))
+        given, said, new = map(Turn, read_messages([ask, answer, again]))
+        if name.endswith("_training") or "llava" in name:
+            continue
+        try:
+            first = templates.open([given], {})
+            whole = texts.render([ask, answer, again], SWITCHES | dict(add_generation_prompt=True))
+            after = whole.partition("No, no.")[2]
+            closed = texts.render([ask, answer], SWITCHES).partition("No, no.")[2]
+            end = commonprefix([texts.encode(closed), texts.encode(after)])
+            for token_ids, stop in drawn_ends(texts, end):
+                drawn = [*texts.encode("No, no."), *token_ids]
+                opening = templates.open([given, Turn(said.message, first, drawn, stop), new], {})
+                kept = drawn[: len(drawn) - opening.dropped]
+                assert texts.decode([*kept, *opening.token_ids], False) == f"No, no.{after}", (name, drawn)
+                assert opening.dropped == (stop is not None and texts.decode([stop], False) == "</s>")
+            accepted.add(name)
+            several |= {name} if sum(map(texts.is_silent, end)) > 1 else set()
+        except InvalidRequestError:  # the template rewrites the beginning of an answer, or needs parts of content
+            continue
+    assert len(accepted) > 24 and "cohere2" in several, (accepted, several)
 
 
 def test_the_template_of_smollm2(smollm2: Path) -> None:
