@@ -12,12 +12,12 @@ import base64
 import json
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ...engine.request import Columns, columns_of, cut_columns, join_columns
+from ...engine.request import Columns, SampleOutput, columns_of, cut_columns, join_columns
 from .forest import Drawn, Forest, Node
 from .templates import Opening
 
@@ -46,8 +46,8 @@ class SessionTurn:
 class SessionSample:
     """A conversation of a session, from its first token to the end of a leaf.
 
-    - `node`: id of the leaf. `reward`: the reward of the leaf. `is_abandoned`: whether the agent asked again for the
-      leaf's message, and went on with the other answer.
+    - `node`: id of the leaf. `reward`: the reward of the leaf. `is_abandoned`: whether the agent made the
+      leaf's call several times, and continued another answer to it.
     - `token_ids`: int32 [num_tokens]
     - `mask`: uint8 [num_tokens], 1 for the tokens to train: the tokens that the model drew, if no earlier sample trains
       them
@@ -125,19 +125,18 @@ def to_safetensors(samples: Sequence[SessionSample]) -> bytes:
 
 def token_entries(forest: Forest, rollout_id: str) -> list[dict[str, Any]]:
     """Return an entry of NeMo-Gym for each drawn node: `rollout_id`, `model_call_id`, `prompt_token_ids`,
-    `generation_token_ids`, `generation_log_probs`. The log-probs are None if the request recorded none.
+    `generation_token_ids`, `generation_log_probs`.
     """
     entries = []
     for node in forest.drawn_nodes():
         drawn = _drawn(node)
-        logprobs = drawn.sample.logprobs
         entries.append(
             dict(
                 rollout_id=rollout_id,
                 model_call_id=node.id,
                 prompt_token_ids=prompt_of(node),
                 generation_token_ids=list(drawn.sample.token_ids),
-                generation_log_probs=None if logprobs is None else logprobs.tolist(),
+                generation_log_probs=_logprobs(drawn).tolist(),
             )
         )
     return entries
@@ -179,8 +178,7 @@ def _sample(leaf: Node, nodes: list[Node], fresh: set[str], is_abandoned: bool) 
             versions[start + span.start : start + min(span.end, count)] = span.version
         if node.id in fresh:
             mask[start:end] = 1
-            if drawn.sample.logprobs is not None:
-                logprobs[start:end] = drawn.sample.logprobs[:count]
+            logprobs[start:end] = _logprobs(drawn)[:count]
         turns.append(
             SessionTurn(
                 node.id, start, end, node.id in fresh, drawn.sample.finish_reason, drawn.sample.seed, node.reward
@@ -204,11 +202,8 @@ def _sample(leaf: Node, nodes: list[Node], fresh: set[str], is_abandoned: bool) 
 
 def _ends(nodes: list[Node]) -> list[int]:
     """Return where the tokens of each drawn node end in the tokens of the conversation."""
-    following = [_drawn(node).opening.dropped for node in nodes[1:]] + [False]
-    return [
-        _drawn(node).prompt_len + len(_drawn(node).sample.token_ids) - dropped
-        for node, dropped in zip(nodes, following, strict=True)
-    ]
+    last = _drawn(nodes[-1])
+    return [*(_drawn(node).kept_len for node in nodes[1:]), last.prompt_len + len(last.sample.token_ids)]
 
 
 def _others(node: Node) -> Columns:
@@ -222,7 +217,7 @@ def _joined_columns(parts: list[Columns]) -> Columns:
         return {}
     shapes = [{name: values.shape[1:] for name, values in part.items()} for part in parts]
     shared = [name for name, shape in shapes[0].items() if all(each.get(name) == shape for each in shapes)]
-    whole = {name: parts[0][name] for name in shared}
+    whole = {name: parts[0][name].copy() for name in shared}
     for part in parts[1:]:
         whole = join_columns(whole, part)
     return whole
@@ -238,6 +233,23 @@ def _joined_routes(nodes: list[Node], num_tokens: int) -> np.ndarray | None:
             return None
         parts.append(routes[: end - start])
     return np.concatenate(parts)
+
+
+def as_record(sample: SampleOutput, routes_start: int) -> SampleOutput:
+    """Return a copy of a sample for a node, with read-only arrays. Its routed experts begin with the row of token
+    `routes_start`, and do not keep the earlier rows in memory.
+    """
+    arrays = {name: values.view() for name, values in columns_of(sample).items()}
+    if sample.routed_experts is not None:
+        arrays["routed_experts"] = np.array(sample.routed_experts[routes_start:])
+    for array in arrays.values():
+        array.flags.writeable = False
+    return replace(sample, token_ids=list(sample.token_ids), **arrays)
+
+
+def _logprobs(drawn: Drawn) -> np.ndarray:
+    assert drawn.sample.logprobs is not None, "sessions refuse requests without log-probs"
+    return drawn.sample.logprobs
 
 
 def _drawn(node: Node) -> Drawn:

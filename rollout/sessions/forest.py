@@ -2,20 +2,18 @@
 
 Owns: the nodes, which conversation a request continues, the seeds of drawn nodes, and the bounds of a session. A node
 is one message, given by the agent or drawn by the model. Conversations with different arguments of the template, such
-as other tools, have different roots. A drawn node keeps the tokens of its opening, and the sample that the worker
-returned. Records such as log-probs are not copied.
+as other tools, have different roots. A drawn node keeps the tokens of its opening, and its sample.
 
 Promises:
 
 - Of the nodes with messages that are a prefix of a request, the request continues the deepest. If there are several,
-  for example because an agent dropped the reasoning in which they differ, the request continues the drawn node that was
-  added last.
-- A node is added when its sample is complete, together with the given messages before it. A call that fails or is
-  cancelled adds nothing.
+  for example because the model drew the same text twice, the request continues the node that its message names. If the
+  message names none, the request continues the drawn node that was added last.
+- A node is added together with the given messages before it.
 - Every leaf is a drawn node.
 - The seed of a drawn node depends only on the session's seed, the given messages on its path, and the ordinals of the
-  drawn nodes on its path. The ordinal counts the nodes drawn for the same conversation (twins). If a call fails, its
-  ordinal is used again. The same calls therefore draw the same samples on any worker with the same weights.
+  drawn nodes on its path. The ordinal counts the nodes drawn at the same place, which is the end of a conversation. If
+  a call fails, its ordinal is used again. The same calls therefore have the same seeds.
 
 Does not own: rendering (`templates`) and the calls to the worker (`session`). Thread-safe.
 """
@@ -25,11 +23,9 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from trueroll.errors import InvalidRequestError, UnavailableError
+from trueroll.errors import IllegalStateError, InvalidRequestError, brief
 
 from ...engine.request import SampleOutput, columns_of
 from .messages import Message
@@ -37,6 +33,8 @@ from .templates import Opening, Turn
 
 _TOKEN_BYTES = 48
 """Approximate memory of a token id in a list, with the list's own entry."""
+_SAMPLE_TOKEN_BYTES = 17
+"""Memory of a token in a sample: its id, its mask, its log-prob and its version."""
 _NODE_BYTES = 2048
 """Approximate memory of a node without its content."""
 
@@ -45,17 +43,26 @@ _NODE_BYTES = 2048
 class Drawn:
     """What a drawn node has besides its message.
 
-    `prompt_len`: number of tokens of the request's prompt. `sample`: the sample. `routed_experts` of the sample begin
-    with the row of token `routes_start`, because the node of the previous sample has the rows before it. `body`: the
-    digest of the request, from which retries are recognized. `ordinal`: the position among its twins.
+    `prompt_len`: number of tokens of the request's prompt. `sample`: the sample; its `routed_experts` begin with the
+    row of token `routes_start`, because the previous drawn node has the rows before it. `body`: the digest of the
+    request, from which retries are recognized. `ordinal`: the position among the nodes drawn at the same place.
     """
 
     opening: Opening
     prompt_len: int
     sample: SampleOutput
-    routes_start: int
     body: bytes
     ordinal: int
+
+    @property
+    def kept_len(self) -> int:
+        """The number of tokens of the prompt that the previous drawn node has."""
+        return self.prompt_len - len(self.opening.token_ids)
+
+    @property
+    def routes_start(self) -> int:
+        """The token of the first row of routed experts. The last token of the previous drawn node has no row there."""
+        return max(0, self.kept_len - 1)
 
     @property
     def stop_token_id(self) -> int | None:
@@ -68,7 +75,8 @@ class Node:
     """A message of a session, or the root of conversations (without a parent).
 
     `id`: unique in the session. `drawn`: None if the agent gave the message. `number`: the position in the order in
-    which nodes were added. `reward`: the reward that the agent attached.
+    which nodes were added. `reward`: the reward that the agent attached. `sample_bytes`: approximate memory of the
+    sample of the conversation that ends with this node.
     """
 
     id: str
@@ -78,6 +86,7 @@ class Node:
     digest: bytes
     drawn: Drawn | None = None
     reward: float | None = None
+    sample_bytes: int = 0
     children: dict[str, list[Node]] = field(default_factory=dict)
 
     @property
@@ -100,30 +109,30 @@ class Node:
 class Forest:
     """The nodes of one session. A call reserves its place, and then either adds its node or releases the place.
 
-    `seed`: seed of the session. `max_nodes`, `max_bytes`: bounds. A session that has reached a bound draws no more
-    messages; it exceeds `max_bytes` by no more than the messages that it was drawing at this moment.
+    `seed`: seed of the session. `max_nodes`, `max_bytes`: bounds. `max_bytes` bounds the memory of the nodes, and also
+    the memory of the samples of all leaves. A session that has reached a bound draws no more messages; it exceeds
+    `max_bytes` by no more than the messages that it was drawing at this moment.
     """
 
     def __init__(self, seed: int, max_nodes: int, max_bytes: int) -> None:
         self._seed, self._max_nodes, self._max_bytes = seed, max_nodes, max_bytes
         self._lock = threading.RLock()
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[bytes, Node] = {}
         self._nodes: dict[str, Node] = {}
         self._ordinals: dict[bytes, set[int]] = {}
         self._pending: dict[tuple[bytes, int], int] = {}  # number of nodes that each running call may add
         self._by_body: dict[bytes, Node] = {}
-        self.num_bytes = 0
+        self.num_bytes = self.num_sample_bytes = 0
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def node(self, id: str) -> Node:
         """Return a node. Raise InvalidRequestError if there is no node with this id."""
-        try:
-            return self._nodes[id]
-        except KeyError:
-            text = f"node: {id!r} is not a node of this session; give the id of a node"
-            raise InvalidRequestError(text, field="node", value=id) from None
+        if not isinstance(id, str) or id not in self._nodes:
+            text = f"node: {brief(id)} is not a node of this session; give the id of a node"
+            raise InvalidRequestError(text, field="node", value=id)
+        return self._nodes[id]
 
     def find(self, root: str, messages: Sequence[Message]) -> tuple[Node, int]:
         """Return the node that a conversation continues, and how many messages precede its new messages.
@@ -131,14 +140,15 @@ class Forest:
         `root`: the text of the template's arguments.
         """
         with self._lock:
-            found = [self._roots.get(root) or self._root(root)]
+            digest = _digest(self._seed.to_bytes(8, "little"), b"root", root.encode(errors="surrogatepass"))
+            found = [self._roots.get(digest) or Node(digest.hex(), -1, None, Message({}), digest)]
             depth = 0
             for message in messages:
                 candidates = (child for node in found for child in node.children.get(message.key, ()))
                 matching = [child for child in candidates if message.is_(child.message)]
                 if not matching:
                     break
-                found, depth = matching, depth + 1
+                found, depth = [child for child in matching if child.id == message.node] or matching, depth + 1
             return max(found, key=lambda node: (node.drawn is not None, node.number)), depth
 
     def recorded(self, body: bytes) -> Node | None:
@@ -149,12 +159,12 @@ class Forest:
         """Return the digest of the place of an answer: after the node `base` and new messages."""
         digest = base.digest
         for message in messages:
-            digest = _digest(digest, b"given", message.exact.encode(errors="surrogatepass"))
+            digest = _after(digest, message)
         return digest
 
     def reserve(self, place: bytes, num_new: int) -> int:
         """Return the smallest free ordinal at a place, and reserve it with room for `num_new` given messages and the
-        answer. Raise UnavailableError if the session is full.
+        answer. Raise IllegalStateError if the session is full.
         """
         with self._lock:
             self._check_room(num_new + 1)
@@ -180,8 +190,10 @@ class Forest:
     def add(self, base: Node, messages: Sequence[Message], answer: Message, drawn: Drawn) -> Node:
         """Add a drawn node after given messages, and return it. Existing given nodes are used again."""
         with self._lock:
-            if base.parent is None:
-                base = self._roots.setdefault(base.id, base)
+            if base.parent is None and base.digest not in self._roots:
+                self._roots[base.digest] = base
+                self.num_bytes += _NODE_BYTES
+            base = self._roots.get(base.digest, base)
             for message in messages:
                 base = self._given(base, message)
             self._pending.pop((base.digest, drawn.ordinal))
@@ -200,9 +212,9 @@ class Forest:
             return [node for node in self._nodes.values() if node.drawn is not None]
 
     def is_abandoned(self, leaf: Node) -> bool:
-        """Return whether a leaf has a twin for the same request that the agent continued, or that came later."""
+        """Return whether the agent continued another answer to the leaf's request."""
         with self._lock:
-            return any(twin.children or twin.number > leaf.number for twin in self._twins(leaf))
+            return any(twin.children for twin in self._twins(leaf))
 
     def _twins(self, node: Node) -> Iterator[Node]:
         assert node.parent is not None and node.drawn is not None
@@ -211,42 +223,34 @@ class Forest:
                 if other is not node and other.drawn is not None and other.drawn.body == node.drawn.body:
                     yield other
 
-    def _root(self, root: str) -> Node:
-        digest = _digest(self._seed.to_bytes(8, "little"), b"root", root.encode(errors="surrogatepass"))
-        return Node(root, -1, None, Message({}), digest)
-
     def _given(self, parent: Node, message: Message) -> Node:
         for child in parent.children.get(message.key, ()):
-            if child.drawn is None and child.message.exact == message.exact:
+            if child.drawn is None and child.message.spelling == message.spelling:
                 return child
-        digest = _digest(parent.digest, b"given", message.exact.encode(errors="surrogatepass"))
-        return self._add(parent, message, digest, None)
+        return self._add(parent, message, _after(parent.digest, message), None)
 
     def _add(self, parent: Node, message: Message, digest: bytes, drawn: Drawn | None) -> Node:
         node = Node(digest.hex(), len(self._nodes), parent, message, digest, drawn)
+        node.sample_bytes = parent.sample_bytes + _num_sample_bytes(node)
+        if drawn is not None:
+            self.num_sample_bytes += node.sample_bytes
+        if parent.drawn is not None and not parent.children:  # a leaf no longer
+            self.num_sample_bytes -= parent.sample_bytes
         parent.children.setdefault(message.key, []).append(node)
         self._nodes[node.id] = node
         self.num_bytes += _num_bytes(node)
         return node
 
     def _check_room(self, num_new: int) -> None:
-        total = len(self._nodes) + sum(self._pending.values()) + num_new
-        if total > self._max_nodes:
-            raise UnavailableError(
-                f"session: would have {total} messages (limit {self._max_nodes}); begin a new session, or raise "
-                "max_nodes",
-                field="max_nodes",
-                value=total,
-                limit=self._max_nodes,
-            )
-        if self.num_bytes >= self._max_bytes:
-            raise UnavailableError(
-                f"session: holds {self.num_bytes} bytes (limit {self._max_bytes}); begin a new session, or raise "
-                "max_bytes",
-                field="max_bytes",
-                value=self.num_bytes,
-                limit=self._max_bytes,
-            )
+        num_nodes = len(self._nodes) + sum(self._pending.values()) + num_new
+        self._check("max_nodes", num_nodes, self._max_nodes, "messages")
+        self._check("max_bytes", self.num_bytes, self._max_bytes, "bytes")
+        self._check("max_bytes", self.num_sample_bytes, self._max_bytes, "bytes of samples")
+
+    def _check(self, bound: str, found: int, limit: int, what: str) -> None:
+        if found > limit:
+            text = f"session: {found} {what} are too many (limit {limit}); begin a new session, or raise {bound}"
+            raise IllegalStateError(text, field=bound, value=found, limit=limit)
 
 
 def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
@@ -254,18 +258,29 @@ def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
     return hashlib.blake2b(before + len(kind).to_bytes(1, "little") + kind + content, digest_size=16).digest()
 
 
+def _after(digest: bytes, message: Message) -> bytes:
+    """Return the digest of a path that a given message continues."""
+    return _digest(digest, b"given", message.spelling.encode(errors="surrogatepass"))
+
+
 def _num_bytes(node: Node) -> int:
     """Return the approximate memory of a node."""
     size = _NODE_BYTES + 8 * node.message.num_chars
     if (drawn := node.drawn) is None:
         return size
-    arrays = [*columns_of(drawn.sample).values(), drawn.sample.routed_experts]
-    size += sum(array.nbytes for array in arrays if array is not None)
-    size += 4 * (len(drawn.opening.text) + len(drawn.opening.span))
+    size += 4 * (len(drawn.opening.text) + len(drawn.opening.span)) + _num_array_bytes(drawn)
     return size + _TOKEN_BYTES * (len(drawn.opening.token_ids) + len(drawn.sample.token_ids))
 
 
-def without_earlier_routes(sample: SampleOutput, start: int) -> SampleOutput:
-    """Return a copy of a sample in which the routed experts begin with the row of token `start`, in a new array."""
-    routes = sample.routed_experts
-    return sample if routes is None else replace(sample, routed_experts=np.array(routes[start:]))
+def _num_sample_bytes(node: Node) -> int:
+    """Return the approximate memory that a node adds to the sample of its conversation."""
+    size = 8 * node.message.num_chars
+    if (drawn := node.drawn) is None:
+        return size
+    tokens = len(drawn.opening.token_ids) + len(drawn.sample.token_ids)
+    return size + _SAMPLE_TOKEN_BYTES * tokens + _num_array_bytes(drawn)
+
+
+def _num_array_bytes(drawn: Drawn) -> int:
+    arrays = [*columns_of(drawn.sample).values(), drawn.sample.routed_experts]
+    return sum(array.nbytes for array in arrays if array is not None)

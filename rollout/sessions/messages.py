@@ -2,17 +2,17 @@
 
 Owns: which messages are equal. A message consists of `role`, `content`, `reasoning_content`, `tool_calls` and all other
 fields that are neither empty nor added by servers and client libraries. Absent fields, None, "", [] and {} are equal.
-The arguments of a tool call are compared as parsed JSON. Reasoning and the id of a tool call may be absent in a
-received message, because many agents drop them; if they are given, they must be equal.
+The arguments of a tool call are compared as parsed JSON. A received message may lack reasoning or the ids of tool
+calls, because many agents drop them. Reasoning and ids that are given must be equal.
 
-Does not own: how a message is rendered. Promises: no conversation exceeds the bounds below, and each message consists
-only of JSON values.
+Does not own: how a message is rendered. Promises: no conversation exceeds the bounds below, which include the values in
+the JSON texts of arguments, and each message consists only of JSON values.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,9 @@ from trueroll.errors import InvalidRequestError, brief
 MAX_MESSAGES = 4096
 """Maximum number of messages in a conversation."""
 MAX_CHARS = 2**22
-"""Maximum number of characters in a conversation, with the tools. Numbers count as `NUMBER_CHARS`."""
+"""Maximum number of characters in a conversation, with the tools. A number counts as `NUMBER_CHARS` characters, a large
+integer as its digits.
+"""
 MAX_VALUES = 2**16
 """Maximum number of JSON values in a conversation."""
 MAX_DEPTH = 64
@@ -31,12 +33,17 @@ MAX_DEPTH = 64
 NUMBER_CHARS = 24
 MAX_INTEGER_BITS = 4096
 
+SMALL_CHARS, SMALL_VALUES = 2**15, 2**12
+"""A conversation with more characters or values is not small."""
+
+NODE_FIELD = "session_node"
+"""The field of a session's answers with the id of their node. It names the node if the session has equal answers."""
 _EMPTY = (None, "", [], {})
-_WIRE = {"annotations", "audio", "index", "logprobs", "provider_specific_fields", "reasoning_details", "refusal"} | {
-    "generation_log_probs",
-    "generation_token_ids",
-    "prompt_token_ids",
-    "token_ids",
+_WIRE = {
+    *("annotations", "audio", "index", "logprobs", "parsed", "provider_specific_fields", "refusal"),
+    *("cache_control", "id", "reasoning_details", "thinking_blocks"),
+    *("generation_log_probs", "generation_token_ids", "prompt_token_ids", "token_ids"),
+    NODE_FIELD,
 }
 """Fields that servers and client libraries add to an assistant message, and that no template reads."""
 
@@ -44,10 +51,12 @@ _WIRE = {"annotations", "audio", "index", "logprobs", "provider_specific_fields"
 @dataclass(frozen=True, eq=False)
 class Message:
     """A message. `fields`: what the template reads, without empty fields, except `role` and `content`, which are always
-    present. The arguments of tool calls are objects.
+    present. The arguments of tool calls are objects. `node`: the id of the session's answer that the message claims to
+    be; None if it claims nothing.
     """
 
     fields: dict[str, Any]
+    node: str | None = None
 
     @property
     def role(self) -> str:
@@ -73,9 +82,9 @@ class Message:
         return as_key(told)
 
     @cached_property
-    def exact(self) -> str:
-        """The text of all fields. Two messages with this text in common are the same in every field."""
-        return as_key(self.fields)
+    def spelling(self) -> str:
+        """The text of all fields in their order. A template writes two messages with the same spelling alike."""
+        return json.dumps(self.fields, ensure_ascii=False)
 
     def is_(self, stored: Message) -> bool:
         """Return whether this received message is the stored message. Absent reasoning and absent ids match."""
@@ -90,7 +99,7 @@ class Message:
     @property
     def num_chars(self) -> int:
         """The approximate size in characters."""
-        return len(self.exact)
+        return len(self.spelling)
 
 
 def as_key(value: Any) -> str:
@@ -108,24 +117,47 @@ def read_messages(messages: Any, tools: Any = ()) -> list[Message]:
         raise _invalid("messages", f"must be a list with at least one message (got {brief(messages)})")
     if len(messages) > MAX_MESSAGES:
         raise _invalid("messages", f"{len(messages)} messages are too many (limit {MAX_MESSAGES}); shorten the history")
-    _check_bounds([list(messages), list(tools)])
-    return [_read(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    bounds = _Bounds()
+    bounds.count(list(tools), 1)
+    return [_read(f"messages[{i}]", message, bounds) for i, message in enumerate(messages)]
 
 
-def _read(where: str, given: Any) -> Message:
+def is_small(value: Any) -> bool:
+    """Return whether a value is so small that reading it takes a few milliseconds at most."""
+    chars = count = 0
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            chars += len(each)
+        elif isinstance(each, int):
+            chars += each.bit_length() // 3
+        elif isinstance(each, dict | list | tuple):
+            count += len(each)
+            if count > SMALL_VALUES:
+                return False
+            waiting += [*each, *each.values()] if isinstance(each, dict) else each
+    return chars <= SMALL_CHARS
+
+
+def _read(where: str, given: Any, bounds: _Bounds) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str) or not given["role"]:
         raise _invalid(where, f"must be an object with a role (got {brief(given)})")
-    fields = {name: value for name, value in given.items() if name not in _WIRE and value not in _EMPTY}
-    if isinstance(reasoning := fields.pop("reasoning", None), str):
-        fields.setdefault("reasoning_content", reasoning)
+    wire = _WIRE if given["role"] == "assistant" else ()
+    fields = {name: value for name, value in given.items() if name not in wire}
+    bounds.count(fields, 2)
+    fields = {name: value for name, value in fields.items() if value not in _EMPTY}
+    if "reasoning" in fields:
+        fields.setdefault("reasoning_content", fields.pop("reasoning"))
     if not isinstance(fields.get("reasoning_content", ""), str):
         raise _invalid(where, f"reasoning_content must be a string (got {brief(fields['reasoning_content'])})")
     if "function_call" in fields:  # the form that preceded tool_calls
         raise _invalid(where, "function_call is not supported; use tool_calls")
     fields["content"] = _text(where, fields.get("content", ""))
     if "tool_calls" in fields:
-        fields["tool_calls"] = [_call(where, call) for call in _listed(where, fields["tool_calls"])]
-    return Message(deepcopy(fields))
+        fields["tool_calls"] = [_call(where, call, bounds) for call in _listed(where, fields["tool_calls"])]
+    node = given.get(NODE_FIELD) if wire else None
+    return Message(deepcopy(fields), node if isinstance(node, str) else None)
 
 
 def _text(where: str, content: Any) -> str:
@@ -146,16 +178,17 @@ def _listed(where: str, calls: Any) -> list[Any]:
     return calls
 
 
-def _call(where: str, call: Any) -> dict[str, Any]:
+def _call(where: str, call: Any, bounds: _Bounds) -> dict[str, Any]:
     try:
-        name, arguments = call["function"]["name"], call["function"].get("arguments") or {}
-        if isinstance(arguments, str):
+        name, arguments = call["function"]["name"], call["function"].get("arguments")
+        if isinstance(arguments, str) and arguments:
             arguments = json.loads(arguments, parse_constant=_no_constant)
+            bounds.count(arguments, 6)
+        arguments = {} if arguments in (None, "") else arguments
         if not (isinstance(name, str) and name and isinstance(arguments, dict)):
             raise TypeError
-        if not isinstance(call.get("id") or "", str):
+        if not isinstance(call.get("id") or "", str) or (call.get("type") or "function") != "function":
             raise TypeError
-        _check_bounds(arguments)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         text = f"tool_calls: {brief(call)} is not a function call with JSON arguments; correct the call"
         raise _invalid(where, text) from None
@@ -167,42 +200,56 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_bounds(value: Any) -> None:
-    """Raise InvalidRequestError if a value is not a JSON value, or exceeds a bound."""
-    chars = count = 0
-    for each, depth in _walk(value):
-        count += 1
-        if isinstance(each, str):
-            chars += len(each)
-        elif isinstance(each, dict) and not all(isinstance(name, str) for name in each):
-            raise _invalid("messages", f"an object has the name {brief(next(iter(each)))}; names must be strings")
-        elif isinstance(each, bool | list | dict) or each is None:
-            chars += 1
-        elif isinstance(each, float) and each - each == 0 or isinstance(each, int):
-            if isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS:
-                raise _invalid("messages", f"an integer has {each.bit_length()} bits (limit {MAX_INTEGER_BITS})")
-            chars += NUMBER_CHARS
-        else:
-            raise _invalid("messages", f"{brief(each)} is not a JSON value; send JSON values only")
+class _Bounds:
+    """Counts the characters and values of one conversation."""
+
+    def __init__(self) -> None:
+        self._chars = self._values = 0
+
+    def count(self, value: Any, depth: int) -> None:
+        """Count a value and all values in it, including the names of fields. Raise InvalidRequestError if it is not a
+        JSON value, or if the conversation exceeds a bound. `depth`: the number of lists and objects around the value.
+        """
+        waiting = [(value, depth)]
+        self._add(0, 1, depth)
+        while waiting:
+            each, depth = waiting.pop()
+            if isinstance(each, dict):
+                self._add(1, 2 * len(each), depth)
+                if not all(isinstance(name, str) for name in each):
+                    name = next(name for name in each if not isinstance(name, str))
+                    raise _invalid("messages", f"an object has the name {brief(name)}; names must be strings")
+                waiting += [(inner, depth + 1) for pair in each.items() for inner in pair]
+            elif isinstance(each, list):
+                self._add(1, len(each), depth)
+                waiting += [(inner, depth + 1) for inner in each]
+            else:
+                self._add(_num_chars(each), 0, depth)
+
+    def _add(self, chars: int, values: int, depth: int) -> None:
+        self._chars, self._values = self._chars + chars, self._values + values
         for found, limit, what in (
-            (chars, MAX_CHARS, "characters"),
-            (count, MAX_VALUES, "values"),
+            (self._chars, MAX_CHARS, "characters"),
+            (self._values, MAX_VALUES, "values"),
             (depth, MAX_DEPTH, "levels of nesting"),
         ):
             if found > limit:
                 raise _invalid("messages", f"the conversation has more than {limit} {what}; shorten the history")
 
 
-def _walk(value: Any) -> Iterator[tuple[Any, int]]:
-    """Yield all values inside a JSON value, including the keys of objects, with their depth."""
-    waiting = [(value, 0)]
-    while waiting:
-        each, depth = waiting.pop()
-        yield each, depth
-        if isinstance(each, dict):
-            waiting += [(inner, depth + 1) for pair in each.items() for inner in pair]
-        elif isinstance(each, list):
-            waiting += [(inner, depth + 1) for inner in each]
+def _num_chars(value: Any) -> int:
+    """Return the number of characters that a string, a number, a boolean or None counts as."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, bool) or value is None:
+        return 1
+    if isinstance(value, int):
+        if (bits := value.bit_length()) > MAX_INTEGER_BITS:
+            raise _invalid("messages", f"an integer has {bits} bits (limit {MAX_INTEGER_BITS})")
+        return max(NUMBER_CHARS, bits // 3)
+    if isinstance(value, float) and value - value == 0:
+        return NUMBER_CHARS
+    raise _invalid("messages", f"{brief(value)} is not a JSON value; send JSON values only")
 
 
 def _invalid(where: str, text: str) -> InvalidRequestError:

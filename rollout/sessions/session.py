@@ -7,11 +7,14 @@ the new tokens (`templates`), the parts of an answer (`answers`), and the form o
 Promises:
 
 - Calls may run at the same time. Calls with different messages do not affect each other. Calls with the same messages
-  draw twins, with different seeds. A call does not wait for another call, except for a retry.
-- A retry is a call with `is_retry` and the same messages, tools and parameters as an earlier call. It returns the
-  answer of the earlier call if there is one, and waits for the earlier call if it is still running. A call that runs
-  for several callers ends when all of them are cancelled.
-- A call that raises or is cancelled adds nothing to the session.
+  draw several answers, with different seeds. A call does not wait for another call, except for a retry, and for a large
+  call while another large call is read.
+- A retry is a call with `is_retry` and the same messages, tools and parameters as an earlier call. If such a call is
+  running, the retry waits for its answer; of several, it waits for the one with the fewest callers. If such a call was
+  cancelled and has not ended yet, the retry waits for its end and then draws the answer with the same seed. Otherwise,
+  the retry returns the newest recorded answer.
+- A call that runs for several callers ends when all of them are cancelled. A call adds a node when its first caller
+  gets the answer. If all callers are cancelled before, or if the call raises, it adds nothing to the session.
 """
 
 from __future__ import annotations
@@ -22,12 +25,13 @@ import json
 import math
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
+
+import numpy as np
 
 from trueroll.errors import (
     IllegalStateError,
@@ -43,12 +47,14 @@ from ..client.client import AsyncRolloutClient, RolloutClient
 from ..protocol import new_id
 from ..text import TextModel
 from .answers import Parser, read_answer, told_message
-from .export import SessionSample, add_opening, prompt_of, samples_of, token_entries, tokens_until
-from .forest import Drawn, Forest, Node, without_earlier_routes
-from .messages import Message, as_key, read_messages
+from .export import SessionSample, add_opening, as_record, prompt_of, samples_of, token_entries, tokens_until
+from .forest import Drawn, Forest, Node
+from .messages import NODE_FIELD, Message, as_key, is_small, read_messages
 from .templates import RESERVED, Templates, Turn
 
 T = TypeVar("T")
+Ready: TypeAlias = tuple[Node, list[Message], Message, Drawn]
+"""A drawn answer that is not yet in the forest: the arguments of `Forest.add`."""
 MAX_NODES = 4096
 MAX_BYTES = 2**28
 
@@ -57,14 +63,17 @@ MAX_BYTES = 2**28
 class Answer:
     """The answer to a call of `chat`.
 
-    `message`: in OpenAI's form, to append to the messages of the next call. `node`: id of the answer in the session.
-    `finish_reason`: `stop`, `tool_calls` or `length`. `prompt_token_ids`: the prompt that the worker got. `sample`: the
-    sample that the worker returned; its `routed_experts` begin where those of the previous answer end.
+    `message`: in OpenAI's form, to append to the messages of the next call. Its field `session_node` may be dropped; it
+    names the answer among equal answers. `node`: id of the answer in the session. `finish_reason`: `stop`, `tool_calls`
+    or `length`. `num_continued`: how many messages of the call are the session's, up to its last answer among them; 0
+    if the call begins a conversation. `prompt_token_ids`: the prompt that the worker got. `sample`: the sample that the
+    worker returned, with read-only arrays; its `routed_experts` begin where those of the previous answer end.
     """
 
     message: dict[str, Any]
     node: str
     finish_reason: str
+    num_continued: int
     prompt_token_ids: list[int]
     sample: SampleOutput
 
@@ -82,15 +91,32 @@ class _Call:
     body: bytes
 
 
+@dataclass(eq=False)
+class _Run:
+    """A call from its beginning until its callers have the answer.
+
+    `num_callers`: the number of callers that wait for the answer. `reserved`: the place and the ordinal in the forest.
+    `node`: the node, once a caller got the answer.
+    """
+
+    call: _Call
+    num_callers: int = 0
+    reserved: tuple[bytes, int] | None = None
+    node: Node | None = None
+    task: asyncio.Task[Ready] = field(init=False)
+
+
 class AsyncSession:
     """A session of an agent, for code with an event loop. All calls must be made on the loop of `client`.
 
     - `client`: an `AsyncRolloutClient` or an `AsyncFleetClient`
     - `texts`: the model's tokenizer and chat template, `TextModel(model)`. It may serve many sessions.
-    - `seed`: seed of the session. The same calls in a session with the same seed draw the same samples. None: random.
+    - `seed`: seed of the session. The same calls in a session with the same seed draw the same samples, unless the chat
+      template writes the time. None: random.
     - `sampling`: the parameters of all calls, without `n` and `seed`. None: the defaults, without a limit of tokens.
     - `parser`: finds reasoning and tool calls in answers. None: the parser for the model's chat template.
-    - `max_nodes`, `max_bytes`: bounds on the session's messages and its memory
+    - `max_nodes`, `max_bytes`: bounds on the number of messages, and on the memory of the session and that of its
+      samples
     """
 
     def __init__(
@@ -110,15 +136,16 @@ class AsyncSession:
         self._sampling = SamplingParams(max_tokens=None) if sampling is None else sampling
         _check_sampling(self._sampling)
         self._parser = parser
-        self._templates, self._forest = Templates(texts), Forest(self.seed, max_nodes, max_bytes)
-        self._running: dict[bytes, asyncio.Task[Node]] = {}  # by body, the newest call of each
-        self._num_callers: Counter[asyncio.Task[Node]] = Counter()
+        bounds = _checked_bound("max_nodes", max_nodes), _checked_bound("max_bytes", max_bytes)
+        self._templates, self._forest = Templates(texts), Forest(self.seed, *bounds)
+        self._running: dict[bytes, list[_Run]] = {}  # by body
+        self._large = asyncio.Lock()  # equal large calls begin in the order in which they were made
         self._is_closed = False
 
     async def chat(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
         is_retry: bool = False,
@@ -129,22 +156,23 @@ class AsyncSession:
         - `messages`: the whole conversation in OpenAI's form, with text only. The messages that the session knows keep
           their tokens. Any other history begins a new branch.
         - `tools`, `chat_template_kwargs`: arguments of the chat template
-        - `is_retry`: return the recorded answer if there was an equal call
+        - `is_retry`: return the answer of an equal call if there was one
         - `params`: sampling parameters of this call, which replace those of the session
 
         Raise InvalidRequestError if the conversation is malformed, or if the chat template would rewrite tokens of the
-        session. The error then names the first token. Raise UnavailableError if the session is full,
+        session. The error then names the first token. Raise IllegalStateError if the session is full or closed,
         RequestAbortedError if the request was aborted, and the errors of `AsyncRolloutClient.generate`.
         """
+        read = partial(self._read, messages, tools or (), chat_template_kwargs or {}, params)
+        if is_small([messages, tools, chat_template_kwargs]):
+            call = read()
+        else:
+            async with self._large:
+                call = await asyncio.to_thread(read)
+        found = await self._earlier(call.body) if is_retry else None
         if self._is_closed:
             raise IllegalStateError("session: closed; begin a new session")
-        call = self._read(messages, tools, chat_template_kwargs or {}, params)
-        if is_retry and (recorded := self._forest.recorded(call.body)):
-            return _answer(recorded)
-        task = self._running.get(call.body) if is_retry else None
-        if task is None:
-            task = self._running[call.body] = asyncio.ensure_future(self._draw(call))
-        return _answer(await self._result(call.body, task))
+        return _answer(found if isinstance(found, Node) else await self._result(found or self._begin(call)))
 
     def samples(self) -> list[SessionSample]:
         """Return one sample for each leaf. Each drawn message is trained in the first sample that contains it."""
@@ -156,20 +184,18 @@ class AsyncSession:
 
     def reward(self, value: float, node: str | None = None) -> None:
         """Attach a reward to an answer, or to every leaf if `node` is None. A new reward replaces an earlier one."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            text = f"reward: must be a finite number (got {brief(value)})"
-            raise InvalidRequestError(text, field="reward", value=value)
+        reward = _checked_reward(value)
         nodes = self._forest.leaves() if node is None else [self._forest.node(node)]
         if any(each.drawn is None for each in nodes):
             text = f"node: {node!r} is a message that the agent gave; give the id of an answer"
             raise InvalidRequestError(text, field="node", value=node)
         for each in nodes:
-            each.reward = float(value)
+            each.reward = reward
 
     async def close(self) -> None:
         """End the session: cancel running calls, and refuse new calls. Samples can still be read. Idempotent."""
         self._is_closed = True
-        tasks = list(self._num_callers)
+        tasks = [run.task for runs in self._running.values() for run in runs]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -180,10 +206,13 @@ class AsyncSession:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _read(self, messages: Any, tools: Any, kwargs: dict[str, Any], params: dict[str, Any]) -> _Call:
+    def _read(self, messages: Any, tools: Any, kwargs: Any, params: dict[str, Any]) -> _Call:
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
             text = f"tools: must be a list of objects (got {brief(tools)})"
             raise InvalidRequestError(text, field="tools")
+        if not isinstance(kwargs, dict):
+            text = f"chat_template_kwargs: must be an object (got {brief(kwargs)})"
+            raise InvalidRequestError(text, field="chat_template_kwargs")
         if found := RESERVED & kwargs.keys():
             text = f"chat_template_kwargs: {sorted(found)} cannot be set here; remove them"
             raise InvalidRequestError(text, field="chat_template_kwargs")
@@ -193,12 +222,27 @@ class AsyncSession:
         sampling = SamplingParams(**(sampling | params))
         _check_sampling(sampling)
         root = json.dumps(arguments, ensure_ascii=False)
-        whole = as_key([root, sampling.model_dump_json(), [message.exact for message in read]])
+        whole = as_key([root, sampling.model_dump_json(), [message.fields for message in read]])
         body = hashlib.blake2b(whole.encode(errors="surrogatepass"), digest_size=16).digest()
         return _Call(read, arguments, sampling, root, body)
 
-    async def _draw(self, call: _Call) -> Node:
-        """Draw an answer, and add it to the forest."""
+    async def _earlier(self, body: bytes) -> _Run | Node | None:
+        """Return the run or the recorded node that a retry stands for."""
+        while ending := [run.task for run in self._running.get(body, ()) if not run.num_callers]:
+            await asyncio.wait(ending)
+        runs = self._running.get(body)
+        return min(runs, key=lambda run: run.num_callers) if runs else self._forest.recorded(body)
+
+    def _begin(self, call: _Call) -> _Run:
+        run = _Run(call)
+        run.task = asyncio.ensure_future(self._draw(run))
+        run.task.add_done_callback(lambda _: self._drop_failed(run))
+        self._running.setdefault(call.body, []).append(run)
+        return run
+
+    async def _draw(self, run: _Run) -> Ready:
+        """Draw an answer."""
+        call = run.call
         base, depth = self._forest.find(call.root, call.messages)
         new = call.messages[depth:]
         if base.drawn is not None and not new:
@@ -206,11 +250,9 @@ class AsyncSession:
             raise InvalidRequestError(text, field="messages")
         place = self._forest.place(base, new)
         ordinal = self._forest.reserve(place, len(new))
-        try:
-            drawn, answer = await self._ask(call, base, new, ordinal, self._forest.seed_at(place, ordinal))
-            return self._forest.add(base, new, answer, drawn)
-        finally:
-            self._forest.release(place, ordinal)
+        run.reserved = place, ordinal
+        drawn, answer = await self._ask(call, base, new, ordinal, self._forest.seed_at(place, ordinal))
+        return base, new, answer, drawn
 
     async def _ask(self, call: _Call, base: Node, new: list[Message], ordinal: int, seed: int) -> tuple[Drawn, Message]:
         """Ask the worker for an answer after the node `base` and new messages."""
@@ -220,35 +262,48 @@ class AsyncSession:
         except ModelError as error:
             raise InvalidRequestError(f"messages: {error}", field="messages") from None
         token_ids = tokens_until([node for node in base.path if node.drawn is not None])
-        routes_start = max(0, len(token_ids) - opening.dropped - 1)
         add_opening(token_ids, opening)
         params = call.params.model_copy(update=dict(seed=seed))
         [group] = await self._client.generate([token_ids], params)
-        sample = without_earlier_routes(group.samples[0], routes_start)
-        _check_complete(sample)
-        answer = read_answer(sample, self._texts, self._parser, token_ids, call.arguments.get("tools") or (), seed)
-        return Drawn(opening, len(token_ids), sample, routes_start, call.body, ordinal), answer
+        _check_complete(group.samples[0])
+        drawn = Drawn(opening, len(token_ids), group.samples[0], call.body, ordinal)
+        drawn = replace(drawn, sample=as_record(drawn.sample, drawn.routes_start))
+        tools = call.arguments.get("tools") or ()
+        return drawn, read_answer(drawn.sample, self._texts, self._parser, token_ids, tools, seed)
 
-    async def _result(self, body: bytes, task: asyncio.Task[Node]) -> Node:
-        """Wait for a call. The last caller that is cancelled cancels the call."""
-        self._num_callers[task] += 1
+    async def _result(self, run: _Run) -> Node:
+        """Wait for a call. The first caller that gets the answer adds the node. The last caller ends the run."""
+        run.num_callers += 1
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if self._is_closed and task.cancelled():
-                raise IllegalStateError("session: closed during the call; begin a new session") from None
-            raise
+            await asyncio.wait([run.task])
+            if self._is_closed:
+                raise IllegalStateError("session: closed during the call; begin a new session")
+            if run.node is None:
+                run.node = self._forest.add(*run.task.result())
+            return run.node
         finally:
-            self._num_callers[task] -= 1
-            if not self._num_callers[task]:
-                del self._num_callers[task]
-                self._end(body, task)
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+            run.num_callers -= 1
+            if not run.num_callers:
+                if not run.task.done():
+                    run.task.cancel()
+                    await asyncio.wait([run.task])
+                self._drop(run)
 
-    def _end(self, body: bytes, task: asyncio.Task[Node]) -> None:
-        if self._running.get(body) is task:
-            del self._running[body]
+    def _drop_failed(self, run: _Run) -> None:
+        """Drop a run that has ended if no caller will get an answer."""
+        if run.task.cancelled() or run.task.exception() is not None or not run.num_callers:
+            self._drop(run)
+
+    def _drop(self, run: _Run) -> None:
+        """Remove a run, and free its place in the forest unless its node was added. Idempotent."""
+        runs = self._running.get(run.call.body, [])
+        if run in runs:
+            runs.remove(run)
+        if not runs:
+            self._running.pop(run.call.body, None)
+        if run.reserved is not None:
+            self._forest.release(*run.reserved)
+            run.reserved = None
 
 
 class Session:
@@ -280,7 +335,7 @@ class Session:
     def chat(
         self,
         messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Sequence[dict[str, Any]] | None = None,
         *,
         chat_template_kwargs: dict[str, Any] | None = None,
         is_retry: bool = False,
@@ -317,7 +372,12 @@ def _answer(node: Node) -> Answer:
     assert node.drawn is not None
     sample = node.drawn.sample
     reason = "tool_calls" if node.message.calls and sample.finish_reason == "stop" else sample.finish_reason
-    return Answer(told_message(node.message), node.id, reason, prompt_of(node), sample)
+    message = told_message(node.message) | {NODE_FIELD: node.id}
+    num_continued = max(
+        (i for i, each in enumerate(node.path, 1) if each.drawn is not None and each is not node), default=0
+    )
+    told = replace(sample, token_ids=list(sample.token_ids))
+    return Answer(message, node.id, reason, num_continued, prompt_of(node), told)
 
 
 def _check_complete(sample: SampleOutput) -> None:
@@ -334,6 +394,27 @@ def _check_sampling(params: SamplingParams) -> None:
     if params.seed is not None:
         text = f"seed must be left out (got {params.seed}); give the seed of the session"
         raise InvalidRequestError(text, field="seed", value=params.seed)
+    if params.logprobs is None:
+        text = "logprobs must not be None in a session, because its samples have a log-prob for each drawn token"
+        raise InvalidRequestError(text, field="logprobs")
+
+
+def _checked_reward(value: Any) -> float:
+    try:
+        is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+        if is_number and math.isfinite(value):
+            return float(value)
+    except OverflowError:
+        pass
+    text = f"reward: must be a finite number (got {brief(value)})"
+    raise InvalidRequestError(text, field="reward", value=brief(value))
+
+
+def _checked_bound(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        text = f"{name}: must be a positive integer (got {brief(value)})"
+        raise InvalidRequestError(text, field=name, value=brief(value))
+    return value
 
 
 def _checked_seed(seed: Any) -> int:

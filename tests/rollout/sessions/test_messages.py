@@ -8,7 +8,7 @@ import pytest
 
 from trueroll.errors import InvalidRequestError
 from trueroll.rollout.sessions import messages
-from trueroll.rollout.sessions.messages import Message, read_messages
+from trueroll.rollout.sessions.messages import Message, is_small, read_messages
 
 
 def read(**fields: Any) -> Message:
@@ -28,6 +28,8 @@ STORED = dict(content="a", reasoning_content="why", tool_calls=call({"x": [1, Fa
     [
         (STORED, True),
         (STORED | dict(refusal=None, audio=None, annotations=[], index=0, token_ids=[1], name=""), True),
+        (STORED | dict(id="msg_1", parsed={"a": 1}, cache_control={"type": "x"}, thinking_blocks=[1]), True),
+        (STORED | dict(session_node="7"), True),
         (STORED | dict(content=[dict(type="text", text="a")]), True),
         (STORED | dict(tool_calls=call('{"y": "\\u00e9", "x": [1, false]}', id="c1", index=3)), True),
         (STORED | dict(tool_calls=call({"x": [1, False], "y": "é"})), True),  # without the id
@@ -49,7 +51,7 @@ def test_equal_messages(given: dict[str, Any], is_same: bool) -> None:
 
 def test_absent_fields_are_equal() -> None:
     forms = [dict(), dict(content=None), dict(content=""), dict(content=[], tool_calls=None), dict(tool_calls=[])]
-    assert {read(**form).exact for form in forms} == {read().exact}
+    assert {read(**form).spelling for form in forms} == {read().spelling}
     assert read().fields == dict(role="assistant", content="")
 
 
@@ -63,6 +65,8 @@ def test_a_message_keeps_its_value_when_the_caller_changes_its_own() -> None:
 NESTED: list[Any] = []
 for _ in range(100):
     NESTED = [NESTED]
+WIDE: list[Any] = []
+WIDE.extend([WIDE] * 40000)  # contains itself, so only the bounds end its reading
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,15 @@ for _ in range(100):
         ([dict(role="assistant", tool_calls=call('{"x":' * 10**4 + "1" + "}" * 10**4))], "correct the call|levels"),
         ([dict(role="assistant", tool_calls=call({}, id=3))], "correct the call"),
         ([dict(role="assistant", tool_calls=dict(x=1))], "tool_calls must be a list"),
+        ([dict(role="assistant", tool_calls=call(False))], "correct the call"),
+        ([dict(role="assistant", tool_calls=call(0))], "correct the call"),
+        ([dict(role="assistant", tool_calls=call({}, type="custom"))], "correct the call"),
+        ([dict(role="assistant", reasoning={"effort": "high"})], "reasoning_content must be a string"),
+        ([dict(role="user", other=WIDE)], "more than 65536 values"),
+        ([dict(role="user", other=[1 << 4095] * 4000)], "more than 4194304 characters"),
+        # The bounds include the values in the texts of arguments.
+        ([dict(role="assistant", tool_calls=call('{"a": [' + "0," * 40000 + "0]}") * 2)], "more than 65536 values"),
+        ([dict(role="assistant", tool_calls=call('{"x":' * 60 + "1" + "}" * 60))], "more than 64 levels"),
     ],
 )
 def test_refused_messages(given: Any, error: str) -> None:
@@ -103,3 +116,16 @@ def test_the_bounds_hold_for_the_messages_and_the_tools_together(monkeypatch: py
     read_messages([dict(role="user", content="x" * 40)], [dict(name="y" * 20)])
     with pytest.raises(InvalidRequestError, match="more than 100 characters"):
         read_messages([dict(role="user", content="x" * 40)], [dict(name="y" * 80)])
+
+
+def test_fields_of_servers_do_not_count_towards_the_bounds() -> None:
+    wire = dict(prompt_token_ids=[1] * 4000, generation_token_ids=[1] * 900, generation_log_probs=[0.1] * 900)
+    read_messages([dict(role="assistant", content="x", **wire)] * 14)
+    with pytest.raises(InvalidRequestError, match="more than 65536 values"):
+        read_messages([dict(role="user", content="x", **wire)] * 14)
+
+
+def test_what_is_small() -> None:
+    for value in (["x" * 2**16], [0] * 5000, {"x": [[0] * 3000, [0] * 3000]}, [1 << 200000]):
+        assert not is_small(value)
+    assert is_small([{"x": ["y" * 1000] * 10}, None, 0.5])

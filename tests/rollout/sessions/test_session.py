@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from scripted_sessions import Model, Reply, session_of
 
 from trueroll.engine.request import SampleOutput
-from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbortedError, UnavailableError
+from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbortedError
 from trueroll.rollout import SamplingParams
 from trueroll.rollout.sessions.answers import read_answer
 from trueroll.rollout.sessions.export import to_safetensors
@@ -47,6 +47,12 @@ def run(work: Callable[[], Awaitable[Any]]) -> Any:
         return await work()
 
     return asyncio.run(whole())
+
+
+def said(answer: Answer) -> str:
+    """Return the content of an answer without other parts."""
+    assert answer.message.keys() == {"role", "content", "session_node"}
+    return answer.message["content"]
 
 
 async def answers(
@@ -153,8 +159,8 @@ def test_twins_and_retries(texts: TextModel, model: Model) -> None:
         first, twin = await answers(session, model, ([user("a")], Reply("one", END)), ([user("a")], Reply("two", END)))
         assert first.sample.seed != twin.sample.seed and first.prompt_token_ids == twin.prompt_token_ids
         retry = await session.chat([user("a")], is_retry=True)
-        assert retry == twin and len(model.prompts) == 2
-        assert [sample.is_abandoned for sample in session.samples()] == [True, False]
+        assert retry.node == twin.node and len(model.prompts) == 2
+        assert [sample.is_abandoned for sample in session.samples()] == [False, False]
         model.replies.append(Reply("three", END))
         other = await session.chat([user("a")], is_retry=True, max_tokens=7)
         assert other.node not in (first.node, twin.node) and model.params[-1].max_tokens == 7
@@ -179,10 +185,10 @@ def test_equal_twins_are_told_apart_by_their_reasoning(texts: TextModel, model: 
                 await session.chat([user("a"), message, user("b")])
             told = first if chosen == "p" else second
             assert f"token {len(told.prompt_token_ids)} ({told.sample.token_ids[0]}, " in str(caught.value)
-        root = session._forest._roots[next(iter(session._forest._roots))]
+        [root] = session._forest._roots.values()
         [given] = [node for nodes in root.children.values() for node in nodes]
-        messages = session._read([user("a"), bare], (), {}, {}).messages
-        assert session._forest.find(root.id, messages)[0].id == second.node
+        call = session._read([user("a"), bare], (), {}, {})
+        assert session._forest.find(call.root, call.messages)[0].id == second.node
         assert [node.id for nodes in given.children.values() for node in nodes] == [first.node, second.node]
 
     run(work)
@@ -249,7 +255,7 @@ def test_a_call_that_fails_adds_nothing_and_its_seed_is_used_again(texts: TextMo
         model.replies.append(Reply("two", END))
         answer = await session.chat([user("a")], is_retry=True)
         assert answer.message["content"] == "two" and model.params[0].seed == model.params[1].seed
-        assert not (session._forest._pending or session._running or session._num_callers)
+        assert not (session._forest._pending or session._running)
 
     run(work)
 
@@ -279,20 +285,20 @@ def test_bounds(texts: TextModel, model: Model) -> None:
     async def work() -> None:
         small = session_of(model, texts, max_nodes=4)
         await answers(small, model, ([user("a")], Reply("one", END)))
-        with pytest.raises(UnavailableError, match=r"would have 6 messages \(limit 4\)"):
+        with pytest.raises(IllegalStateError, match=r"6 messages are too many \(limit 4\)"):
             await small.chat([user("b"), user("c"), user("d")])
         model.gate = asyncio.Event()
         model.replies.append(Reply("two", END))
         running = asyncio.ensure_future(small.chat([user("b")]))
         while len(model.prompts) < 2:
             await asyncio.sleep(0)
-        with pytest.raises(UnavailableError, match=r"would have 6 messages"):
+        with pytest.raises(IllegalStateError, match=r"6 messages are too many"):
             await small.chat([user("c")])
         model.gate.set()
         await running
         short = session_of(model, texts, max_bytes=1)
         await answers(short, model, ([user("a")], Reply("one", END)))
-        with pytest.raises(UnavailableError, match=r"holds \d+ bytes \(limit 1\)"):
+        with pytest.raises(IllegalStateError, match=r"\d+ bytes are too many \(limit 1\)"):
             await short.chat([user("b")])
 
     run(work)
@@ -408,9 +414,9 @@ def test_the_default_parser(texts: TextModel) -> None:
     whole, open_call, cut, plain = run(work)
     assert whole.message["content"] == "Wait." and whole.finish_reason == "tool_calls"
     assert whole.message["tool_calls"][0]["function"] == dict(name="get", arguments='{"x": 1}')
-    assert open_call.message == dict(role="assistant", content=call[:-3]) and open_call.finish_reason == "length"
-    assert cut.message == dict(role="assistant", content=call) and cut.finish_reason == "length"
-    assert plain.message == dict(role="assistant", content=call) and plain.finish_reason == "stop"
+    assert said(open_call) == call[:-3] and open_call.finish_reason == "length"
+    assert said(cut) == call and cut.finish_reason == "length"
+    assert said(plain) == call and plain.finish_reason == "stop"
 
 
 def test_a_stop_string_may_cut_the_end_of_a_call() -> None:

@@ -177,8 +177,7 @@ def test_the_border_of_a_turn(
 
 
 class LocalTexts:
-    """The methods of TextModel that sessions need, without child processes. The special tokens of a template are tokens.
-    """
+    """The methods of TextModel that sessions need, without child processes. The special tokens of a template are tokens."""
 
     def __init__(self, template: str) -> None:
         self._template = template
