@@ -62,6 +62,14 @@ def same(given: dict[str, Any], stored: dict[str, Any]) -> bool:
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
+def names(given: dict[str, Any], stored: dict[str, Any]) -> bool:
+    return given.get("session_node") == stored.get("session_node") is not None
+
+
+def newest(said: list[Said]) -> tuple[bool, int]:
+    return said[-1].raw is not None, said[-1].birth
+
+
 def calls_text(message: dict[str, Any]) -> str:
     told = (
         f'\n<tool_call>\n{{"name": "{c["name"]}", "arguments": {json.dumps(c["arguments"], ensure_ascii=False)}}}'
@@ -168,15 +176,16 @@ class Oracle:
         return bool(said[i].message.get("reasoning_content")) and (said[i].raw is not None or was_asked)
 
     def _base(self, messages: list[dict[str, Any]]) -> list[Said]:
-        for depth in range(len(messages), 0, -1):
-            found = [
-                said[:depth]
-                for said in self.known
-                if len(said) >= depth and all(same(m, s.message) for m, s in zip(messages, said[:depth], strict=False))
-            ]
-            if found:
-                return max(found, key=lambda said: (said[-1].raw is not None, said[-1].birth))
-        return []
+        found, depth = self.known, 0
+        for depth, message in enumerate(messages):
+            matching = [said for said in found if len(said) > depth and same(message, said[depth].message)]
+            named = [said for said in matching if names(message, said[depth].message)]
+            if not matching:
+                break
+            found = named or matching
+        else:
+            depth = len(messages)
+        return max((said[:depth] for said in found if depth), key=newest, default=[])
 
     def _encoded(self, pieces: Pieces) -> list[int]:
         token_ids, text = [], ""
@@ -292,6 +301,8 @@ class Agent:
             if self._random.random() < 0.2:
                 message |= dict(refusal=None, annotations=[], name="")
                 message["content"] = [dict(type="text", text=text)] if (text := content_of(message)) else None
+            if self._random.random() < 0.2:
+                message.pop("session_node", None)
             for call in message.get("tool_calls") or []:
                 if self._random.random() < 0.2:
                     call["function"]["arguments"] = dict(reversed(arguments_of(call).items()))

@@ -227,10 +227,11 @@ class AsyncSession:
         return _Call(read, arguments, sampling, root, body)
 
     async def _earlier(self, body: bytes) -> _Run | Node | None:
-        """Return the run or the recorded node that a retry stands for."""
-        while ending := [run.task for run in self._running.get(body, ()) if not run.num_callers]:
+        """Return the run or the recorded node that a retry stands for; None if the retry is to draw an answer."""
+        runs = self._running.get(body, ())
+        if ending := [run.task for run in runs if not run.num_callers]:
             await asyncio.wait(ending)
-        runs = self._running.get(body)
+            return None
         return min(runs, key=lambda run: run.num_callers) if runs else self._forest.recorded(body)
 
     def _begin(self, call: _Call) -> _Run:

@@ -25,6 +25,7 @@ the turn is added.
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +44,13 @@ SWITCHES: dict[str, Any] = dict(clear_thinking=False, preserve_thinking=True, tr
 """Arguments with which templates of GLM, Qwen and Nemotron keep the reasoning of earlier turns. Other templates ignore
 these arguments.
 """
-RESERVED = {"tools", "add_generation_prompt", "tokenize", "chat_template", "conversation", "messages"}
+RESERVED = {
+    *("tools", "messages", "add_generation_prompt", "continue_final_message"),
+    # Other arguments of transformers' `apply_chat_template`, which are no arguments of the template.
+    *("self", "conversation", "chat_template", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+    *("return_dict", "return_assistant_tokens_mask", "sanitize_control_tokens", "tokenizer_kwargs", "processor_kwargs"),
+}
+"""Arguments that a call cannot set."""
 _SHOWN_CHARS = 40
 _BORDER_TOKENS = 16
 """Number of tokens on each side of a border that are decoded to check the border."""
@@ -161,10 +168,14 @@ class _Rendering:
         messages = [self._marked(i, turn) for i, turn in enumerate(turns)]
         try:
             return self._render(messages, opens)
-        except ModelError:
+        except ModelError as error:
             if not any(turn.message.calls for turn in turns):
                 raise
-        return self._render([_with_texts(message) for message in messages], opens)
+            first = error
+        try:
+            return self._render([_with_texts(message) for message in messages], opens)
+        except ModelError:
+            raise first from None
 
     def _render(self, messages: list[dict[str, Any]], opens: bool) -> str:
         arguments = self._arguments | dict(add_generation_prompt=opens)
@@ -268,7 +279,8 @@ class _Rendering:
             raise self._lost("the reasoning")
         if message.fields["content"] and content not in span:
             raise self._lost("the content")
-        if not all(call["function"]["name"] in span or call.get("id", span) in span for call in message.calls):
+        bare = self._without_marks(span, lambda _: "")
+        if not all(call["function"]["name"] in bare or call.get("id", bare) in bare for call in message.calls):
             raise self._lost("the tool calls")
         if self._nonce in text:
             raise self._lost("the order")
@@ -289,7 +301,10 @@ class _Rendering:
     def _rewritten(self, before: str, rendered: str) -> InvalidRequestError:
         """Return the error for a template that changes the text of earlier messages."""
         at = len(commonprefix((before, rendered)))
-        was, now = (self._shown(text[at : at + len(self._nonce) + _SHOWN_CHARS]) for text in (before, rendered))
+        start = before.rfind(self._nonce, 0, at + len(self._nonce))
+        torn = re.match(self._mark_pattern(), before[start:]) if start >= 0 else None
+        at = start if torn and start < at < start + torn.end() else at
+        was, now = (self._shown(text[at:]) for text in (before, rendered))
         change = f"{was} becomes {now}"
         end = 0
         for previous, index in zip((None, *self._drawn), self._drawn, strict=False):
@@ -336,11 +351,17 @@ class _Rendering:
         )
 
     def _shown(self, text: str) -> str:
-        for i in self._drawn:
-            content, reasoning = self._marks(i)
-            text = text.replace(content, self._turns[i].message.fields["content"])
-            text = text.replace(reasoning, self._turns[i].message.reasoning)
-        return brief(text[:_SHOWN_CHARS])
+        fields = {"c": "content", "r": "reasoning_content"}
+        whole = self._without_marks(
+            text, lambda mark: self._turns[int(mark[2])].message.fields.get(fields[mark[1]], "")[:_SHOWN_CHARS]
+        )
+        return brief(whole[:_SHOWN_CHARS])
+
+    def _without_marks(self, text: str, replaced: Callable[[re.Match[str]], str]) -> str:
+        return re.sub(self._mark_pattern(), replaced, text)
+
+    def _mark_pattern(self) -> str:
+        return rf"{self._nonce}([cr])(\d+)e"
 
 
 def _with_texts(message: dict[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbort
 from trueroll.rollout import SamplingParams
 from trueroll.rollout.sessions.answers import read_answer
 from trueroll.rollout.sessions.export import to_safetensors
+from trueroll.rollout.sessions.forest import _num_bytes
+from trueroll.rollout.sessions.messages import read_messages
 from trueroll.rollout.sessions.session import Answer, AsyncSession
 from trueroll.rollout.text import TextModel
 
@@ -215,6 +218,193 @@ def test_a_retry_waits_for_the_call_in_flight(texts: TextModel, model: Model) ->
     run(work)
 
 
+class SlowToLeave(Model):
+    """A model whose cancelled calls end only when `may_leave` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(make_tokenizer())
+        self.may_leave = asyncio.Event()
+
+    async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+        try:
+            return await super().generate(prompts, params)
+        except asyncio.CancelledError:
+            await self.may_leave.wait()
+            raise
+
+
+async def until(num_asked: int, model: Model) -> None:
+    while len(model.prompts) < num_asked:
+        await asyncio.sleep(0)
+
+
+def test_a_retry_of_a_cancelled_call_waits_for_its_end_and_has_its_seed(texts: TextModel) -> None:
+    async def work() -> None:
+        model = SlowToLeave()
+        session = session_of(model, texts)
+        model.gate = asyncio.Event()
+        model.replies += [Reply(text, END) for text in ("one", "two", "three")]
+        first, twin = (asyncio.ensure_future(session.chat([user("a")])) for _ in range(2))
+        await until(2, model)
+        first.cancel()
+        retry = asyncio.ensure_future(session.chat([user("a")], is_retry=True))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert len(model.prompts) == 2 and not first.done(), "premise: the cancelled call has not ended"
+        model.may_leave.set()
+        model.gate.set()
+        other, again = await asyncio.gather(twin, retry)
+        seeds = [params.seed for params in model.params]
+        assert seeds[0] == seeds[2] == again.sample.seed != other.sample.seed == seeds[1]
+        assert first.cancelled() and len(session.samples()) == 2
+
+    run(work)
+
+
+def test_a_retry_finds_the_call_in_flight_although_its_twin_failed(texts: TextModel, model: Model) -> None:
+    session = session_of(model, texts)
+
+    async def work() -> None:
+        model.gate = asyncio.Event()
+        model.replies.append(Reply("one", END))
+        first = asyncio.ensure_future(session.chat([user("a")]))
+        await until(1, model)
+        with pytest.raises(IndexError):  # the scripted model has no reply
+            await session.chat([user("a")])
+        retry = asyncio.ensure_future(session.chat([user("a")], is_retry=True))
+        await asyncio.sleep(0)
+        model.gate.set()
+        assert (await retry).node == (await first).node and len(model.prompts) == 2
+
+    run(work)
+
+
+def test_retries_of_twins_wait_for_different_calls(texts: TextModel, model: Model) -> None:
+    session = session_of(model, texts)
+
+    async def work() -> None:
+        model.gate = asyncio.Event()
+        model.replies += [Reply("one", END), Reply("two", END)]
+        calls = [asyncio.ensure_future(session.chat([user("a")])) for _ in range(2)]
+        await until(2, model)
+        retries = [asyncio.ensure_future(session.chat([user("a")], is_retry=True)) for _ in range(2)]
+        await asyncio.sleep(0)
+        model.gate.set()
+        nodes = [(await call).node for call in [*calls, *retries]]
+        assert nodes[:2] == nodes[2:] and len({*nodes}) == 2 == len(model.prompts)
+
+    run(work)
+
+
+def test_a_call_that_is_cancelled_before_its_caller_gets_the_answer_adds_nothing(
+    texts: TextModel, model: Model
+) -> None:
+    session = session_of(model, texts)
+
+    async def work() -> None:
+        model.gate = asyncio.Event()
+        model.replies.append(Reply("one", END))
+        call = asyncio.ensure_future(session.chat([user("a")]))
+        await until(1, model)
+        [[running]] = session._running.values()
+        running.task.add_done_callback(lambda _: call.cancel())
+        model.gate.set()
+        await asyncio.gather(call, return_exceptions=True)
+        assert call.cancelled() and running.task.result(), "premise: the answer was complete"
+        forest = session._forest
+        assert len(forest) == 0 == forest.num_bytes
+        assert not (session._running or forest._ordinals or forest._pending or forest._roots)
+
+    run(work)
+
+
+def test_an_answer_names_its_tokens_among_equal_answers(texts: TextModel, model: Model) -> None:
+    session = session_of(model, texts)
+
+    async def work() -> None:
+        first, second = await answers(session, model, *[([user("a")], Reply("false is it", END))] * 2)
+        assert first.message["content"] == second.message["content"], "premise"
+        assert first.sample.token_ids != second.sample.token_ids, "premise"
+        for answer in (first, second):
+            [following] = await answers(session, model, ([user("a"), answer.message, user("b")], Reply("x", END)))
+            assert following.prompt_token_ids[len(answer.prompt_token_ids) :][: len(answer.sample.token_ids)] == (
+                answer.sample.token_ids
+            )
+        unnamed = dict(role="assistant", content="false is it")
+        edited = first.message | dict(content="true is it")
+        [newest, other] = await answers(
+            session, model, *(([user("a"), each, user("c")], Reply("x", END)) for each in (unnamed, edited))
+        )
+        drawn = newest.prompt_token_ids[len(second.prompt_token_ids) :]
+        assert drawn[: len(second.sample.token_ids)] == second.sample.token_ids
+        assert (newest.num_continued, other.num_continued) == (2, 0), "a name does not replace the content"
+
+    run(work)
+
+
+def test_given_messages_with_arguments_in_another_order_are_not_shared(texts: TextModel, model: Model) -> None:
+    """The template writes the arguments in the given order, so both conversations can go on."""
+    session = session_of(model, texts)
+
+    def history(arguments: str) -> list[dict[str, Any]]:
+        call = dict(id="c", function=dict(name="f", arguments=arguments))
+        return [user("a"), dict(role="assistant", content="", tool_calls=[call]), dict(role="tool", content="r")]
+
+    async def work() -> None:
+        model.replies += [Reply("one", END), Reply("two", END)]
+        histories = [history('{"x": 1, "y": 2}'), history('{"y": 2, "x": 1}')]
+        found = await asyncio.gather(*map(session.chat, histories))
+        assert found[0].prompt_token_ids != found[1].prompt_token_ids, "premise"
+        for messages, answer in zip(histories, found, strict=True):
+            [following] = await answers(session, model, ([*messages, answer.message, user("b")], Reply("x", END)))
+            drawn = [*answer.prompt_token_ids, *answer.sample.token_ids]
+            assert following.prompt_token_ids[: len(drawn)] == drawn
+
+    run(work)
+
+
+def test_large_calls_are_read_on_another_thread_in_order(
+    texts: TextModel, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def read(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return read_messages(*args)
+
+    monkeypatch.setattr("trueroll.rollout.sessions.session.read_messages", read)
+    large = [user("a" * 2**16)]
+
+    async def work() -> None:
+        model.replies += [Reply("x", END)] * 6
+        one_by_one, together = session_of(model, texts), session_of(model, texts)
+        expected = [await one_by_one.chat(large) for _ in range(2)]
+        found = await asyncio.gather(together.chat(large), together.chat(large))
+        assert [answer.sample.seed for answer in found] == [answer.sample.seed for answer in expected]
+        assert threading.get_ident() not in threads and len(threads) == 4
+        await together.chat([user("a")])
+        assert threads[-1] == threading.get_ident()
+
+    run(work)
+
+
+def test_records_cannot_be_changed_through_an_answer(texts: TextModel, model: Model) -> None:
+    session = session_of(model, texts)
+
+    async def work() -> None:
+        [first] = await answers(session, model, ([user("a")], Reply("one", END)))
+        drawn = list(first.sample.token_ids)
+        first.sample.token_ids[0] = 7
+        assert first.sample.logprobs is not None
+        with pytest.raises(ValueError, match="read-only"):
+            first.sample.logprobs[0] = 0
+        [second] = await answers(session, model, ([user("a"), first.message, user("b")], Reply("two", END)))
+        assert second.prompt_token_ids[len(first.prompt_token_ids) :][: len(drawn)] == drawn
+        assert (first.num_continued, second.num_continued) == (0, 2)
+
+    run(work)
+
+
 def test_two_calls_at_a_time(texts: TextModel, model: Model) -> None:
     session = session_of(model, texts)
 
@@ -281,6 +471,48 @@ def test_close(texts: TextModel, model: Model) -> None:
     run(work)
 
 
+def test_a_caller_that_is_cancelled_during_close_is_cancelled(texts: TextModel, model: Model) -> None:
+    session = session_of(model, texts)
+
+    async def work() -> None:
+        model.gate = asyncio.Event()
+        model.replies.append(Reply("one", END))
+        call = asyncio.ensure_future(session.chat([user("a")]))
+        await until(1, model)
+        closing = asyncio.ensure_future(session.close())
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, closing, return_exceptions=True)
+        assert call.cancelled() and closing.exception() is None
+
+    run(work)
+
+
+def test_the_bytes_of_a_session_include_its_samples_and_roots(texts: TextModel, model: Model) -> None:
+    async def work() -> None:
+        session, history = session_of(model, texts, max_bytes=400_000), [user("w " * 2000)]
+        [first] = await answers(session, model, (history, Reply("one", END)))
+        with pytest.raises(IllegalStateError, match="bytes of samples are too many"):
+            for i in range(6):
+                branch = [*history, first.message, user(f"{i}")]
+                await answers(session, model, (branch, Reply("one", END)))
+        assert i == 4 and session._forest.num_bytes < 300_000, "premise: the nodes are small"
+        actual = sum(sample.token_ids.nbytes + sample.versions.nbytes for sample in session.samples())
+        assert actual < session._forest.num_sample_bytes < 10 * actual
+        line = session_of(model, texts)
+        model.replies += [Reply("one", END)] * 2
+        answer = await line.chat([user("a")], chat_template_kwargs=dict(unused="x" * 10**5))
+        before = line._forest.num_sample_bytes
+        history = [user("a"), answer.message, user("b")]
+        leaf = await line.chat(history, chat_template_kwargs=dict(unused="x" * 10**5))
+        assert before < line._forest.num_sample_bytes == line._forest.node(leaf.node).sample_bytes
+        [root] = line._forest._roots.values()
+        assert len(root.id) == 32, "the arguments of the template are not kept"
+        assert line._forest.num_bytes == 2048 + sum(map(_num_bytes, line._forest._nodes.values()))
+
+    run(work)
+
+
 def test_bounds(texts: TextModel, model: Model) -> None:
     async def work() -> None:
         small = session_of(model, texts, max_nodes=4)
@@ -306,7 +538,12 @@ def test_bounds(texts: TextModel, model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("params", "error"),
-    [(dict(n=2), "n must be 1"), (dict(seed=3), "seed must be left out"), (dict(top_q=1), "top_q: unknown parameter")],
+    [
+        (dict(n=2), "n must be 1"),
+        (dict(seed=3), "seed must be left out"),
+        (dict(logprobs=None), "logprobs must not"),
+        (dict(top_q=1), "top_q: unknown parameter"),
+    ],
 )
 def test_refused_parameters(texts: TextModel, model: Model, params: dict[str, Any], error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
@@ -320,11 +557,19 @@ def test_refused_calls(texts: TextModel, model: Model) -> None:
         [first] = await answers(session, model, ([user("a")], Reply("one", END)))
         with pytest.raises(InvalidRequestError, match="ends with an answer"):
             await session.chat([user("a"), first.message])
-        for value in (float("nan"), "1", True):
+        for value in (float("nan"), "1", True, 10**400):
             with pytest.raises(InvalidRequestError, match="must be a finite number"):
                 session.reward(value)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError, match="'x' is not a node"):
-            session.reward(1.0, "x")
+        session.reward(np.float32(0.5))  # type: ignore[arg-type]
+        assert session.samples()[0].reward == 0.5
+        for node in ("x", [], "x" * 10**6):
+            with pytest.raises(InvalidRequestError, match="^node: .{2,80} is not a node"):
+                session.reward(1.0, node)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequestError, match="chat_template_kwargs: must be an object"):
+            await session.chat([user("a")], chat_template_kwargs=[1])  # type: ignore[arg-type]
+        for name in ("return_dict", "padding", "self", "tokenizer_kwargs"):
+            with pytest.raises(InvalidRequestError, match=f"'{name}'] cannot be set here"):
+                await session.chat([user("a")], chat_template_kwargs={name: 1})
         [given] = [node.id for node in session._forest._nodes.values() if node.drawn is None]
         with pytest.raises(InvalidRequestError, match="give the id of an answer"):
             session.reward(1.0, given)
@@ -333,6 +578,9 @@ def test_refused_calls(texts: TextModel, model: Model) -> None:
     for seed in (-1, 2**64, 0.5):
         with pytest.raises(InvalidRequestError, match="seed: must be"):
             AsyncSession(None, texts, seed=seed)  # type: ignore[arg-type]
+    for bounds in (dict(max_nodes="x"), dict(max_bytes=-1)):
+        with pytest.raises(InvalidRequestError, match="must be a positive integer"):
+            session_of(model, texts, **bounds)
     with pytest.raises(InvalidRequestError, match="n must be 1"):
         AsyncSession(None, texts, sampling=SamplingParams(n=2))  # type: ignore[arg-type]
 

@@ -177,7 +177,8 @@ def test_the_border_of_a_turn(
 
 
 class LocalTexts:
-    """The methods of TextModel that sessions need, without child processes. The special tokens of a template are tokens."""
+    """The methods of TextModel that sessions need, without child processes. Their vocabulary has the template's special tokens.
+    """
 
     def __init__(self, template: str) -> None:
         self._template = template
