@@ -243,7 +243,7 @@ class Agent:
 
     def check_samples(self) -> None:
         """Check that each drawn token is trained once, except ends of turns that the template does not write."""
-        trained = set()
+        trained: dict[str, int] = {}
         for sample in self._session.samples():
             inside = 0
             for turn in sample.turns:
@@ -251,12 +251,13 @@ class Agent:
                 raw = len(drawn) - isinstance(stop, int)
                 following = sample.token_ids[turn.start + raw : turn.start + raw + 1].tolist()
                 assert sample.token_ids[turn.start : turn.end].tolist() == drawn[: raw + (following == [stop])]
-                assert turn.is_trained == (turn.node not in trained)
-                assert sample.mask[turn.start : turn.end].tolist() == [turn.is_trained] * (turn.end - turn.start)
-                inside += turn.is_trained * (turn.end - turn.start)
-                trained.add(turn.node)
+                size, before = turn.end - turn.start, trained.get(turn.node, 0)
+                assert turn.is_trained == (before < size)
+                assert sample.mask[turn.start : turn.end].tolist() == [int(i >= before) for i in range(size)]
+                inside += max(0, size - before)
+                trained[turn.node] = max(size, before)
             assert sample.mask.sum() == inside and (sample.logprobs < 0).sum() == inside
-        assert trained == self._answers.keys()
+        assert trained.keys() == self._answers.keys()
 
     async def _check_refused(self, messages: list[dict[str, Any]], said: list[Said], lost: int) -> None:
         raw = said[lost].raw

@@ -1,8 +1,8 @@
 """Samples of a session, for trainers.
 
 A session has one sample for each leaf of its forest. The tokens of a sample are all tokens of the conversation, in
-order, as the worker received and drew them. If several samples contain a drawn message, only the first of them trains
-it. Owns the forms in which samples leave a session: Python objects, JSON, safetensors, and the entries that NeMo-Gym
+order, as the worker received and drew them. If several samples contain a drawn token, only the first of them trains it.
+Owns the forms in which samples leave a session: Python objects, JSON, safetensors, and the entries that NeMo-Gym
 keeps for each call.
 """
 
@@ -29,7 +29,8 @@ class SessionTurn:
     """A drawn message of a sample.
 
     `node`: its id. `start`, `end`: the sample's tokens [start, end) are its tokens. `is_trained`: whether the sample's
-    mask contains these tokens. `finish_reason`, `seed`: of the worker's sample. `reward`: the reward that the agent
+    mask contains any of these tokens: all of them, or only the token that ended the message, if an earlier sample has
+    the message without this token. `finish_reason`, `seed`: of the worker's sample. `reward`: the reward that the agent
     attached to the node.
     """
 
@@ -50,7 +51,7 @@ class SessionSample:
       leaf's call several times, and continued another answer to it.
     - `token_ids`: int32 [num_tokens]
     - `mask`: uint8 [num_tokens], 1 for the tokens to train: the tokens that the model drew, if no earlier sample trains
-      them
+      them. A token is in no mask if no sample contains it.
     - `logprobs`: float32 [num_tokens], 0.0 outside the mask
     - `versions`: int64 [num_tokens], the version of the weights that drew the token; -1 for tokens that no model drew
     - `columns`: the other columns that the requests recorded, such as `top_logprobs`, for the tokens of the mask in
@@ -94,14 +95,8 @@ class SessionSample:
 
 def samples_of(forest: Forest) -> list[SessionSample]:
     """Return one sample for each leaf, in the order in which the leaves were added."""
-    trained: set[str] = set()
-    samples = []
-    for leaf in forest.leaves():
-        nodes = [node for node in leaf.path if node.drawn is not None]
-        fresh = {node.id for node in nodes} - trained
-        samples.append(_sample(leaf, nodes, fresh, forest.is_abandoned(leaf)))
-        trained |= fresh
-    return samples
+    trained: dict[str, int] = {}  # the number of tokens of each drawn node that the samples train
+    return [_sample(leaf, trained, forest.is_abandoned(leaf)) for leaf in forest.leaves()]
 
 
 def to_safetensors(samples: Sequence[SessionSample]) -> bytes:
@@ -166,25 +161,25 @@ def prompt_of(node: Node) -> list[int]:
     return token_ids
 
 
-def _sample(leaf: Node, nodes: list[Node], fresh: set[str], is_abandoned: bool) -> SessionSample:
+def _sample(leaf: Node, trained: dict[str, int], is_abandoned: bool) -> SessionSample:
+    """Return the sample of a leaf, and count its tokens in `trained`."""
+    nodes = [node for node in leaf.path if node.drawn is not None]
     token_ids = np.array(tokens_until(nodes), np.int32)
     mask, logprobs = np.zeros(len(token_ids), np.uint8), np.zeros(len(token_ids), np.float32)
     versions = np.full(len(token_ids), NO_VERSION, np.int64)
-    turns = []
+    turns, columns = [], []
     for node, end in zip(nodes, _ends(nodes), strict=True):
         drawn, start = _drawn(node), _drawn(node).prompt_len
-        count = end - start
+        first, count = trained.get(node.id, 0), end - start
         for span in drawn.sample.weight_versions:
             versions[start + span.start : start + min(span.end, count)] = span.version
-        if node.id in fresh:
-            mask[start:end] = 1
-            logprobs[start:end] = _logprobs(drawn)[:count]
-        turns.append(
-            SessionTurn(
-                node.id, start, end, node.id in fresh, drawn.sample.finish_reason, drawn.sample.seed, node.reward
-            )
-        )
-    trained = [turn for turn in zip(nodes, turns, strict=True) if turn[1].is_trained]
+        if is_trained := first < count:
+            mask[start + first : end] = 1
+            logprobs[start + first : end] = _logprobs(drawn)[first:count]
+            columns.append(cut_columns(_others(node), first, count))
+            trained[node.id] = count
+        sample = drawn.sample
+        turns.append(SessionTurn(node.id, start, end, is_trained, sample.finish_reason, sample.seed, node.reward))
     return SessionSample(
         node=leaf.id,
         reward=leaf.reward,
@@ -193,7 +188,7 @@ def _sample(leaf: Node, nodes: list[Node], fresh: set[str], is_abandoned: bool) 
         mask=mask,
         logprobs=logprobs,
         versions=versions,
-        columns=_joined_columns([cut_columns(_others(node), 0, turn.end - turn.start) for node, turn in trained]),
+        columns=_joined_columns(columns),
         routed_experts=_joined_routes(nodes, len(token_ids)),
         turns=tuple(turns),
         messages=tuple(deepcopy(node.message.fields) for node in leaf.path),

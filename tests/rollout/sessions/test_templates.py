@@ -177,7 +177,8 @@ def test_the_border_of_a_turn(
 
 
 class LocalTexts:
-    """The methods of TextModel that sessions need, without child processes. Their vocabulary has the template's special tokens.
+    """The methods of TextModel that sessions need, without child processes. The special tokens of a template are in
+    the vocabulary.
     """
 
     def __init__(self, template: str) -> None:
@@ -244,6 +245,46 @@ def test_no_end_of_a_turn_is_doubled() -> None:
         except InvalidRequestError:  # the template rewrites the beginning of an answer, or needs parts of content
             continue
     assert len(accepted) > 24 and "cohere2" in several, (accepted, several)
+
+
+def test_the_end_of_a_turn_is_trained_in_the_first_sample_that_has_it(texts_of: Callable[[str], TextModel]) -> None:
+    model = Model(make_tokenizer(), [Reply("\n<think></think>\nNo", "<|user|>", "", "No"), Reply("x"), Reply("y")])
+    session = session_of(model, texts_of(TEMPLATES["glm"]))
+
+    async def work() -> None:
+        first = await session.chat([ASK])
+        for new in (dict(role="tool", content="42"), AGAIN):
+            await session.chat([ASK, first.message, new])
+        without, with_end = session.samples()
+        num_drawn, turns = len(first.sample.token_ids), (without.turns[0], with_end.turns[0])
+        assert [turn.end - turn.start for turn in turns] == [num_drawn - 1, num_drawn], "premise"
+        assert without.mask[turns[0].start : turns[0].end].all() and all(turn.is_trained for turn in turns)
+        assert with_end.mask[turns[1].start : turns[1].end].tolist() == [0] * (num_drawn - 1) + [1]
+        assert first.sample.logprobs is not None
+        assert with_end.logprobs[turns[1].end - 1] == first.sample.logprobs[-1] < 0
+
+    asyncio.run(work())
+
+
+def test_a_template_without_calls_is_refused_although_the_name_is_a_letter(
+    texts_of: Callable[[str], TextModel],
+) -> None:
+    for name in "mce":
+        reply = Reply("Wait. {call}", "<|im_end|>", "", "Wait.", ((name, {"x": 1}),))
+        with pytest.raises(InvalidRequestError, match="does not keep the tool calls"):
+            texts_asked(texts_of(CHAT), reply, Reply("x"), turns=[[RESULT]])
+
+
+def test_errors_show_whole_texts_and_the_first_error_of_the_template(texts_of: Callable[[str], TextModel]) -> None:
+    skips = "{% for m in messages %}{{ m.content if messages | length < 5 or loop.index0 not in [1, 2] }}{% endfor %}"
+    replies = Reply("No", "<|im_end|>"), Reply("Yes", "<|im_end|>"), Reply("x")
+    with pytest.raises(InvalidRequestError, match="'NoAgain' becomes 'YesAgain'; "):
+        texts_asked(texts_of(skips), *replies, turns=[[AGAIN], [AGAIN]])
+    fails = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ raise_exception('as object' if "
+    fails += "c.function.arguments is mapping else 'as text') }}{% endfor %}{% endfor %}"
+    call = Reply("call", "<|im_end|>", "", "", (CALL,))
+    with pytest.raises(InvalidRequestError, match="as object"):
+        texts_asked(texts_of(fails), call, Reply("x"), turns=[[RESULT]])
 
 
 def test_the_template_of_smollm2(smollm2: Path) -> None:
