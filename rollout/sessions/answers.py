@@ -63,36 +63,38 @@ def read_answer(
     the tools of the request. `seed`: the seed of the request, from which the ids of tool calls are derived if the model
     did not write them.
     """
-    text = _text_of(sample, texts, {})
     if parser is None:
-        parts = _parsed(sample, texts, prompt, tools, text)
+        parts, text = _parsed(sample, texts, prompt, tools)
     else:
+        text = _text_of(sample, texts, {})
         parts = parser.whole(_without_end(sample), text, sample.finish_reason)
     calls = [_with_id(call, text, f"call_{seed:016x}{i}") for i, call in enumerate(parts.tool_calls)]
     told = dict(content=parts.content, reasoning_content=parts.reasoning_content, tool_calls=calls)
     try:
         [message] = read_messages([dict(role="assistant", **told)])
     except InvalidRequestError:
-        return Message(dict(role="assistant", content=text))
+        return Message(dict(role="assistant", content=_text_of(sample, texts, {})))
     return message
 
 
 def _parsed(
-    sample: SampleOutput, texts: TextModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]], text: str
-) -> Parsed:
-    """Parse an answer in the format of the model's chat template. An answer that was cut has no tool calls. `text`: the
-    text of the answer.
+    sample: SampleOutput, texts: TextModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]]
+) -> tuple[Parsed, str]:
+    """Parse an answer in the format of the model's chat template, and return its parts and the parsed text. An answer
+    that was cut has no tool calls.
     """
     parser = parser_for(texts, tools if sample.finish_reason == "stop" else ())
     if parser is None:
-        return _Parts(text, "", [])
+        text = _text_of(sample, texts, {})
+        return _Parts(text, "", []), text
     end = decode_marked(texts.decode, prompt[-PROMPT_END_TOKENS:], False, parser.marks)
-    answer = parser.whole(_text_of(sample, texts, parser.marks), sample.finish_reason, end)
+    text = _text_of(sample, texts, parser.marks)
+    answer = parser.whole(text, sample.finish_reason, end)
     calls: list[dict[str, Any]] = []
     for call in answer.calls:
         calls.append(dict(type="function", function=dict(name=call.name, arguments=call.arguments)))
         calls[-1] |= {} if call.id is None else dict(id=call.id)
-    return _Parts(answer.content, answer.reasoning, calls)
+    return _Parts(answer.content, answer.reasoning, calls), text
 
 
 def _without_end(sample: SampleOutput) -> list[int]:

@@ -140,7 +140,7 @@ class Forest:
         `root`: the text of the template's arguments.
         """
         with self._lock:
-            digest = _digest(self._seed.to_bytes(8, "little"), b"root", root.encode(errors="surrogatepass"))
+            digest = _digest(self._seed.to_bytes(8, "little"), b"root", root.encode())
             found = [self._roots.get(digest) or Node(digest.hex(), -1, None, Message({}), digest)]
             depth = 0
             for message in messages:
@@ -260,7 +260,7 @@ def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
 
 def _after(digest: bytes, message: Message) -> bytes:
     """Return the digest of a path that a given message continues."""
-    return _digest(digest, b"given", message.spelling.encode(errors="surrogatepass"))
+    return _digest(digest, b"given", message.spelling.encode())
 
 
 def _num_bytes(node: Node) -> int:

@@ -240,6 +240,11 @@ class _Bounds:
 def _num_chars(value: Any) -> int:
     """Return the number of characters that a string, a number, a boolean or None counts as."""
     if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            bad = error.object[error.start]
+            raise _invalid("messages", f"{bad!r} is half a character; send valid texts only") from None
         return len(value)
     if isinstance(value, bool) or value is None:
         return 1

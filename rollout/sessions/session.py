@@ -223,7 +223,7 @@ class AsyncSession:
         _check_sampling(sampling)
         root = json.dumps(arguments, ensure_ascii=False)
         whole = as_key([root, sampling.model_dump_json(), [message.fields for message in read]])
-        body = hashlib.blake2b(whole.encode(errors="surrogatepass"), digest_size=16).digest()
+        body = hashlib.blake2b(whole.encode(), digest_size=16).digest()
         return _Call(read, arguments, sampling, root, body)
 
     async def _earlier(self, body: bytes) -> _Run | Node | None:

@@ -99,6 +99,8 @@ WIDE.extend([WIDE] * 40000)  # contains itself, so only the bounds end its readi
         ([dict(role="assistant", tool_calls=call(0))], "correct the call"),
         ([dict(role="assistant", tool_calls=call({}, type="custom"))], "correct the call"),
         ([dict(role="assistant", reasoning={"effort": "high"})], "reasoning_content must be a string"),
+        ([dict(role="user", content="a\ud800")], "half a character"),
+        ([dict(role="assistant", tool_calls=call('{"x": "\\ud800"}'))], "half a character"),
         ([dict(role="user", other=WIDE)], "more than 65536 values"),
         ([dict(role="user", other=[1 << 4095] * 4000)], "more than 4194304 characters"),
         # The bounds include the values in the texts of arguments.

@@ -645,6 +645,19 @@ def test_samples_in_all_forms(texts: TextModel, model: Model) -> None:
         assert entry["generation_log_probs"] == answer.sample.logprobs.tolist()
 
 
+def test_an_answer_with_half_a_character_is_content(texts: TextModel, model: Model) -> None:
+    session = session_of(model, texts)
+    reply = Reply("call", END, "", "", (("f", {"x": "\ud800"}),))
+
+    async def work() -> None:
+        [first] = await answers(session, model, ([user("a")], reply))
+        assert said(first) == "call"
+        await answers(session, model, ([user("a"), first.message, user("b")], Reply("x", END)))
+        assert len(session.samples()) == 1
+
+    run(work)
+
+
 def test_the_default_parser(texts: TextModel) -> None:
     """The template writes tool calls in the form of Hermes. A call that was cut is content, and so is a call in an
     answer to a request without tools.
