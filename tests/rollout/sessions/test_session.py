@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -366,10 +367,13 @@ def test_given_messages_with_arguments_in_another_order_are_not_shared(texts: Te
 def test_large_calls_are_read_on_another_thread_in_order(
     texts: TextModel, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = []
+    threads, is_busy = [], threading.Lock()
 
     def read(*args: Any) -> Any:
+        assert is_busy.acquire(blocking=False), "two large calls are read at a time"
+        time.sleep(0.02 * (len(threads) == 2))  # an overlap of the two calls would show
         threads.append(threading.get_ident())
+        is_busy.release()
         return read_messages(*args)
 
     monkeypatch.setattr("trueroll.rollout.sessions.session.read_messages", read)
