@@ -17,7 +17,8 @@ an error that names the first token that would change. No border depends on the 
 
 The last drawn tokens stay if the template writes the same tokens after the message. Thus the `<|im_end|>` of Qwen stays
 and the template's line break follows it, the two tokens with which Cohere's models end an answer stay, and the
-`<|user|>` of GLM stays as the beginning of the next message. If the template does not write the token that ended the
+`<|user|>` of GLM stays as the beginning of the next message. Tokens that end with the token that ended the message also
+stay if the template writes their text with other tokens. If the template does not write the token that ended the
 message, this token is dropped. If the message was cut, for example by `max_tokens`, the rest of the template's end of
 the turn is added.
 """
@@ -109,6 +110,8 @@ class Templates:
         token_ids = self._encode(text, is_abandoned)
         num_shared, dropped = self._shared(turn, token_ids)
         opening = Opening(span, text, token_ids[num_shared:], dropped)
+        if dropped and (end := self._end_in_other_tokens(turn, text)):
+            opening = Opening(span, text, self._encode(text[len(end) :], is_abandoned))
         self._check_border(rendering.last, turn, opening)
         return opening
 
@@ -125,6 +128,11 @@ class Templates:
         if shared := _num_shared(drawn, token_ids):
             return shared, False
         return _num_shared(drawn[:-1], token_ids, self._texts.is_silent), True
+
+    def _end_in_other_tokens(self, turn: Turn, text: str) -> str:
+        """Return the longest text of the last drawn tokens with which `text` begins; empty if there is none."""
+        drawn = list(turn.token_ids[-_MAX_END_TOKENS:])
+        return next((end for i in range(len(drawn)) if text.startswith(end := self._decode(drawn[i:])) and end), "")
 
     def _check_border(self, index: int, turn: Turn, opening: Opening) -> None:
         """Raise InvalidRequestError if the new tokens have another text after the drawn tokens than alone. Some

@@ -189,7 +189,7 @@ class LocalTexts:
         self._special = {self._tokenizer.token_to_id(name) for name in names}
 
     def render(self, messages: list[dict[str, Any]], arguments: dict[str, Any], *_: Any) -> str:
-        given = dict(tools=None) | arguments | dict(bos_token="<s>", eos_token="<|endoftext|>")
+        given: dict[str, Any] = dict(tools=None) | arguments | dict(bos_token="<s>", eos_token="<|endoftext|>")
         try:
             return render_jinja_template([messages], chat_template=self._template, **given)[0][0]
         except Exception as error:
@@ -233,7 +233,7 @@ def test_no_end_of_a_turn_is_doubled() -> None:
             whole = texts.render([ask, answer, again], SWITCHES | dict(add_generation_prompt=True))
             after = whole.partition("No, no.")[2]
             closed = texts.render([ask, answer], SWITCHES).partition("No, no.")[2]
-            end = commonprefix([texts.encode(closed), texts.encode(after)])
+            end = list(commonprefix([texts.encode(closed), texts.encode(after)]))
             for token_ids, stop in drawn_ends(texts, end):
                 drawn = [*texts.encode("No, no."), *token_ids]
                 opening = templates.open([given, Turn(said.message, first, drawn, stop), new], {})
@@ -245,6 +245,17 @@ def test_no_end_of_a_turn_is_doubled() -> None:
         except InvalidRequestError:  # the template rewrites the beginning of an answer, or needs parts of content
             continue
     assert len(accepted) > 24 and "cohere2" in several, (accepted, several)
+
+
+def test_an_end_that_the_model_spells_with_other_tokens_is_not_doubled(texts_of: Callable[[str], TextModel]) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}{{ 'falsefalse' if m.role == 'assistant' }}<|im_end|>"
+    texts = texts_of(template + "{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}")
+    model = Model(make_tokenizer(), [Reply("Nofalsefalse", "<|im_end|>", "", "No"), Reply("x")])
+    asyncio.run(talk(session_of(model, texts), [ASK], [AGAIN]))
+    end = model.tokenizer.encode("falsefalse<|im_end|>", add_special_tokens=False).ids
+    assert end[0] not in model.prompts[1][len(model.prompts[0]) :], "premise: other tokens"
+    before, after = (texts.decode(prompt, skip_special_tokens=False) for prompt in model.prompts)
+    assert after == f"{before}Nofalsefalse<|im_end|><|im_start|>Again<|im_end|><|im_start|>"
 
 
 def test_the_end_of_a_turn_is_trained_in_the_first_sample_that_has_it(texts_of: Callable[[str], TextModel]) -> None:
