@@ -118,7 +118,7 @@ WORDS = {
     "sharded inside": "layers.1.mlp.gate_proj.weight: .* still a DTensor .* not on modules inside a layer",
     "fsdp1": "wrapper FullyShardedDataParallel is not supported .*; shard with torch.distributed.fsdp.fully_shard",
     "tensor parallel": "layers.0.mlp.up_proj.weight: .* still a DTensor .* do not use tensor parallelism",
-    "rounded bias": "layers.1.mlp.expert_bias must be torch.float32, .* pass the parameter to fully_shard in ignored_params",
+    "rounded bias": "layers.1.mlp.expert_bias must be torch.float32, .* the parameter to fully_shard in ignored_params",
     "wide head": "lm_head.weight must be torch.bfloat16 like the hidden states .got torch.float32",
 }
 

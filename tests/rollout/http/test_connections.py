@@ -559,7 +559,7 @@ def test_half_of_the_descriptors_are_left_to_the_rest_of_the_process() -> None:
     try:
         assert most_connections(HttpConfig(address="ipc://x")) == 500 - connections.HEALTH_RESERVE
         assert most_connections(HttpConfig(address="ipc://x", max_connections=400)) == 400
-        with pytest.raises(ConfigError, match="max_connections: must be at most 436, .* 1000 file descriptors .got 501"):
+        with pytest.raises(ConfigError, match="must be at most 436, .* 1000 file descriptors .got 501"):
             most_connections(HttpConfig(address="ipc://x", max_connections=501))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
