@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def after_space(text: str, at: int) -> int:
     return found.end()
 
 
-class _Reader:
+class _Reader(ABC):
     """Reads values from a text, by recursive descent."""
 
     def __init__(self, text: str) -> None:
@@ -92,11 +93,13 @@ class _Reader:
         self.listed("}", pair)
         return found
 
+    @abstractmethod
     def key(self) -> str:
-        raise NotImplementedError
+        """Read the key of a member of an object."""
 
+    @abstractmethod
     def scalar(self) -> Any:
-        raise NotImplementedError
+        """Read a value that is neither an object nor a list."""
 
 
 class _Python(_Reader):

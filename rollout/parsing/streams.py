@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -102,11 +103,12 @@ def begun(text: str, start: int, texts: Sequence[str]) -> int:
     return next((n for n in range(most, 0, -1) if any(each.startswith(text[-n:]) for each in texts)), 0)
 
 
-class Reading:
+class Reading(ABC):
     """What all parsers of a growing answer share: the text that is not parsed yet, and the state of the parser.
 
-    A state is a method that parses a part of the text. It returns whether it has ended, and `_state` is then the next
-    one. `add` takes marked text, and `finish` the finish reason as in `SampleOutput`. Both return the new parts.
+    A state is a method that parses a part of the text. The method returns whether the state has ended. If so, `_state`
+    is the next state. `add` takes marked text, and `finish` the finish reason as in `SampleOutput`. Both return the new
+    parts.
     """
 
     _state: Callable[[], bool]
@@ -121,9 +123,9 @@ class Reading:
         self._run()
         return self._out.take()
 
+    @abstractmethod
     def finish(self, finish_reason: str) -> Answer:
         """Return the remaining parts of a finished answer."""
-        raise NotImplementedError
 
     def _run(self) -> None:
         while self._state():

@@ -126,7 +126,7 @@ ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü<"}}\n</tool_c
 
 @pytest.fixture(scope="module")
 def marking_model(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose markers are special tokens, which are no part of a text."""
+    """A model with special tokens as markers. Decoded text does not contain special tokens."""
     folder = shutil.copytree(chat_model, tmp_path_factory.mktemp("models") / "marking")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"], special_tokens=True)

@@ -220,7 +220,7 @@ def test_a_retry_waits_for_the_call_in_flight(texts: TextModel, model: Model) ->
 
 
 class SlowToLeave(Model):
-    """A model whose cancelled calls end only when `may_leave` is set."""
+    """A model of which a cancelled call goes on until `may_leave` is set."""
 
     def __init__(self) -> None:
         super().__init__(make_tokenizer())
