@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from trueroll.errors import InvalidRequestError
 
-from ..parsing.answers import Answer, Call
 from ..parsing.parser import PROMPT_END_TOKENS, AnswerParser, parser_for
-from ..protocol import new_id
 from .answers import Rows, TokenBytes
 from .conversation import ConversationFields, Message, prompt_of, text_of, tools_of
 from .fields import NumTop, TextFields, checked, given, recording, take_sampling, unsupported
@@ -17,6 +16,7 @@ from .forced_calls import forced_tools, forcing
 from .images import Prompt
 from .logprobs import TokenName, chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
+from .parsed import ParsedChoice, new_call_id
 from .pieces import Piece, Task, Usage, ending
 from .records import check_records, prompt_records, record_bytes, told_records
 from .samples import MESSAGE_CHARS
@@ -34,35 +34,11 @@ class ChatFields(TextFields, ConversationFields):
     parallel_tool_calls: bool = True
 
 
-class ParsedChoice:
-    """Parses the growing text of a choice. Without a parser, all text is content."""
-
-    def __init__(self, parser: AnswerParser | None, prompt: str) -> None:
-        self._stream = parser.stream(prompt) if parser else None
-        self.num_calls = 0
-
-    def add(self, piece: Piece) -> tuple[dict[str, str], list[dict[str, Any]]]:
-        """Return the new texts of the message by name, and the new tool calls."""
-        answer = self._stream.add(piece.text) if self._stream else Answer(piece.text)
-        if self._stream and piece.ended:
-            answer.extend(self._stream.finish(piece.ended.finish_reason))
-        calls = [_told_call(self.num_calls + i, call) for i, call in enumerate(answer.calls)]
-        self.num_calls += len(calls)
-        texts = {"content": answer.content}
-        if answer.reasoning:
-            texts["reasoning_content"] = answer.reasoning
-        return texts, calls
-
-
-def _told_call(index: int, call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": index, "id": call.id or f"call_{new_id()}", "type": "function", "function": function}
-
-
 @dataclass
 class ChatForm:
     """Writes chat completions. `parser`: parses the answers; None if all text is content. `prompt_end`: the end of the
-    prompt, as marked text. `told_prompt`: the fields of the answer with the log-probs of the prompt.
+    prompt, as marked text. `told_prompt`: the fields of the answer with the log-probs of the prompt. `call_id`: as in
+    `ParsedChoice`.
     """
 
     id: str
@@ -75,6 +51,7 @@ class ChatForm:
     parser: AnswerParser | None
     prompt_end: str
     told_prompt: dict[str, Any]
+    call_id: Callable[[int], str] = new_call_id
     _choices: dict[int, ParsedChoice] = field(default_factory=dict)
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
@@ -83,16 +60,16 @@ class ChatForm:
         told |= self.told_prompt
         return told | (self._told_prompt() if self.fields.return_token_ids else {})
 
-    def event(self, piece: Piece) -> dict[str, Any]:
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
         told = self._envelope("chat.completion.chunk", [self._delta_choice(piece)])
         if self.fields.stream_options.include_usage:
             told["usage"] = None
         if self.fields.return_token_ids and piece.start == 0 and piece.ended is None:
             told |= self._told_prompt()
-        return told
+        return [told]
 
-    def last_event(self, usage: Usage) -> dict[str, Any]:
-        return self._envelope("chat.completion.chunk", []) | {"usage": usage.told()}
+    def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._envelope("chat.completion.chunk", []) | {"usage": usage.told()}]
 
     def _told_prompt(self) -> dict[str, Any]:
         images = {"prompt_images": self.prompt.told} if self.prompt.told else {}
@@ -102,7 +79,7 @@ class ChatForm:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        parsed = ParsedChoice(self.parser, self.prompt_end)
+        parsed = ParsedChoice(self.parser, self.prompt_end, self.call_id)
         texts, calls = parsed.add(piece)
         message: dict[str, Any] = {"role": "assistant"} | texts
         if calls:
@@ -112,7 +89,7 @@ class ChatForm:
 
     def _delta_choice(self, piece: Piece) -> dict[str, Any]:
         if (parsed := self._choices.get(piece.index)) is None:
-            parsed = self._choices[piece.index] = ParsedChoice(self.parser, self.prompt_end)
+            parsed = self._choices[piece.index] = ParsedChoice(self.parser, self.prompt_end, self.call_id)
         texts, calls = parsed.add(piece)
         role = {"role": "assistant"} if piece.start == 0 and piece.token_ids else {}
         return self._choice(piece, "delta", role | texts | ({"tool_calls": calls} if calls else {}), parsed)

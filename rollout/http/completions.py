@@ -71,11 +71,11 @@ class CompletionForm:
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         return self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
 
-    def event(self, piece: Piece) -> dict[str, Any]:
-        return self._envelope([self._choice(piece)]) | self._no_usage()
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        return [self._envelope([self._choice(piece)]) | self._no_usage()]
 
-    def last_event(self, usage: Usage) -> dict[str, Any]:
-        return self._envelope([]) | {"usage": usage.told()}
+    def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._envelope([]) | {"usage": usage.told()}]
 
     def _envelope(self, choices: list[dict[str, Any]] | Rows) -> dict[str, Any]:
         head = {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}

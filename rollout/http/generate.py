@@ -58,12 +58,12 @@ class GenerateForm:
         told = self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
         return told | self._told_images() | self.told_prompt
 
-    def event(self, piece: Piece) -> dict[str, Any]:
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
         is_first = piece.start == 0 and piece.ended is None
-        return self._envelope([self._choice(piece)]) | (self._told_images() if is_first else {})
+        return [self._envelope([self._choice(piece)]) | (self._told_images() if is_first else {})]
 
-    def last_event(self, usage: Usage) -> dict[str, Any]:
-        return self._envelope([]) | {"usage": usage.told()}
+    def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        return [self._envelope([]) | {"usage": usage.told()}]
 
     def _told_images(self) -> dict[str, Any]:
         return {"prompt_images": self.prompt.told} if self.prompt.told else {}

@@ -106,12 +106,12 @@ class Form(Protocol):
         """Return the whole answer. Each of `pieces` is a complete choice."""
         ...
 
-    def event(self, piece: Piece) -> dict[str, Any]:
-        """Return the stream event for a piece."""
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the stream events for a piece."""
         ...
 
-    def last_event(self, usage: Usage) -> dict[str, Any]:
-        """Return the last event of a stream, which contains the token counts."""
+    def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        """Return the last events of a stream, which contain the token counts."""
         ...
 
 
@@ -120,7 +120,7 @@ class Task:
     """A request to the worker (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed, media=media)`)
     and the options for its answer.
 
-    `tells_usage`: whether a stream ends with an event that contains the token counts. `message`: the beginning of the
+    `tells_usage`: whether a stream ends with events that contain the token counts. `message`: the beginning of the
     last user message of a conversation, for the page at `/ui`. `marks`: texts of some tokens in the text of the answer,
     as in `Texts.decode`.
     """
@@ -183,15 +183,18 @@ class Asker:
                     for i, part in enumerate(choice.take_unsent(got)):
                         if i:
                             await self._turns.next()
-                        yield form.event(_piece(position, part, choice.text_of(part), part.start, None))
+                        for event in form.events(_piece(position, part, choice.text_of(part), part.start, None)):
+                            yield event
                     continue
                 finished[position].append(got)
                 if len(finished[position]) == task.params.n:
                     self._keep(task, position, finished[position])
                 usage.add(position, got)
-                yield form.event(_end(position, got, choice.finish(got)))
+                for event in form.events(_end(position, got, choice.finish(got))):
+                    yield event
         if task.tells_usage:
-            yield form.last_event(usage)
+            for event in form.last_events(usage):
+                yield event
 
     def _keep(self, task: Task, position: int, samples: Iterable[SampleOutput]) -> None:
         prompt, images = task.prompts[position], task.media[position]

@@ -209,18 +209,19 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def event_stream(receive: Receive, events: Events) -> Response:
+async def event_stream(receive: Receive, events: Events, names_events: bool = False) -> Response:
     """Wait for the first event, and return a response that streams all events as server-sent events.
 
     If an error occurs before the first event, this function raises the error, so that the error response can have the
-    right HTTP status.
+    right HTTP status. `names_events`: each event has its field `type` as its name, and the stream ends with its last
+    event instead of `[DONE]`, as in Anthropic's API and in OpenAI's API of responses.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]
     except BaseException:
         await events.aclose()
         raise
-    return _EventStream(first, events)
+    return _EventStream(first, events, names_events)
 
 
 class _EventStream(Response):
@@ -231,10 +232,10 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: dict[str, Any], events: Events) -> None:
+    def __init__(self, first: dict[str, Any], events: Events, names_events: bool) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["Content-Length"]
-        self._first, self._events = first, events
+        self._first, self._events, self._names_events = first, events, names_events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -243,21 +244,26 @@ class _EventStream(Response):
                 await while_present(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
-        await send(_event(encoded(self._first)))
+        await send(self._told(self._first))
         try:
             async for event in self._events:
-                await send(_event(encoded(event)))
-            await send(_event(b"[DONE]"))
+                await send(self._told(event))
+            if not self._names_events:
+                await send(_event(b"[DONE]"))
         except Exception as error:
             told = as_http_error(error)
             if told.status == 500:
                 log.error("a stream failed", exc_info=error)
-            await send(_event(encoded(error_body(told))))
+            await send(self._told(({"type": "error"} if self._names_events else {}) | error_body(told)))
         await send({"type": "http.response.body", "body": b""})
 
+    def _told(self, event: dict[str, Any]) -> dict[str, Any]:
+        """Return the message that sends an event."""
+        return _event(encoded(event), f"event: {event['type']}\n".encode() if self._names_events else b"")
 
-def _event(data: bytes) -> dict[str, Any]:
-    return _body(b"data: " + data + b"\n\n")
+
+def _event(data: bytes, name: bytes = b"") -> dict[str, Any]:
+    return _body(name + b"data: " + data + b"\n\n")
 
 
 def _body(data: bytes) -> dict[str, Any]:

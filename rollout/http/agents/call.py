@@ -1,0 +1,60 @@
+"""What an agent asks of a session, and what an answer needs, whatever the API.
+
+Each API has a function that reads a request's body as an `AgentCall`. Does not own: the sessions (`registry`) and the
+course of a call (`endpoints`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...parsing.parser import AnswerParser
+from ..parsed import ParsedChoice
+from ..pieces import Form
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known of a call when its answer begins.
+
+    `id`: random part of the answer's id; the API adds its prefix. `created`: seconds since 1970. `model`: the served
+    model's name. `prompt_token_ids`: the prompt that the worker gets. `call_id`: returns the id of the tool call with
+    this index in the answer, unless the model wrote an id. `parser`: None if all text is content. `prompt_end`: the
+    end of the prompt, as the parser needs it. `eos_token_ids`: end-of-sequence tokens of the model.
+    """
+
+    id: str
+    created: int
+    model: str
+    prompt_token_ids: list[int]
+    call_id: Callable[[int], str]
+    parser: AnswerParser | None
+    prompt_end: str
+    eos_token_ids: frozenset[int]
+
+    def parsed(self) -> ParsedChoice:
+        """Return a parser for the answer."""
+        return ParsedChoice(self.parser, self.prompt_end, self.call_id)
+
+
+@dataclass(frozen=True)
+class AgentCall:
+    """A request of an agent.
+
+    `messages`, `tools`, `tool_choice`, `chat_template_kwargs`: as in OpenAI's chat completions. `sampling`: sampling
+    parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `form`: returns
+    the form of the answer. `tells_usage`: whether a stream ends with `Form.last_events`. `names_events`: as in
+    `event_stream`.
+    """
+
+    messages: list[dict[str, Any]]
+    form: Callable[[Context], Form]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str | dict[str, Any] = "auto"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    is_stream: bool = False
+    tells_usage: bool = False
+    names_events: bool = False

@@ -1,0 +1,47 @@
+"""The message in the text of a choice: content, reasoning and tool calls, whole or as the text grows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..parsing.answers import Answer, Call
+from ..parsing.parser import AnswerParser
+from ..protocol import new_id
+from .pieces import Piece
+
+
+def new_call_id(index: int) -> str:
+    """Return a new id for a tool call."""
+    return f"call_{new_id()}"
+
+
+class ParsedChoice:
+    """Parses the growing text of a choice. Without a parser, all text is content.
+
+    `prompt`: the end of the prompt, as marked text. `call_id`: returns the id of the tool call with this index in the
+    choice, unless the model wrote an id.
+    """
+
+    def __init__(self, parser: AnswerParser | None, prompt: str, call_id: Callable[[int], str] = new_call_id) -> None:
+        self._stream = parser.stream(prompt) if parser else None
+        self._call_id = call_id
+        self.num_calls = 0
+
+    def add(self, piece: Piece) -> tuple[dict[str, str], list[dict[str, Any]]]:
+        """Return the new texts of the message, `content` and perhaps `reasoning_content`, and the new tool calls in
+        OpenAI's form with their `index`.
+        """
+        answer = self._stream.add(piece.text) if self._stream else Answer(piece.text)
+        if self._stream and piece.ended:
+            answer.extend(self._stream.finish(piece.ended.finish_reason))
+        calls = [self._told_call(self.num_calls + i, call) for i, call in enumerate(answer.calls)]
+        self.num_calls += len(calls)
+        texts = {"content": answer.content}
+        if answer.reasoning:
+            texts["reasoning_content"] = answer.reasoning
+        return texts, calls
+
+    def _told_call(self, index: int, call: Call) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"index": index, "id": call.id or self._call_id(index), "type": "function", "function": function}
