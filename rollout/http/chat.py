@@ -8,11 +8,11 @@ from typing import Any
 
 from trueroll.errors import InvalidRequestError
 
+from ..parsing.forced import check_reasoning, forced_tools, forcing
 from ..parsing.parser import PROMPT_END_TOKENS, AnswerParser, parser_for
 from .answers import Rows, TokenBytes
 from .conversation import ConversationFields, Message, prompt_of, text_of, tools_of
 from .fields import NumTop, TextFields, checked, given, recording, take_sampling, unsupported
-from .forced_calls import forced_tools, forcing
 from .images import Prompt
 from .logprobs import TokenName, chat_logprobs, chat_logprobs_bytes, name_by_id
 from .model import ServedModel
@@ -125,12 +125,8 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     prompt = await prompt_of(own, served, served.max_model_len)
     parser = parser_for(served.texts, tools_of(own), is_forced=bool(forced))
     prompt_end = served.texts.decode(prompt.token_ids[-PROMPT_END_TOKENS:], False, parser.marks) if parser else ""
-    if forced and parser and parser.begins_reasoning(prompt_end):
-        raise InvalidRequestError(
-            "tool_choice: a required tool call is not supported if the chat template begins the reasoning; turn "
-            "reasoning off in chat_template_kwargs, or set tool_choice to 'auto'",
-            field="tool_choice",
-        )
+    if forced and parser:
+        check_reasoning(parser, prompt_end)
     served.check_lengths([prompt.token_ids], params.max_tokens, "messages")
     check_records(own, [prompt.token_ids], own.stream, params)
     if not own.stream:

@@ -14,9 +14,9 @@ from pydantic import ConfigDict, Field
 
 from trueroll.errors import InvalidRequestError, brief
 
+from ..parsing.forced import forced_tools
 from ..text import strings_in
 from .fields import Fields, unsupported
-from .forced_calls import forced_tools
 from .images import ImageUrl, Prompt
 from .model import ServedModel
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 from trueroll.errors import InvalidRequestError
 
 from ...engine.request import SampleOutput
-from ..parsing.parser import PROMPT_END_TOKENS, parser_for
+from ..parsing.forced import check_reasoning
+from ..parsing.parser import PROMPT_END_TOKENS, AnswerParser, parser_for
 from ..text import TextModel, before_stop, decode_marked, texts_of_marks
 from .messages import Message, read_messages
 
@@ -49,26 +50,45 @@ class _Parts:
     tool_calls: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How an answer is read in the format of the model's chat template.
+
+    `tools`: the tools that the answer may call. `is_forced`: whether a grammar makes the answer one call.
+    """
+
+    tools: tuple[dict[str, Any], ...] = ()
+    is_forced: bool = False
+
+    def parser(self, texts: TextModel) -> AnswerParser | None:
+        """Return the parser of answers; None if all text is content."""
+        return parser_for(texts, self.tools, self.is_forced)
+
+    def check(self, texts: TextModel, prompt: Sequence[int]) -> None:
+        """Raise InvalidRequestError if an answer to the prompt must be a call, but the prompt has begun a reasoning."""
+        if self.is_forced and (parser := self.parser(texts)) is not None:
+            check_reasoning(parser, prompt_end(texts, prompt, parser))
+
+
+def prompt_end(texts: TextModel, prompt: Sequence[int], parser: AnswerParser) -> str:
+    """Return the end of a prompt, as the parser needs it. `prompt`: token ids."""
+    return decode_marked(texts.decode, prompt[-PROMPT_END_TOKENS:], False, parser.marks)
+
+
 def read_answer(
-    sample: SampleOutput,
-    texts: TextModel,
-    parser: Parser | None,
-    prompt: Sequence[int],
-    tools: Sequence[dict[str, Any]],
-    seed: int,
+    sample: SampleOutput, texts: TextModel, parser: Parser | None, reading: Reading, prompt: Sequence[int], seed: int
 ) -> Message:
     """Return the message of a sample. The answer is content as a whole if the parser's parts are not a valid message.
 
-    `parser`: None for the parser of the model's chat template. `prompt`: the prompt of the sample, token ids. `tools`:
-    the tools of the request. `seed`: the seed of the request, from which the ids of tool calls are derived if the model
-    did not write them.
+    `parser`: None for the parser of the model's chat template. `prompt`: the prompt of the sample, token ids. `seed`:
+    the seed of the request, from which the ids of tool calls are derived if the model did not write them.
     """
     if parser is None:
-        parts, text = _parsed(sample, texts, prompt, tools)
+        parts, text = _parsed(sample, texts, prompt, reading)
     else:
         text = _text_of(sample, texts, {})
         parts = parser.whole(_without_end(sample), text, sample.finish_reason)
-    calls = [_with_id(call, text, f"call_{seed:016x}{i}") for i, call in enumerate(parts.tool_calls)]
+    calls = [_with_id(call, text, call_id(seed, i)) for i, call in enumerate(parts.tool_calls)]
     told = dict(content=parts.content, reasoning_content=parts.reasoning_content, tool_calls=calls)
     try:
         [message] = read_messages([dict(role="assistant", **told)])
@@ -77,19 +97,19 @@ def read_answer(
     return message
 
 
-def _parsed(
-    sample: SampleOutput, texts: TextModel, prompt: Sequence[int], tools: Sequence[dict[str, Any]]
-) -> tuple[Parsed, str]:
-    """Parse an answer in the format of the model's chat template, and return its parts and the parsed text. An answer
-    that was cut has no tool calls.
-    """
-    parser = parser_for(texts, tools if sample.finish_reason == "stop" else ())
+def call_id(seed: int, index: int) -> str:
+    """Return the id of the tool call with this index in an answer, unless the model wrote an id."""
+    return f"call_{seed:016x}{index}"
+
+
+def _parsed(sample: SampleOutput, texts: TextModel, prompt: Sequence[int], reading: Reading) -> tuple[Parsed, str]:
+    """Parse an answer in the format of the model's chat template, and return its parts and the parsed text."""
+    parser = reading.parser(texts)
     if parser is None:
         text = _text_of(sample, texts, {})
         return _Parts(text, "", []), text
-    end = decode_marked(texts.decode, prompt[-PROMPT_END_TOKENS:], False, parser.marks)
     text = _text_of(sample, texts, parser.marks)
-    answer = parser.whole(text, sample.finish_reason, end)
+    answer = parser.whole(text, sample.finish_reason, prompt_end(texts, prompt, parser))
     calls: list[dict[str, Any]] = []
     for call in answer.calls:
         calls.append(dict(type="function", function=dict(name=call.name, arguments=call.arguments)))

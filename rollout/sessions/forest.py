@@ -187,6 +187,11 @@ class Forest:
         """Return the seed of the request that draws a node."""
         return int.from_bytes(_digest(place, b"seed", b"%d" % ordinal)[:8], "little")
 
+    def seed_of(self, node: Node) -> int:
+        """Return the seed of the request that drew a node."""
+        assert node.parent is not None and node.drawn is not None
+        return self.seed_at(node.parent.digest, node.drawn.ordinal)
+
     def add(self, base: Node, messages: Sequence[Message], answer: Message, drawn: Drawn) -> Node:
         """Add a drawn node after given messages, and return it. Existing given nodes are used again."""
         with self._lock:

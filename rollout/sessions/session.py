@@ -15,6 +15,7 @@ Promises:
   the retry returns the newest recorded answer.
 - A call that runs for several callers ends when all of them are cancelled. A call adds a node when its first caller
   gets the answer. If all callers are cancelled before, or if the call raises, it adds nothing to the session.
+- A caller may read the drawn tokens as they arrive. All callers of a call get the same tokens.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ import json
 import math
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
@@ -42,21 +45,24 @@ from trueroll.errors import (
     brief,
 )
 
-from ...engine.request import SampleOutput, SamplingParams
+from ...engine.request import SampleDelta, SampleOutput, SamplingParams
 from ..client.client import AsyncRolloutClient, RolloutClient
+from ..parsing.forced import forced_tools, forcing
 from ..protocol import new_id
 from ..text import TextModel
-from .answers import Parser, read_answer, told_message
+from .answers import Parser, Reading, read_answer, told_message
 from .export import SessionSample, add_opening, as_record, prompt_of, samples_of, token_entries, tokens_until
 from .forest import Drawn, Forest, Node
 from .messages import NODE_FIELD, Message, as_key, is_small, read_messages
-from .templates import RESERVED, Templates, Turn
+from .templates import RESERVED, Opening, Templates, Turn
 
 T = TypeVar("T")
 Ready: TypeAlias = tuple[Node, list[Message], Message, Drawn]
 """A drawn answer that is not yet in the forest: the arguments of `Forest.add`."""
 MAX_NODES = 4096
 MAX_BYTES = 2**28
+DELTA_SECONDS = 0.25
+"""Minimum time between two messages with deltas, in seconds, while the worker has many streams."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a call. `root`: the text of the template's arguments, in the order in which the template
-    may write them. `body`: the digest of all arguments.
+    """The arguments of a call.
+
+    `params`: with the grammar of a required tool call. `root`: the text of the template's arguments, in the order in
+    which the template may write them. `body`: the digest of all arguments. `reading`: how to read the answer.
     """
 
     messages: list[Message]
@@ -89,21 +97,72 @@ class _Call:
     params: SamplingParams
     root: str
     body: bytes
+    reading: Reading
 
 
 @dataclass(eq=False)
 class _Run:
     """A call from its beginning until its callers have the answer.
 
-    `num_callers`: the number of callers that wait for the answer. `reserved`: the place and the ordinal in the forest.
-    `node`: the node, once a caller got the answer.
+    `wants_deltas`: whether the worker is asked for tokens as they are drawn. `num_callers`: the number of callers that
+    wait for the answer. `reserved`: the place and the ordinal in the forest. `prompt`: the prompt, once it is known.
+    `seed`: the seed of the request, once the prompt is known. `deltas`: the drawn tokens so far. `node`: the node, once
+    a caller got the answer.
     """
 
     call: _Call
+    wants_deltas: bool
     num_callers: int = 0
     reserved: tuple[bytes, int] | None = None
+    prompt: list[int] | None = None
+    seed: int = 0
+    deltas: list[SampleDelta] = field(default_factory=list)
     node: Node | None = None
     task: asyncio.Task[Ready] = field(init=False)
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self) -> None:
+        """Wake all callers that wait in `until`."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def delta(self, position: int) -> SampleDelta | None:
+        """Wait for a delta, and return it; None if the call ended before."""
+        await self.until(lambda: len(self.deltas) > position)
+        return self.deltas[position] if position < len(self.deltas) else None
+
+    async def until(self, is_ready: Callable[[], bool]) -> None:
+        """Wait until `is_ready` returns true, or until the call has ended."""
+        while not (is_ready() or self.task.done()):
+            await self._news.wait()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call that `AsyncSession.asked` has begun or found.
+
+    `prompt_token_ids`: the prompt that the worker gets. `params`: the sampling parameters, with the seed. `reading`:
+    how the answer is read.
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    reading: Reading
+    _run: _Run | None
+    _answer: Callable[[], Awaitable[Answer]]
+
+    async def deltas(self) -> AsyncGenerator[SampleDelta, None]:
+        """Yield the drawn tokens as they arrive, as `AsyncRolloutClient.stream` does. Yield none if the answer was
+        recorded before, or if the call began without `deltas`. If the call fails, `answer` raises the error.
+        """
+        for position in count():
+            if self._run is None or (delta := await self._run.delta(position)) is None:
+                return
+            yield delta
+
+    async def answer(self) -> Answer:
+        """Wait for the answer. Raises the errors of `AsyncSession.chat`."""
+        return await self._answer()
 
 
 class AsyncSession:
@@ -147,6 +206,7 @@ class AsyncSession:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         *,
+        tool_choice: str | dict[str, Any] = "auto",
         chat_template_kwargs: dict[str, Any] | None = None,
         is_retry: bool = False,
         **params: Any,
@@ -156,6 +216,9 @@ class AsyncSession:
         - `messages`: the whole conversation in OpenAI's form, with text only. The messages that the session knows keep
           their tokens. Any other history begins a new branch.
         - `tools`, `chat_template_kwargs`: arguments of the chat template
+        - `tool_choice`: `none` for an answer without tool calls; `required`, or `{"type": "function", "function":
+          {"name": NAME}}`, for an answer that is exactly one call, by a grammar. The prompt contains the tools in any
+          case.
         - `is_retry`: return the answer of an equal call if there was one
         - `params`: sampling parameters of this call, which replace those of the session
 
@@ -163,16 +226,60 @@ class AsyncSession:
         session. The error then names the first token. Raise IllegalStateError if the session is full or closed,
         RequestAbortedError if the request was aborted, and the errors of `AsyncRolloutClient.generate`.
         """
-        read = partial(self._read, messages, tools or (), chat_template_kwargs or {}, params)
-        if is_small([messages, tools, chat_template_kwargs]):
-            call = read()
-        else:
-            async with self._large:
-                call = await asyncio.to_thread(read)
+        settings: dict[str, Any] = dict(tool_choice=tool_choice, chat_template_kwargs=chat_template_kwargs)
+        async with self.asked(messages, tools, is_retry=is_retry, **settings, **params) as asked:
+            return await asked.answer()
+
+    @asynccontextmanager
+    async def asked(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        tool_choice: str | dict[str, Any] = "auto",
+        chat_template_kwargs: dict[str, Any] | None = None,
+        is_retry: bool = False,
+        deltas: bool = False,
+        **params: Any,
+    ) -> AsyncGenerator[Asked, None]:
+        """Context manager of a call: begins the call of `chat` with the same arguments, and provides it once the prompt
+        is known. Leaving the context before `Asked.answer` has returned cancels the call.
+
+        `deltas`: whether `Asked.deltas` yields tokens as they are drawn
+        """
+        call = await self._call(messages, tools or (), tool_choice, chat_template_kwargs or {}, params)
         found = await self._earlier(call.body) if is_retry else None
-        if self._is_closed:
-            raise IllegalStateError("session: closed; begin a new session")
-        return _answer(found if isinstance(found, Node) else await self._result(found or self._begin(call)))
+        self._check_open("closed; begin a new session")
+        if isinstance(found, Node):
+            node = found
+            seeded = call.params.model_copy(update=dict(seed=self._forest.seed_of(node)))
+            yield Asked(prompt_of(node), seeded, call.reading, None, partial(_answered, node))
+            return
+        run = found or self._begin(call, deltas)
+        run.num_callers += 1
+        try:
+            await run.until(lambda: run.prompt is not None)
+            if run.prompt is None:
+                await self._result(run)  # raises the error of the call
+            assert run.prompt is not None
+            seeded = call.params.model_copy(update=dict(seed=run.seed))
+            yield Asked(run.prompt, seeded, call.reading, run, partial(self._answer_of, run))
+        finally:
+            run.num_callers -= 1
+            await self._leave(run)
+
+    async def count_tokens(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        *,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> int:
+        """Return the number of tokens of the prompt that a call of `chat` would have now."""
+        call = await self._call(messages, tools or (), "auto", chat_template_kwargs or {}, {})
+        self._check_open("closed; begin a new session")
+        base, depth = self._forest.find(call.root, call.messages)
+        return len((await self._prompt(call, base, call.messages[depth:]))[0])
 
     def samples(self) -> list[SessionSample]:
         """Return one sample for each leaf. Each drawn message is trained in the first sample that contains it."""
@@ -192,6 +299,16 @@ class AsyncSession:
         for each in nodes:
             each.reward = reward
 
+    @property
+    def num_bytes(self) -> int:
+        """Approximate memory of the session in bytes."""
+        return self._forest.num_bytes
+
+    @property
+    def num_messages(self) -> int:
+        """The number of messages of the session."""
+        return len(self._forest)
+
     async def close(self) -> None:
         """End the session: cancel running calls, and refuse new calls. Samples can still be read. Idempotent."""
         self._is_closed = True
@@ -206,7 +323,19 @@ class AsyncSession:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _read(self, messages: Any, tools: Any, kwargs: Any, params: dict[str, Any]) -> _Call:
+    def _check_open(self, what: str) -> None:
+        if self._is_closed:
+            raise IllegalStateError(f"session: {what}")
+
+    async def _call(self, messages: Any, tools: Any, tool_choice: Any, kwargs: Any, params: dict[str, Any]) -> _Call:
+        """Read the arguments of a call. Raise InvalidRequestError if they are malformed."""
+        read = partial(self._read, messages, tools, tool_choice, kwargs, params)
+        if is_small([messages, tools, kwargs]):
+            return read()
+        async with self._large:
+            return await asyncio.to_thread(read)
+
+    def _read(self, messages: Any, tools: Any, tool_choice: Any, kwargs: Any, params: dict[str, Any]) -> _Call:
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
             text = f"tools: must be a list of objects (got {brief(tools)})"
             raise InvalidRequestError(text, field="tools")
@@ -221,10 +350,14 @@ class AsyncSession:
         sampling = {name: getattr(self._sampling, name) for name in self._sampling.model_fields_set}
         sampling = SamplingParams(**(sampling | params))
         _check_sampling(sampling)
+        forced = forced_tools(tool_choice, tools)
+        if forced:
+            sampling = forcing(sampling, forced)
+        reading = Reading(() if tool_choice == "none" else tuple(arguments["tools"] or ()), bool(forced))
         root = json.dumps(arguments, ensure_ascii=False)
-        whole = as_key([root, sampling.model_dump_json(), [message.fields for message in read]])
+        whole = as_key([root, tool_choice, sampling.model_dump_json(), [message.fields for message in read]])
         body = hashlib.blake2b(whole.encode(), digest_size=16).digest()
-        return _Call(read, arguments, sampling, root, body)
+        return _Call(read, arguments, sampling, root, body, reading)
 
     async def _earlier(self, body: bytes) -> _Run | Node | None:
         """Return the run or the recorded node that a retry stands for; None if the retry is to draw an answer."""
@@ -234,8 +367,8 @@ class AsyncSession:
             return None
         return min(runs, key=lambda run: run.num_callers) if runs else self._forest.recorded(body)
 
-    def _begin(self, call: _Call) -> _Run:
-        run = _Run(call)
+    def _begin(self, call: _Call, wants_deltas: bool) -> _Run:
+        run = _Run(call, wants_deltas)
         run.task = asyncio.ensure_future(self._draw(run))
         run.task.add_done_callback(lambda _: self._drop_failed(run))
         self._running.setdefault(call.body, []).append(run)
@@ -246,17 +379,23 @@ class AsyncSession:
         call = run.call
         base, depth = self._forest.find(call.root, call.messages)
         new = call.messages[depth:]
+        place = self._forest.place(base, new)
+        run.reserved = place, ordinal = place, self._forest.reserve(place, len(new))
+        prompt, opening = await self._prompt(call, base, new)
+        call.reading.check(self._texts, prompt)
+        run.prompt, run.seed = prompt, self._forest.seed_at(place, ordinal)
+        run.tell()
+        sample = await self._sample(run, prompt)
+        _check_complete(sample)
+        drawn = Drawn(opening, len(prompt), sample, call.body, ordinal)
+        drawn = replace(drawn, sample=as_record(drawn.sample, drawn.routes_start))
+        return base, new, read_answer(drawn.sample, self._texts, self._parser, call.reading, prompt, run.seed), drawn
+
+    async def _prompt(self, call: _Call, base: Node, new: list[Message]) -> tuple[list[int], Opening]:
+        """Return the prompt of an answer after the node `base` and new messages, and its opening."""
         if base.drawn is not None and not new:
             text = "messages: the conversation ends with an answer of this session; add a message"
             raise InvalidRequestError(text, field="messages")
-        place = self._forest.place(base, new)
-        ordinal = self._forest.reserve(place, len(new))
-        run.reserved = place, ordinal
-        drawn, answer = await self._ask(call, base, new, ordinal, self._forest.seed_at(place, ordinal))
-        return base, new, answer, drawn
-
-    async def _ask(self, call: _Call, base: Node, new: list[Message], ordinal: int, seed: int) -> tuple[Drawn, Message]:
-        """Ask the worker for an answer after the node `base` and new messages."""
         turns = [*(node.turn() for node in base.path), *map(Turn, new)]
         try:
             opening = await _in_thread(partial(self._templates.open, turns, call.arguments))
@@ -264,34 +403,46 @@ class AsyncSession:
             raise InvalidRequestError(f"messages: {error}", field="messages") from None
         token_ids = tokens_until([node for node in base.path if node.drawn is not None])
         add_opening(token_ids, opening)
-        params = call.params.model_copy(update=dict(seed=seed))
-        [group] = await self._client.generate([token_ids], params)
-        _check_complete(group.samples[0])
-        drawn = Drawn(opening, len(token_ids), group.samples[0], call.body, ordinal)
-        drawn = replace(drawn, sample=as_record(drawn.sample, drawn.routes_start))
-        tools = call.arguments.get("tools") or ()
-        return drawn, read_answer(drawn.sample, self._texts, self._parser, token_ids, tools, seed)
+        return token_ids, opening
+
+    async def _sample(self, run: _Run, prompt: list[int]) -> SampleOutput:
+        """Ask the worker for a sample."""
+        params = run.call.params.model_copy(update=dict(seed=run.seed))
+        if not run.wants_deltas:
+            [group] = await self._client.generate([prompt], params)
+            return group.samples[0]
+        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS)
+        async with aclosing(self._client.stream([prompt], params, **wishes)) as stream:
+            async for _, got in stream:
+                if isinstance(got, SampleOutput):
+                    return got
+                run.deltas.append(got)
+                run.tell()
+        raise AssertionError("a stream ends with the sample")
 
     async def _result(self, run: _Run) -> Node:
-        """Wait for a call. The first caller that gets the answer adds the node. The last caller ends the run."""
-        run.num_callers += 1
-        try:
+        """Wait for a call. The first caller that gets the answer adds the node."""
+        await asyncio.wait([run.task])
+        self._check_open("closed during the call; begin a new session")
+        if run.node is None:
+            run.node = self._forest.add(*run.task.result())
+        return run.node
+
+    async def _answer_of(self, run: _Run) -> Answer:
+        return _answer(await self._result(run))
+
+    async def _leave(self, run: _Run) -> None:
+        """End a run that has no callers."""
+        if run.num_callers:
+            return
+        if not run.task.done():
+            run.task.cancel()
             await asyncio.wait([run.task])
-            if self._is_closed:
-                raise IllegalStateError("session: closed during the call; begin a new session")
-            if run.node is None:
-                run.node = self._forest.add(*run.task.result())
-            return run.node
-        finally:
-            run.num_callers -= 1
-            if not run.num_callers:
-                if not run.task.done():
-                    run.task.cancel()
-                    await asyncio.wait([run.task])
-                self._drop(run)
+        self._drop(run)
 
     def _drop_failed(self, run: _Run) -> None:
         """Drop a run that has ended if no caller will get an answer."""
+        run.tell()
         if run.task.cancelled() or run.task.exception() is not None or not run.num_callers:
             self._drop(run)
 
@@ -338,12 +489,14 @@ class Session:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None = None,
         *,
+        tool_choice: str | dict[str, Any] = "auto",
         chat_template_kwargs: dict[str, Any] | None = None,
         is_retry: bool = False,
         **params: Any,
     ) -> Answer:
         """See `AsyncSession.chat`."""
-        settings: dict[str, Any] = dict(chat_template_kwargs=chat_template_kwargs, is_retry=is_retry)
+        settings: dict[str, Any] = dict(tool_choice=tool_choice, chat_template_kwargs=chat_template_kwargs)
+        settings |= dict(is_retry=is_retry)
         return self._client.wait(self._session.chat(messages, tools, **settings, **params))
 
     def samples(self) -> list[SessionSample]:
@@ -367,6 +520,10 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+async def _answered(node: Node) -> Answer:
+    return _answer(node)
 
 
 def _answer(node: Node) -> Answer:

@@ -106,8 +106,8 @@ def test_a_required_call_is_one_call_with_valid_arguments(front: Front) -> None:
 @pytest.mark.parametrize(
     ("changed", "param", "code"),
     [
-        ({"tool_choice": "always"}, "tool_choice", "unsupported_parameter"),
-        ({"tool_choice": _chosen("add") | {"x": 1}}, "tool_choice", "unsupported_parameter"),
+        ({"tool_choice": "always"}, "tool_choice", "invalid_request"),
+        ({"tool_choice": _chosen("add") | {"x": 1}}, "tool_choice", "invalid_request"),
         ({"tool_choice": _chosen("sub")}, "tool_choice", "invalid_request"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "invalid_request"),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools", "invalid_request"),

@@ -19,7 +19,7 @@ from scripted_sessions import Model, Reply, session_of
 from trueroll.engine.request import SampleOutput
 from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbortedError
 from trueroll.rollout import SamplingParams
-from trueroll.rollout.sessions.answers import read_answer
+from trueroll.rollout.sessions.answers import Reading, read_answer
 from trueroll.rollout.sessions.export import to_safetensors
 from trueroll.rollout.sessions.forest import _num_bytes
 from trueroll.rollout.sessions.messages import read_messages
@@ -191,7 +191,7 @@ def test_equal_twins_are_told_apart_by_their_reasoning(texts: TextModel, model: 
             assert f"token {len(told.prompt_token_ids)} ({told.sample.token_ids[0]}, " in str(caught.value)
         [root] = session._forest._roots.values()
         [given] = [node for nodes in root.children.values() for node in nodes]
-        call = session._read([user("a"), bare], (), {}, {})
+        call = session._read([user("a"), bare], (), "auto", {}, {})
         assert session._forest.find(call.root, call.messages)[0].id == second.node
         assert [node.id for nodes in given.children.values() for node in nodes] == [first.node, second.node]
 
@@ -663,8 +663,8 @@ def test_an_answer_with_half_a_character_is_content(texts: TextModel, model: Mod
 
 
 def test_the_default_parser(texts: TextModel) -> None:
-    """The template writes tool calls in the form of Hermes. A call that was cut is content, and so is a call in an
-    answer to a request without tools.
+    """The template writes tool calls in the form of Hermes. In an answer that was cut, a complete call is a call, and
+    the beginning of a call is no part of the message. Without tools, calls are content.
     """
     model = Model(make_tokenizer())
     call = 'Wait.\n<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
@@ -674,13 +674,18 @@ def test_the_default_parser(texts: TextModel) -> None:
     async def work() -> list[Answer]:
         calls = ([user("a")], Reply(call, END)), ([user("b")], Reply(call[:-3])), ([user("b")], Reply(call))
         found = await answers(session, model, *calls, tools=tools)
+        after = [user("b"), found[2].message, dict(role="tool", content="7")]
+        found += await answers(session, model, (after, Reply("done", END)), tools=tools)
         return found + await answers(session, model, ([user("c")], Reply(call, END)))
 
-    whole, open_call, cut, plain = run(work)
+    whole, open_call, cut, after, plain = run(work)
     assert whole.message["content"] == "Wait." and whole.finish_reason == "tool_calls"
     assert whole.message["tool_calls"][0]["function"] == dict(name="get", arguments='{"x": 1}')
-    assert said(open_call) == call[:-3] and open_call.finish_reason == "length"
-    assert said(cut) == call and cut.finish_reason == "length"
+    assert said(open_call) == "Wait.\n" and open_call.finish_reason == "length"
+    assert cut.message["tool_calls"][0]["function"] == whole.message["tool_calls"][0]["function"]
+    assert cut.message["content"] == "Wait." and cut.finish_reason == "length" and after.num_continued == 2
+    before = [*cut.prompt_token_ids, *cut.sample.token_ids]
+    assert after.prompt_token_ids[: len(before)] == before
     assert said(plain) == call and plain.finish_reason == "stop"
 
 
@@ -694,5 +699,5 @@ def test_a_stop_string_may_cut_the_end_of_a_call() -> None:
     tools = [dict(type="function", function=dict(name="get"))]
     for stop, content, num_calls in (("l>b", 'a<tool_call>{"name": "get"}</tool_cal', 0), ("b", "a", 1)):
         sample = SampleOutput("r", 0, [0, 1, 2, 3, 4], None, "stop", 0, 0, (), stop_reason=stop)
-        message = read_answer(sample, texts, None, [], tools, 0)
+        message = read_answer(sample, texts, None, Reading(tuple(tools)), [], 0)
         assert (message.fields["content"], len(message.calls)) == (content, num_calls)

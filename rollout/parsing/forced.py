@@ -8,7 +8,7 @@ from typing import Any
 from trueroll.errors import InvalidRequestError, brief
 
 from ...engine.request import SamplingParams
-from .fields import unsupported
+from .parser import AnswerParser
 
 _CHOICES = "'auto', 'none', 'required' or {'type': 'function', 'function': {'name': NAME}}"
 _DEFINITIONS = ("$defs", "definitions")
@@ -17,7 +17,7 @@ _DEFINITIONS = ("$defs", "definitions")
 def forced_tools(choice: str | dict[str, Any], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the tools of which the model must call one, according to `tool_choice`; an empty list if it need not.
 
-    Raise HttpError if the choice is not supported, and InvalidRequestError if it names no tool of the request.
+    Raise InvalidRequestError if the choice is not supported, or if it names no tool of the request.
     """
     if choice in ("auto", "none"):
         return []
@@ -26,7 +26,8 @@ def forced_tools(choice: str | dict[str, Any], tools: Sequence[dict[str, Any]]) 
     elif (name := _chosen(choice)) is not None:
         found = [tool for tool in tools if name_of(tool) == name]
     else:
-        raise unsupported("tool_choice", _CHOICES, choice)
+        text = f"tool_choice: {brief(choice)} is not supported; omit the field, or set it to {_CHOICES}"
+        raise InvalidRequestError(text, field="tool_choice", value=choice)
     if not found:
         raise InvalidRequestError(
             f"tool_choice: {brief(choice)} needs a tool of the request; add the tool to tools, or set tool_choice to "
@@ -57,6 +58,19 @@ def forcing(params: SamplingParams, tools: Sequence[Mapping[str, Any]]) -> Sampl
         )
     values: dict[str, Any] = dict(params) | {"structured_outputs": {"json": _schema_of(tools)}}
     return SamplingParams(**values)
+
+
+def check_reasoning(parser: AnswerParser, prompt_end: str) -> None:
+    """Raise InvalidRequestError if a prompt has begun the reasoning, which a required call leaves no room for.
+
+    `prompt_end`: the end of the prompt, as marked text.
+    """
+    if parser.begins_reasoning(prompt_end):
+        raise InvalidRequestError(
+            "tool_choice: a required tool call is not supported if the chat template begins the reasoning; turn "
+            "reasoning off in chat_template_kwargs, or set tool_choice to 'auto'",
+            field="tool_choice",
+        )
 
 
 def _chosen(choice: Any) -> str | None:
