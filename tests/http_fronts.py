@@ -54,6 +54,10 @@ class Front:
         headers.setdefault("Authorization", f"Bearer {self.key}")
         return httpx2.get(self.url + path, headers=headers, timeout=60, verify=False)
 
+    def delete(self, path: str, **headers: str) -> httpx2.Response:
+        headers.setdefault("Authorization", f"Bearer {self.key}")
+        return httpx2.delete(self.url + path, headers=headers, timeout=60, verify=False)
+
     def metric(self, name: str) -> float:
         """Return the value of a metric with one line."""
         lines = self.get("/metrics").text.splitlines()

@@ -41,6 +41,7 @@ FOREIGN_ALLOWED_TO = {
         for name in ("launch", "products", "attention", "experts", "peers", "rows", "recurrence", "head")
     },
     **{f"rollout.http.{name}": {"starlette"} for name in ("app", "bodies", "guard", "lifecycle", "pages", "wire")},
+    "rollout.http.agents.endpoints": {"starlette"},
     "rollout.http.bounds": {"h11"},
     **{f"rollout.http.{name}": {"h11", "starlette"} for name in ("connections", "exchange")},
     "rollout.integrations.verl.plugin": {"verl"},
@@ -207,7 +208,19 @@ ROLLOUT = {
     "text": {"plain_tokenizer", "protocol", "text_child"},
     "parsing": {"parsing"},
     "sessions": {"protocol", "client", "parsing", "text", "sessions"},
-    "http": {"parsing", "config", "protocol", "network", "monitoring", "client", "fleet", "publisher", "text", "http"}
+    "http": {
+        "parsing",
+        "sessions",
+        "config",
+        "protocol",
+        "network",
+        "monitoring",
+        "client",
+        "fleet",
+        "publisher",
+        "text",
+        "http",
+    }
     | {"images"},
     "tools": {
         "auditing",

@@ -19,6 +19,9 @@ from starlette.types import ASGIApp, Scope
 from trueroll.errors import InvalidRequestError, TruerollError
 
 from ...engine.request import TokenId
+from .agents.chat import read_chat_call
+from .agents.endpoints import SessionEndpoints
+from .agents.registry import OpenSessions
 from .answers import Rows
 from .bodies import Bodies
 from .chat import read_chat
@@ -33,7 +36,8 @@ from .guard import CLIENT_LEFT, Counters, Guard
 from .lifecycle import Lifecycle
 from .model import ServedModel
 from .pages import FILES, Pages
-from .pieces import Asker, Form, Task
+from .paths import SESSION, SESSIONS
+from .pieces import Asker, Form, FromWorker, Task
 from .samples import SampleLog
 from .turns import Turns
 from .watch import Watch
@@ -96,7 +100,9 @@ class Endpoints:
             client = client_of(request.scope)
             served = replace(self._served, salted=partial(self._clients.salted, client))
             texts = served.texts if has_text else None
-            asker = Asker(served.client, texts, served.eos_token_ids, self._samples, self._turns, client.user)
+            asker = Asker(
+                FromWorker(served.client), texts, served.eos_token_ids, self._samples, self._turns, client.user
+            )
             # Only `read` refers to the parsed body, so the body's memory is freed when `read` finishes.
             reading = read(await self._bodies.read(request), served)
             try:
@@ -154,11 +160,18 @@ class Endpoints:
 
 
 def make_app(
-    served: ServedModel, lifecycle: Lifecycle, watch: Watch, config: HttpConfig, clients: Clients, counters: Counters
+    served: ServedModel,
+    lifecycle: Lifecycle,
+    watch: Watch,
+    config: HttpConfig,
+    clients: Clients,
+    counters: Counters,
+    opened: OpenSessions,
 ) -> ASGIApp:
     """Return the application: all routes, behind the guard."""
     samples = SampleLog()
     endpoints = Endpoints(served, samples, clients, config.max_body_elements)
+    sessions = SessionEndpoints(served, samples, clients, opened, config.max_body_elements)
     pages = Pages(served, samples, watch)
     routes = [
         ExactRoute("/v1/completions", endpoints.asking(read_completion, "prompt"), methods=["POST"]),
@@ -166,6 +179,13 @@ def make_app(
         ExactRoute(
             "/inference/v1/generate", endpoints.asking(read_generate, "token_ids", has_text=False), methods=["POST"]
         ),
+        ExactRoute(SESSIONS, sessions.begin, methods=["POST"]),
+        ExactRoute(SESSION, sessions.state),
+        ExactRoute(SESSION, sessions.end, methods=["DELETE"]),
+        ExactRoute(f"{SESSION}/samples", sessions.samples),
+        ExactRoute(f"{SESSION}/reward", sessions.reward, methods=["POST"]),
+        ExactRoute(f"{SESSION}/v1/models", endpoints.models),
+        ExactRoute(f"{SESSION}/v1/chat/completions", sessions.asking(read_chat_call), methods=["POST"]),
         ExactRoute("/v1/models", endpoints.models),
         ExactRoute("/v1/models/{name:path}", endpoints.model),
         ExactRoute("/tokenize", endpoints.tokenize, methods=["POST"]),
@@ -197,7 +217,8 @@ def make_app(
     app.router.redirect_slashes = False  # a redirect would go to the host in `Host`, which the client chooses
     bodies = Bodies(config)
     counters.include(bodies.collect)
-    return Guard(app, clients, config.max_open_requests, counters, bodies, {route.path for route in routes})
+    counters.include(opened.collect)
+    return Guard(app, clients, config.max_open_requests, counters, bodies, opened, {route.path for route in routes})
 
 
 async def _tell(counters: Counters, request: Request, error: Exception) -> Response:

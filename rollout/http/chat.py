@@ -10,6 +10,7 @@ from trueroll.errors import InvalidRequestError
 
 from ..parsing.forced import check_reasoning, forced_tools, forcing
 from ..parsing.parser import PROMPT_END_TOKENS, AnswerParser, parser_for
+from ..sessions.messages import NODE_FIELD
 from .answers import Rows, TokenBytes
 from .conversation import ConversationFields, Message, prompt_of, text_of, tools_of
 from .fields import NumTop, TextFields, checked, given, recording, take_sampling, unsupported
@@ -38,7 +39,7 @@ class ChatFields(TextFields, ConversationFields):
 class ChatForm:
     """Writes chat completions. `parser`: parses the answers; None if all text is content. `prompt_end`: the end of the
     prompt, as marked text. `told_prompt`: the fields of the answer with the log-probs of the prompt. `call_id`: as in
-    `ParsedChoice`.
+    `ParsedChoice`. `node`: the answer's node in its session; None without a session.
     """
 
     id: str
@@ -52,6 +53,7 @@ class ChatForm:
     prompt_end: str
     told_prompt: dict[str, Any]
     call_id: Callable[[int], str] = new_call_id
+    node: str | None = None
     _choices: dict[int, ParsedChoice] = field(default_factory=dict)
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
@@ -81,7 +83,7 @@ class ChatForm:
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
         parsed = ParsedChoice(self.parser, self.prompt_end, self.call_id)
         texts, calls = parsed.add(piece)
-        message: dict[str, Any] = {"role": "assistant"} | texts
+        message: dict[str, Any] = self._head() | texts
         if calls:
             message["content"] = texts["content"] or None
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
@@ -91,8 +93,12 @@ class ChatForm:
         if (parsed := self._choices.get(piece.index)) is None:
             parsed = self._choices[piece.index] = ParsedChoice(self.parser, self.prompt_end, self.call_id)
         texts, calls = parsed.add(piece)
-        role = {"role": "assistant"} if piece.start == 0 and piece.token_ids else {}
-        return self._choice(piece, "delta", role | texts | ({"tool_calls": calls} if calls else {}), parsed)
+        head = self._head() if piece.start == 0 and piece.token_ids else {}
+        return self._choice(piece, "delta", head | texts | ({"tool_calls": calls} if calls else {}), parsed)
+
+    def _head(self) -> dict[str, Any]:
+        """Return the fields of a message before its content."""
+        return {"role": "assistant"} | ({} if self.node is None else {NODE_FIELD: self.node})
 
     def _choice(self, piece: Piece, what: str, told: dict[str, Any], parsed: ParsedChoice) -> dict[str, Any]:
         choice = {
@@ -114,9 +120,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     params, seed = await take_sampling(fields, None, served.encode_words)
     own = checked(ChatFields, fields)
     served.check_name(own.model)
-    if own.top_logprobs is not None and not own.logprobs:
-        text = "top_logprobs requires logprobs; set logprobs to true"
-        raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
+    check_top_logprobs(own)
     if forced := forced_tools(own.tool_choice, own.tools):
         params = forcing(params, forced)
     elif tools_of(own) and not own.parallel_tool_calls:
@@ -130,7 +134,7 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     served.check_lengths([prompt.token_ids], params.max_tokens, "messages")
     check_records(own, [prompt.token_ids], own.stream, params)
     if not own.stream:
-        served.check_answer([prompt.token_ids], params, _token_bytes(own) + record_bytes(own, params, served))
+        served.check_answer([prompt.token_ids], params, chat_token_bytes(own) + record_bytes(own, params, served))
     params = served.salted(recording(params, (own.top_logprobs or 0) if own.logprobs else None))
     for parsed in (body, fields):
         parsed.clear()  # `own` has a compact copy of long lists
@@ -161,6 +165,13 @@ async def read_chat(body: dict[str, Any], served: ServedModel) -> tuple[Task, Ch
     return task, form
 
 
+def check_top_logprobs(own: ChatFields) -> None:
+    """Raise InvalidRequestError if a request has `top_logprobs` without `logprobs`."""
+    if own.top_logprobs is not None and not own.logprobs:
+        text = "top_logprobs requires logprobs; set logprobs to true"
+        raise InvalidRequestError(text, field="top_logprobs", value=own.top_logprobs)
+
+
 def _last_user_message(messages: list[Message]) -> str | None:
     """Return the beginning of the last user message's text; None if there is no user message."""
     for message in reversed(messages):
@@ -169,6 +180,7 @@ def _last_user_message(messages: list[Message]) -> str | None:
     return None
 
 
-def _token_bytes(own: ChatFields) -> TokenBytes:
+def chat_token_bytes(own: ChatFields) -> TokenBytes:
+    """Return the size of an answer that is not a stream."""
     told = TokenBytes.TEXT + chat_logprobs_bytes((own.top_logprobs or 0) if own.logprobs else None)
     return TokenBytes(told + TokenBytes.ID * own.return_token_ids, TokenBytes.ID * own.return_token_ids)

@@ -31,7 +31,7 @@ FEWEST_KEY_CHARS = 16
 _CLIENT = "trueroll.client"
 GENERATE_PATHS = {
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"),
-    *("/v1/models", "/health", "/metrics", "/is_paused", "/is_sleeping"),
+    *("/sessions", "/v1/models", "/health", "/metrics", "/is_paused", "/is_sleeping"),
     *("/ui/live", "/ui/group", "/ui/tokens", "/ui/score"),
 }
 """Paths open to the role `generate`: sampling, scoring, the user's own samples, and the worker's health and stats."""

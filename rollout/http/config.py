@@ -30,8 +30,9 @@ class HttpConfig(BaseModel):
     of characters in the texts of a request. `max_answer_bytes`: maximum estimated length, in bytes, of an answer that
     is not a stream. `max_image_pixels`: maximum number of pixels of an image in a conversation. `max_image_bytes`:
     maximum size, in bytes, of the images in memory. `max_open_requests`: maximum number of concurrent requests that
-    generate, score, tokenize or detokenize. `drain_seconds`: time for which open requests may continue after SIGTERM or
-    Ctrl-C.
+    generate, score, tokenize or detokenize. `max_sessions`: maximum number of open sessions. `max_session_bytes`:
+    maximum size, in bytes, of all sessions in memory. `session_seconds`: time after which a session without requests is
+    deleted. `drain_seconds`: time for which open requests may continue after SIGTERM or Ctrl-C.
 
     `max_connections`: maximum number of open connections; None means half of the file descriptors that the process may
     open, minus 64, but at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a request's
@@ -67,6 +68,9 @@ class HttpConfig(BaseModel):
     max_image_pixels: int = Field(2**26, ge=1024, le=2**30)
     max_image_bytes: int = Field(2**32, ge=2**28)
     max_open_requests: int = Field(4096, ge=1)
+    max_sessions: int = Field(4096, ge=1)
+    max_session_bytes: int = Field(2**32, ge=2**20)
+    session_seconds: float = Field(3600.0, gt=0.0)
     drain_seconds: int = Field(30, ge=0)
 
     def __init__(self, **values: object) -> None:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from .bounds import READ_BYTES
 from .errors import HttpError, error_body
+from .paths import without_capability
 from .wire import encoded
 
 Address: TypeAlias = tuple[str, int]
@@ -99,7 +100,8 @@ class Exchange:
         except asyncio.CancelledError:
             raise
         except BaseException:  # a panic of a Rust library is not an Exception
-            log.exception("%s %s: the application failed", self._scope["method"], self._scope["path"][:200])
+            path = without_capability(self._scope["path"])
+            log.exception("%s %s: the application failed", self._scope["method"], path[:200])
         if not self._has_ended and not self._has_left:  # so that the client notices the incomplete response
             self._connection.cut("broken")
         self._connection.finish()

@@ -18,17 +18,23 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
+from .agents.registry import OpenSessions
 from .bodies import Bodies, drop_body
 from .clients import Clients, check_role, note_client
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
 from .pages import FILES
+from .paths import SESSION, capability_in, without_capability
 from .wire import error_answer
 
 OPEN_PATHS = {"/", "/health", *FILES}
 """Paths that need no key."""
-LONG_PATHS = {"/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"}
+LONG_PATHS = {
+    *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"),
+    *(f"{SESSION}/v1/chat/completions", f"{SESSION}/v1/messages", f"{SESSION}/v1/messages/count_tokens"),
+    f"{SESSION}/v1/responses",
+}
 """Paths that accept bodies of up to `max_body_bytes`, because the bodies contain tokens or text."""
-WORK_PATHS = {*LONG_PATHS, "/ui/score"}
+WORK_PATHS = {*LONG_PATHS, "/ui/score", f"{SESSION}/samples"}
 """Paths with the limit `max_open_requests` on the number of open requests."""
 _HOST = re.compile(r"(localhost|[0-9.]{7,15}|\[[0-9a-f:]{2,39}\])(?::[0-9]{1,5})?", re.IGNORECASE | re.ASCII)
 CLIENT_LEFT = 499
@@ -74,7 +80,7 @@ class Counters:
 class Guard:
     """ASGI middleware that passes permitted requests to `app` and refuses all other requests.
 
-    `paths`: the served paths.
+    `sessions`: the open sessions, which a capability in the path opens instead of a key. `paths`: the served paths.
     """
 
     def __init__(
@@ -84,10 +90,11 @@ class Guard:
         max_open_requests: int,
         counters: Counters,
         bodies: Bodies,
+        sessions: OpenSessions,
         paths: set[str],
     ) -> None:
         self._app = app
-        self._clients = clients
+        self._clients, self._sessions = clients, sessions
         self._max_open = max_open_requests
         self._counters, self._bodies, self._paths = counters, bodies, paths
 
@@ -102,7 +109,7 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        path = scope["path"]
+        path = without_capability(scope["path"])
         try:
             await self._pass(Request(scope), path, receive, noting)
         finally:
@@ -136,6 +143,8 @@ class Guard:
     def _check_key(self, request: Request, path: str) -> None:
         if path in OPEN_PATHS:
             return
+        if (capability := capability_in(request.scope["path"])) is not None:
+            return note_client(request.scope, self._sessions.find(capability).client)
         client = self._clients.find(request.headers.get("Authorization", ""))
         if client is None:
             raise HttpError(

@@ -1,6 +1,7 @@
-"""Generation for all endpoints: send a request to the worker, and convert the samples to choices, whole or in pieces.
+"""Generation for all endpoints: get samples from a source, and convert the samples to choices, whole or in pieces.
 
-An endpoint describes the request with a `Task`, and the format of the answer with a `Form`.
+An endpoint describes the request with a `Task`, and the format of the answer with a `Form`. The source is the worker,
+or a call of a session.
 """
 
 from __future__ import annotations
@@ -117,8 +118,8 @@ class Form(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A request to the worker (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed, media=media)`)
-    and the options for its answer.
+    """A request (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed, media=media)`) and the
+    options for its answer.
 
     `tells_usage`: whether a stream ends with events that contain the token counts. `message`: the beginning of the
     last user message of a conversation, for the page at `/ui`. `marks`: texts of some tokens in the text of the answer,
@@ -136,8 +137,35 @@ class Task:
     marks: Mapping[int, str] = field(default_factory=dict)
 
 
+class Source(Protocol):
+    """What the samples of a task come from."""
+
+    async def samples(self, task: Task) -> list[list[SampleOutput]]:
+        """Return the samples of each prompt."""
+        ...
+
+    def stream(self, task: Task) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
+        """Yield (position of the prompt, new tokens or finished sample), as `AsyncRolloutClient.stream` does."""
+        ...
+
+
+class FromWorker:
+    """The worker as the source of samples."""
+
+    def __init__(self, client: AsyncRolloutClient) -> None:
+        self._client = client
+
+    async def samples(self, task: Task) -> list[list[SampleOutput]]:
+        groups = await self._client.generate(task.prompts, task.params, seed=task.seed, media=task.media)
+        return [group.samples for group in groups]
+
+    def stream(self, task: Task) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
+        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed, media=task.media)
+        return self._client.stream(task.prompts, task.params, **wishes)
+
+
 class Asker:
-    """Sends tasks to the worker, and keeps finished groups in `samples`.
+    """Gets the samples of tasks from `source`, and keeps finished groups in `samples`.
 
     `texts`: the tokenizer; None if the answers contain no text. `eos_token_ids`: end-of-sequence tokens of the model.
     `user`: the user of the request; None if clients have no names.
@@ -145,25 +173,25 @@ class Asker:
 
     def __init__(
         self,
-        client: AsyncRolloutClient,
+        source: Source,
         texts: Texts | None,
         eos_token_ids: frozenset[int],
         samples: SampleLog,
         turns: Turns,
         user: str | None = None,
     ) -> None:
-        self._client, self._texts, self._eos_token_ids, self._samples = client, texts, eos_token_ids, samples
+        self._source, self._texts, self._eos_token_ids, self._samples = source, texts, eos_token_ids, samples
         self._turns, self._user = turns, user
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
         """Return the complete answer to a task. The task must not ask for a stream."""
-        groups = await self._client.generate(task.prompts, task.params, seed=task.seed, media=task.media)
+        groups = await self._source.samples(task)
         for position, group in enumerate(groups):
-            self._keep(task, position, group.samples)
+            self._keep(task, position, group)
         usage = Usage(sum(map(len, task.prompts)))
         pieces: list[Piece] = []
         num_waiting = 0
-        for position, sample in ((i, sample) for i, group in enumerate(groups) for sample in group.samples):
+        for position, sample in ((i, sample) for i, group in enumerate(groups) for sample in group):
             pieces.append(self._choice(task, position, sample, usage))
             if (num_waiting := num_waiting + len(sample.token_ids)) >= DECODED_TOKENS:
                 num_waiting = 0
@@ -175,8 +203,7 @@ class Asker:
         usage = Usage(sum(map(len, task.prompts)))
         choices: defaultdict[tuple[int, int], _Choice] = defaultdict(lambda: _Choice(self._text(task)))
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
-        wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed, media=task.media)
-        async with aclosing(self._client.stream(task.prompts, task.params, **wishes)) as stream:
+        async with aclosing(self._source.stream(task)) as stream:
             async for position, got in stream:
                 choice = choices[position, got.index]
                 if isinstance(got, SampleDelta):

@@ -27,6 +27,7 @@ from ..fleet.client import client_for
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer, prepare_for_conversations
 from .accepting import Acceptor
+from .agents.registry import OpenSessions
 from .app import make_app
 from .clients import Clients, clients_of
 from .config import HttpConfig
@@ -103,17 +104,20 @@ async def run(
         served = await _meet(client, config)
         watch = Watch(client)
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)
-        app = make_app(served, lifecycle, watch, config, clients, counters)
+        opened = OpenSessions(config)
+        app = make_app(served, lifecycle, watch, config, clients, counters, opened)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)
         counters.include(connections.collect)
         with closing(served.texts), closing(served.images):
-            watching = asyncio.create_task(watch.run())
+            tasks = [asyncio.create_task(watch.run()), asyncio.create_task(opened.run())]
             try:
                 return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:
-                watching.cancel()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _answer(

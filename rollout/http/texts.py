@@ -31,12 +31,12 @@ _MANY_TOKENS = 2**12
 class Texts:
     """A model's tokenizer and chat template.
 
-    `longest_token`: length of the longest token, in characters. `token`: cached function that returns the text of a
-    token.
+    `model`: the same for blocking calls. `longest_token`: length of the longest token, in characters. `token`: cached
+    function that returns the text of a token.
     """
 
     def __init__(self, model: TextModel) -> None:
-        self._model = model
+        self.model = model
         self.longest_token = model.longest_token
         self._threads = {False: ThreadPoolExecutor(1, "texts"), True: ThreadPoolExecutor(1, "long-texts")}
         self.token = lru_cache(_KNOWN_TOKENS)(self._token)
@@ -44,20 +44,20 @@ class Texts:
     @property
     def chat_templates(self) -> Mapping[str, str]:
         """The texts of the chat templates, by name."""
-        return self._model.chat_templates
+        return self.model.chat_templates
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
         """The ids of the tokens that were added to the vocabulary, by text."""
-        return self._model.added_tokens
+        return self.model.added_tokens
 
     def image_texts(self, placeholder: int) -> tuple[str, ...]:
         """Return the texts that stand for an image in a rendered conversation."""
-        return self._model.image_texts(placeholder)
+        return self.model.image_texts(placeholder)
 
     async def encode(self, text: str, add_special_tokens: bool, most: int = ANY) -> list[int]:
         """Return the token ids of a text. Raise TooMany if the text has more than `most` tokens."""
-        return await self._run(is_long(len(text)), partial(self._model.encode, text, add_special_tokens, most))
+        return await self._run(is_long(len(text)), partial(self.model.encode, text, add_special_tokens, most))
 
     async def encode_conversation(
         self, messages: list[dict[str, Any]], arguments: dict[str, Any], num_chars: int, most_chars: int, most: int
@@ -67,7 +67,7 @@ class Texts:
         `arguments`: arguments of the chat template. Raise InvalidRequestError if the template rejects the conversation,
         and TooMany if the rendered text has more than `most_chars` characters or `most` tokens.
         """
-        work = partial(self._model.encode_conversation, messages, arguments, most_chars, most)
+        work = partial(self.model.encode_conversation, messages, arguments, most_chars, most)
         try:
             return await self._run(is_long(num_chars), work)
         except ModelError as error:
@@ -76,7 +76,7 @@ class Texts:
     async def decode_long(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of any number of tokens without blocking the event loop."""
         if len(token_ids) > _MANY_TOKENS:
-            return await self._run(True, partial(self._model.decode_long, token_ids, skip_special_tokens))
+            return await self._run(True, partial(self.model.decode_long, token_ids, skip_special_tokens))
         return self.decode(token_ids, skip_special_tokens)
 
     async def by_token(self, token_ids: Sequence[int]) -> list[str]:
@@ -94,7 +94,7 @@ class Texts:
 
         `marks`: as in `text.decode_marked`.
         """
-        return decode_marked(self._model.decode, token_ids, skip_special_tokens, marks)
+        return decode_marked(self.model.decode, token_ids, skip_special_tokens, marks)
 
     def detokenizer(self, skip_special_tokens: bool, marks: Mapping[int, str] = MappingProxyType({})) -> Detokenizer:
         """Return a decoder for tokens that arrive one at a time. `marks`: as in `decode`."""
@@ -104,20 +104,20 @@ class Texts:
                 return self.token(token_ids[0], skip_special_tokens)
             return self.decode(token_ids, skip_special_tokens, marks)
 
-        return Detokenizer(decode, partial(self._model.is_silent, skip_special_tokens=skip_special_tokens))
+        return Detokenizer(decode, partial(self.model.is_silent, skip_special_tokens=skip_special_tokens))
 
     def close(self) -> None:
         """End the threads and the processes."""
         for thread in self._threads.values():
             thread.shutdown(wait=False, cancel_futures=True)
-        self._model.close()
+        self.model.close()
 
     def _by_token(self, token_ids: Sequence[int], is_abandoned: IsAbandoned) -> list[str]:
         text = self.detokenizer(skip_special_tokens=False)
         return [text.add(token_id) for token_id in takewhile(lambda _: not is_abandoned(), token_ids)]
 
     def _token(self, token_id: int, skip_special_tokens: bool = False) -> str:
-        return self._model.decode([token_id], skip_special_tokens)
+        return self.model.decode([token_id], skip_special_tokens)
 
     async def _run(self, is_long: bool, work: Callable[..., T]) -> T:
         """Run `work` on the thread for long texts or the thread for short texts, and return the result.

@@ -187,6 +187,10 @@ class Forest:
         """Return the seed of the request that draws a node."""
         return int.from_bytes(_digest(place, b"seed", b"%d" % ordinal)[:8], "little")
 
+    def id_at(self, place: bytes, ordinal: int) -> str:
+        """Return the id of a node that is drawn at a place."""
+        return _drawn_at(place, ordinal).hex()
+
     def seed_of(self, node: Node) -> int:
         """Return the seed of the request that drew a node."""
         assert node.parent is not None and node.drawn is not None
@@ -202,7 +206,7 @@ class Forest:
             for message in messages:
                 base = self._given(base, message)
             self._pending.pop((base.digest, drawn.ordinal))
-            node = self._add(base, answer, _digest(base.digest, b"drawn", b"%d" % drawn.ordinal), drawn)
+            node = self._add(base, answer, _drawn_at(base.digest, drawn.ordinal), drawn)
             self._by_body[drawn.body] = node
             return node
 
@@ -261,6 +265,11 @@ class Forest:
 def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
     """Return a digest of 16 bytes of a node's path. `kind` and `content` describe the last step of the path."""
     return hashlib.blake2b(before + len(kind).to_bytes(1, "little") + kind + content, digest_size=16).digest()
+
+
+def _drawn_at(place: bytes, ordinal: int) -> bytes:
+    """Return the digest of a path that a drawn message continues."""
+    return _digest(place, b"drawn", b"%d" % ordinal)
 
 
 def _after(digest: bytes, message: Message) -> bytes:

@@ -106,8 +106,8 @@ class _Run:
 
     `wants_deltas`: whether the worker is asked for tokens as they are drawn. `num_callers`: the number of callers that
     wait for the answer. `reserved`: the place and the ordinal in the forest. `prompt`: the prompt, once it is known.
-    `seed`: the seed of the request, once the prompt is known. `deltas`: the drawn tokens so far. `node`: the node, once
-    a caller got the answer.
+    `seed`, `node_id`: the seed of the request and the id of the answer's node, once the prompt is known. `deltas`: the
+    drawn tokens so far. `node`: the node, once a caller got the answer.
     """
 
     call: _Call
@@ -116,6 +116,7 @@ class _Run:
     reserved: tuple[bytes, int] | None = None
     prompt: list[int] | None = None
     seed: int = 0
+    node_id: str = ""
     deltas: list[SampleDelta] = field(default_factory=list)
     node: Node | None = None
     task: asyncio.Task[Ready] = field(init=False)
@@ -141,10 +142,11 @@ class _Run:
 class Asked:
     """A call that `AsyncSession.asked` has begun or found.
 
-    `prompt_token_ids`: the prompt that the worker gets. `params`: the sampling parameters, with the seed. `reading`:
-    how the answer is read.
+    `node`: the id that the answer has in the session. `prompt_token_ids`: the prompt that the worker gets. `params`:
+    the sampling parameters, with the seed. `reading`: how the answer is read.
     """
 
+    node: str
     prompt_token_ids: list[int]
     params: SamplingParams
     reading: Reading
@@ -253,7 +255,7 @@ class AsyncSession:
         if isinstance(found, Node):
             node = found
             seeded = call.params.model_copy(update=dict(seed=self._forest.seed_of(node)))
-            yield Asked(prompt_of(node), seeded, call.reading, None, partial(_answered, node))
+            yield Asked(node.id, prompt_of(node), seeded, call.reading, None, partial(_answered, node))
             return
         run = found or self._begin(call, deltas)
         run.num_callers += 1
@@ -263,7 +265,7 @@ class AsyncSession:
                 await self._result(run)  # raises the error of the call
             assert run.prompt is not None
             seeded = call.params.model_copy(update=dict(seed=run.seed))
-            yield Asked(run.prompt, seeded, call.reading, run, partial(self._answer_of, run))
+            yield Asked(run.node_id, run.prompt, seeded, call.reading, run, partial(self._answer_of, run))
         finally:
             run.num_callers -= 1
             await self._leave(run)
@@ -383,7 +385,8 @@ class AsyncSession:
         run.reserved = place, ordinal = place, self._forest.reserve(place, len(new))
         prompt, opening = await self._prompt(call, base, new)
         call.reading.check(self._texts, prompt)
-        run.prompt, run.seed = prompt, self._forest.seed_at(place, ordinal)
+        run.seed, run.node_id = self._forest.seed_at(place, ordinal), self._forest.id_at(place, ordinal)
+        run.prompt = prompt
         run.tell()
         sample = await self._sample(run, prompt)
         _check_complete(sample)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...parsing.parser import AnswerParser
+from ..answers import TokenBytes
 from ..parsed import ParsedChoice
 from ..pieces import Form
 
@@ -19,15 +20,17 @@ from ..pieces import Form
 class Context:
     """What is known of a call when its answer begins.
 
-    `id`: random part of the answer's id; the API adds its prefix. `created`: seconds since 1970. `model`: the served
-    model's name. `prompt_token_ids`: the prompt that the worker gets. `call_id`: returns the id of the tool call with
-    this index in the answer, unless the model wrote an id. `parser`: None if all text is content. `prompt_end`: the
-    end of the prompt, as the parser needs it. `eos_token_ids`: end-of-sequence tokens of the model.
+    `id`: the answer's node in the session; the API makes an id of it. `created`: seconds since 1970. `model`: the
+    served model's name. `token_text`: returns the text of a token. `prompt_token_ids`: the prompt that the worker gets.
+    `call_id`: returns the id of the tool call with this index in the answer, unless the model wrote an id. `parser`:
+    None if all text is content. `prompt_end`: the end of the prompt, as the parser needs it. `eos_token_ids`:
+    end-of-sequence tokens of the model.
     """
 
     id: str
     created: int
     model: str
+    token_text: Callable[[int], str]
     prompt_token_ids: list[int]
     call_id: Callable[[int], str]
     parser: AnswerParser | None
@@ -44,9 +47,10 @@ class AgentCall:
     """A request of an agent.
 
     `messages`, `tools`, `tool_choice`, `chat_template_kwargs`: as in OpenAI's chat completions. `sampling`: sampling
-    parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `form`: returns
-    the form of the answer. `tells_usage`: whether a stream ends with `Form.last_events`. `names_events`: as in
-    `event_stream`.
+    parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `top_logprobs`: the
+    number of most probable tokens to record for each token. `form`: returns the form of the answer. `token_bytes`: size
+    of an answer that is not a stream. `tells_usage`: whether a stream ends with `Form.last_events`. `names_events`: as
+    in `event_stream`.
     """
 
     messages: list[dict[str, Any]]
@@ -55,6 +59,8 @@ class AgentCall:
     tool_choice: str | dict[str, Any] = "auto"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    token_bytes: TokenBytes = TokenBytes(TokenBytes.TEXT)
     is_stream: bool = False
     tells_usage: bool = False
     names_events: bool = False

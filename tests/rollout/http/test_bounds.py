@@ -37,7 +37,7 @@ from trueroll.rollout.http.answers import (
     encoded_in_parts,
 )
 from trueroll.rollout.http.bodies import _Body
-from trueroll.rollout.http.chat import ChatFields, _token_bytes
+from trueroll.rollout.http.chat import ChatFields, chat_token_bytes
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.elements import WEIGHTS, check_elements
 from trueroll.rollout.http.errors import Gone, HttpError
@@ -314,9 +314,9 @@ def test_the_size_of_a_stream_is_not_estimated(front: Front) -> None:
 def test_by_default_64_samples_of_4096_tokens_with_ids_and_log_probs_are_accepted() -> None:
     fields = ChatFields.model_validate(dict(messages=[{"role": "user"}], logprobs=True, return_token_ids=True))
     params = SamplingParams(n=64, max_tokens=4096)
-    check_answer([[1] * 4096], params, 8192, _token_bytes(fields), DEFAULTS.max_answer_bytes)
+    check_answer([[1] * 4096], params, 8192, chat_token_bytes(fields), DEFAULTS.max_answer_bytes)
     with pytest.raises(HttpError, match="64 samples of up to 4096 tokens at "):
-        check_answer([[1] * 4096], params, 8192, _token_bytes(fields), 2**24)
+        check_answer([[1] * 4096], params, 8192, chat_token_bytes(fields), 2**24)
 
 
 def test_the_estimated_size_exceeds_the_actual_size(front: Front) -> None:

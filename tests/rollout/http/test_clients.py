@@ -8,6 +8,7 @@ import asyncio
 import stat
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_engine import FakeEngine
@@ -17,15 +18,22 @@ from serving import serving
 from trueroll.errors import ConfigError
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess
 from trueroll.rollout.http import clients, guard
+from trueroll.rollout.http.agents.registry import OpenSessions
 from trueroll.rollout.http.app import make_app
 from trueroll.rollout.http.clients import GENERATE_PATHS, Clients, clients_of
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
+from trueroll.rollout.http.paths import SESSION
 from trueroll.rollout.network.keys import OWNER, Client
 
 ALICE, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "operator"))
 TEXT = f"# the clients\n\ngenerate alice {ALICE}\ngenerate bob {BOB}\ncontrol operator {OPERATOR}\n"
 PROMPT = list(range(100, 164))
 CONTROL_PATHS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/reset_prefix_cache"}
+
+BY_CAPABILITY = {
+    *(SESSION, f"{SESSION}/samples", f"{SESSION}/reward", f"{SESSION}/v1/models", f"{SESSION}/v1/chat/completions"),
+}
+"""The paths that need a session's capability instead of a key."""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +90,14 @@ def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> 
     served: set[str] = set()
     monkeypatch.setattr("trueroll.rollout.http.app.Guard", lambda *given: served.update(given[-1]))
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
-    make_app(None, FakePages(), None, HttpConfig(address="ipc://x"), Clients({}), guard.Counters())  # type: ignore[arg-type]
-    assert served - guard.OPEN_PATHS - GENERATE_PATHS - {"/v1/models/{name:path}"} == CONTROL_PATHS
+    _app(Clients({}))
+    assert served - guard.OPEN_PATHS - GENERATE_PATHS - {"/v1/models/{name:path}"} - BY_CAPABILITY == CONTROL_PATHS
     assert served >= GENERATE_PATHS
+
+
+def _app(clients: Clients) -> Any:
+    config = HttpConfig(address="ipc://x")
+    return make_app(None, FakePages(), None, config, clients, guard.Counters(), OpenSessions(config))  # type: ignore[arg-type]
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +106,7 @@ def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -
     """
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
     named = Clients({ALICE.encode(): Client("alice", "generate")})
-    app = make_app(None, FakePages(), None, HttpConfig(address="ipc://x"), named, guard.Counters())  # type: ignore[arg-type]
+    app = _app(named)
 
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": b"", "more_body": False}

@@ -16,6 +16,7 @@ from trueroll.rollout.http.connections import Connections
 from trueroll.rollout.http.errors import STATUSES
 from trueroll.rollout.http.fields import IGNORED, OFF, SAMPLING
 from trueroll.rollout.http.generate import GenerateFields
+from trueroll.rollout.http.paths import SESSION, SESSIONS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
 WORDS = {word for code in re.findall(r"`([^`\n]+)`", PAGE) for word in re.findall(r"[\w./-]+", code)}
@@ -35,9 +36,10 @@ def test_every_option_is_described() -> None:
 
 def test_every_path_is_described() -> None:
     source = Path(app.__file__).read_text()
-    paths = {path.replace("{name:path}", "NAME") for path in re.findall(r'Route\(\s*"([^"]+)"', source)}
-    paths |= pages.FILES.keys()
-    assert len(paths) > 10 and paths - WORDS == set() and guard.WORK_PATHS | guard.OPEN_PATHS <= paths
+    paths = {path for path in re.findall(r'Route\(\s*"([^"]+)"', source)} | pages.FILES.keys() | {SESSION, SESSIONS}
+    paths |= {f"{SESSION}{path}" for path in re.findall(r'Route\(\s*f"{SESSION}([^"]+)"', source)}
+    words = {path.replace("{name:path}", "NAME").replace("{id}", "ID") for path in paths}
+    assert len(words) > 20 and words - WORDS == set() and guard.WORK_PATHS | guard.OPEN_PATHS <= paths
 
 
 def test_every_code_and_metric_is_described() -> None:

@@ -1,0 +1,186 @@
+"""Sessions over HTTP with the package `openai`: one URL, and the tokens of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from chat_templates import TEMPLATES, make_chat_folder
+from http_fronts import Front, error_of, front_end
+from safetensors.numpy import load
+
+from tiny import make_tiny_model
+from trueroll.rollout import RolloutClient, WorkerProcess, launch_worker
+
+TOOLS: list[Any] = [dict(type="function", function=dict(name="get", parameters=dict(type="object", properties={}, additionalProperties=False)))]
+GO = dict(role="user", content="go")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("agents")
+    model = make_tiny_model("llama", root / "model", max_position_embeddings=4096)
+    return make_chat_folder(root / "chat", TEMPLATES["qwen2_5"], "<|im_end|>", model)
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path, forked_workers: None) -> Iterator[WorkerProcess]:
+    with launch_worker(str(folder), num_blocks=256, num_threads=1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(worker: WorkerProcess) -> Iterator[Front]:
+    with front_end(worker.address, model_name="tiny") as running:
+        yield running
+
+
+@pytest.fixture
+def session(front: Front) -> Iterator[str]:
+    """The URL of a session."""
+    begun = front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()
+    yield f"{front.url}{begun['url']}"
+    assert front.delete(f"/sessions/{begun['session_id']}").status_code == 200
+
+
+def agent(url: str) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=url, api_key="any", max_retries=0, http_client=openai.DefaultHttpxClient(verify=False)
+    )
+
+
+def chat(client: openai.OpenAI, messages: list[Any], **fields: Any) -> Any:
+    return client.chat.completions.create(model="any name", messages=messages, **fields)
+
+
+def samples_of(front: Front, url: str) -> list[dict[str, Any]]:
+    return front.get(f"{url.removeprefix(front.url).removesuffix('/v1')}/samples").json()["samples"]
+
+
+def test_turns_keep_their_tokens(front: Front, session: str, worker: WorkerProcess) -> None:
+    """Each prompt begins with the tokens of the turn before. The samples have the tokens and the bits of a score."""
+    client, history, tokens = agent(session), [GO], list[int]()
+    for _ in range(3):
+        told = chat(client, history, extra_body={"return_token_ids": True}, logprobs=True)
+        assert told.prompt_token_ids[: len(tokens)] == tokens
+        tokens = [*told.prompt_token_ids, *told.choices[0].token_ids]
+        history += [told.choices[0].message.model_dump(exclude_none=True), GO]
+    [sample] = samples_of(front, session)
+    assert sample["token_ids"] == tokens and sum(sample["mask"]) == 36 == 3 * 12
+    with RolloutClient(worker.address) as scorer:
+        [score] = scorer.score([tokens])
+    mask = np.array(sample["mask"][1:], bool)
+    drawn = np.array(sample["logprobs"], np.float32)[1:]
+    assert np.array_equal(score.logprobs.view(np.int32)[mask], drawn.view(np.int32)[mask])
+
+
+def test_a_stream_is_the_answer(front: Front, session: str) -> None:
+    """A stream has the tokens, the text and the node of the answer; an equal session draws the same."""
+    told = chat(agent(session), [GO], extra_body={"return_token_ids": True}, logprobs=True)
+    other = front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()["url"]
+    with agent(front.url + other) as client:
+        events = [
+            *chat(
+                client,
+                [GO],
+                stream=True,
+                stream_options=dict(include_usage=True),
+                extra_body={"return_token_ids": True},
+                logprobs=True,
+            )
+        ]
+    choices = [event.choices[0] for event in events if event.choices]
+    assert len(choices) > 2 and events[-1].usage == told.usage
+    assert sum((choice.token_ids for choice in choices), []) == told.choices[0].token_ids
+    assert "".join(choice.delta.content or "" for choice in choices) == told.choices[0].message.content
+    assert choices[0].delta.session_node == told.choices[0].message.session_node
+    assert events[0].prompt_token_ids == told.prompt_token_ids and events[0].id == told.id
+    told_tokens = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
+    assert told_tokens == told.choices[0].logprobs.content
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_retry_is_answered_from_the_record(front: Front, session: str, is_stream: bool) -> None:
+    client, fields = agent(session), dict(extra_body={"return_token_ids": True})
+    first, twin = (chat(client, [GO], **fields) for _ in range(2))
+    assert first.id != twin.id
+    again = chat(client, [GO], stream=is_stream, extra_headers={"x-stainless-retry-count": "1"}, **fields)
+    if is_stream:
+        events = [event for event in again if event.choices]
+        assert sum((event.choices[0].token_ids for event in events), []) == twin.choices[0].token_ids
+        assert {event.id for event in events} == {twin.id}
+    else:
+        assert again.id == twin.id and again.choices[0].token_ids == twin.choices[0].token_ids
+    assert len(samples_of(front, session)) == 2
+
+
+def test_a_required_call_and_its_result(front: Front) -> None:
+    """`tool_choice` makes a random model call. The agent drops the ids of its session, and the conversation goes on."""
+    session = front.url + front.post("/sessions", {"seed": 7}).json()["url"]
+    client = agent(session)
+    called = chat(client, [GO], tools=TOOLS, tool_choice="required", max_tokens=400)
+    [call] = called.choices[0].message.tool_calls
+    assert called.choices[0].finish_reason in ("tool_calls", "length") and call.function.name == "get"
+    result = dict(role="tool", tool_call_id=call.id, content="7")
+    message = dict(role="assistant", content=None, tool_calls=[call.model_dump()])
+    after = chat(client, [GO, message, result], tools=TOOLS, max_tokens=5, extra_body={"return_token_ids": True})
+    [sample] = samples_of(front, session)
+    assert len(sample["turns"]) == 2 and sample["token_ids"][: len(after.prompt_token_ids)] == after.prompt_token_ids
+
+
+def test_a_cancelled_stream_leaves_nothing(front: Front, session: str) -> None:
+    settings = {"seed": 1, "sampling_params": {"max_tokens": 3000, "ignore_eos": True}}
+    begun = front.post("/sessions", settings).json()
+    with chat(agent(front.url + begun["url"]), [GO], stream=True) as stream:
+        next(iter(stream))
+    front.wait_for("trueroll_http_open_requests", 0)
+    assert front.get(f"/sessions/{begun['session_id']}").json()["num_messages"] == 0
+    assert front.get(f"/sessions/{begun['session_id']}/samples").json() == {"samples": []}
+
+
+def test_rewards_and_exports(front: Front, session: str) -> None:
+    told = chat(agent(session), [GO])
+    path = session.removeprefix(front.url).removesuffix("/v1")
+    node = told.choices[0].message.session_node
+    assert told.id == f"chatcmpl-{node}"
+    assert front.post(f"{path}/reward", {"reward": 0.5, "node": node}).status_code == 200
+    [sample] = samples_of(front, session)
+    assert sample["reward"] == 0.5 and sample["node"] == node
+    tensors = load(front.get(f"{path}/samples?format=safetensors").content)
+    assert np.array_equal(tensors["tokens.0"], np.array(sample["token_ids"], np.int32))
+    [entry] = front.get(f"{path}/samples?format=nemo_gym").json()["entries"]
+    assert entry["prompt_token_ids"] + entry["generation_token_ids"] == sample["token_ids"]
+    for body in ({"reward": "x"}, {"reward": 1.0, "node": "none"}, {}):
+        assert front.post(f"{path}/reward", body).status_code == 400
+    assert error_of(front.get(f"{path}/samples?format=x"))["param"] == "format"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (dict(n=2), "n"),
+        (dict(seed=1), "seed"),
+        (dict(extra_body=dict(prompt_logprobs=1)), "prompt_logprobs"),
+        (dict(extra_body=dict(unknown=1)), "unknown"),
+        (dict(extra_body=dict(add_generation_prompt=False)), "add_generation_prompt"),
+        (dict(tools=TOOLS, parallel_tool_calls=False), "parallel_tool_calls"),
+        (dict(tools=TOOLS, tool_choice="always"), "tool_choice"),
+        (dict(max_tokens=5000), "max_tokens"),
+    ],
+)
+def test_what_a_session_refuses(front: Front, fields: dict[str, Any], param: str) -> None:
+    url = front.post("/sessions", {}).json()["url"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(agent(front.url + url), [GO], **fields)
+    assert caught.value.param in (param, "messages") and param in str(caught.value) + "max_tokens"
+
+
+@pytest.mark.parametrize(
+    "body", [{"seed": -1}, {"sampling_params": {"temperature": -1}}, {"sampling_params": {"seed": 1}}, {"other": 1}]
+)
+def test_a_session_does_not_begin_with_wrong_settings(front: Front, body: dict[str, Any]) -> None:
+    assert front.post("/sessions", body).status_code == 400
