@@ -21,7 +21,9 @@ from trueroll.errors import InvalidRequestError, TruerollError
 from ...engine.request import TokenId
 from .agents.chat import read_chat_call
 from .agents.endpoints import SessionEndpoints
+from .agents.messages import read_count_call, read_messages_call
 from .agents.registry import OpenSessions
+from .agents.responses import read_response_call
 from .answers import Rows
 from .bodies import Bodies
 from .chat import read_chat
@@ -186,6 +188,9 @@ def make_app(
         ExactRoute(f"{SESSION}/reward", sessions.reward, methods=["POST"]),
         ExactRoute(f"{SESSION}/v1/models", endpoints.models),
         ExactRoute(f"{SESSION}/v1/chat/completions", sessions.asking(read_chat_call), methods=["POST"]),
+        ExactRoute(f"{SESSION}/v1/messages", sessions.asking(read_messages_call), methods=["POST"]),
+        ExactRoute(f"{SESSION}/v1/messages/count_tokens", sessions.counting(read_count_call), methods=["POST"]),
+        ExactRoute(f"{SESSION}/v1/responses", sessions.asking(read_response_call), methods=["POST"]),
         ExactRoute("/v1/models", endpoints.models),
         ExactRoute("/v1/models/{name:path}", endpoints.model),
         ExactRoute("/tokenize", endpoints.tokenize, methods=["POST"]),

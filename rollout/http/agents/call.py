@@ -6,14 +6,65 @@ course of a call (`endpoints`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import BeforeValidator, Discriminator, model_validator
 
 from ...parsing.parser import AnswerParser
 from ..answers import TokenBytes
+from ..fields import Fields, ResponseFormat, is_same, unsupported
 from ..parsed import ParsedChoice
 from ..pieces import Form
+
+
+class Sent(Fields):
+    """Base class for the objects in an agent's request. A field with the value null is treated as missing.
+
+    `IGNORED`: fields that never change an answer. `OFF`: fields of the API that are not supported, with their neutral
+    values. `PATH`: the names of the objects around these fields, for errors.
+    """
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    OFF: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    PATH: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_effective(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        values = {name: value for name, value in values.items() if value is not None and name not in cls.IGNORED}
+        for name in [name for name in cls.OFF if name in values]:
+            value, neutral = values.pop(name), cls.OFF[name]
+            if not any(is_same(value, each) for each in neutral):
+                raise unsupported(cls.PATH + name, " or ".join(["null", *map(repr, neutral)]), value)
+        return values
+
+
+def told_apart_by(field: str, names: str, default: str | None = None) -> Discriminator:
+    """Return the discriminator of classes that a field tells apart.
+
+    `names`: the supported values, for the error about any other value. `default`: the value of a missing field.
+    """
+
+    def value_of(given: Any) -> str | None:
+        value = given.get(field) if isinstance(given, dict) else None
+        return default if value is None and isinstance(given, dict) else value if isinstance(value, str) else None
+
+    text = f"must be an object with the {field} {names}"
+    return Discriminator(value_of, custom_error_type="unsupported", custom_error_message=text)
+
+
+def _as_response_format(given: Any) -> Any:
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: each for name, each in given.items() if name != "type"}}
+
+
+FlatFormat: TypeAlias = Annotated[ResponseFormat, BeforeValidator(_as_response_format)]
+"""A format of an answer. Unlike in `response_format` of chat completions, the schema is next to the type."""
 
 
 @dataclass(frozen=True)

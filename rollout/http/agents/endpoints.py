@@ -134,15 +134,18 @@ class SessionEndpoints:
         own = checked(ExportFields, dict(request.query_params))
         return _Export(self._find(request), own.format, self)
 
-    async def count_tokens(self, request: Request, read: Reader) -> Response:
-        """Return the number of tokens of the prompt that a request would have."""
-        opened = self._find(request)
-        call = read(await self._bodies.read(request))
-        with self._opened.request(opened):
-            counting = opened.session.count_tokens(
-                call.messages, call.tools, chat_template_kwargs=opened.template | call.chat_template_kwargs
-            )
-            return answer({"input_tokens": await while_present(request.receive, counting)})
+    def counting(self, read: Reader) -> Handler:
+        """Return a handler that returns the number of tokens of the prompt that a request would have now."""
+
+        async def handle(request: Request) -> Response:
+            opened = self._find(request)
+            call = read(await self._bodies.read(request))
+            with self._opened.request(opened):
+                kwargs = opened.template | call.chat_template_kwargs
+                counting = opened.session.count_tokens(call.messages, call.tools, chat_template_kwargs=kwargs)
+                return answer({"input_tokens": await while_present(request.receive, counting)})
+
+        return handle
 
     def asking(self, read: Reader) -> Handler:
         """Return the handler of an API. `read`: reads a request's body."""

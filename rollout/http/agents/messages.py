@@ -1,0 +1,383 @@
+"""Anthropic's Messages API (`/v1/messages`): read requests as calls of a session, and write the answers.
+
+The API: https://platform.claude.com/docs/en/api/messages. Thinking is the model's reasoning. Each
+result of a tool becomes a message of the role `tool`, which precedes the other texts of the user's message. The texts
+of an assistant's blocks are joined as they are; other texts are joined by line breaks, as in chat completions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag
+
+from ....engine.request import MAX_STOP_STRINGS, StopString
+from ..errors import HttpError
+from ..fields import ResponseFormat, checked, unsupported
+from ..parsed import ParsedChoice
+from ..pieces import Piece, Usage
+from .call import AgentCall, Context, FlatFormat, Sent, told_apart_by
+
+
+def _as_blocks(content: Any) -> Any:
+    """Return content as blocks, because a text stands for one block of type text."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+class _Text(Sent):
+    IGNORED = frozenset({"cache_control", "citations"})
+
+    type: Literal["text"]
+    text: str
+
+
+class _Thinking(Sent):
+    IGNORED = frozenset({"signature"})
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class _RedactedThinking(Sent):
+    """Thinking of another model, which no chat template can write."""
+
+    IGNORED = frozenset({"data"})
+
+    type: Literal["redacted_thinking"]
+
+
+class _ToolUse(Sent):
+    IGNORED = frozenset({"cache_control"})
+    OFF = {"caller": ({"type": "direct"},), "toolset_name": ()}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+    def told(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
+
+
+_Texts = Annotated[list[_Text], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+
+
+class _ToolResult(Sent):
+    IGNORED = frozenset({"cache_control"})
+    OFF = {"toolset_name": ()}
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: _Texts = []
+    is_error: bool = False
+
+    def told(self) -> dict[str, Any]:
+        told = {"role": "tool", "tool_call_id": self.tool_use_id, "content": _lines(self.content)}
+        return told | ({"is_error": True} if self.is_error else {})
+
+
+_OfUser = Annotated[
+    Annotated[_Text, Tag("text")] | Annotated[_ToolResult, Tag("tool_result")],
+    told_apart_by("type", "text or tool_result"),
+]
+_OfAssistant = Annotated[
+    Annotated[_Text, Tag("text")]
+    | Annotated[_Thinking, Tag("thinking")]
+    | Annotated[_RedactedThinking, Tag("redacted_thinking")]
+    | Annotated[_ToolUse, Tag("tool_use")],
+    told_apart_by("type", "text, thinking, redacted_thinking or tool_use"),
+]
+
+
+class _System(Sent):
+    role: Literal["system"]
+    content: _Texts
+
+    def told(self) -> list[dict[str, Any]]:
+        return [{"role": "system", "content": _lines(self.content)}]
+
+
+class _User(Sent):
+    role: Literal["user"]
+    content: Annotated[list[_OfUser], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+
+    def told(self) -> list[dict[str, Any]]:
+        results = [block.told() for block in self.content if isinstance(block, _ToolResult)]
+        texts = [block for block in self.content if isinstance(block, _Text)]
+        return [*results, {"role": "user", "content": _lines(texts)}] if texts or not results else results
+
+
+class _Assistant(Sent):
+    role: Literal["assistant"]
+    content: Annotated[list[_OfAssistant], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+
+    def told(self) -> list[dict[str, Any]]:
+        told: dict[str, Any] = {
+            "role": "assistant",
+            "content": "".join(block.text for block in self.content if isinstance(block, _Text)),
+            "reasoning_content": "".join(block.thinking for block in self.content if isinstance(block, _Thinking)),
+            "tool_calls": [block.told() for block in self.content if isinstance(block, _ToolUse)],
+        }
+        return [{name: value for name, value in told.items() if value or name == "content"}]
+
+
+_Message = Annotated[
+    Annotated[_System, Tag("system")] | Annotated[_User, Tag("user")] | Annotated[_Assistant, Tag("assistant")],
+    told_apart_by("role", "user, assistant or system"),
+]
+
+
+class _Tool(Sent):
+    """A tool. `strict` has no effect, because only a required call follows the schema exactly."""
+
+    IGNORED = frozenset({"cache_control", "eager_input_streaming", "strict"})
+    OFF = {"allowed_callers": (["direct"], []), "defer_loading": (False,), "input_examples": ([],)}
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+    def told(self) -> dict[str, Any]:
+        about = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name} | about | {"parameters": self.input_schema}}
+
+
+class _ToolChoice(Sent):
+    disable_parallel_tool_use: bool = False
+
+
+class _AnyChoice(_ToolChoice):
+    type: Literal["auto", "any", "none"]
+
+
+class _NamedChoice(_ToolChoice):
+    type: Literal["tool"]
+    name: str
+
+
+_Choice = Annotated[
+    Annotated[_AnyChoice, Tag("auto")]
+    | Annotated[_AnyChoice, Tag("any")]
+    | Annotated[_AnyChoice, Tag("none")]
+    | Annotated[_NamedChoice, Tag("tool")],
+    told_apart_by("type", "auto, any, tool or none"),
+]
+
+
+class _ThinkingConfig(Sent):
+    """Whether the model thinks. `budget_tokens` has no effect. The thinking is always returned as it is."""
+
+    IGNORED = frozenset({"budget_tokens"})
+    OFF = {"display": ("summarized",)}
+    PATH = "thinking."
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class _OutputConfig(Sent):
+    OFF = {"effort": ()}
+    PATH = "output_config."
+
+    format: FlatFormat = ResponseFormat(type="text")
+
+
+class _Prompt(Sent):
+    """The fields that determine the prompt."""
+
+    IGNORED = frozenset({"cache_control", "metadata", "service_tier"})
+    OFF = {
+        "container": (),
+        "context_management": ({}, {"edits": []}),
+        "diagnostics": (),
+        "inference_geo": (),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+        "user_profile_id": (),
+        "workspace_id": (),
+    }
+
+    model: str | None = None
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    system: _Texts = []
+    tools: Annotated[list[_Tool], Field(fail_fast=True)] = []
+    tool_choice: _Choice = _AnyChoice(type="auto")
+    thinking: _ThinkingConfig = _ThinkingConfig(type="adaptive")
+    output_config: _OutputConfig = _OutputConfig()
+
+
+class _Request(_Prompt):
+    """All fields. `temperature`, `top_p` and `top_k` are checked as sampling parameters."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] = []
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    stream: bool = False
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that the request has."""
+        named = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
+        named["stop"] = self.stop_sequences or None
+        if self.output_config.format.type != "text":
+            named["response_format"] = dict(self.output_config.format)
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def read_messages_call(body: dict[str, Any]) -> AgentCall:
+    """Parse a request for a message. Raise HttpError if the request is not supported."""
+    own = checked(_Request, body)
+    if own.messages[-1].role == "assistant":
+        text = "messages: the last message must not be an assistant's, because an answer cannot continue a given text"
+        raise HttpError(400, text, field="messages", code="unsupported_parameter")
+    return _call(own, sampling=own.sampling(), is_stream=own.stream, tells_usage=True, names_events=True)
+
+
+def read_count_call(body: dict[str, Any]) -> AgentCall:
+    """Parse a request to count the tokens of a prompt. Raise HttpError if the request is not supported."""
+    return _call(checked(_Prompt, body))
+
+
+def _call(own: _Prompt, **more: Any) -> AgentCall:
+    tools = [tool.told() for tool in own.tools]
+    messages = [told for message in own.messages for told in message.told()]
+    if system := _lines(own.system):
+        messages.insert(0, {"role": "system", "content": system})
+    kwargs = {} if own.thinking.type == "adaptive" else {"enable_thinking": own.thinking.type == "enabled"}
+    return AgentCall(messages, MessageForm, tools, _choice(own), kwargs, **more)
+
+
+def _choice(own: _Prompt) -> str | dict[str, Any]:
+    """Return the choice of tools as in chat completions."""
+    choice = own.tool_choice
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type == "auto" and own.tools and choice.disable_parallel_tool_use:
+        text = "false, or set tool_choice to type 'any' or 'tool', which allow one call"
+        raise unsupported("tool_choice.disable_parallel_tool_use", text, True)
+    return "required" if choice.type == "any" else choice.type
+
+
+def _lines(blocks: Iterable[_Text]) -> str:
+    return "\n".join(block.text for block in blocks)
+
+
+@dataclass
+class MessageForm:
+    """Writes a message.
+
+    A stream begins another block wherever the kind of the text changes, so it may have several blocks of thinking or
+    text. The joined texts are those of the whole message.
+    """
+
+    context: Context
+    _parsed: ParsedChoice = field(init=False)
+    _num_blocks: int = 0
+    _open: str | None = None  # the type of the block that may grow
+    _has_begun: bool = False
+    _end: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._parsed = self.context.parsed()
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        [piece] = pieces
+        texts, calls = self._parsed.add(piece)
+        by_kind = {"thinking": texts.get("reasoning_content"), "text": texts["content"]}
+        content = [_block(kind, text, self.context.id) for kind, text in by_kind.items() if text]
+        content += [_tool_use(call, json.loads(call["function"]["arguments"])) for call in calls]
+        return self._message(content, _told_usage(usage)) | self._ending(piece)
+
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        events = [] if self._has_begun else [self._start()]
+        texts, calls = self._parsed.add(piece)
+        events += self._grown("thinking", texts.get("reasoning_content", ""))
+        events += self._grown("text", texts["content"])
+        for call in calls:
+            events += self._begun(_tool_use(call, {}))
+            events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
+        if piece.ended:
+            events += self._stopped()
+            self._end = self._ending(piece)
+        return events
+
+    def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        return [{"type": "message_delta", "delta": self._end, "usage": _told_usage(usage)}, {"type": "message_stop"}]
+
+    def _start(self) -> dict[str, Any]:
+        self._has_begun = True
+        usage = Usage(len(self.context.prompt_token_ids))
+        return {"type": "message_start", "message": self._message([], _told_usage(usage))}
+
+    def _message(self, content: Sequence[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.context.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.context.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _grown(self, kind: str, text: str) -> list[dict[str, Any]]:
+        """Return the events that append a text to the open block, or to a new block if the open one is of another
+        type.
+        """
+        if not text:
+            return []
+        begun = [] if self._open == kind else self._begun(_block(kind, "", ""))
+        return [*begun, self._delta(f"{kind}_delta", **{kind: text})]
+
+    def _begun(self, block: dict[str, Any]) -> list[dict[str, Any]]:
+        events = self._stopped()
+        self._open = block["type"]
+        self._num_blocks += 1
+        return [*events, {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
+
+    def _delta(self, kind: str, **fields: str) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": {"type": kind} | fields}
+
+    def _stopped(self) -> list[dict[str, Any]]:
+        """Return the events that end the open block."""
+        if self._open is None:
+            return []
+        signed = [self._delta("signature_delta", signature=self.context.id)] if self._open == "thinking" else []
+        self._open = None
+        return [*signed, {"type": "content_block_stop", "index": self._num_blocks - 1}]
+
+    def _ending(self, piece: Piece) -> dict[str, Any]:
+        assert piece.ended is not None
+        stop = piece.ended.stop_reason
+        if piece.ended.finish_reason != "stop":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self._parsed.num_calls:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if isinstance(stop, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _block(kind: str, text: str, signature: str) -> dict[str, Any]:
+    """Return a block of type text or thinking. Clients expect that thinking has a signature."""
+    return {"type": kind, kind: text} | ({"signature": signature} if kind == "thinking" else {})
+
+
+def _tool_use(call: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments}
+
+
+def _told_usage(usage: Usage) -> dict[str, int]:
+    """Return the token counts in Anthropic's form, in which `input_tokens` excludes the cached tokens."""
+    cached = sum(usage.cached_tokens.values())
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.completion_tokens,
+    }

@@ -1,0 +1,440 @@
+"""OpenAI's Responses API (`/v1/responses`): read requests as calls of a session, and write the answers.
+
+The API: https://developers.openai.com/api/reference/resources/responses. Consecutive items of the assistant are one
+message, in which the texts are joined as they are; other texts are joined by line breaks, as in chat completions. The
+reasoning of a response is in the `content` of items of type `reasoning`, as OpenAI specifies for open models. Responses
+are never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, Tag
+
+from ..fields import ResponseFormat, checked, unsupported
+from ..parsed import ParsedChoice
+from ..pieces import Piece, Usage
+from .call import AgentCall, Context, FlatFormat, Sent, told_apart_by
+
+_MARKS = frozenset({"id", "status", "phase"})
+"""Fields with which responses mark their items."""
+
+
+class _Text(Sent):
+    IGNORED = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+def _as_texts(content: Any) -> Any:
+    """Return content as parts, because a text stands for one part."""
+    return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
+
+
+_Texts = Annotated[list[_Text], Field(fail_fast=True), BeforeValidator(_as_texts)]
+
+
+class _Item(Sent):
+    IGNORED = _MARKS
+
+    @property
+    def is_of_assistant(self) -> bool:
+        return True
+
+
+class _Message(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Texts
+
+    @property
+    def is_of_assistant(self) -> bool:
+        return self.role == "assistant"
+
+    def told(self) -> dict[str, Any]:
+        return {"role": self.role, "content": _lines(self.content)}
+
+
+class _ReasoningText(Sent):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Reasoning(_Item):
+    """Reasoning. Summaries and encrypted reasoning are ignored, because no chat template can write them."""
+
+    IGNORED = _MARKS | {"summary", "encrypted_content"}
+
+    type: Literal["reasoning"]
+    content: Annotated[list[_ReasoningText], Field(fail_fast=True)] = []
+
+
+_CALLERS = {"async": (False,), "caller": ({"type": "direct"},), "namespace": ()}
+
+
+class _FunctionCall(_Item):
+    OFF = _CALLERS
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+    def told(self) -> dict[str, Any]:
+        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class _FunctionCallOutput(_Item):
+    IGNORED = _MARKS | {"name"}
+    OFF = _CALLERS
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Texts
+
+    @property
+    def is_of_assistant(self) -> bool:
+        return False
+
+    def told(self) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": self.call_id, "content": _lines(self.output)}
+
+
+_AnyItem = Annotated[
+    Annotated[_Message, Tag("message")]
+    | Annotated[_Reasoning, Tag("reasoning")]
+    | Annotated[_FunctionCall, Tag("function_call")]
+    | Annotated[_FunctionCallOutput, Tag("function_call_output")],
+    told_apart_by("type", "message, reasoning, function_call or function_call_output", default="message"),
+]
+
+
+def _as_items(given: Any) -> Any:
+    """Return the input as items, because a text stands for one message of the user."""
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class _Tool(Sent):
+    """A function. `strict` has no effect, because only a required call follows the schema exactly."""
+
+    IGNORED = frozenset({"strict"})
+    OFF = {"allowed_callers": (["direct"], []), "async": (False,), "defer_loading": (False,), "output_schema": ()}
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def told(self) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in ("name", "description", "parameters")}
+        return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
+
+
+class _TextConfig(Sent):
+    OFF = {"verbosity": ()}
+    PATH = "text."
+
+    format: FlatFormat = ResponseFormat(type="text")
+
+
+class _ReasoningConfig(Sent):
+    """The reasoning of a response. The reasoning is always returned as it is, whatever the summary."""
+
+    IGNORED = frozenset({"summary", "generate_summary"})
+    OFF = {"context": ("auto",), "effort": (), "mode": ("standard",)}
+    PATH = "reasoning."
+
+
+class _Request(Sent):
+    """The fields of a request. `temperature` and `top_p` are checked as sampling parameters."""
+
+    IGNORED = frozenset(
+        {
+            *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            *("safety_identifier", "service_tier", "store", "user"),
+        }
+    )
+    OFF = {
+        "access_programs": (),
+        "background": (False,),
+        "background_options": (),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "max_tool_calls": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "stream_options": ({}, {"include_obfuscation": False}),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+
+    model: str | None = None
+    input: Annotated[list[_AnyItem], Field(min_length=1, fail_fast=True), BeforeValidator(_as_items)]
+    instructions: str | None = None
+    tools: Annotated[list[_Tool], Field(fail_fast=True)] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
+    temperature: Any = None
+    top_p: Any = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    text: _TextConfig = _TextConfig()
+    stream: bool = False
+    metadata: dict[str, str] = {}
+    reasoning: _ReasoningConfig = _ReasoningConfig()
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the sampling parameters that the request has."""
+        named = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
+        if self.text.format.type != "text":
+            named["response_format"] = dict(self.text.format)
+        return {name: value for name, value in named.items() if value is not None}
+
+
+def read_response_call(body: dict[str, Any]) -> AgentCall:
+    """Parse a request for a response. Raise HttpError if the request is not supported."""
+    own = checked(_Request, body)
+    messages = [*_messages(own.input)]
+    if own.instructions:
+        messages.insert(0, {"role": "system", "content": own.instructions})
+    return AgentCall(
+        messages,
+        partial(ResponseForm, _settings(own, body)),
+        [tool.told() for tool in own.tools],
+        _choice(own),
+        sampling=own.sampling(),
+        is_stream=own.stream,
+        tells_usage=True,
+        names_events=True,
+    )
+
+
+def _messages(items: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a conversation in the form of chat completions."""
+    for is_of_assistant, group in groupby(items, lambda item: item.is_of_assistant):
+        if is_of_assistant:
+            yield _assistant([*group])
+        else:
+            yield from (item.told() for item in group)
+
+
+def _assistant(items: Sequence[Any]) -> dict[str, Any]:
+    texts = {
+        kind: "".join(part.text for item in items if isinstance(item, kind) for part in item.content)
+        for kind in (_Message, _Reasoning)
+    }
+    told: dict[str, Any] = {
+        "role": "assistant",
+        "content": texts[_Message],
+        "reasoning_content": texts[_Reasoning],
+        "tool_calls": [item.told() for item in items if isinstance(item, _FunctionCall)],
+    }
+    return {name: value for name, value in told.items() if value or name == "content"}
+
+
+def _choice(own: _Request) -> str | dict[str, Any]:
+    """Return the choice of tools as in chat completions."""
+    choice = own.tool_choice
+    if isinstance(choice, dict):
+        if choice.keys() == {"type", "name"} and choice["type"] == "function" and isinstance(choice["name"], str):
+            return {"type": "function", "function": {"name": choice["name"]}}
+    elif choice == "auto" and own.tools and not own.parallel_tool_calls:
+        text = "true, or set tool_choice to 'required' or to a function, which allow one call"
+        raise unsupported("parallel_tool_calls", text, False)
+    elif choice in ("auto", "none", "required"):
+        return choice
+    raise unsupported("tool_choice", "'auto', 'none', 'required' or {'type': 'function', 'name': NAME}", choice)
+
+
+def _lines(parts: Iterable[_Text]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _settings(own: _Request, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a response repeats from its request."""
+    told = {name: body.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p", "user")}
+    told |= {name: getattr(own, name) for name in ("metadata", "parallel_tool_calls", "tool_choice")}
+    return told | {
+        "background": False,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "truncation": "disabled",
+        "text": body.get("text") or {"format": {"type": "text"}},
+        "tools": body.get("tools") or [],
+    }
+
+
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+@dataclass
+class _OpenItem:
+    """An item of type message or reasoning that may grow."""
+
+    type: str
+    id: str
+    index: int
+    texts: list[str] = field(default_factory=list)
+
+    def part(self) -> dict[str, Any]:
+        """Return the item's part."""
+        about = {"annotations": [], "logprobs": []} if self.type == "message" else {}
+        return {"type": _PARTS[self.type], "text": "".join(self.texts)} | about
+
+    def told(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the item."""
+        about = {"role": "assistant"} if self.type == "message" else {"summary": []}
+        return {"id": self.id, "type": self.type, "status": status} | about | {"content": content}
+
+
+@dataclass
+class ResponseForm:
+    """Writes a response. `settings`: the settings that the response repeats from its request.
+
+    A stream begins another item wherever the kind of the text changes, so it may have several items of reasoning or
+    text. The joined texts are those of the whole response. An answer without text and calls has a message with an empty
+    text, so that a client which sends all items back also sends this answer back. Tokens of the reasoning are not
+    counted.
+    """
+
+    settings: dict[str, Any]
+    context: Context
+    _parsed: ParsedChoice = field(init=False)
+    _output: list[dict[str, Any]] = field(default_factory=list)
+    _open: _OpenItem | None = None
+    _num_events: int = 0
+    _is_cut: bool = False
+
+    def __post_init__(self) -> None:
+        self._parsed = self.context.parsed()
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+        [piece] = pieces
+        self.events(piece)
+        return self._ended(usage)
+
+    def events(self, piece: Piece) -> list[dict[str, Any]]:
+        events = [] if self._num_events else self._begun()
+        texts, calls = self._parsed.add(piece)
+        events += self._grown("reasoning", texts.get("reasoning_content", ""))
+        events += self._grown("message", texts["content"])
+        for call in calls:
+            events += self._called(call)
+        if piece.ended:
+            self._is_cut = piece.ended.finish_reason != "stop"
+            events += self._finished()
+        return events
+
+    def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        response = self._ended(usage)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def _begun(self) -> list[dict[str, Any]]:
+        response = self._response("in_progress", [], None)
+        return [self._event(f"response.{what}", response=response) for what in ("created", "in_progress")]
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1} | fields
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self.context.id}{len(self._output)}"
+
+    def _grown(self, kind: str, text: str) -> list[dict[str, Any]]:
+        """Return the events that append a text to the open item, or to a new item if the open one is of another
+        type.
+        """
+        if not text:
+            return []
+        events = [] if self._open is not None and self._open.type == kind else self._opened(kind)
+        assert self._open is not None
+        self._open.texts.append(text)
+        return [*events, self._text_event("delta", delta=text)]
+
+    def _opened(self, kind: str) -> list[dict[str, Any]]:
+        events = self._closed("completed")
+        self._open = item = _OpenItem(kind, self._id("msg" if kind == "message" else "rs"), len(self._output))
+        told = item.told("in_progress", [])
+        events.append(self._event("response.output_item.added", output_index=item.index, item=told))
+        return [*events, self._part_event("added")]
+
+    def _closed(self, status: str) -> list[dict[str, Any]]:
+        """Return the events that end the open item."""
+        if (item := self._open) is None:
+            return []
+        part = item.part()
+        events = [self._text_event("done", text=part["text"]), self._part_event("done")]
+        self._output.append(item.told(status, [part]))
+        self._open = None
+        return [*events, self._event("response.output_item.done", output_index=item.index, item=self._output[-1])]
+
+    def _text_event(self, what: str, **fields: str) -> dict[str, Any]:
+        assert self._open is not None
+        about = {"logprobs": []} if self._open.type == "message" else {}
+        return self._event(f"response.{_PARTS[self._open.type]}.{what}", **self._place(), **fields, **about)
+
+    def _part_event(self, what: str) -> dict[str, Any]:
+        assert self._open is not None
+        return self._event(f"response.content_part.{what}", **self._place(), part=self._open.part())
+
+    def _place(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {"item_id": self._open.id, "output_index": self._open.index, "content_index": 0}
+
+    def _called(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events of a complete call."""
+        events, index, id = self._closed("completed"), len(self._output), self._id("fc")
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        item = {"id": id, "type": "function_call", "call_id": call["id"], "name": name}
+        place = {"item_id": id, "output_index": index}
+        self._output.append(item | {"arguments": arguments, "status": "completed"})
+        begun = item | {"arguments": "", "status": "in_progress"}
+        return [
+            *events,
+            self._event("response.output_item.added", output_index=index, item=begun),
+            self._event("response.function_call_arguments.delta", **place, delta=arguments),
+            self._event("response.function_call_arguments.done", **place, arguments=arguments),
+            self._event("response.output_item.done", output_index=index, item=self._output[-1]),
+        ]
+
+    def _finished(self) -> list[dict[str, Any]]:
+        """Return the last events of the items."""
+        is_told = {item["type"] for item in self._output} & {"message", "function_call"}
+        needs_text = not is_told and (self._open is None or self._open.type != "message")
+        events = self._opened("message") if needs_text else []
+        return events + self._closed("incomplete" if self._is_cut else "completed")
+
+    def _ended(self, usage: Usage) -> dict[str, Any]:
+        return self._response("incomplete" if self._is_cut else "completed", self._output, _told_usage(usage))
+
+    def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        about = {
+            "id": f"resp_{self.context.id}",
+            "object": "response",
+            "created_at": self.context.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.context.model,
+            "output": output,
+        }
+        return about | self.settings | {"usage": usage}
+
+
+def _told_usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": sum(usage.cached_tokens.values()), "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
