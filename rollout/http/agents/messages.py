@@ -229,7 +229,14 @@ class _Request(_Prompt):
 
 
 def read_messages_call(body: dict[str, Any]) -> AgentCall:
-    """Parse a request for a message. Raise HttpError if the request is not supported."""
+    """Parse a request for a message. Raise HttpError if the request is not supported.
+
+    If the code of the error is `thread_unsupported_request`, the error's answer must have `error.details` with this
+    code as `error_code`. Clients then send the request again without `thread`.
+    """
+    if body.get("thread") is not None:
+        text = "thread: not supported, because a session has the whole conversation; send all messages without thread"
+        raise HttpError(400, text, field="thread", code="thread_unsupported_request")
     own = checked(_Request, body)
     if own.messages[-1].role == "assistant":
         text = "messages: the last message must not be an assistant's, because an answer cannot continue a given text"
@@ -270,12 +277,13 @@ def _lines(blocks: Iterable[_Text]) -> str:
 class MessageForm:
     """Writes a message.
 
-    A stream begins another block wherever the kind of the text changes, so it may have several blocks of thinking or
-    text. The joined texts are those of the whole message.
+    If the thinking resumes after the text, a stream has several blocks of thinking and text, whose joined texts are
+    those of the whole message. Calls follow the text, at the end of a stream.
     """
 
     context: Context
     _parsed: ParsedChoice = field(init=False)
+    _calls: list[dict[str, Any]] = field(default_factory=list)
     _num_blocks: int = 0
     _open: str | None = None  # the type of the block that may grow
     _has_begun: bool = False
@@ -297,10 +305,11 @@ class MessageForm:
         texts, calls = self._parsed.add(piece)
         events += self._grown("thinking", texts.get("reasoning_content", ""))
         events += self._grown("text", texts["content"])
-        for call in calls:
-            events += self._begun(_tool_use(call, {}))
-            events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
+        self._calls += calls
         if piece.ended:
+            for call in self._calls:
+                events += self._begun(_tool_use(call, {}))
+                events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
             events += self._stopped()
             self._end = self._ending(piece)
         return events

@@ -273,25 +273,32 @@ def _settings(own: _Request, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
-
-
 @dataclass
 class _OpenItem:
-    """An item of type message or reasoning that may grow."""
+    """An item of type message or reasoning that may grow. `index`: its place in the output."""
 
     type: str
     id: str
     index: int
     texts: list[str] = field(default_factory=list)
 
+    @property
+    def part_type(self) -> str:
+        return "output_text" if self.type == "message" else "reasoning_text"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"item_id": self.id, "output_index": self.index, "content_index": 0}
+
+    @property
+    def logprobs(self) -> dict[str, Any]:
+        return {"logprobs": []} if self.type == "message" else {}
+
     def part(self) -> dict[str, Any]:
-        """Return the item's part."""
-        about = {"annotations": [], "logprobs": []} if self.type == "message" else {}
-        return {"type": _PARTS[self.type], "text": "".join(self.texts)} | about
+        annotations = {"annotations": []} if self.type == "message" else {}
+        return {"type": self.part_type, "text": "".join(self.texts)} | annotations | self.logprobs
 
     def told(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the item."""
         about = {"role": "assistant"} if self.type == "message" else {"summary": []}
         return {"id": self.id, "type": self.type, "status": status} | about | {"content": content}
 
@@ -300,17 +307,19 @@ class _OpenItem:
 class ResponseForm:
     """Writes a response. `settings`: the settings that the response repeats from its request.
 
-    A stream begins another item wherever the kind of the text changes, so it may have several items of reasoning or
-    text. The joined texts are those of the whole response. An answer without text and calls has a message with an empty
-    text, so that a client which sends all items back also sends this answer back. Tokens of the reasoning are not
-    counted.
+    If the reasoning resumes after the text, a stream has several items of reasoning and text, whose joined texts are
+    those of the whole response. Calls follow the text, at the end of a stream. An answer without text and calls has a
+    message with an empty text, so that a client which sends all messages back also sends this answer back. Tokens of
+    the reasoning are not counted.
     """
 
     settings: dict[str, Any]
     context: Context
     _parsed: ParsedChoice = field(init=False)
+    _calls: list[dict[str, Any]] = field(default_factory=list)
     _output: list[dict[str, Any]] = field(default_factory=list)
     _open: _OpenItem | None = None
+    _new: list[dict[str, Any]] = field(default_factory=list)  # events
     _num_events: int = 0
     _is_cut: bool = False
 
@@ -323,95 +332,77 @@ class ResponseForm:
         return self._ended(usage)
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
-        events = [] if self._num_events else self._begun()
+        if not self._num_events:
+            for what in ("created", "in_progress"):
+                self._tell(f"response.{what}", response=self._response("in_progress", [], None))
         texts, calls = self._parsed.add(piece)
-        events += self._grown("reasoning", texts.get("reasoning_content", ""))
-        events += self._grown("message", texts["content"])
-        for call in calls:
-            events += self._called(call)
+        self._grow("reasoning", texts.get("reasoning_content", ""))
+        self._grow("message", texts["content"])
+        self._calls += calls
         if piece.ended:
             self._is_cut = piece.ended.finish_reason != "stop"
-            events += self._finished()
-        return events
+            self._finish()
+        return self._take()
 
     def last_events(self, usage: Usage) -> list[dict[str, Any]]:
         response = self._ended(usage)
-        return [self._event(f"response.{response['status']}", response=response)]
+        self._tell(f"response.{response['status']}", response=response)
+        return self._take()
 
-    def _begun(self) -> list[dict[str, Any]]:
-        response = self._response("in_progress", [], None)
-        return [self._event(f"response.{what}", response=response) for what in ("created", "in_progress")]
-
-    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _tell(self, kind: str, **fields: Any) -> None:
+        self._new.append({"type": kind, "sequence_number": self._num_events} | fields)
         self._num_events += 1
-        return {"type": kind, "sequence_number": self._num_events - 1} | fields
+
+    def _take(self) -> list[dict[str, Any]]:
+        new, self._new = self._new, []
+        return new
 
     def _id(self, prefix: str) -> str:
-        return f"{prefix}_{self.context.id}{len(self._output)}"
+        return f"{prefix}_{self.context.id}_{len(self._output)}"
 
-    def _grown(self, kind: str, text: str) -> list[dict[str, Any]]:
-        """Return the events that append a text to the open item, or to a new item if the open one is of another
-        type.
-        """
-        if not text:
-            return []
-        events = [] if self._open is not None and self._open.type == kind else self._opened(kind)
-        assert self._open is not None
-        self._open.texts.append(text)
-        return [*events, self._text_event("delta", delta=text)]
+    def _grow(self, kind: str, text: str) -> None:
+        """Append a text to the open item, or to a new item if the open one is of another type."""
+        if text:
+            item = self._open if self._open is not None and self._open.type == kind else self._begin(kind)
+            item.texts.append(text)
+            self._tell(f"response.{item.part_type}.delta", **item.place, delta=text, **item.logprobs)
 
-    def _opened(self, kind: str) -> list[dict[str, Any]]:
-        events = self._closed("completed")
+    def _begin(self, kind: str) -> _OpenItem:
+        self._end("completed")
         self._open = item = _OpenItem(kind, self._id("msg" if kind == "message" else "rs"), len(self._output))
-        told = item.told("in_progress", [])
-        events.append(self._event("response.output_item.added", output_index=item.index, item=told))
-        return [*events, self._part_event("added")]
+        self._tell("response.output_item.added", output_index=item.index, item=item.told("in_progress", []))
+        self._tell("response.content_part.added", **item.place, part=item.part())
+        return item
 
-    def _closed(self, status: str) -> list[dict[str, Any]]:
-        """Return the events that end the open item."""
+    def _end(self, status: str) -> None:
+        """End the open item."""
         if (item := self._open) is None:
-            return []
-        part = item.part()
-        events = [self._text_event("done", text=part["text"]), self._part_event("done")]
+            return
+        self._open, part = None, item.part()
         self._output.append(item.told(status, [part]))
-        self._open = None
-        return [*events, self._event("response.output_item.done", output_index=item.index, item=self._output[-1])]
+        self._tell(f"response.{item.part_type}.done", **item.place, text=part["text"], **item.logprobs)
+        self._tell("response.content_part.done", **item.place, part=part)
+        self._tell("response.output_item.done", output_index=item.index, item=self._output[-1])
 
-    def _text_event(self, what: str, **fields: str) -> dict[str, Any]:
-        assert self._open is not None
-        about = {"logprobs": []} if self._open.type == "message" else {}
-        return self._event(f"response.{_PARTS[self._open.type]}.{what}", **self._place(), **fields, **about)
-
-    def _part_event(self, what: str) -> dict[str, Any]:
-        assert self._open is not None
-        return self._event(f"response.content_part.{what}", **self._place(), part=self._open.part())
-
-    def _place(self) -> dict[str, Any]:
-        assert self._open is not None
-        return {"item_id": self._open.id, "output_index": self._open.index, "content_index": 0}
-
-    def _called(self, call: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events of a complete call."""
-        events, index, id = self._closed("completed"), len(self._output), self._id("fc")
+    def _call(self, call: dict[str, Any]) -> None:
+        index, id = len(self._output), self._id("fc")
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         item = {"id": id, "type": "function_call", "call_id": call["id"], "name": name}
-        place = {"item_id": id, "output_index": index}
-        self._output.append(item | {"arguments": arguments, "status": "completed"})
         begun = item | {"arguments": "", "status": "in_progress"}
-        return [
-            *events,
-            self._event("response.output_item.added", output_index=index, item=begun),
-            self._event("response.function_call_arguments.delta", **place, delta=arguments),
-            self._event("response.function_call_arguments.done", **place, arguments=arguments),
-            self._event("response.output_item.done", output_index=index, item=self._output[-1]),
-        ]
+        self._output.append(item | {"arguments": arguments, "status": "completed"})
+        self._tell("response.output_item.added", output_index=index, item=begun)
+        place = {"item_id": id, "output_index": index}
+        self._tell("response.function_call_arguments.delta", **place, delta=arguments)
+        self._tell("response.function_call_arguments.done", **place, arguments=arguments)
+        self._tell("response.output_item.done", output_index=index, item=self._output[-1])
 
-    def _finished(self) -> list[dict[str, Any]]:
-        """Return the last events of the items."""
-        is_told = {item["type"] for item in self._output} & {"message", "function_call"}
-        needs_text = not is_told and (self._open is None or self._open.type != "message")
-        events = self._opened("message") if needs_text else []
-        return events + self._closed("incomplete" if self._is_cut else "completed")
+    def _finish(self) -> None:
+        types = {item["type"] for item in self._output} | ({self._open.type} if self._open else set())
+        if not self._calls and "message" not in types:
+            self._begin("message")
+        self._end("incomplete" if self._is_cut and not self._calls else "completed")
+        for call in self._calls:
+            self._call(call)
 
     def _ended(self, usage: Usage) -> dict[str, Any]:
         return self._response("incomplete" if self._is_cut else "completed", self._output, _told_usage(usage))
