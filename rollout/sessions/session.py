@@ -27,10 +27,11 @@ import math
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -49,7 +50,7 @@ from ...engine.request import SampleDelta, SampleOutput, SamplingParams
 from ..client.client import AsyncRolloutClient, RolloutClient
 from ..parsing.forced import forced_tools, forcing
 from ..protocol import new_id
-from ..text import TextModel
+from ..text import TextModel, is_long
 from .answers import Parser, Reading, read_answer, told_message
 from .export import SessionSample, add_opening, as_record, prompt_of, samples_of, token_entries, tokens_until
 from .forest import Drawn, Forest, Node
@@ -61,6 +62,8 @@ Ready: TypeAlias = tuple[Node, list[Message], Message, Drawn]
 """A drawn answer that is not yet in the forest: the arguments of `Forest.add`."""
 MAX_NODES = 4096
 MAX_BYTES = 2**28
+_MANY_TOKENS = 2**12
+"""Maximum number of tokens of an answer that is read on the event loop."""
 DELTA_SECONDS = 0.25
 """Minimum time between two messages with deltas, in seconds, while the worker has many streams."""
 
@@ -392,7 +395,9 @@ class AsyncSession:
         _check_complete(sample)
         drawn = Drawn(opening, len(prompt), sample, call.body, ordinal)
         drawn = replace(drawn, sample=as_record(drawn.sample, drawn.routes_start))
-        return base, new, read_answer(drawn.sample, self._texts, self._parser, call.reading, prompt, run.seed), drawn
+        read = partial(read_answer, drawn.sample, self._texts, self._parser, call.reading, prompt, run.seed)
+        is_short = len(drawn.sample.token_ids) <= _MANY_TOKENS
+        return base, new, read() if is_short else await asyncio.to_thread(read), drawn
 
     async def _prompt(self, call: _Call, base: Node, new: list[Message]) -> tuple[list[int], Opening]:
         """Return the prompt of an answer after the node `base` and new messages, and its opening."""
@@ -401,7 +406,8 @@ class AsyncSession:
             raise InvalidRequestError(text, field="messages")
         turns = [*(node.turn() for node in base.path), *map(Turn, new)]
         try:
-            opening = await _in_thread(partial(self._templates.open, turns, call.arguments))
+            is_large = is_long(sum(message.num_chars for message in call.messages))
+            opening = await _in_thread(partial(self._templates.open, turns, call.arguments), is_large)
         except ModelError as error:
             raise InvalidRequestError(f"messages: {error}", field="messages") from None
         token_ids = tokens_until([node for node in base.path if node.drawn is not None])
@@ -585,12 +591,21 @@ def _checked_seed(seed: Any) -> int:
     return seed
 
 
-async def _in_thread(work: Callable[..., T]) -> T:
+async def _in_thread(work: Callable[..., T], is_large: bool) -> T:
     """Run blocking work on a thread. `work` gets the argument `is_abandoned`, which becomes true if this coroutine is
-    cancelled.
+    cancelled. `is_large`: whether the work may take long; other work does not wait for it.
     """
     abandoned = threading.Event()
     try:
-        return await asyncio.to_thread(work, is_abandoned=abandoned.is_set)
+        work = partial(work, is_abandoned=abandoned.is_set)
+        return await asyncio.get_running_loop().run_in_executor(_threads(is_large), work)
     finally:
         abandoned.set()
+
+
+@lru_cache
+def _threads(is_large: bool) -> ThreadPoolExecutor:
+    """Return the threads of this process that render conversations. A tokenizer has one process for long texts and one
+    for short ones, so more threads would only wait.
+    """
+    return ThreadPoolExecutor(1, "long-conversations") if is_large else ThreadPoolExecutor(2, "conversations")

@@ -32,6 +32,7 @@ CONTROL_PATHS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "
 
 BY_CAPABILITY = {
     *(SESSION, f"{SESSION}/samples", f"{SESSION}/reward", f"{SESSION}/v1/models", f"{SESSION}/v1/chat/completions"),
+    *(f"{SESSION}/v1/messages", f"{SESSION}/v1/messages/count_tokens", f"{SESSION}/v1/responses"),
 }
 """The paths that need a session's capability instead of a key."""
 

@@ -36,7 +36,7 @@ def test_every_option_is_described() -> None:
 
 def test_every_path_is_described() -> None:
     source = Path(app.__file__).read_text()
-    paths = {path for path in re.findall(r'Route\(\s*"([^"]+)"', source)} | pages.FILES.keys() | {SESSION, SESSIONS}
+    paths = set(re.findall(r'Route\(\s*"([^"]+)"', source)) | pages.FILES.keys() | {SESSION, SESSIONS}
     paths |= {f"{SESSION}{path}" for path in re.findall(r'Route\(\s*f"{SESSION}([^"]+)"', source)}
     words = {path.replace("{name:path}", "NAME").replace("{id}", "ID") for path in paths}
     assert len(words) > 20 and words - WORDS == set() and guard.WORK_PATHS | guard.OPEN_PATHS <= paths

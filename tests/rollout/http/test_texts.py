@@ -44,7 +44,7 @@ def pieces(texts: Texts, token_ids: list[int], stops: list[str], stop_reason: in
 
 @pytest.mark.parametrize("text", ["plain", "Grüße, 世界 👋🏽!", "é" * 20])
 def test_pieces_hold_whole_characters_and_make_the_text(texts: Texts, text: str) -> None:
-    token_ids = texts._model.encode(text)
+    token_ids = texts.model.encode(text)
     assert len(token_ids) == len(text.encode()), "a token for each byte"
     told = pieces(texts, token_ids, [], None)
     assert "".join(told) == text and "\ufffd" not in "".join(told)
@@ -52,7 +52,7 @@ def test_pieces_hold_whole_characters_and_make_the_text(texts: Texts, text: str)
 
 
 def test_many_tokens_may_come_at_once_and_end_within_a_character(texts: Texts) -> None:
-    token_ids = texts._model.encode("twelve chars 👋 and more")
+    token_ids = texts.model.encode("twelve chars 👋 and more")
     text = GrowingText(texts, [], {7}, True)
     assert text.add(token_ids[:15]) == "twelve chars "
     assert text.add(token_ids[15:]) == "👋 and more" and text.finish(ended(token_ids)) == ""
@@ -68,8 +68,8 @@ def test_pieces_of_any_tokens_make_the_text_of_all(texts: Texts, seed: int) -> N
 
 @pytest.mark.parametrize("count", [6, 7, 8, 12])
 def test_a_character_after_invalid_bytes_is_whole(texts: Texts, count: int) -> None:
-    first, middle, last = texts._model.encode("世")
-    token_ids = [*[middle] * count, first, middle, last, *texts._model.encode(" on")]
+    first, middle, last = texts.model.encode("世")
+    token_ids = [*[middle] * count, first, middle, last, *texts.model.encode(" on")]
     text = GrowingText(texts, [], set(), True)
     told = [text.add([token_id]) for token_id in token_ids]
     assert (
@@ -112,16 +112,16 @@ def test_text_goes_on_if_the_decoder_changes_earlier_text(stop: str | int | None
 
 
 def test_no_part_of_a_stop_string_is_returned(texts: Texts) -> None:
-    token_ids = texts._model.encode("one END EN two END")
+    token_ids = texts.model.encode("one END EN two END")
     told = pieces(texts, token_ids, ["END two", "D EN two END"], "D EN two END")
     assert "".join(told) == "one EN"
-    first = texts._model.encode("aXYZ")
+    first = texts.model.encode("aXYZ")
     assert "".join(pieces(texts, first, ["XYZ", "Z"], "XYZ")) == "a"
 
 
 def test_a_stop_string_before_min_tokens_is_text(texts: Texts) -> None:
     """A stop string before `min_tokens` does not end the sample, so it is a part of the text."""
-    token_ids = texts._model.encode("a, b, c, ")
+    token_ids = texts.model.encode("a, b, c, ")
     told = pieces(texts, token_ids, [", "], ", ")
     assert "".join(told) == "a, b, c"
 

@@ -16,7 +16,12 @@ from safetensors.numpy import load
 from tiny import make_tiny_model
 from trueroll.rollout import RolloutClient, WorkerProcess, launch_worker
 
-TOOLS: list[Any] = [dict(type="function", function=dict(name="get", parameters=dict(type="object", properties={}, additionalProperties=False)))]
+TOOLS: list[Any] = [
+    dict(
+        type="function",
+        function=dict(name="get", parameters=dict(type="object", properties={}, additionalProperties=False)),
+    )
+]
 GO = dict(role="user", content="go")
 
 
