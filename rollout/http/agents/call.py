@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, model_validator
+from pydantic_core import PydanticCustomError
+
+from trueroll.errors import brief
 
 from ...parsing.parser import AnswerParser
 from ..answers import TokenBytes
@@ -43,18 +46,25 @@ class Sent(Fields):
         return values
 
 
-def told_apart_by(field: str, names: str, default: str | None = None) -> Discriminator:
-    """Return the discriminator of classes that a field tells apart.
+def told_apart_by(field: str, default: str | None = None) -> Discriminator:
+    """Return the discriminator of classes that a field tells apart. `default`: the value of a missing field."""
+    return Discriminator(lambda given: default if given.get(field) is None else given[field])
 
-    `names`: the supported values, for the error about any other value. `default`: the value of a missing field.
-    """
 
-    def value_of(given: Any) -> str | None:
-        value = given.get(field) if isinstance(given, dict) else None
-        return default if value is None and isinstance(given, dict) else value if isinstance(value, str) else None
+def only(field: str, names: str, default: str | None = None) -> BeforeValidator:
+    """Return a validator that allows only some values of a field. `names`: the values, separated by spaces."""
+    allowed = names.split()
 
-    text = f"must be an object with the {field} {names}"
-    return Discriminator(value_of, custom_error_type="unsupported", custom_error_message=text)
+    def check(given: Any) -> Any:
+        if not isinstance(given, dict):
+            raise PydanticCustomError("unsupported", "must be an object")
+        value = default if given.get(field) is None else given[field]
+        if value not in allowed:
+            said = dict(field=field, allowed=", ".join(allowed), value=brief(value))
+            raise PydanticCustomError("unsupported", "{field} {value} is not supported (supported: {allowed})", said)
+        return given
+
+    return BeforeValidator(check)
 
 
 def _as_response_format(given: Any) -> Any:

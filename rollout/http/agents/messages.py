@@ -19,7 +19,7 @@ from ..errors import HttpError
 from ..fields import ResponseFormat, checked, unsupported
 from ..parsed import ParsedChoice
 from ..pieces import Piece, Usage
-from .call import AgentCall, Context, FlatFormat, Sent, told_apart_by
+from .call import AgentCall, Context, FlatFormat, Sent, only, told_apart_by
 
 
 def _as_blocks(content: Any) -> Any:
@@ -81,14 +81,16 @@ class _ToolResult(Sent):
 
 _OfUser = Annotated[
     Annotated[_Text, Tag("text")] | Annotated[_ToolResult, Tag("tool_result")],
-    told_apart_by("type", "text or tool_result"),
+    told_apart_by("type"),
+    only("type", "text tool_result"),
 ]
 _OfAssistant = Annotated[
     Annotated[_Text, Tag("text")]
     | Annotated[_Thinking, Tag("thinking")]
     | Annotated[_RedactedThinking, Tag("redacted_thinking")]
     | Annotated[_ToolUse, Tag("tool_use")],
-    told_apart_by("type", "text, thinking, redacted_thinking or tool_use"),
+    told_apart_by("type"),
+    only("type", "text thinking redacted_thinking tool_use"),
 ]
 
 
@@ -126,7 +128,8 @@ class _Assistant(Sent):
 
 _Message = Annotated[
     Annotated[_System, Tag("system")] | Annotated[_User, Tag("user")] | Annotated[_Assistant, Tag("assistant")],
-    told_apart_by("role", "user, assistant or system"),
+    told_apart_by("role"),
+    only("role", "user assistant system"),
 ]
 
 
@@ -164,7 +167,8 @@ _Choice = Annotated[
     | Annotated[_AnyChoice, Tag("any")]
     | Annotated[_AnyChoice, Tag("none")]
     | Annotated[_NamedChoice, Tag("tool")],
-    told_apart_by("type", "auto, any, tool or none"),
+    told_apart_by("type"),
+    only("type", "auto any tool none"),
 ]
 
 

@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, Field, Tag
 from ..fields import ResponseFormat, checked, unsupported
 from ..parsed import ParsedChoice
 from ..pieces import Piece, Usage
-from .call import AgentCall, Context, FlatFormat, Sent, told_apart_by
+from .call import AgentCall, Context, FlatFormat, Sent, only, told_apart_by
 
 _MARKS = frozenset({"id", "status", "phase"})
 """Fields with which responses mark their items."""
@@ -111,7 +111,8 @@ _AnyItem = Annotated[
     | Annotated[_Reasoning, Tag("reasoning")]
     | Annotated[_FunctionCall, Tag("function_call")]
     | Annotated[_FunctionCallOutput, Tag("function_call_output")],
-    told_apart_by("type", "message, reasoning, function_call or function_call_output", default="message"),
+    told_apart_by("type", "message"),
+    only("type", "message reasoning function_call function_call_output", "message"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,10 +19,10 @@ from trueroll.rollout.http.agents.messages import read_messages_call
 from trueroll.rollout.http.agents.responses import read_response_call
 from trueroll.rollout.http.pieces import Form, Piece, Usage
 from trueroll.rollout.parsing.parser import parser_for
-from trueroll.rollout.sessions.answers import Reading, read_answer
+from trueroll.rollout.sessions.answers import Reading, call_id, read_answer
 from trueroll.rollout.sessions.messages import Message, read_messages
 
-EOS, SEED = 3, 7
+EOS, SEED, NODE = 3, 7, "0a1b"
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 HERMES: Any = SimpleNamespace(
     chat_templates={"default": "<think> <tool_call>"},
@@ -50,18 +51,19 @@ ANSWERS: dict[str, tuple[str, tuple[FinishReason, int | str | None]]] = {
     "cut text": ("One tw", LENGTH),
     "cut reasoning": ("<think>why no", LENGTH),
     "cut call": ("One " + CALL[:30], LENGTH),
+    "cut after a call": (EMPTY_CALL + "Then", LENGTH),
     "cut at once": ("", LENGTH),
 }
 
 
 def context_of(prompt_token_ids: list[int]) -> Context:
     return Context(
-        id="0a1b",
+        id=NODE,
         created=5,
         model="tiny",
-        token_text=str,
+        token_text=chr,
         prompt_token_ids=prompt_token_ids,
-        call_id=lambda index: f"call_{SEED:016x}{index}",
+        call_id=partial(call_id, SEED),
         parser=parser_for(HERMES, TOOLS),
         prompt_end="",
         eos_token_ids=frozenset({EOS}),
@@ -111,11 +113,15 @@ def session_message(name: str) -> Message:
     return read_answer(sample_of(name), HERMES, None, Reading(tuple(TOOLS)), [1], SEED)
 
 
-def check_recognized(call: AgentCall, name: str) -> None:
-    """Assert that the message before the last one is the session's answer."""
-    given, stored = read_messages(call.messages, call.tools)[-2], session_message(name)
+def check_recognized(call: AgentCall, name: str, names_node: bool) -> None:
+    """Assert that the session recognizes its answer among the messages. `names_node`: whether the message names the
+    answer's node, which tells equal answers apart.
+    """
+    given, stored = read_messages(call.messages, call.tools)[2], session_message(name)
+    assert [message["role"] for message in call.messages[:3]] == ["system", "user", "assistant"]
     assert given.is_(stored), (given.fields, stored.fields)
     assert given.reasoning == stored.reasoning
+    assert given.node == (NODE if names_node else None)
     assert [each.get("id") for each in given.calls] == [each["id"] for each in stored.calls]
 
 
@@ -136,9 +142,9 @@ def continued_message(content: list[dict[str, Any]]) -> AgentCall:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": content},
-        {"role": "user", "content": results[:1] or "and"},
+        {"role": "user", "content": results or "and"},
     ]
-    return read_messages_call({"max_tokens": 9, "messages": messages})
+    return read_messages_call({"max_tokens": 9, "messages": messages, "system": "be brief"})
 
 
 def grown_message(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -174,10 +180,10 @@ def joined_blocks(content: list[dict[str, Any]]) -> tuple[str, str, list[dict[st
 @pytest.mark.parametrize("name", ANSWERS)
 def test_an_agent_of_anthropics_api_continues_the_message(name: str) -> None:
     whole = whole_of(message_form(), name)
-    check_recognized(continued_message(whole["content"]), name)
+    check_recognized(continued_message(whole["content"]), name, "reasoning" in name)
     for size in (1, 7, 1000):
         grown = grown_message(events_of(message_form(), name, size))
-        check_recognized(continued_message(grown["content"]), name)
+        check_recognized(continued_message(grown["content"]), name, "reasoning" in name)
         assert joined_blocks(grown["content"]) == joined_blocks(whole["content"])
         assert grown | {"content": []} == whole | {"content": []}
         assert grown == whole or name == "reasoning twice"
@@ -218,8 +224,9 @@ def continued_response(output: list[dict[str, Any]]) -> AgentCall:
         for item in output
         if item["type"] == "function_call"
     ]
-    last = results[:1] or [{"role": "user", "content": "and"}]
-    return read_response_call({"input": [{"role": "user", "content": "hi"}, *output, *last]})
+    last = results or [{"role": "user", "content": "and"}]
+    body = {"input": [{"role": "user", "content": "hi"}, *output, *last], "instructions": "be brief"}
+    return read_response_call(body)
 
 
 def sent_back(output: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -276,10 +283,10 @@ def joined_items(output: list[dict[str, Any]]) -> dict[str, Any]:
 def test_an_agent_of_openais_responses_continues_the_message(name: str) -> None:
     whole = whole_of(response_form(), name)
     for output in sent_back(whole["output"]):
-        check_recognized(continued_response(output), name)
+        check_recognized(continued_response(output), name, True)
     for size in (1, 7, 1000):
         grown = grown_response(events_of(response_form(stream=True), name, size))
-        check_recognized(continued_response(grown["output"]), name)
+        check_recognized(continued_response(grown["output"]), name, True)
         assert joined_items(grown["output"]) == joined_items(whole["output"])
         assert grown | {"output": []} == whole | {"output": []}
         assert grown == whole or name == "reasoning twice"
