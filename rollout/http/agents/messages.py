@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag
 
 from ....engine.request import MAX_STOP_STRINGS, StopString
+from ...sessions.messages import NODE_FIELD
 from ..errors import HttpError
 from ..fields import ResponseFormat, checked, unsupported
 from ..parsed import ParsedChoice
@@ -35,10 +36,11 @@ class _Text(Sent):
 
 
 class _Thinking(Sent):
-    IGNORED = frozenset({"signature"})
+    """Thinking. `signature`: the node of the answer, if the session wrote it."""
 
     type: Literal["thinking"]
     thinking: str
+    signature: str | None = None
 
 
 class _RedactedThinking(Sent):
@@ -117,11 +119,13 @@ class _Assistant(Sent):
     content: Annotated[list[_OfAssistant], Field(fail_fast=True), BeforeValidator(_as_blocks)]
 
     def told(self) -> list[dict[str, Any]]:
+        thinking = [block for block in self.content if isinstance(block, _Thinking)]
         told: dict[str, Any] = {
             "role": "assistant",
             "content": "".join(block.text for block in self.content if isinstance(block, _Text)),
-            "reasoning_content": "".join(block.thinking for block in self.content if isinstance(block, _Thinking)),
+            "reasoning_content": "".join(block.thinking for block in thinking),
             "tool_calls": [block.told() for block in self.content if isinstance(block, _ToolUse)],
+            NODE_FIELD: next((block.signature for block in thinking if block.signature), None),
         }
         return [{name: value for name, value in told.items() if value or name == "content"}]
 
@@ -377,7 +381,7 @@ class MessageForm:
 
 
 def _block(kind: str, text: str, signature: str) -> dict[str, Any]:
-    """Return a block of type text or thinking. Clients expect that thinking has a signature."""
+    """Return a block of type text or thinking. Thinking has a signature, which agents send back."""
     return {"type": kind, kind: text} | ({"signature": signature} if kind == "thinking" else {})
 
 

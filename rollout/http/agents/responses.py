@@ -8,6 +8,7 @@ are never stored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +17,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
+from ...sessions.messages import NODE_FIELD
 from ..fields import ResponseFormat, checked, unsupported
 from ..parsed import ParsedChoice
 from ..pieces import Piece, Usage
 from .call import AgentCall, Context, FlatFormat, Sent, only, told_apart_by
 
-_MARKS = frozenset({"id", "status", "phase"})
+_MARKS = frozenset({"status", "phase"})
 """Fields with which responses mark their items."""
+_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]+)_[0-9]+")
+"""The id of an item of an answer, with the answer's node."""
 
 
 class _Text(Sent):
@@ -42,6 +46,14 @@ _Texts = Annotated[list[_Text], Field(fail_fast=True), BeforeValidator(_as_texts
 
 class _Item(Sent):
     IGNORED = _MARKS
+
+    id: str | None = None
+
+    @property
+    def node(self) -> str | None:
+        """The node of the answer that this item claims to belong to."""
+        found = _ID.fullmatch(self.id or "")
+        return found and found[1]
 
     @property
     def is_of_assistant(self) -> bool:
@@ -237,6 +249,7 @@ def _assistant(items: Sequence[Any]) -> dict[str, Any]:
         "content": texts[_Message],
         "reasoning_content": texts[_Reasoning],
         "tool_calls": [item.told() for item in items if isinstance(item, _FunctionCall)],
+        NODE_FIELD: next((item.node for item in items if item.node), None),
     }
     return {name: value for name, value in told.items() if value or name == "content"}
 

@@ -64,7 +64,13 @@ def test_a_conversation_has_the_messages_of_chat_completions() -> None:
     assert call.messages == [
         {"role": "system", "content": "be\nbrief"},
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "I call.", "reasoning_content": "why", "tool_calls": calls},
+        {
+            "role": "assistant",
+            "content": "I call.",
+            "reasoning_content": "why",
+            "tool_calls": calls,
+            "session_node": "s",
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "8\n9"},
         {"role": "tool", "tool_call_id": "c2", "content": "", "is_error": True},
         {"role": "user", "content": "Well,\ngo on."},
