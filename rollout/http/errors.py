@@ -57,8 +57,8 @@ class HttpError(TruerollError):
     """An error with an HTTP status.
 
     `status`: status of the response. `code`: machine-readable name of the error. `setting`: name of the setting that
-    limits the request; the metrics count refusals by setting. `field`, `value`, `limit`: see `TruerollError`. In the
-    response body, `field` is called `param`.
+    limits the request; the metrics count refusals by setting. `details`: details for clients of Anthropic's API.
+    `field`, `value`, `limit`: see `TruerollError`. In the response body, `field` is called `param`.
     """
 
     def __init__(
@@ -72,9 +72,11 @@ class HttpError(TruerollError):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         setting: str | None = None,
+        details: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message, field=field, value=value, limit=limit)
         self.status, self.headers, self.setting = status, dict(headers or {}), setting
+        self.details = dict(details or {})
         self.code = code or _type_of(status)
 
 
@@ -107,7 +109,7 @@ def as_http_error(error: Exception, prompt_field: str | None = None) -> HttpErro
 def error_body(error: HttpError) -> dict[str, Any]:
     """Return the response body for an error."""
     told = dict(message=str(error), type=_type_of(error.status), param=error.field, code=error.code)
-    return {"error": told}
+    return {"error": told | ({"details": error.details} if error.details else {})}
 
 
 def _type_of(status: int) -> str:

@@ -157,7 +157,7 @@ class FromWorker:
 
     async def samples(self, task: Task) -> list[list[SampleOutput]]:
         groups = await self._client.generate(task.prompts, task.params, seed=task.seed, media=task.media)
-        return [group.samples for group in groups]
+        return [[*group.samples] for group in groups]
 
     def stream(self, task: Task) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
         wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed, media=task.media)

@@ -2,8 +2,8 @@
 
 Owns: which messages are equal. A message consists of `role`, `content`, `reasoning_content`, `tool_calls` and all other
 fields that are neither empty nor added by servers and client libraries. Absent fields, None, "", [] and {} are equal.
-The arguments of a tool call are compared as parsed JSON. A received message may lack reasoning or the ids of tool
-calls, because many agents drop them. Reasoning and ids that are given must be equal.
+The arguments of a tool call are compared as parsed JSON, in which 1.0 and 1 are equal. A received message may lack
+reasoning or the ids of tool calls, because many agents drop them. Reasoning and ids that are given must be equal.
 
 Does not own: how a message is rendered. Promises: no conversation exceeds the bounds below, which include the values in
 the JSON texts of arguments, and each message consists only of JSON values.
@@ -78,7 +78,8 @@ class Message:
         """The text of all fields except reasoning and the ids of tool calls. Equal messages have equal keys."""
         told = {name: value for name, value in self.fields.items() if name != "reasoning_content"}
         if self.calls:
-            told["tool_calls"] = [{k: v for k, v in call.items() if k != "id"} for call in self.calls]
+            calls = [{k: v for k, v in call.items() if k != "id"} for call in self.calls]
+            told["tool_calls"] = _with_equal_numbers(calls)
         return as_key(told)
 
     @cached_property
@@ -105,6 +106,15 @@ class Message:
 def as_key(value: Any) -> str:
     """Return a text that is the same for equal JSON values. The order of an object's fields does not matter."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+
+
+def _with_equal_numbers(value: Any) -> Any:
+    """Return a JSON value with an integer in place of each equal float. JavaScript writes 1.0 as 1."""
+    if isinstance(value, dict):
+        return {name: _with_equal_numbers(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_equal_numbers(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def read_messages(messages: Any, tools: Any = ()) -> list[Message]:

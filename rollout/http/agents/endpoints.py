@@ -23,6 +23,7 @@ from trueroll.errors import brief
 from ....engine.request import SampleDelta, SampleOutput, SamplingParams, as_fields, columns_of
 from ...sessions.answers import call_id, prompt_end
 from ...sessions.export import SessionSample, to_safetensors
+from ...sessions.messages import is_small
 from ...sessions.session import Asked, AsyncSession
 from ..answers import Rows
 from ..clients import Clients, client_of
@@ -100,6 +101,7 @@ class SessionEndpoints:
         self._served, self._samples, self._clients, self._opened = served, samples, clients, opened
         self._bodies = LongJson(max_body_elements)
         self._turns = Turns()
+        self._reading = asyncio.Lock()
         self._exports = asyncio.Semaphore(MOST_EXPORTS)
 
     async def begin(self, request: Request) -> Response:
@@ -139,7 +141,7 @@ class SessionEndpoints:
 
         async def handle(request: Request) -> Response:
             opened = self._find(request)
-            call = read(await self._bodies.read(request))
+            call = await self._read(request, read)
             with self._opened.request(opened):
                 kwargs = opened.template | call.chat_template_kwargs
                 counting = opened.session.count_tokens(call.messages, call.tools, chat_template_kwargs=kwargs)
@@ -152,13 +154,21 @@ class SessionEndpoints:
 
         async def handle(request: Request) -> Response:
             opened, is_retry = self._find(request), _is_retry(request)
-            call = read(await self._bodies.read(request))
+            call = await self._read(request, read)
             if call.is_stream:
                 events = self._events(opened, call, is_retry)
                 return await event_stream(request.receive, events, call.names_events)
             return await while_present(request.receive, self._whole(opened, call, is_retry))
 
         return handle
+
+    async def _read(self, request: Request, read: Reader) -> AgentCall:
+        """Read a request's body. Large conversations are read one at a time on a thread."""
+        body = await self._bodies.read(request)
+        if is_small(body):
+            return read(body)
+        async with self._reading:
+            return await asyncio.to_thread(read, body)
 
     def _find(self, request: Request) -> OpenSession:
         return self._opened.find(request.path_params["id"])

@@ -239,12 +239,13 @@ class _Request(_Prompt):
 def read_messages_call(body: dict[str, Any]) -> AgentCall:
     """Parse a request for a message. Raise HttpError if the request is not supported.
 
-    If the code of the error is `thread_unsupported_request`, the error's answer must have `error.details` with this
-    code as `error_code`. Clients then send the request again without `thread`.
+    Clients that get an error with the code `thread_unsupported_request` in its details send the request again without
+    `thread`.
     """
     if body.get("thread") is not None:
         text = "thread: not supported, because a session has the whole conversation; send all messages without thread"
-        raise HttpError(400, text, field="thread", code="thread_unsupported_request")
+        code = "thread_unsupported_request"
+        raise HttpError(400, text, field="thread", code=code, details={"error_code": code})
     own = checked(_Request, body)
     if own.messages[-1].role == "assistant":
         text = "messages: the last message must not be an assistant's, because an answer cannot continue a given text"

@@ -41,7 +41,8 @@ STORED = dict(content="a", reasoning_content="why", tool_calls=call({"x": [1, Fa
         (STORED | dict(tool_calls=call({"x": [1, False], "y": "é"}, id="c2")), False),
         (STORED | dict(tool_calls=call({"x": [1, 0], "y": "é"}, id="c1")), False),
         (STORED | dict(tool_calls=call({"x": [True, False], "y": "é"}, id="c1")), False),
-        (STORED | dict(tool_calls=call({"x": [1.0, False], "y": "é"}, id="c1")), False),
+        (STORED | dict(tool_calls=call({"x": [1.5, False], "y": "é"}, id="c1")), False),
+        (STORED | dict(tool_calls=call({"x": [1.0, False], "y": "é"}, id="c1")), True),  # JavaScript writes 1.0 as 1
         (STORED | dict(tool_calls=[]), False),
     ],
 )

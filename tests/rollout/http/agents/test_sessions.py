@@ -1,7 +1,8 @@
-"""Sessions over HTTP with the package `openai`: one URL, and the tokens of the model."""
+"""Sessions over HTTP in the three APIs of agents: one URL, and the tokens of the model."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,48 @@ def test_what_a_session_refuses(front: Front, fields: dict[str, Any], param: str
 )
 def test_a_session_does_not_begin_with_wrong_settings(front: Front, body: dict[str, Any]) -> None:
     assert front.post("/sessions", body).status_code == 400
+
+
+def anthropic_events(front: Front, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the events of a stream. Each has its type as its name."""
+    lines = front.post(path, body | {"stream": True}).text.split("\n")
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [line for line in lines if line.startswith("event: ")] == [f"event: {event['type']}" for event in told]
+    return told
+
+
+def test_turns_in_anthropics_api(front: Front, session: str) -> None:
+    """Whole answers, streams and counts have the same tokens, and each turn continues the one before."""
+    path = f"{session.removeprefix(front.url)}/messages"
+    other = front.url + front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()["url"]
+    history: list[dict[str, Any]] = [GO]
+    for _ in range(3):
+        body = {"model": "any", "max_tokens": 50, "messages": history, "system": "Help."}
+        count = front.post(f"{path}/count_tokens", {"model": "any", "messages": history, "system": "Help."}).json()
+        told = front.post(path, body).json()
+        usage = told["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count["input_tokens"]
+        events = anthropic_events(front, f"{other.removeprefix(front.url)}/messages", body)
+        deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+        assert "".join(delta["text"] for delta in deltas) == "".join(block["text"] for block in told["content"])
+        assert events[0]["message"]["id"] == told["id"] and events[-1]["type"] == "message_stop"
+        assert (told["stop_reason"], usage["output_tokens"]) == ("max_tokens", 12)
+        history += [dict(role="assistant", content=told["content"]), GO]
+    [sample], [streamed] = samples_of(front, session), samples_of(front, other)
+    assert len(sample["turns"]) == 3 and streamed["token_ids"] == sample["token_ids"]
+    refused = front.post(path, body | {"thread": "auto"})
+    assert error_of(refused)["details"] == {"error_code": "thread_unsupported_request"}
+
+
+def test_turns_in_openais_api_of_responses(front: Front, session: str) -> None:
+    client, history = agent(session), list[Any]([GO])
+    other = agent(front.url + front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()["url"])
+    for _ in range(3):
+        told = client.responses.create(model="any", input=history, instructions="Help.")
+        with other.responses.create(model="any", input=history, instructions="Help.", stream=True) as stream:
+            events = [*stream]
+        assert events[-1].type == "response.incomplete" and events[-1].response.output == told.output
+        assert told.incomplete_details is not None and told.incomplete_details.reason == "max_output_tokens"
+        history += [*told.output, GO]
+    [sample], [streamed] = samples_of(front, session), samples_of(front, str(other.base_url).rstrip("/"))
+    assert len(sample["turns"]) == 3 and streamed["token_ids"] == sample["token_ids"]
