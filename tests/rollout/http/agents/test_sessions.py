@@ -220,7 +220,7 @@ def test_turns_in_anthropics_api(front: Front, session: str) -> None:
     [sample], [streamed] = samples_of(front, session), samples_of(front, other)
     assert len(sample["turns"]) == 3 and streamed["token_ids"] == sample["token_ids"]
     refused = front.post(path, body | {"thread": "auto"})
-    assert error_of(refused)["details"] == {"error_code": "thread_unsupported_request"}
+    assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
 def test_turns_in_openais_api_of_responses(front: Front, session: str) -> None:
