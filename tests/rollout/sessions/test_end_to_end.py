@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,8 @@ from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
 from trueroll.errors import RequestAbortedError, TruerollError
 from trueroll.kernels.training import align, token_log_probs
-from trueroll.rollout import RolloutClient, SamplingParams, WeightPublisher
+from trueroll.rollout import FleetClient, RolloutClient, SamplingParams, WeightPublisher, launch_worker
+from trueroll.rollout.client.membership import Member, write_members
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.sessions.export import SessionSample
 from trueroll.rollout.sessions.session import Session
@@ -181,3 +182,37 @@ def check_replay(client: RolloutClient, texts: TextModel, agent: Agent) -> None:
         again.turn()
     assert again.history == agent.history[: len(again.history)]
     assert again.tokens == agent.tokens[: len(again.tokens)]
+
+
+def test_a_turn_goes_on_when_its_worker_is_lost(folder: Path, tmp_path: Path, forked_workers: None) -> None:
+    """The worker of a turn is killed. Another worker draws the same bits, and the next turn continues them."""
+    file, asked = tmp_path / "fleet.json", [dict(role="user", content="go")]
+    with ExitStack() as stack:
+        workers = {f"worker-{i}": stack.enter_context(launch_worker(str(folder), num_blocks=256)) for i in range(2)}
+        members = {name: Member(name, worker.address) for name, worker in workers.items()}
+        write_members(file, [*members.values()])
+        texts = stack.enter_context(closing(TextModel(str(folder))))
+        fleet = stack.enter_context(FleetClient(file))
+        alone = stack.enter_context(RolloutClient(workers["worker-0"].address))
+
+        def lose() -> None:
+            while not (lost := [name for name, health in fleet.healths().items() if health.requests["open"]]):
+                pass
+            killed.extend(lost)
+            workers[lost[0]].kill()
+            write_members(file, [member for name, member in members.items() if name not in lost])
+
+        found, killed, losing = list[list[SessionSample]](), list[str](), threading.Thread(target=lose)
+        for client in (alone, fleet):
+            session, history = Session(client, texts, seed=5, sampling=SamplingParams(max_tokens=9)), [*asked]
+            for turn in range(4):
+                if (client, turn) == (fleet, 2):
+                    losing.start()
+                more: dict[str, Any] = dict(max_tokens=600, ignore_eos=True) if turn == 2 else {}
+                history += [session.chat(history, **more).message, *asked]
+            found.append(session.samples())
+        losing.join()
+    assert len(killed) == 1, "premise: one worker had the turn"
+    [whole], [cut] = found
+    assert np.array_equal(whole.token_ids, cut.token_ids) and len(whole.turns) == 4
+    assert np.array_equal(whole.logprobs.view(np.int32), cut.logprobs.view(np.int32))
