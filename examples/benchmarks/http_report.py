@@ -3,7 +3,8 @@
 The report requests the same samples from one worker alternately through `AsyncRolloutClient` and over HTTP. The report
 measures groups of samples in one request, many concurrent requests for one sample each, streams, and small requests on
 kept and on new connections. Every HTTP response must have the same tokens and log-prob bits as the client's result.
-Then the report holds many connections open, and sends many malformed requests at the same time as valid requests.
+Then the report holds many connections open, sends many malformed requests at the same time as valid requests, and runs
+many sessions of agents at once.
 
 The report has its own HTTP client, so that no HTTP library is measured. The front end and the report share the cores
 with the worker, as a trainer on the same machine would.
@@ -40,6 +41,7 @@ GOOD = Workload("good", 32, 0, 32, 1, 32, 1.0)
 CONNECTIONS = 1000
 MALFORMED = 10_000
 SENDERS = 8
+SESSIONS, TURNS, TURN_TOKENS = 1000, 3, 16
 NUM_BLOCKS = 2048
 MEBIBYTE = 2**20
 READ_BYTES = 2**16
@@ -84,11 +86,11 @@ class Connection:
                 if event[1] != b"[DONE]":
                     yield json.loads(event[1])
 
-    async def send(self, path: str, body: bytes) -> tuple[int, int | None]:
+    async def send(self, path: str, body: bytes, method: bytes = b"") -> tuple[int, int | None]:
         """Send a request and read the head of the response. Return the status, and the length of the body if the head
-        gives it.
+        gives it. `method`: by default POST with a body, and GET without one.
         """
-        method = b"POST" if body else b"GET"
+        method = method or (b"POST" if body else b"GET")
         head = b"%s %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (method, path.encode(), len(body))
         self.writer.write(head + body)
         status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().splitlines()
@@ -327,6 +329,30 @@ class Bench:
             f"MiB, worker {before[1]:.1f} and {after[1]:.1f} MiB"
         )
 
+    async def report_sessions(self) -> None:
+        """Run many sessions at once, each on its own connection. The tokens of a turn begin with those of the turn
+        before.
+        """
+        await self.http.connect()
+        connections = await asyncio.gather(*(Connection.open(self.http.url) for _ in range(SESSIONS)))
+        before, cpu = rss(self.front), cpu_seconds(self.front)
+        start = time.perf_counter()
+        begun = await asyncio.gather(*(begin_session(each, seed) for seed, each in enumerate(connections)))
+        times = await asyncio.gather(*map(talk, connections, begun))
+        seconds, cpu = time.perf_counter() - start, cpu_seconds(self.front) - cpu
+        told = [(await each.ask(f"/sessions/{id}", b""))[1] for each, id in zip(connections, begun, strict=True)]
+        assert [each["num_messages"] for each in told] == [2 * TURNS] * SESSIONS
+        kibibytes, after = sum(each["num_bytes"] for each in told) / SESSIONS / 2**10, rss(self.front)
+        await asyncio.gather(*(end_session(*pair) for pair in zip(connections, begun, strict=True)))
+        for connection in connections:
+            connection.close()
+        turns = [1e3 * each for spent in times for each in spent]
+        self.console.print(
+            f"{SESSIONS:,} sessions of {TURNS} turns at once in {seconds:.1f} s, a turn in {spread(turns)} ms with "
+            f"{1e3 * cpu / SESSIONS / TURNS:.1f} ms of CPU time in the front end; {kibibytes:.1f} KiB a session; front "
+            f"end: {before:.1f} MiB before, {after:.1f} with all sessions, {rss(self.front):.1f} without them"
+        )
+
     async def flood(self, generator: random.Random, count: int) -> None:
         """Send malformed requests on several connections. The front end must refuse each malformed request."""
         requests = iter([(PATHS[number % len(PATHS)], malformed(generator)) for number in range(count)])
@@ -339,6 +365,37 @@ class Bench:
             connection.close()
 
         await asyncio.gather(*(send() for _ in range(SENDERS)))
+
+
+async def begin_session(connection: Connection, seed: int) -> str:
+    """Begin a session, and return its id."""
+    settings = dict(seed=seed, sampling_params=dict(max_tokens=TURN_TOKENS, ignore_eos=True))
+    status, told = await connection.ask("/sessions", json.dumps(settings).encode())
+    assert status == 200, told
+    return told["session_id"]
+
+
+async def talk(connection: Connection, session: str) -> list[float]:
+    """Run the turns of a session. Return the seconds that each turn took."""
+    path, times = f"/sessions/{session}/v1/chat/completions", []
+    question, tokens = dict(role="user", content="Tell me more."), list[int]()
+    history: list[dict[str, Any]] = [question]
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        status, told = await connection.ask(path, json.dumps(dict(messages=history, return_token_ids=True)).encode())
+        times.append(time.perf_counter() - start)
+        assert status == 200, told
+        assert told["prompt_token_ids"][: len(tokens)] == tokens, "a turn does not continue the turn before"
+        [choice] = told["choices"]
+        tokens = told["prompt_token_ids"] + choice["token_ids"]
+        history += [choice["message"], question]
+    return times
+
+
+async def end_session(connection: Connection, session: str) -> None:
+    status, length = await connection.send(f"/sessions/{session}", b"", b"DELETE")
+    assert status == 200 and length is not None
+    await connection.reader.readexactly(length)
 
 
 def malformed(generator: random.Random) -> bytes:
@@ -381,6 +438,7 @@ async def report(console: Console, address: str, worker_pid: int, url: str, fron
         await bench.report_small()
         await bench.report_connections()
         await bench.report_malformed()
+        await bench.report_sessions()
 
 
 def main(model: str = "smollm2") -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from http_fronts import CHAT_TEMPLATE
 
 from trueroll.rollout.tools.bench import Workload
 
@@ -25,7 +27,7 @@ def load_report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_report_compares_and_floods(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = load_report(monkeypatch)
     small = dict(
@@ -37,12 +39,20 @@ def test_the_report_compares_and_floods(
         CONNECTIONS=20,
         MALFORMED=120,
         NUM_BLOCKS=64,
+        SESSIONS=4,
     )
     for name, value in small.items():
         monkeypatch.setattr(report, name, value)
-    report.main(str(tiny_llama))
+    folder = shutil.copytree(tiny_llama, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    report.main(str(folder))
     text = " ".join(capsys.readouterr().out.split())
     for row in ("group", "3 singles", "3 streams"):
         assert re.search(rf"│ {row} │ [\d,.]+", text), row
-    for said in ("first token: ", "20 connections held open", "120 malformed requests, all refused"):
+    for said in (
+        "first token: ",
+        "20 connections held open",
+        "120 malformed requests, all refused",
+        "4 sessions of 3 turns",
+    ):
         assert said in text
