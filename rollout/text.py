@@ -44,8 +44,8 @@ class TextModel:
 
     Methods with the argument `is_abandoned` call this function while they wait, and raise ModelError once the function
     returns True. Methods with the argument `most` raise TooMany if the text has more than `most` tokens.
-    `longest_token`: length of the longest token in characters. `added_tokens`: ids of the tokens that were added to the
-    vocabulary, such as special tokens, by text.
+    `name`: the name of the model. `longest_token`: length of the longest token in characters. `added_tokens`: ids of
+    the tokens that were added to the vocabulary, such as special tokens, by text.
     """
 
     def __init__(self, model: str) -> None:
@@ -53,6 +53,7 @@ class TextModel:
         from ..engine.models.tokenizer import longest_token
         from .plain_tokenizer import is_plain
 
+        self.name = model
         self._folder = resolve_model(model)
         _check_files(self._folder)
         if not is_plain(self._folder):

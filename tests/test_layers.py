@@ -234,6 +234,7 @@ ROLLOUT = {
         "publisher",
         "worker",
         "text",
+        "sessions",
         "http",
         "tools",
     },

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...engine.request import Columns, SampleOutput, columns_of, cut_columns, join_columns
-from .forest import Drawn, Forest, Node
+from .forest import Drawn, Forest, Node, drawn_of
 from .templates import Opening
 
 NO_VERSION = -1
@@ -79,9 +79,9 @@ class SessionSample:
         """
         told = self._rest()
         told |= {name: getattr(self, name).tolist() for name in ("token_ids", "mask", "logprobs", "versions")}
-        told["columns"] = {name: _told_array(values) for name, values in self.columns.items()}
+        told["columns"] = {name: told_array(values) for name, values in self.columns.items()}
         routes = self.routed_experts
-        return told | {"routed_experts": None if routes is None else _told_array(routes)}
+        return told | {"routed_experts": None if routes is None else told_array(routes)}
 
     def _rest(self) -> dict[str, Any]:
         return dict(
@@ -124,7 +124,7 @@ def token_entries(forest: Forest, rollout_id: str) -> list[dict[str, Any]]:
     """
     entries = []
     for node in forest.drawn_nodes():
-        drawn = _drawn(node)
+        drawn = drawn_of(node)
         entries.append(
             dict(
                 rollout_id=rollout_id,
@@ -141,7 +141,7 @@ def tokens_until(nodes: Sequence[Node]) -> list[int]:
     """Return the tokens of a conversation up to the end of its last drawn node. `nodes`: its drawn nodes."""
     token_ids: list[int] = []
     for node in nodes:
-        drawn = _drawn(node)
+        drawn = drawn_of(node)
         add_opening(token_ids, drawn.opening)
         token_ids += drawn.sample.token_ids
     return token_ids
@@ -157,7 +157,7 @@ def add_opening(token_ids: list[int], opening: Opening) -> None:
 def prompt_of(node: Node) -> list[int]:
     """Return the prompt with which a drawn node was drawn."""
     token_ids = tokens_until([each for each in node.path[:-1] if each.drawn is not None])
-    add_opening(token_ids, _drawn(node).opening)
+    add_opening(token_ids, drawn_of(node).opening)
     return token_ids
 
 
@@ -169,7 +169,7 @@ def _sample(leaf: Node, trained: dict[str, int], is_abandoned: bool) -> SessionS
     versions = np.full(len(token_ids), NO_VERSION, np.int64)
     turns, columns = [], []
     for node, end in zip(nodes, _ends(nodes), strict=True):
-        drawn, start = _drawn(node), _drawn(node).prompt_len
+        drawn, start = drawn_of(node), drawn_of(node).prompt_len
         first, count = trained.get(node.id, 0), end - start
         for span in drawn.sample.weight_versions:
             versions[start + span.start : start + min(span.end, count)] = span.version
@@ -197,13 +197,13 @@ def _sample(leaf: Node, trained: dict[str, int], is_abandoned: bool) -> SessionS
 
 def _ends(nodes: list[Node]) -> list[int]:
     """Return where the tokens of each drawn node end in the tokens of the conversation."""
-    last = _drawn(nodes[-1])
-    return [*(_drawn(node).kept_len for node in nodes[1:]), last.prompt_len + len(last.sample.token_ids)]
+    last = drawn_of(nodes[-1])
+    return [*(drawn_of(node).kept_len for node in nodes[1:]), last.prompt_len + len(last.sample.token_ids)]
 
 
 def _others(node: Node) -> Columns:
     """Return the columns of a drawn node, except log-probs."""
-    return {name: values for name, values in columns_of(_drawn(node).sample).items() if name != "logprobs"}
+    return {name: values for name, values in columns_of(drawn_of(node).sample).items() if name != "logprobs"}
 
 
 def _joined_columns(parts: list[Columns]) -> Columns:
@@ -221,9 +221,9 @@ def _joined_columns(parts: list[Columns]) -> Columns:
 def _joined_routes(nodes: list[Node], num_tokens: int) -> np.ndarray | None:
     """Join the routed experts of drawn nodes. The rows of a node begin where the rows of the previous node end."""
     parts: list[np.ndarray] = []
-    starts = [_drawn(node).routes_start for node in nodes]
+    starts = [drawn_of(node).routes_start for node in nodes]
     for node, start, end in zip(nodes, starts, [*starts[1:], num_tokens - 1], strict=True):
-        routes = _drawn(node).sample.routed_experts
+        routes = drawn_of(node).sample.routed_experts
         if routes is None or len(routes) < end - start:
             return None
         parts.append(routes[: end - start])
@@ -247,12 +247,7 @@ def _logprobs(drawn: Drawn) -> np.ndarray:
     return drawn.sample.logprobs
 
 
-def _drawn(node: Node) -> Drawn:
-    assert node.drawn is not None
-    return node.drawn
-
-
-def _told_array(values: np.ndarray) -> dict[str, Any]:
+def told_array(values: np.ndarray) -> dict[str, Any]:
     """Return an array as a JSON value: its bytes in C order and little-endian, its dtype and its shape."""
     values = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
     data = base64.b64encode(values.tobytes()).decode()

@@ -23,11 +23,11 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trueroll.errors import IllegalStateError, InvalidRequestError, brief
 
-from ...engine.request import SampleOutput, columns_of
+from ...engine.request import SampleOutput, SamplingParams, columns_of
 from .messages import Message
 from .templates import Opening, Turn
 
@@ -35,6 +35,8 @@ _TOKEN_BYTES = 48
 """Approximate memory of a token id in a list, with the list's own entry."""
 _SAMPLE_TOKEN_BYTES = 17
 """Memory of a token in a sample: its id, its mask, its log-prob and its version."""
+_PARAMS_BYTES = 2048
+"""Approximate memory of sampling parameters without the elements of their lists."""
 _NODE_BYTES = 2048
 """Approximate memory of a node without its content."""
 
@@ -46,6 +48,7 @@ class Drawn:
     `prompt_len`: number of tokens of the request's prompt. `sample`: the sample; its `routed_experts` begin with the
     row of token `routes_start`, because the previous drawn node has the rows before it. `body`: the digest of the
     request, from which retries are recognized. `ordinal`: the position among the nodes drawn at the same place.
+    `params`: the sampling parameters of the request, without the seed. Nodes with equal parameters share them.
     """
 
     opening: Opening
@@ -53,6 +56,7 @@ class Drawn:
     sample: SampleOutput
     body: bytes
     ordinal: int
+    params: SamplingParams
 
     @property
     def kept_len(self) -> int:
@@ -122,6 +126,7 @@ class Forest:
         self._ordinals: dict[bytes, set[int]] = {}
         self._pending: dict[tuple[bytes, int], int] = {}  # number of nodes that each running call may add
         self._by_body: dict[bytes, Node] = {}
+        self._params: dict[SamplingParams, SamplingParams] = {}
         self.num_bytes = self.num_sample_bytes = 0
 
     def __len__(self) -> int:
@@ -206,6 +211,7 @@ class Forest:
             for message in messages:
                 base = self._given(base, message)
             self._pending.pop((base.digest, drawn.ordinal))
+            drawn = replace(drawn, params=self._shared(drawn.params))
             node = self._add(base, answer, _drawn_at(base.digest, drawn.ordinal), drawn)
             self._by_body[drawn.body] = node
             return node
@@ -238,6 +244,13 @@ class Forest:
                 return child
         return self._add(parent, message, _after(parent.digest, message), None)
 
+    def _shared(self, params: SamplingParams) -> SamplingParams:
+        """Return the equal parameters that other nodes have. If there are none, keep these."""
+        if params not in self._params:
+            self._params[params] = params
+            self.num_bytes += _num_params_bytes(params)
+        return self._params[params]
+
     def _add(self, parent: Node, message: Message, digest: bytes, drawn: Drawn | None) -> Node:
         node = Node(digest.hex(), len(self._nodes), parent, message, digest, drawn)
         node.sample_bytes = parent.sample_bytes + _num_sample_bytes(node)
@@ -262,6 +275,12 @@ class Forest:
             raise IllegalStateError(text, field=bound, value=found, limit=limit)
 
 
+def drawn_of(node: Node) -> Drawn:
+    """Return what a drawn node has besides its message."""
+    assert node.drawn is not None
+    return node.drawn
+
+
 def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:
     """Return a digest of 16 bytes of a node's path. `kind` and `content` describe the last step of the path."""
     return hashlib.blake2b(before + len(kind).to_bytes(1, "little") + kind + content, digest_size=16).digest()
@@ -284,6 +303,12 @@ def _num_bytes(node: Node) -> int:
         return size
     size += 4 * (len(drawn.opening.text) + len(drawn.opening.span)) + _num_array_bytes(drawn)
     return size + _TOKEN_BYTES * (len(drawn.opening.token_ids) + len(drawn.sample.token_ids))
+
+
+def _num_params_bytes(params: SamplingParams) -> int:
+    """Return the approximate memory of sampling parameters."""
+    numbers = params.num_numbers + len(params.target_token_ids)
+    return _PARAMS_BYTES + _TOKEN_BYTES * numbers + 4 * sum(map(len, params.stop))
 
 
 def _num_sample_bytes(node: Node) -> int:

@@ -55,6 +55,7 @@ from .answers import Parser, Reading, read_answer, told_message
 from .export import SessionSample, add_opening, as_record, prompt_of, samples_of, token_entries, tokens_until
 from .forest import Drawn, Forest, Node
 from .messages import NODE_FIELD, Message, as_key, is_small, read_messages
+from .record import write_record
 from .templates import RESERVED, Opening, Templates, Turn
 
 T = TypeVar("T")
@@ -294,6 +295,14 @@ class AsyncSession:
         """Return NeMo-Gym's token entry for each answer."""
         return token_entries(self._forest, self.id)
 
+    def record(self) -> bytes:
+        """Return a file with all requests and answers, as JSON lines, for the command `trueroll replay`. The file has
+        the tokens, seeds, weight versions and bits of the answers, but not the texts of messages.
+
+        Raise IllegalStateError if the file would be larger than a record may be.
+        """
+        return write_record(self._forest, self._texts.name, self.seed)
+
     def reward(self, value: float, node: str | None = None) -> None:
         """Attach a reward to an answer, or to every leaf if `node` is None. A new reward replaces an earlier one."""
         reward = _checked_reward(value)
@@ -393,7 +402,7 @@ class AsyncSession:
         run.tell()
         sample = await self._sample(run, prompt)
         _check_complete(sample)
-        drawn = Drawn(opening, len(prompt), sample, call.body, ordinal)
+        drawn = Drawn(opening, len(prompt), sample, call.body, ordinal, call.params)
         drawn = replace(drawn, sample=as_record(drawn.sample, drawn.routes_start))
         read = partial(read_answer, drawn.sample, self._texts, self._parser, call.reading, prompt, run.seed)
         is_short = len(drawn.sample.token_ids) <= _MANY_TOKENS
@@ -515,6 +524,10 @@ class Session:
     def token_entries(self) -> list[dict[str, Any]]:
         """See `AsyncSession.token_entries`."""
         return self._session.token_entries()
+
+    def record(self) -> bytes:
+        """See `AsyncSession.record`."""
+        return self._session.record()
 
     def reward(self, value: float, node: str | None = None) -> None:
         """See `AsyncSession.reward`."""

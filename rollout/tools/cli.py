@@ -381,6 +381,46 @@ def audit(
 
 
 @app.command()
+def replay(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="A record that session.record() returned.", exists=True, dir_okay=False, readable=True
+        ),
+    ],
+    address: Address,
+    weight_version: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Replay the requests that this version of the weights drew, on a worker that serves the same weights "
+            "under any number. Default: the version that the worker serves.",
+        ),
+    ] = None,
+    server_public_key: ServerPublicKey = None,
+    client_key_file: ClientKeyFile = None,
+) -> None:
+    """Send each request of a session's record to a worker or a fleet again, and show which bits differ.
+
+    Exits with 1 if any bit differs, if a request fails, or if nothing was compared.
+    """
+    from rich.console import Console
+
+    from ..client.client import RolloutClient
+    from ..client.membership import is_fleet
+    from ..fleet.client import FleetClient
+    from .replay import read
+    from .replay import replay as run_replay
+
+    record = read(file)
+    keys = server_public_key, client_key_file
+    contact(address, WORKER_SECONDS)
+    kind = FleetClient if is_fleet(address) else RolloutClient
+    with kind(address, WORKER_SECONDS, *keys) as client:
+        _exit_unless(run_replay(record, client, weight_version, Console()))
+
+
+@app.command()
 def demo() -> None:
     """Generate groups of samples with SmolLM2-135M, then show that no bit depends on the cache or on other requests."""
     tell("starting the demo ...")

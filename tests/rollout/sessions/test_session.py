@@ -512,7 +512,7 @@ def test_the_bytes_of_a_session_include_its_samples_and_roots(texts: TextModel, 
         assert before < line._forest.num_sample_bytes == line._forest.node(leaf.node).sample_bytes
         [root] = line._forest._roots.values()
         assert len(root.id) == 32, "the arguments of the template are not kept"
-        assert line._forest.num_bytes == 2048 + sum(map(_num_bytes, line._forest._nodes.values()))
+        assert line._forest.num_bytes == 2 * 2048 + sum(map(_num_bytes, line._forest._nodes.values()))
 
     run(work)
 

@@ -82,6 +82,7 @@ def test_help_names_every_command() -> None:
         "generate",
         "http",
         "plan",
+        "replay",
         "serve",
         "top",
         "verify",
@@ -90,7 +91,7 @@ def test_help_names_every_command() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["audit", "bench", "demo", "fleet", "generate", "http", "plan", "serve", "top", "verify"]
+    "name", ["audit", "bench", "demo", "fleet", "generate", "http", "plan", "replay", "serve", "top", "verify"]
 )
 def test_every_command_and_option_explains_itself(name: str) -> None:
     command = commands()[name]

@@ -1,0 +1,354 @@
+"""Records of sessions: files from which every request of a session can be sent again.
+
+A record has one JSON value in each line. The first line describes the session. Each other line is a request and its
+answer: where the prompt begins, the new tokens of the prompt, all sampling parameters with the seed, and all that the
+worker returned. A prompt begins with the tokens of an earlier answer, its parent, so a record grows with the tokens of
+the session, and not with the tokens of all prompts.
+
+Owns: the format, and the bounds on a record. A record has neither texts of messages nor `cache_salt`, which changes no
+bit. Promises: every record that is written can be read. The bytes, elements and nesting of a line are bounded before
+the line is parsed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, BinaryIO, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trueroll.errors import IllegalStateError, InvalidRequestError, brief
+
+from ...engine.request import (
+    COLUMNS,
+    Columns,
+    SampleOutput,
+    SamplingParams,
+    TokenId,
+    WeightSpan,
+    as_fields,
+    columns_of,
+    derive_seed,
+    empty_columns,
+    from_validation,
+)
+from .export import told_array
+from .forest import Forest, Node, drawn_of
+
+FORMAT, FORMAT_VERSION = "trueroll session record", 1
+MAX_RECORD_BYTES = 2**30
+MAX_LINE_BYTES = 2**29
+MAX_REQUESTS = 2**16
+MAX_ELEMENTS = 2**22
+"""Maximum number of elements of lists and objects in a line."""
+MAX_DEPTH = 8
+MAX_PROMPT_TOKENS = 2**24
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # matches in linear time, also without an end
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_LEFT_OUT = {"cache_salt", "seed"}
+_COUNTED = {column.name for column in COLUMNS if column.counts}
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRequest:
+    """A request of a session, and the sample that the worker returned.
+
+    - `node`: id of the answer in the session. `parent`: the request of the answer that the prompt continues, or None.
+    - `drops_last`: whether the prompt lacks the last token of the parent's answer
+    - `new_token_ids`: the tokens of the prompt after those of the parent
+    - `params`: with the seed
+    - `sample`: its `routed_experts` begin with the row of token `routes_start`, because the parent has the rows before
+    - `kept_len`: the number of tokens of the prompt that the parent has
+    """
+
+    node: str
+    parent: RecordedRequest | None
+    drops_last: bool
+    new_token_ids: list[int]
+    params: SamplingParams
+    sample: SampleOutput
+    kept_len: int
+
+    @property
+    def prompt_len(self) -> int:
+        """The number of tokens of the prompt."""
+        return self.kept_len + len(self.new_token_ids)
+
+    @property
+    def routes_start(self) -> int:
+        """The token of the first row of routed experts."""
+        return max(0, self.kept_len - 1)
+
+    @cached_property
+    def versions(self) -> tuple[int, ...]:
+        """The versions of the weights that drew the sample, in order."""
+        return tuple(span.version for span in self.sample.weight_versions)
+
+    def prompt_token_ids(self) -> list[int]:
+        """Return the tokens of the prompt."""
+        path: list[RecordedRequest] = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        token_ids: list[int] = []
+        for request in reversed(path):
+            if request.drops_last:
+                token_ids.pop()
+            token_ids += request.new_token_ids
+            if request is not self:
+                token_ids += request.sample.token_ids
+        return token_ids
+
+
+@dataclass(frozen=True)
+class Record:
+    """A session. `model`: the name of its model. `seed`: the seed of the session. `requests`: in the order in which the
+    answers were added to the session.
+    """
+
+    model: str
+    seed: int
+    requests: list[RecordedRequest]
+
+
+def write_record(forest: Forest, model: str, seed: int) -> bytes:
+    """Return the record of a session. Raise IllegalStateError if the record exceeds a bound."""
+    nodes = forest.drawn_nodes()
+    if len(nodes) > MAX_REQUESTS:
+        raise _too_large(len(nodes), "requests", MAX_REQUESTS)
+    first = dict(format=FORMAT, version=FORMAT_VERSION, model=model, seed=seed)
+    lines = [_encoded(first), *(_encoded(_told(node, forest)) for node in nodes)]
+    if (size := sum(map(len, lines))) > MAX_RECORD_BYTES:
+        raise _too_large(size, "bytes", MAX_RECORD_BYTES)
+    return b"".join(lines)
+
+
+def read_record(file: BinaryIO) -> Record:
+    """Return the record in a file. Raise InvalidRequestError, which names the line, if the file is not a record or
+    exceeds a bound.
+    """
+    lines = _lines(file)
+    model, seed = _read_first(next(lines, b""))
+    requests: dict[str, RecordedRequest] = {}
+    for number, line in enumerate(lines, 2):
+        if len(requests) == MAX_REQUESTS:
+            raise _bad(number, f"too many requests (limit {MAX_REQUESTS}); replay a shorter record")
+        request = _read_request(number, line, requests)
+        if request.node in requests:
+            raise _bad(number, f"the node {brief(request.node)} occurs twice")
+        requests[request.node] = request
+    return Record(model, seed, list(requests.values()))
+
+
+def _told(node: Node, forest: Forest) -> dict[str, Any]:
+    drawn = drawn_of(node)
+    params = drawn.params.model_dump(exclude=_LEFT_OUT) | dict(seed=forest.seed_of(node))
+    parent = next((each for each in reversed(node.path[:-1]) if each.drawn is not None), None)
+    sample = drawn.sample
+    return dict(
+        node=node.id,
+        parent=parent and parent.id,
+        drops_last=drawn.opening.dropped,
+        new_token_ids=list(drawn.opening.token_ids),
+        params=params,
+        token_ids=sample.token_ids,
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        weight_versions=[[span.version, span.start, span.end] for span in sample.weight_versions],
+        columns={name: told_array(values) for name, values in columns_of(sample).items()},
+        routed_experts=None if sample.routed_experts is None else told_array(sample.routed_experts),
+    )
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    encoded = json.dumps(line, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    if len(encoded) > MAX_LINE_BYTES:
+        raise _too_large(len(encoded), "bytes in one answer", MAX_LINE_BYTES)
+    return encoded
+
+
+def _too_large(found: int, what: str, limit: int) -> IllegalStateError:
+    text = f"session: its record would have {found} {what} (limit {limit}); record shorter sessions"
+    return IllegalStateError(text, value=found, limit=limit)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    number = num_bytes = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number, num_bytes = number + 1, num_bytes + len(line)
+        if len(line) > MAX_LINE_BYTES:
+            raise _bad(number, f"too many bytes (limit {MAX_LINE_BYTES}); replay a record of a shorter session")
+        if num_bytes > MAX_RECORD_BYTES:
+            raise _bad(number, f"the file has too many bytes (limit {MAX_RECORD_BYTES}); replay a shorter record")
+        yield line
+
+
+def _bad(number: int, text: str) -> InvalidRequestError:
+    return InvalidRequestError(f"record: line {number}: {text}", field="record", value=number)
+
+
+def _parse(number: int, line: bytes) -> dict[str, Any]:
+    """Return the JSON object in a line."""
+    bare = _STRING.sub(b"", line)
+    brackets = np.frombuffer(bare.translate(None, _NO_BRACKETS), np.uint8)
+    if bare.count(b",") + bare.count(b":") + len(brackets) > MAX_ELEMENTS:
+        raise _bad(number, f"too many elements (limit {MAX_ELEMENTS}); replay a record of shorter prompts")
+    steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
+    if steps.cumsum().max(initial=0) > MAX_DEPTH:
+        raise _bad(number, f"lists and objects are nested more than {MAX_DEPTH} deep; give a file that trueroll wrote")
+    try:
+        found = json.loads(line.decode())
+    except ValueError as error:
+        raise _bad(number, f"not valid JSON in UTF-8 ({error!s:.200}); give a file that trueroll wrote") from None
+    if not isinstance(found, dict):
+        raise _bad(number, f"must be a JSON object (got {brief(found)}); give a file that trueroll wrote")
+    return found
+
+
+def _read_first(line: bytes) -> tuple[str, int]:
+    if not line:
+        raise _bad(1, "missing, because the file is empty; give a file that trueroll wrote")
+    told = _parse(1, line)
+    if told.get("format") != FORMAT:
+        raise _bad(1, f"format: must be {FORMAT!r} (got {brief(told.get('format'))}); give a file that trueroll wrote")
+    if told.get("version") != FORMAT_VERSION:
+        found = brief(told.get("version"))
+        raise _bad(1, f"version: must be {FORMAT_VERSION} (got {found}); use the release of trueroll that wrote it")
+    first = _checked(1, _First, told)
+    return first.model, first.seed
+
+
+def _read_request(number: int, text: bytes, earlier: dict[str, RecordedRequest]) -> RecordedRequest:
+    line = _checked(number, _Line, _parse(number, text))
+    parent = None if line.parent is None else earlier.get(line.parent)
+    if parent is None and (line.parent is not None or line.drops_last):
+        raise _bad(number, f"parent: {brief(line.parent)} is not the node of an earlier line")
+    kept_len = 0 if parent is None else parent.prompt_len + len(parent.sample.token_ids) - line.drops_last
+    if not 1 <= kept_len + len(line.new_token_ids) <= MAX_PROMPT_TOKENS:
+        found = kept_len + len(line.new_token_ids)
+        raise _bad(number, f"new_token_ids: the prompt must have 1 to {MAX_PROMPT_TOKENS} tokens (got {found})")
+    params = _params(number, line.params)
+    sample = _sample(number, line, params)
+    request = RecordedRequest(line.node, parent, line.drops_last, line.new_token_ids, params, sample, kept_len)
+    _check_routes(number, request)
+    return request
+
+
+def _params(number: int, told: dict[str, Any]) -> SamplingParams:
+    try:
+        params = SamplingParams(**told)
+    except InvalidRequestError as error:
+        raise _bad(number, f"params: {error}") from None
+    if params.n != 1 or params.seed is None:
+        raise _bad(number, f"params: n must be 1, and seed must be given (got {params.n} and {params.seed})")
+    return params
+
+
+def _sample(number: int, line: _Line, params: SamplingParams) -> SampleOutput:
+    assert params.seed is not None
+    spans = tuple(WeightSpan(*span) for span in line.weight_versions)
+    ends = [0, *(span.end for span in spans)]
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(line.token_ids) or ends != sorted({*ends}):
+        raise _bad(number, f"weight_versions: must cover the {len(line.token_ids)} tokens in order")
+    routes = line.routed_experts
+    return SampleOutput(
+        request_id=line.node,
+        index=0,
+        token_ids=line.token_ids,
+        finish_reason=line.finish_reason,
+        seed=derive_seed(params.seed, 0),
+        num_cached_tokens=0,
+        weight_versions=spans,
+        stop_reason=line.stop_reason,
+        routed_experts=None if routes is None else _array(number, "routed_experts", routes),
+        **as_fields(_columns(number, line, params)),
+    )
+
+
+def _columns(number: int, line: _Line, params: SamplingParams) -> Columns:
+    """Return the columns of a line: those that its parameters ask for, with a row for each token."""
+    asked = empty_columns(params)
+    if asked.keys() != line.columns.keys():
+        raise _bad(number, f"columns: must be {sorted(asked)} (got {brief(sorted(line.columns))})")
+    columns = {name: _array(number, name, told) for name, told in line.columns.items()}
+    for name, values in columns.items():
+        if values.dtype != asked[name].dtype or values.shape[1:] != asked[name].shape[1:]:
+            found, wanted = asked[name].shape[1:], asked[name].dtype
+            raise _bad(number, f"{name}: must be {wanted} with rows {found} (got {values.dtype}, {values.shape})")
+        if name not in _COUNTED and len(values) != len(line.token_ids):
+            raise _bad(number, f"{name}: must have {len(line.token_ids)} rows, one for each token (got {len(values)})")
+    return columns
+
+
+def _check_routes(number: int, request: RecordedRequest) -> None:
+    routes = request.sample.routed_experts
+    if routes is None:
+        return
+    rows = request.prompt_len + len(request.sample.token_ids) - 1 - request.routes_start
+    if not request.params.return_routed_experts or routes.ndim != 3 or len(routes) != rows:
+        shape = routes.shape
+        raise _bad(number, f"routed_experts: must be null, or [{rows}, layers, experts] if requested (got {shape})")
+
+
+def _array(number: int, name: str, told: _Array) -> np.ndarray:
+    dtype = np.dtype(told.dtype).newbyteorder("<")
+    try:
+        content = base64.b64decode(told.data, validate=True)
+    except ValueError as error:
+        raise _bad(number, f"{name}: data is not base64 ({error})") from None
+    if len(content) != math.prod(told.shape) * dtype.itemsize:
+        raise _bad(number, f"{name}: {len(content)} bytes are not {told.dtype} values of shape {brief(told.shape)}")
+    return np.frombuffer(content, dtype).reshape(told.shape).astype(told.dtype)
+
+
+def _checked(number: int, kind: type[Any], told: dict[str, Any]) -> Any:
+    try:
+        return kind(**told)
+    except ValidationError as error:
+        raise _bad(number, str(from_validation(InvalidRequestError, error))) from None
+
+
+Name = Annotated[str, Field(min_length=1, max_length=64)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+Span = Annotated[list[Count], Field(min_length=3, max_length=3, fail_fast=True)]
+
+
+class _Array(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    data: str
+    dtype: Literal["float32", "int32", "uint8", "uint16"]
+    shape: Annotated[list[Count], Field(min_length=1, max_length=3)]
+
+
+class _First(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    format: str
+    version: int
+    model: str
+    seed: Annotated[int, Field(ge=0, lt=2**64)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    node: Name
+    parent: Name | None
+    drops_last: bool
+    new_token_ids: Tokens
+    params: dict[str, Any]
+    token_ids: Annotated[Tokens, Field(min_length=1)]
+    finish_reason: Literal["stop", "length"]
+    stop_reason: Annotated[int, Field(ge=0, lt=2**31)] | str | None
+    weight_versions: Annotated[list[Span], Field(min_length=1, fail_fast=True)]
+    columns: Annotated[dict[str, _Array], Field(max_length=len(COLUMNS))]
+    routed_experts: _Array | None
