@@ -81,8 +81,8 @@ class Front:
 
 
 @contextmanager
-def front_end(address: str, key: str | None = None, **settings: Any) -> Iterator[Front]:
-    """Run a front end of the worker at `address` on a thread."""
+def front_end(address: str, key: str | None = None, tracer: Any = None, **settings: Any) -> Iterator[Front]:
+    """Run a front end of the worker at `address` on a thread. `tracer`: makes the spans of requests."""
     config = HttpConfig(address=address, port=0, **settings)
     clients = clients_of(config) if key is None else Clients({key.encode(): OWNER})
     ready, told = threading.Event(), []
@@ -95,7 +95,7 @@ def front_end(address: str, key: str | None = None, **settings: Any) -> Iterator
         nonlocal task
         task = asyncio.current_task()
         with listen(config) as listener:
-            await run(config, clients, (None, None), listener, on_ready)
+            await run(config, clients, (None, None), listener, on_ready, tracer)
 
     task: asyncio.Task[None] | None = None
     loop = asyncio.new_event_loop()

@@ -45,6 +45,7 @@ class Model:
     cuts: random.Random = field(default_factory=lambda: random.Random(0))
     gate: asyncio.Event | None = None
     version: int = 0
+    tracer: Any = None
     _parts: dict[tuple[int, ...], Reply] = field(default_factory=dict)
 
     async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:

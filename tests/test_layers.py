@@ -28,7 +28,7 @@ OWN = {
 FOREIGN_FORBIDDEN = {
     "weight_sync": {"transformers"},
     "engine": {"zmq"},
-    "rollout": {"starlette", "h11", "uvicorn", "ray", "verl"},
+    "rollout": {"starlette", "h11", "uvicorn", "opentelemetry", "ray", "verl"},
 }
 # For folders that promise few dependencies: the only third-party packages that the folder may import.
 FOREIGN_ALLOWED = {"__init__": set(), "errors": set(), "versions": set(), "kernels": {"torch"}}
@@ -40,7 +40,9 @@ FOREIGN_ALLOWED_TO = {
         f"kernels.triton.{name}": {"triton"}
         for name in ("launch", "products", "attention", "experts", "peers", "rows", "recurrence", "head")
     },
-    **{f"rollout.http.{name}": {"starlette"} for name in ("app", "bodies", "guard", "lifecycle", "pages", "wire")},
+    **{f"rollout.http.{name}": {"starlette"} for name in ("bodies", "guard", "lifecycle", "pages", "wire")},
+    **{f"rollout.http.{name}": {"opentelemetry", "starlette"} for name in ("app", "tracing")},
+    **{f"rollout.{name}": {"opentelemetry"} for name in ("tracing", "client.client", "fleet.client", "http.server")},
     "rollout.http.agents.endpoints": {"starlette"},
     "rollout.http.bounds": {"h11"},
     **{f"rollout.http.{name}": {"h11", "starlette"} for name in ("connections", "exchange")},
@@ -196,7 +198,8 @@ ROLLOUT = {
     "protocol": {"protocol"},
     "network": {"config", "protocol", "network"},
     "monitoring": {"protocol", "monitoring"},
-    "client": {"config", "protocol", "network", "images", "client"},
+    "tracing": {"protocol"},
+    "client": {"config", "protocol", "network", "images", "tracing", "client"},
     "fleet": {"config", "protocol", "network", "monitoring", "images", "client", "publisher", "fleet"},
     "publisher": {"protocol", "client", "publisher"},
     "worker": {"config", "logs", "protocol", "network", "monitoring", "worker"},
@@ -207,7 +210,7 @@ ROLLOUT = {
     "plain_tokenizer": set(),
     "text": {"plain_tokenizer", "protocol", "text_child"},
     "parsing": {"parsing"},
-    "sessions": {"protocol", "client", "parsing", "text", "sessions"},
+    "sessions": {"protocol", "client", "parsing", "text", "tracing", "sessions"},
     "http": {
         "parsing",
         "sessions",
@@ -221,7 +224,7 @@ ROLLOUT = {
         "text",
         "http",
     }
-    | {"images"},
+    | {"images", "tracing"},
     "tools": {
         "auditing",
         "config",

@@ -54,6 +54,7 @@ from ...engine.request import (
 )
 from .. import protocol
 from ..network.keys import Key
+from ..tracing import traced_replies
 from .connection import NO_IMAGES, Connection, Inbox, Received, wrong_process
 from .continuation import joined
 from .media import Media, Prompt, PromptMaker, Prompts, contents
@@ -68,11 +69,14 @@ from .requests import (
 )
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
     from ..images import ImageProcessor
 
 T = TypeVar("T")
 P = ParamSpec("P")
 Position: TypeAlias = int
+Replies: TypeAlias = AsyncGenerator[tuple[int, protocol.FromWorker | SampleDelta | TruerollError], None]
 
 _OF_ONE_REQUEST = (InvalidRequestError, IdConflictError, MessageTooLargeError)
 """Errors about a single request of a call. The client adds the position of the request in the call to the error text.
@@ -111,7 +115,10 @@ class AsyncRolloutClient:
       Set `while_connected` if the client does not submit lost requests again.
     - `image_processor`: the processor for images that are not preprocessed yet. None: the processor in the folder of
       the worker's model; the folder must be on this machine.
+    - `tracer`: an OpenTelemetry tracer. The client then makes a span for each request for samples.
     """
+
+    _model_name: str | None = None
 
     def __init__(
         self,
@@ -122,8 +129,9 @@ class AsyncRolloutClient:
         *,
         while_connected: bool = False,
         image_processor: ImageProcessor | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        self.address = address
+        self.address, self.tracer = address, tracer
         self._connection = Connection(address, timeout, server_public_key, client_key)
         self._while_connected = while_connected
         self._prompts = PromptMaker(image_processor, self.health)
@@ -219,7 +227,7 @@ class AsyncRolloutClient:
         requests = {i: each for i, each in enumerate(made) if isinstance(each, protocol.Generate)}
         samples: dict[int, dict[int, SampleOutput]] = {position: {} for position in requests}
         sent = self.exchange(requests, "prompts", errors, in_groups=True, images=contents(prompts))
-        async with aclosing(sent) as replies:
+        async with aclosing(await self._traced(requests, sent)) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     samples[position][reply.index] = protocol.sample_output(reply)
@@ -229,6 +237,14 @@ class AsyncRolloutClient:
                 else:
                     groups[position] = reply
         return groups
+
+    async def _traced(self, requests: Mapping[int, Request], replies: Replies) -> Replies:
+        """Return the replies to requests for samples. With a tracer, reading them makes a span for each request."""
+        if self.tracer is None:
+            return replies
+        if self._model_name is None and (engine := (await self.health()).engine) is not None:
+            self._model_name = str(engine["model"])
+        return traced_replies(self.tracer, self._model_name or "unknown", requests, replies)
 
     @overload
     def stream(
@@ -289,8 +305,9 @@ class AsyncRolloutClient:
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         demand |= dict(while_connected=self._while_connected, deltas=deltas, delta_seconds=delta_seconds)
         given = await self._prompts.make(prompts, media, "prompts")
-        made = generate_requests(given, params, seed, request_ids, demand)
-        async with aclosing(self.exchange(dict(enumerate(made)), "prompts", images=contents(given))) as replies:
+        made = dict(enumerate(generate_requests(given, params, seed, request_ids, demand)))
+        sent = self.exchange(made, "prompts", images=contents(given))
+        async with aclosing(await self._traced(made, sent)) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     yield position, protocol.sample_output(reply)
@@ -329,7 +346,8 @@ class AsyncRolloutClient:
         given = await self._prompts.make(prompts, media, "prompts")
         requests = continue_requests(given, samples, params, request_ids, demand)
         whole = list(samples)
-        async with aclosing(self.exchange(requests, "samples", "return", images=contents(given))) as replies:
+        sent = self.exchange(requests, "samples", "return", images=contents(given))
+        async with aclosing(await self._traced(requests, sent)) as replies:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     whole[position] = joined(whole[position], protocol.sample_output(reply))
@@ -525,7 +543,7 @@ class AsyncRolloutClient:
         *,
         in_groups: bool = False,
         images: Mapping[bytes, ImageInput] = NO_IMAGES,
-    ) -> AsyncGenerator[tuple[Position, protocol.FromWorker | SampleDelta | TruerollError], None]:
+    ) -> Replies:
         """Submit requests, and yield (position, reply) as replies arrive until all requests have ended.
 
         Each sample is yielded once. If deltas were requested, they are yielded before their sample. `what`: name of the
@@ -701,9 +719,10 @@ class RolloutClient:
         client_key: Key | None = None,
         *,
         image_processor: ImageProcessor | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        client = AsyncRolloutClient(address, timeout, server_public_key, client_key, image_processor=image_processor)
-        self._begin(client)
+        keys = server_public_key, client_key
+        self._begin(AsyncRolloutClient(address, timeout, *keys, image_processor=image_processor, tracer=tracer))
 
     def _begin(self, client: AsyncRolloutClient) -> None:
         self._client = client

@@ -38,6 +38,8 @@ from .totals import FleetHealth, all_healths, all_stats, all_statuses
 from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
     from ..images import ImageProcessor
 
 T = TypeVar("T")
@@ -65,7 +67,7 @@ class AsyncFleetClient(AsyncRolloutClient):
       times as long as the slowest recent request. None disables second workers.
     - `patience`: maximum number of seconds to wait for a worker that can take a request. After `patience` seconds, the
       call raises WorkerLostError.
-    - `while_connected`, `image_processor`: see `AsyncRolloutClient`
+    - `while_connected`, `image_processor`, `tracer`: see `AsyncRolloutClient`
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         patience: float = 600.0,
         while_connected: bool = False,
         image_processor: ImageProcessor | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         max_staleness = plain(max_staleness)
         if type(max_staleness) is not int or max_staleness < 0:
@@ -90,7 +93,7 @@ class AsyncFleetClient(AsyncRolloutClient):
         def make_client(address: str) -> AsyncRolloutClient:
             return AsyncRolloutClient(address, timeout, server_public_key, client_key)
 
-        self.address = str(fleet)
+        self.address, self.tracer = str(fleet), tracer
         self._pool = WorkerPool(membership_of(fleet), make_client, max_staleness, mixed_kinds)
         self._max_staleness, self._patience = max_staleness, patience
         self._while_connected = while_connected
@@ -255,8 +258,9 @@ class FleetClient(RolloutClient):
         straggler_seconds: float | None = 30.0,
         patience: float = 600.0,
         image_processor: ImageProcessor | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
-        settings: dict[str, Any] = dict(max_staleness=max_staleness, mixed_kinds=mixed_kinds)
+        settings: dict[str, Any] = dict(max_staleness=max_staleness, mixed_kinds=mixed_kinds, tracer=tracer)
         settings |= dict(straggler_seconds=straggler_seconds, patience=patience, image_processor=image_processor)
         self._fleet = AsyncFleetClient(fleet, timeout, server_public_key, client_key, **settings)
         self._begin(self._fleet)
@@ -276,11 +280,16 @@ class FleetClient(RolloutClient):
 
 
 def client_for(
-    target: str, timeout: float, keys: tuple[Key | None, Key | None], *, while_connected: bool = False
+    target: str,
+    timeout: float,
+    keys: tuple[Key | None, Key | None],
+    *,
+    while_connected: bool = False,
+    tracer: Tracer | None = None,
 ) -> AsyncRolloutClient:
     """Return a client for `target`: the address of a worker, the file of a fleet, or several addresses."""
     kind = AsyncFleetClient if is_fleet(target) else AsyncRolloutClient
-    return kind(target, timeout, *keys, while_connected=while_connected)
+    return kind(target, timeout, *keys, while_connected=while_connected, tracer=tracer)
 
 
 def _put(replies: asyncio.Queue[tuple[int, Reply]], position: int) -> Callable[[Reply], None]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -41,9 +41,13 @@ from .pages import FILES, Pages
 from .paths import SESSION, SESSIONS
 from .pieces import Asker, Form, FromWorker, Task
 from .samples import SampleLog
+from .tracing import ROUTE, Traced
 from .turns import Turns
 from .watch import Watch
 from .wire import LongJson, answer, error_answer, event_stream, long_answer, while_present
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
 Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -80,7 +84,10 @@ class ExactRoute(Route):
     """
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return (Match.NONE, {}) if scope["path"].endswith("\n") else super().matches(scope)
+        if scope["path"].endswith("\n"):
+            return Match.NONE, {}
+        match, found = super().matches(scope)
+        return match, {**found, ROUTE: self.path}
 
 
 class Endpoints:
@@ -169,8 +176,9 @@ def make_app(
     clients: Clients,
     counters: Counters,
     opened: OpenSessions,
+    tracer: Tracer | None = None,
 ) -> ASGIApp:
-    """Return the application: all routes, behind the guard."""
+    """Return the application: all routes, behind the guard. `tracer`: makes the spans of requests."""
     samples = SampleLog()
     endpoints = Endpoints(served, samples, clients, config.max_body_elements)
     sessions = SessionEndpoints(served, samples, clients, opened, config.max_body_elements)
@@ -223,7 +231,8 @@ def make_app(
     bodies = Bodies(config)
     counters.include(bodies.collect)
     counters.include(opened.collect)
-    return Guard(app, clients, config.max_open_requests, counters, bodies, opened, {route.path for route in routes})
+    traced = app if tracer is None else Traced(app, tracer)
+    return Guard(traced, clients, config.max_open_requests, counters, bodies, opened, {route.path for route in routes})
 
 
 async def _tell(counters: Counters, request: Request, error: Exception) -> Response:

@@ -4,9 +4,11 @@ are imported.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+import re
 
-from trueroll.errors import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from trueroll.errors import ConfigError, brief
 
 from ...engine.request import from_validation
 
@@ -22,6 +24,9 @@ class HttpConfig(BaseModel):
     model; None means the worker's name. `api_key_file`: a file with the key that clients must send; None means the
     environment variable `TRUEROLL_HTTP_API_KEY`, if set. `clients_file`: a file with a role, a user and a key for each
     client; these keys replace the single key that all clients share.
+
+    `otlp_traces_endpoint`: URL of an OTLP receiver over HTTP, such as `http://localhost:4318/v1/traces`, for the
+    OpenTelemetry spans of requests; None means no spans.
 
     `max_body_bytes`, `body_seconds`: maximum length of a request body in bytes, and maximum time until the body has
     arrived. `max_unfinished_bytes`: maximum total size, in bytes, of the bodies that are incomplete or not parsed yet;
@@ -51,6 +56,7 @@ class HttpConfig(BaseModel):
     model_name: str | None = Field(None, min_length=1)
     api_key_file: str | None = None
     clients_file: str | None = None
+    otlp_traces_endpoint: str | None = None
     max_body_bytes: int = Field(16 * 2**20, ge=1024, le=2**30)
     max_unfinished_bytes: int | None = Field(None, ge=1024)
     body_seconds: float = Field(60.0, gt=0.0)
@@ -78,6 +84,14 @@ class HttpConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise from_validation(ConfigError, error) from None
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _endpoint_is_a_url(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not re.fullmatch(r"https?://[^/@\s]+(/\S*)?", endpoint):
+            example = "http://localhost:4318/v1/traces"
+            raise ValueError(f"otlp_traces_endpoint: must be a URL such as {example} (got {brief(endpoint)})")
+        return endpoint
 
     @model_validator(mode="after")
     def _one_body_has_room(self) -> HttpConfig:

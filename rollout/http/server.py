@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
 from trueroll.errors import ConfigError
 
@@ -26,6 +27,7 @@ from ..client.membership import membership_of
 from ..fleet.client import client_for
 from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer, prepare_for_conversations
+from ..tracing import exporting
 from .accepting import Acceptor
 from .agents.registry import OpenSessions
 from .app import make_app
@@ -38,6 +40,9 @@ from .lifecycle import Lifecycle, prepare_for_pushes
 from .model import ServedModel
 from .texts import Texts
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
 
 BACKLOG = 2048
 M_MMAP_THRESHOLD = -3
@@ -71,8 +76,8 @@ def serve(config: HttpConfig, keys: tuple[Key | None, Key | None], on_ready: Cal
         on_ready(url, name)
 
     _map_large_blocks()
-    with listen(config) as listener:
-        is_interrupted = asyncio.run(run(config, clients, keys, listener, settle))
+    with listen(config) as listener, exporting(config.otlp_traces_endpoint) as tracer:
+        is_interrupted = asyncio.run(run(config, clients, keys, listener, settle, tracer))
     if is_interrupted:
         raise KeyboardInterrupt
 
@@ -94,18 +99,19 @@ async def run(
     keys: tuple[Key | None, Key | None],
     listener: socket.socket,
     on_ready: Callable[[str, str], None],
+    tracer: Tracer | None = None,
 ) -> bool:
     """Answer the requests that arrive at `listener`, until SIGTERM or SIGINT. Return whether the signal was SIGINT.
 
-    Parameters and errors: see `serve`.
+    `tracer`: makes the spans of requests. Other parameters and errors: see `serve`.
     """
     counters = Counters()
-    async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True) as client:
+    async with client_for(config.address, WORKER_SECONDS, keys, while_connected=True, tracer=tracer) as client:
         served = await _meet(client, config)
         watch = Watch(client)
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)
         opened = OpenSessions(config)
-        app = make_app(served, lifecycle, watch, config, clients, counters, opened)
+        app = make_app(served, lifecycle, watch, config, clients, counters, opened, tracer)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)

@@ -26,14 +26,14 @@ import json
 import math
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, wraps
 from itertools import count
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -51,6 +51,7 @@ from ..client.client import AsyncRolloutClient, RolloutClient
 from ..parsing.forced import forced_tools, forcing
 from ..protocol import new_id
 from ..text import TextModel, is_long
+from ..tracing import note_sample, session_call
 from .answers import Parser, Reading, read_answer, told_message
 from .export import SessionSample, add_opening, as_record, prompt_of, samples_of, token_entries, tokens_until
 from .forest import Drawn, Forest, Node
@@ -59,6 +60,7 @@ from .record import write_record
 from .templates import RESERVED, Opening, Templates, Turn
 
 T = TypeVar("T")
+P = ParamSpec("P")
 Ready: TypeAlias = tuple[Node, list[Message], Message, Drawn]
 """A drawn answer that is not yet in the forest: the arguments of `Forest.add`."""
 MAX_NODES = 4096
@@ -171,10 +173,27 @@ class Asked:
         return await self._answer()
 
 
+def _with_span(
+    chat: Callable[Concatenate[AsyncSession, P], Coroutine[Any, Any, Answer]],
+) -> Callable[Concatenate[AsyncSession, P], Coroutine[Any, Any, Answer]]:
+    """Return a method that also makes a span of each call, if the client of the session has a tracer."""
+
+    @wraps(chat)
+    async def call(self: AsyncSession, *args: P.args, **kwargs: P.kwargs) -> Answer:
+        if (tracer := self._client.tracer) is None:
+            return await chat(self, *args, **kwargs)
+        with session_call(tracer, self._texts.name) as span:
+            answer = await chat(self, *args, **kwargs)
+            note_sample(span, len(answer.prompt_token_ids), answer.sample, answer.finish_reason)
+            return answer
+
+    return call
+
+
 class AsyncSession:
     """A session of an agent, for code with an event loop. All calls must be made on the loop of `client`.
 
-    - `client`: an `AsyncRolloutClient` or an `AsyncFleetClient`
+    - `client`: an `AsyncRolloutClient` or an `AsyncFleetClient`. If it has a tracer, each call has a span, too.
     - `texts`: the model's tokenizer and chat template, `TextModel(model)`. It may serve many sessions.
     - `seed`: seed of the session. The same calls in a session with the same seed draw the same samples, unless the chat
       template writes the time. None: random.
@@ -207,6 +226,7 @@ class AsyncSession:
         self._large = asyncio.Lock()  # equal large calls begin in the order in which they were made
         self._is_closed = False
 
+    @_with_span
     async def chat(
         self,
         messages: Sequence[dict[str, Any]],

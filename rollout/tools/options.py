@@ -114,6 +114,9 @@ HTTP: Table = {
         "tokenizer": "Model with the tokenizer to use; required for tcp://. Default: the served model.",
         "model_name": "The model's name for clients. Default: the name of the worker's model.",
     },
+    "Traces": {
+        "otlp_traces_endpoint": "URL of an OTLP receiver over HTTP for OpenTelemetry spans. Default: no spans.",
+    },
     "Limits of a request": {
         "max_head_bytes": "Maximum bytes of a request head.",
         "max_head_lines": "Maximum number of lines in a head.",

@@ -65,7 +65,7 @@ def address(tiny_llama: Path) -> Iterator[str]:
 
 
 def test_help_loads_neither_torch_nor_transformers() -> None:
-    heavy = {"torch", "transformers", "zmq", "starlette", "h11"}
+    heavy = {"torch", "transformers", "zmq", "starlette", "h11", "opentelemetry"}
     code = f"import sys, trueroll.rollout.tools.cli; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stderr

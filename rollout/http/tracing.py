@@ -1,0 +1,82 @@
+"""ASGI middleware that makes an OpenTelemetry span for each request.
+
+The span of a request is a child of the caller's span, which the headers `traceparent` and `tracestate` name (W3C Trace
+Context). The generations of the request are its children (`rollout.tracing`). The middleware is behind the guard, so a
+client without a key makes no spans. Promises: a span has the route of a path, such as `/v1/models/{name}`, and not the
+path itself, which may contain the id of a session.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..tracing import note_error
+from .pages import FILES
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+UNTRACED = {"/", "/health", "/metrics", "/ui/live", *FILES}
+"""Paths that clients poll, and the files of the page."""
+ROUTE = "trueroll.route"
+"""The key under which `ExactRoute` puts the path of the route into the scope."""
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+MAX_STATE_CHARS = 512
+"""A longer `tracestate` is dropped."""
+
+
+class Traced:
+    """ASGI middleware that makes a span for each request to `app`."""
+
+    def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
+        from opentelemetry.trace import SpanKind, StatusCode
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._app, self._tracer = app, tracer
+        self._kind, self._error = SpanKind.SERVER, StatusCode.ERROR
+        self._caller_of = TraceContextTextMapPropagator().extract
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in UNTRACED:
+            return await self._app(scope, receive, send)
+        method = scope["method"] if scope["method"] in METHODS else "_OTHER"
+        with self._tracer.start_as_current_span(
+            method,
+            context=self._caller_of(_trace_headers(scope)),
+            kind=self._kind,
+            attributes={"http.request.method": method, "url.scheme": scope["scheme"]},
+            record_exception=False,
+            set_status_on_exception=False,
+        ) as span:
+
+            async def noting(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.set_attribute("http.response.status_code", message["status"])
+                    if message["status"] >= 500:
+                        span.set_attribute("error.type", str(message["status"]))
+                        span.set_status(self._error)
+                await send(message)
+
+            try:
+                await self._app(scope, receive, noting)
+            except BaseException as error:
+                note_error(span, error)
+                raise
+            finally:
+                if route := scope.get(ROUTE):
+                    span.update_name(f"{method} {route}")
+                    span.set_attribute("http.route", route)
+
+
+def _trace_headers(scope: Scope) -> dict[str, str]:
+    """Return the headers of a trace context. A request with several `traceparent` headers has none."""
+    found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
+    for name, value in scope["headers"]:
+        if (text := name.decode("latin-1")) in found:
+            found[text].append(value.decode("latin-1"))
+    if len(found["traceparent"]) != 1:
+        return {}
+    state = ",".join(found["tracestate"])
+    return {"traceparent": found["traceparent"][0]} | ({"tracestate": state} if len(state) <= MAX_STATE_CHARS else {})
