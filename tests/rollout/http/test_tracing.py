@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from http_fronts import Front, events, front_end
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -134,6 +135,24 @@ def test_paths_and_errors_are_not_told(traced: Front, spans: Spans) -> None:
     assert traced.post("/v1/completions", dict(prompt="one two three", top_q="unspeakable")).status_code == 400
     found = {span.name: attributes(span)["http.response.status_code"] for span in spans.take(3)}
     assert found == {"GET /v1/models/{name:path}": 404, "GET": 404, "POST /v1/completions": 400}
+
+
+def test_the_capability_of_a_session_is_not_told(traced: Front, spans: Spans) -> None:
+    path = f"/sessions/{traced.post('/sessions', {}).json()['session_id']}"
+    call = dict(messages=[dict(role="user", content="one two three")], max_tokens=2)
+    answers = [
+        traced.post(f"{path}/v1/chat/completions", call),
+        traced.post(f"{path}/v1/chat/completions", call | dict(stream=True)),
+        traced.get(f"{path}/unspeakable"),
+        httpx2.delete(traced.url + path, verify=False),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 404, 200]
+    found = spans.take(7)
+    assert not any(path in span.to_json() or path[10:] in span.to_json() for span in found)
+    call_name, requests = "POST /sessions/{id}/v1/chat/completions", {id_of(span): span.name for span in found}
+    assert sorted(requests.values())[:5] == ["DELETE /sessions/{id}", "GET", "POST /sessions", call_name, call_name]
+    generations = [span for span in found if span.kind is SpanKind.CLIENT]
+    assert [requests[parent_of(span)] for span in generations] == [call_name] * 2
 
 
 def test_refused_and_polled_requests_have_no_spans(traced: Front, spans: Spans) -> None:
