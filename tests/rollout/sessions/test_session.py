@@ -245,7 +245,9 @@ def test_a_retry_of_a_cancelled_call_waits_for_its_end_and_has_its_seed(texts: T
         session = session_of(model, texts)
         model.gate = asyncio.Event()
         model.replies += [Reply(text, END) for text in ("one", "two", "three")]
-        first, twin = (asyncio.ensure_future(session.chat([user("a")])) for _ in range(2))
+        first = asyncio.ensure_future(session.chat([user("a")]))
+        await until(1, model)  # otherwise the twin may ask first, because both prompts are rendered on threads
+        twin = asyncio.ensure_future(session.chat([user("a")]))
         await until(2, model)
         first.cancel()
         retry = asyncio.ensure_future(session.chat([user("a")], is_retry=True))
