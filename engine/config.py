@@ -53,6 +53,10 @@ class EngineConfig(BaseModel):
     `max_model_len` tokens, but takes at most 0.9 of the available memory on a GPU and 0.25 on a CPU. On a GPU, the
     available memory is the memory that remains free after weights, CUDA graphs and the largest step are allocated.
 
+    `host_cache_bytes`: the maximum size, in bytes, of the host tier of each rank, in host memory; 0: no host tier. The
+    host tier holds cached blocks and state checkpoints whose memory on the device was reused. On a GPU, the memory is
+    pinned.
+
     `max_num_seqs`: the maximum number of sequences that run at the same time; None: 256 on a GPU, 64 on a CPU.
     `max_num_batched_tokens`: the token budget of a step; None: 8192 on a GPU, 512 on a CPU.
 
@@ -107,6 +111,7 @@ class EngineConfig(BaseModel):
     num_blocks: int | None = Field(default=None, ge=1)
     kv_memory: int | None = Field(default=None, ge=1)
     kv_memory_fraction: float | None = Field(default=None, gt=0, le=1)
+    host_cache_bytes: int = Field(default=0, ge=0)
     max_model_len: int | None = Field(default=None, ge=2)
     max_num_seqs: int = Field(default=_OF_DEVICE, ge=1)
     max_num_batched_tokens: int = Field(default=_OF_DEVICE, ge=1)
@@ -203,6 +208,13 @@ class EngineConfig(BaseModel):
                     value=interval,
                 )
         self._check_devices()
+        if self.host_cache_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                f"host_cache_bytes must be 0 if enable_prefix_caching is false (got {self.host_cache_bytes}), because "
+                "the host tier holds only cached prefixes",
+                field="host_cache_bytes",
+                value=self.host_cache_bytes,
+            )
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"max_num_seqs must be at most max_num_batched_tokens = {self.max_num_batched_tokens}, so that every "

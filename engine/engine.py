@@ -239,7 +239,8 @@ class Engine:
         self._grammars.close()
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes that `weights` and `kv_cache` hold now: 0 for memory that is asleep.
+        """Return the bytes that `weights`, `kv_cache` and, if there is a host tier, `host_cache` hold now: 0 for memory
+        that is asleep.
 
         Also return `records`, the bytes of host memory that the records of unfinished requests hold (see
         `EngineConfig.max_record_bytes`). For a model with experts, also return `routed_experts`, the bytes of host
@@ -263,6 +264,7 @@ class Engine:
         scheduler, ledger, admission = self._scheduler, self._ledger, self._admission
         tables, states = scheduler.cache.tables, scheduler.running.states
         checkpoints = StateStats() if states is None else states.slots.stats
+        tiers = [tables.host] if states is None else [tables.host, states.slots.host]
         images = EncodingStats() if scheduler.running.encodings is None else scheduler.running.encodings.stats
         return EngineStats(
             steps=scheduler.stats.steps,
@@ -277,6 +279,10 @@ class Engine:
             recomputed=scheduler.stats.recomputed,
             deferred_admissions=scheduler.stats.deferred_admissions,
             evictions=sum(pool.evictions for pool in tables.pools),
+            host_stored=sum(tier.stats.stored for tier in tiers),
+            host_restored=sum(tier.stats.restored for tier in tiers),
+            host_evictions=sum(tier.num_evicted for tier in tiers),
+            host_hits=tables.host.stats.hit_blocks * tables.block_size,
             shortened_hits=scheduler.stats.shortened_hits,
             images_encoded=images.encoded,
             image_evictions=images.evictions,
@@ -286,6 +292,7 @@ class Engine:
             checkpoints_restored=checkpoints.restored,
             checkpoints_ready=checkpoints.ready,
             checkpoints_reserved=checkpoints.reserved,
+            checkpoints_on_host=0 if states is None else states.slots.host.pools[0].num_cached,
             expert_tokens=self._pipeline.experts.counts,
             pools=tables.stats(),
             drafts=() if self._drafting is None else self._drafting.stats(),
@@ -325,8 +332,10 @@ def _new_scheduler(config: EngineConfig, info: EngineInfo, loaded: LoadedModel) 
 
     An entry that leaves the cache loses its state checkpoint and its routed experts.
     """
-    slots = StateSlots(info.num_slots, info.checkpoints) if info.live_states else None
-    routes = RouteRecords(info.num_blocks, config.block_size * info.route_bytes) if info.num_experts else None
+    slots = StateSlots(info.num_slots, info.checkpoints, info.host_states) if info.live_states else None
+    routes, most = None, info.num_blocks + sum(info.host_blocks[:1])
+    if info.num_experts:
+        routes = RouteRecords(most, config.block_size * info.route_bytes)
 
     def forget(entries: Iterable[Entry]) -> None:
         entries = list(entries)
@@ -336,7 +345,7 @@ def _new_scheduler(config: EngineConfig, info: EngineInfo, loaded: LoadedModel) 
             routes.forget(entries)
 
     num_blocks = dict(zip(info.windows, info.blocks_by_window, strict=True))
-    cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget)
+    cache = PrefixCache(num_blocks, config.block_size, config.enable_prefix_caching, forget, info.host_blocks)
     intervals = Intervals(info.state_interval, config.decode_state_interval)
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     encodings, tower = None, loaded.model.spec.served_tower

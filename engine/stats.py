@@ -11,13 +11,14 @@ class PoolStats:
 
     `window`: the window in tokens, or None for layers without a window. `in_use`: blocks held by sequences. `cached`:
     free blocks that hold a prefix listed in the cache's index. `empty`: free blocks that hold no prefix of the cache's
-    index.
+    index. `on_host`: blocks of content in the host tier.
     """
 
     window: int | None
     in_use: int
     cached: int
     empty: int
+    on_host: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class DraftStats:
 class EngineStats:
     """Counters since the start of the engine, and current gauges.
 
-    The gauges are `num_*`, `pools`, `checkpoints_ready` and `checkpoints_reserved`.
+    The gauges are `num_*`, `pools`, `checkpoints_ready`, `checkpoints_reserved` and `checkpoints_on_host`.
 
     `prefix_queries`: prompt tokens of generate requests. `prefix_hits`: prompt tokens that were found in the cache or
     shared with a running computation of the same prompt. `computed_prompt_tokens`: prompt tokens with newly computed
@@ -58,6 +59,10 @@ class EngineStats:
     running sequence. `recomputed`: how often a weight commit or a sleep took the blocks of a running sequence.
     `deferred_admissions`: how many requests waited for another request to compute a prefix, added up over all steps.
     `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
+
+    `host_stored`, `host_restored`: blocks and checkpoints that were copied to the host tier, and back. `host_evictions`:
+    blocks and checkpoints that the host tier dropped for lack of room. `host_hits`: prompt tokens, among
+    `prefix_hits` and after preemptions, whose content was restored from the host tier. All are 0 without a host tier.
 
     `shortened_hits`: tokens that were found in the cache but computed again. Tokens are computed again if the
     checkpoint of the recurrent state or the requested routed experts are missing.
@@ -71,7 +76,8 @@ class EngineStats:
     The `checkpoints_*` fields are 0 for models without recurrent layers. `checkpoints_skipped`: checkpoints that were
     not taken, because no slot was available. `checkpoints_evicted`: checkpoints dropped to free a slot.
     `checkpoints_restored`: how often a sequence resumed from a checkpoint. `checkpoints_ready`: checkpoints that can be
-    restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete.
+    restored now. `checkpoints_reserved`: checkpoints that the steps in flight will complete. `checkpoints_on_host`:
+    checkpoints in the host tier.
 
     `rank_wait_us`: how long rank 0 has waited for the other ranks, in microseconds. Comparisons ignore this field.
 
@@ -94,6 +100,10 @@ class EngineStats:
     recomputed: int
     deferred_admissions: int
     evictions: int
+    host_stored: int
+    host_restored: int
+    host_evictions: int
+    host_hits: int
     shortened_hits: int
     images_encoded: int
     image_evictions: int
@@ -103,6 +113,7 @@ class EngineStats:
     checkpoints_restored: int
     checkpoints_ready: int
     checkpoints_reserved: int
+    checkpoints_on_host: int
     expert_tokens: bytes
     pools: tuple[PoolStats, ...]
     drafts: tuple[DraftStats, ...]

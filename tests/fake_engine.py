@@ -116,6 +116,10 @@ class FakeStats:
     recomputed: int = 0
     deferred_admissions: int = 0
     evictions: int = 0
+    host_stored: int = 0
+    host_restored: int = 0
+    host_evictions: int = 0
+    host_hits: int = 0
     shortened_hits: int = 0
     images_encoded: int = 0
     image_evictions: int = 0
@@ -125,8 +129,9 @@ class FakeStats:
     checkpoints_restored: int = 0
     checkpoints_ready: int = 0
     checkpoints_reserved: int = 0
+    checkpoints_on_host: int = 0
     expert_tokens: bytes = b""
-    pools: tuple[PoolStats, ...] = (PoolStats(None, 0, 0, 0),)
+    pools: tuple[PoolStats, ...] = (PoolStats(None, 0, 0, 0, 0),)
     drafts: tuple[DraftStats, ...] = ()
     rank_wait_us: int = 0
     checksums: dict[str, int] = field(default_factory=dict)

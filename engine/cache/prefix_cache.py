@@ -2,19 +2,19 @@
 
 | class           | owns                                                                                            |
 |-----------------|-------------------------------------------------------------------------------------------------|
-| `Pool`          | the references to each block of a group, and the group's free blocks in order of reuse          |
 | `BlockTables`   | the blocks of each group that a sequence needs (`Table`), and their allocation                  |
 | `BlockIdentity` | the identity of blocks (`Chain`), the secret of their hashes, and the epoch                     |
 | `Claims`        | the blocks that running sequences are about to compute                                          |
 | `PrefixCache`   | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed         |
 
-This module does not own the tensors of the blocks (`model_runner`), the table of each sequence (`sequence`), or
+This module does not own the references to blocks (`pool`), the slots of host memory (`host_tier`), the tensors of the
+blocks (`model_runner`), the table of each sequence (`sequence`), or
 decisions about when to allocate, fork or preempt (`scheduler`).
 
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group of layers, an index entry
 names the block that holds the KV of the prefix's last `block_size` tokens. When a block of an entry is reused for other
-tokens, the entry no longer names the block. A sequence releases a block when no later token of the sequence can attend
+tokens, the entry names the place of the block's content on the host, or no longer names a block. A sequence releases a block when no later token of the sequence can attend
 to the block. Until a released block is reused, other sequences can still hit the prefix that was published for it.
 
 A prefix of L tokens can be resumed if every group holds the KV that resuming needs. The group of window None must hold
@@ -34,7 +34,7 @@ Guarantees:
 - A cached block can be hit until it is reused, or until it is replaced by a block that is in use and has the same KV.
 - A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
   addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
-- `invalidate` drops the index. The blocks that were cached before `invalidate` are the first blocks to be reused.
+- `invalidate` drops the index, with all content on the host. The blocks that were cached before `invalidate` are the first blocks to be reused.
   `invalidate` does not affect blocks in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
@@ -45,12 +45,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import le
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -58,103 +56,8 @@ from trueroll.errors import InvalidRequestError
 
 from ..request import ContentSpan, content_within
 from ..stats import PoolStats
-
-Owner = TypeVar("Owner")
-
-
-class Pool(Generic[Owner]):
-    """The `num_blocks` blocks of a group. When a published block is reused, the pool calls `evict(owner)`."""
-
-    def __init__(self, num_blocks: int, evict: Callable[[Owner], object]) -> None:
-        self.num_blocks = num_blocks
-        self.evictions = 0
-        self.published: dict[int, Owner] = {}
-        self._evict = evict
-        self._references = [0] * num_blocks
-        self._empty = list(reversed(range(num_blocks)))  # a stack
-        self._cached: OrderedDict[int, None] = OrderedDict()
-
-    @property
-    def num_free(self) -> int:
-        """The number of blocks without a reference, published or not."""
-        return len(self._empty) + len(self._cached)
-
-    @property
-    def num_cached(self) -> int:
-        """The number of blocks that are free and still published."""
-        return len(self._cached)
-
-    def is_cached(self, block: int) -> bool:
-        """Return whether a block is free and still published."""
-        return block in self._cached
-
-    def num_free_beside(self, blocks: Iterable[int]) -> int:
-        """Return the number of free blocks that are not in `blocks`."""
-        return self.num_free - sum(block in self._cached for block in blocks)
-
-    def take(self, count: int) -> list[int]:
-        """Take `count` free blocks, with one reference each. Enough blocks must be free."""
-        return [self._take_free() for _ in range(count)]
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference per block. Each block must be in use or cached. A cached block becomes a block in use."""
-        for block in blocks:
-            self._references[block] += 1
-            self._cached.pop(block, None)
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference per block.
-
-        Unpublished blocks are reused before published ones. If several of the freed blocks are published, those that
-        come later in `blocks` are reused first.
-        """
-        for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] > 0:
-                continue
-            if block in self.published:
-                self._cached[block] = None
-            else:
-                self._empty.append(block)
-
-    def unpublish(self, block: int) -> None:
-        """Remove the owner of a block. A free block is no longer cached afterwards."""
-        del self.published[block]
-        if block in self._cached:
-            del self._cached[block]
-            self._empty.append(block)
-
-    def unpublish_all(self) -> None:
-        """Remove the owners of all blocks.
-
-        Cached blocks become the next blocks to be reused, in the order of their release, because their memory is
-        already allocated. Other free blocks may never have been used, so the system may not have allocated their memory
-        yet.
-        """
-        self._empty.extend(reversed(self._cached))
-        self._cached.clear()
-        self.published.clear()
-
-    def miscounted(self, held: Iterable[int]) -> set[int]:
-        """Return the blocks with a wrong state or reference count.
-
-        `held`: the blocks that should have references, each listed once per reference.
-        """
-        counts, free = Counter(held), Counter([*self._empty, *self._cached])
-        blocks = range(self.num_blocks)
-        wrong = {b for b in blocks if counts[b] != self._references[b] or free[b] != (counts[b] == 0)}
-        wrong |= {b for b in self._empty if b in self.published}
-        return wrong | {b for b in self._cached if b not in self.published}
-
-    def _take_free(self) -> int:
-        if self._empty:
-            block = self._empty.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self.evictions += 1
-            self._evict(self.published.pop(block))
-        self._references[block] = 1
-        return block
+from .host_tier import Copies, HostTier
+from .pool import Pool
 
 
 @dataclass(eq=False, slots=True)
@@ -162,7 +65,7 @@ class Entry:
     """A published prefix in the index, with its last block in each group.
 
     `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the prefix's last
-    tokens, or None if that block was reused. `num_children`: the number of index entries with this entry as their
+    tokens; if that block was reused, the place of its content on the host (see `host_tier`), or None. `num_children`: the number of index entries with this entry as their
     parent.
     """
 
@@ -307,10 +210,19 @@ class BlockTables:
     """Allocates blocks for the tables of sequences, from the pool of each group.
 
     The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
+    `host`: the content of evicted blocks. `copies`: for each group, the copies that the next step must make first (see
+    `host_tier`).
     """
 
-    def __init__(self, pools: Mapping[int | None, Pool[Entry]], block_size: int) -> None:
+    def __init__(
+        self,
+        pools: Mapping[int | None, Pool[Entry]],
+        block_size: int,
+        host: HostTier[Entry],
+        copies: Sequence[Copies],
+    ) -> None:
         self.block_size = block_size
+        self.host, self.copies = host, copies
         self.windows, self.pools = list(pools), list(pools.values())
         self.windowed = [(group, window) for group, window in enumerate(pools) if window is not None]
 
@@ -322,8 +234,14 @@ class BlockTables:
     def stats(self) -> tuple[PoolStats, ...]:
         """Return the usage of each group's pool."""
         return tuple(
-            PoolStats(window, pool.num_blocks - pool.num_free, pool.num_cached, pool.num_free - pool.num_cached)
-            for window, pool in zip(self.windows, self.pools, strict=True)
+            PoolStats(
+                window,
+                in_use=pool.num_blocks - pool.num_free,
+                cached=pool.num_cached,
+                empty=pool.num_free - pool.num_cached,
+                on_host=slots.num_cached,
+            )
+            for window, pool, slots in zip(self.windows, self.pools, self.host.pools, strict=True)
         )
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -354,7 +272,7 @@ class BlockTables:
             pool, held = self.pools[group], table.held(group)
             if self.windows[group] is not None:
                 needed = min(needed, max(1, pool.num_blocks - len(held)))
-            if min(fresh, needed) > pool.num_free_beside(held):
+            if min(fresh, needed) + len(_on_host(held)) > pool.num_free_beside(held):
                 return False
         return True
 
@@ -374,18 +292,25 @@ class BlockTables:
 
     def allocate(self, hits: Sequence[Entry], num_new: int) -> Table:
         """Return a table that holds the blocks needed to resume after `hits`, plus `num_new` fresh blocks per group.
+        Content on the host is restored to further fresh blocks.
 
         Raise RuntimeError if too few blocks are free.
         """
         table = self._hit_table(hits)
-        free = min(pool.num_free_beside(table.held(group)) for group, pool in enumerate(self.pools))
+        held = [table.held(group) for group in range(len(self.pools))]
+        free = min(
+            pool.num_free_beside(each) - len(_on_host(each)) for pool, each in zip(self.pools, held, strict=True)
+        )
         if num_new > free:
             raise RuntimeError(
                 f"prefix cache: a block table needs {num_new} new blocks in addition to its cached blocks, but only "
                 f"{free} blocks are free"
             )
-        for group, pool in enumerate(self.pools):
-            pool.share(table.held(group))
+        for group, (pool, each) in enumerate(zip(self.pools, held, strict=True)):
+            pool.share(block for block in each if block >= 0)
+            self.host.hold(group, _on_host(each))
+        if any(map(_on_host, held)):
+            self._restore(table, hits)
         self.extend(table, num_new)
         return table
 
@@ -394,20 +319,20 @@ class BlockTables:
         for pool, blocks in zip(self.pools, table.blocks, strict=True):
             blocks.extend(pool.take(num_new))
 
-    def fork(self, table: Table, num_tokens: int) -> tuple[Table, list[dict[int, int]]]:
-        """Return a new table for the first `num_tokens` tokens of `table`, and the block copies that the new table
-        requires.
+    def fork(self, table: Table, num_tokens: int) -> Table:
+        """Return a new table for the first `num_tokens` tokens of `table`.
 
-        The new table shares the full blocks of `table`, and gets a fresh block for a partial last block. For each
-        group, the copies map each destination block to its source block. Enough blocks must be free.
+        The new table shares the full blocks of `table`, and gets a fresh block for a partial last block, to which the
+        partial block is copied. Enough blocks must be free.
         """
         num_full = num_tokens // self.block_size
         child = Table([blocks[:num_full] for blocks in table.blocks], table.starts.copy())
         for group, pool in enumerate(self.pools):
             pool.share(child.held(group))
         self.extend(child, len(table) - num_full)
-        pairs = zip(child.blocks, table.blocks, strict=True)
-        return child, [dict(zip(new[num_full:], old[num_full:], strict=True)) for new, old in pairs]
+        for copies, new, old in zip(self.copies, child.blocks, table.blocks, strict=True):
+            copies.extend(zip(old[num_full:], new[num_full:], strict=True))
+        return child
 
     def give_back(self, table: Table, num_computed: int) -> None:
         """Release each block of the table if no token at or after position `num_computed` attends to the block.
@@ -435,12 +360,38 @@ class BlockTables:
         for group, pool in enumerate(self.pools[: len(table.blocks)]):
             pool.release(table.held(group))
 
+    def _restore(self, table: Table, hits: Sequence[Entry]) -> None:
+        """Copy held content on the host to fresh blocks, which replace the places in `table` and in its entries."""
+        restored = set[int]()
+        for group, (pool, blocks) in enumerate(zip(self.pools, table.blocks, strict=True)):
+            for i in range(table.starts[group], len(hits)):
+                if (place := blocks[i]) >= 0:
+                    continue
+                [block] = pool.take(1)  # may store another block on the host, but not in a slot that is held
+                self.host.restore(group, place, block)
+                self.host.drop(group, place)
+                self.host.release(group, place)
+                blocks[i] = hits[i].blocks[group] = block
+                pool.published[block] = hits[i]
+                restored.add(i)
+        self.host.stats.hit_blocks += len(restored)
+
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
-        """Return a table with the blocks that are needed to resume a prefix. No references are added."""
+        """Return a table with the blocks that are needed to resume a prefix, or with their places on the host. No
+        references are added.
+        """
         num_tokens = len(hits) * self.block_size
         starts = [0 if window is None else self.first_needed(window, num_tokens) for window in self.windows]
-        blocks = [array("q", [entry.blocks[group] or 0 for entry in hits]) for group in range(len(self.pools))]
+        blocks = [
+            array("q", [(entry.blocks[group] or 0) if i >= start else 0 for i, entry in enumerate(hits)])
+            for group, start in enumerate(starts)
+        ]
         return Table(blocks, starts)
+
+
+def _on_host(blocks: Sequence[int]) -> list[int]:
+    """Return the addresses in `blocks` that are places on the host."""
+    return [block for block in blocks if block < 0]
 
 
 class PrefixCache:
@@ -448,7 +399,8 @@ class PrefixCache:
 
     `num_blocks`: for each window, the number of blocks in its group. Window None, if any, comes first. `enabled`: if
     False, nothing is published, and no lookup has hits. `forget`: called with the entries that are removed from the
-    index. `tables`: allocates blocks. `identity`: computes the hashes of blocks. `claims`: the blocks that are being
+    index. `host_blocks`: for each group, the number of blocks whose content the host can hold; empty without a host
+    tier. `tables`: allocates blocks. `identity`: computes the hashes of blocks. `claims`: the blocks that are being
     computed.
     """
 
@@ -458,11 +410,14 @@ class PrefixCache:
         block_size: int,
         enabled: bool = True,
         forget: Callable[[Iterable[Entry]], object] = lambda entries: None,
+        host_blocks: Sequence[int] = (),
     ) -> None:
         pools = {w: Pool[Entry](count, partial(self._lose, i)) for i, (w, count) in enumerate(num_blocks.items())}
         self.enabled = enabled
         self.block_size = block_size
-        self.tables = BlockTables(pools, block_size)
+        copies = [Copies() for _ in num_blocks]
+        host = HostTier[Entry](host_blocks or [0] * len(num_blocks), copies, self._lose_on_host)
+        self.tables = BlockTables(pools, block_size, host, copies)
         self.claims = Claims()
         self.identity = BlockIdentity(block_size)
         self._index: dict[bytes, Entry] = {}
@@ -530,6 +485,7 @@ class PrefixCache:
         self.identity.renew()
         for pool in self.tables.pools:
             pool.unpublish_all()
+        self.tables.host.clear()
         self._forget([*self._index.values()])
         self._index.clear()
         self.claims.clear()
@@ -544,8 +500,10 @@ class PrefixCache:
         wrong = {entry.hash for key, entry in index if key != entry.hash or not self._serves(entry)}
         for group, pool in enumerate(self.tables.pools):
             miscounted = pool.miscounted(block for table in tables for block in table.held(group))
+            slots = self.tables.host.pools[group]
             named = {entry.blocks[group]: entry for _, entry in index if entry.blocks[group] is not None}
-            if miscounted or wrong or named != pool.published:
+            listed = pool.published | {~slot: owner for slot, owner in slots.published.items()}
+            if miscounted or wrong or named != listed or slots.miscounted([]):
                 raise RuntimeError(
                     f"prefix cache: blocks {sorted(miscounted)} of window {self.tables.windows[group]} have wrong "
                     "reference counts, or the index does not match the published blocks"
@@ -559,8 +517,8 @@ class PrefixCache:
     def _publish(self, chain: Chain, tokens: bytes, extra: bytes, blocks: list[int]) -> Entry:
         """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
-        An existing entry gets the blocks that it lacks. If the entry already has a cached block, the chain's block
-        replaces it, because the chain's block is in use. Without the replacement, the cached block could be reused
+        An existing entry gets the blocks that it lacks. If the entry already has a cached block, or content on the
+        host, the chain's block replaces it, because the chain's block is in use. Without the replacement, the cached block could be reused
         while the sequence runs, and later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
@@ -573,7 +531,9 @@ class PrefixCache:
                 parent.num_children += 1
         for pool, group, block in zip(self.tables.pools, range(len(blocks)), blocks, strict=True):
             known = entry.blocks[group]
-            if known is not None and pool.is_cached(known):
+            if known is not None and known < 0:
+                self.tables.host.drop(group, known)
+            elif known is not None and pool.is_cached(known):
                 pool.unpublish(known)
             elif known is not None:
                 continue
@@ -582,7 +542,17 @@ class PrefixCache:
         return entry
 
     def _lose(self, group: int, entry: Entry) -> None:
-        """Remove an entry's block in one group, because the pool reuses the block."""
+        """Move the content of an entry's block in one group to the host, because the pool reuses the block. If the host
+        has no slot, the content is lost.
+        """
+        block = entry.blocks[group]
+        assert block is not None
+        entry.blocks[group] = self.tables.host.store(group, block, entry)
+        if not self._serves(entry):
+            self._remove(entry)
+
+    def _lose_on_host(self, group: int, entry: Entry) -> None:
+        """Remove an entry's place in one group, because the host reuses the slot."""
         entry.blocks[group] = None
         if not self._serves(entry):
             self._remove(entry)
@@ -604,7 +574,9 @@ class PrefixCache:
             del self._index[last.hash]
             self._forget([last])
             for group, block in enumerate(last.blocks):
-                if block is not None:
+                if block is not None and block < 0:
+                    self.tables.host.drop(group, block)
+                elif block is not None:
                     self.tables.pools[group].unpublish(block)
             last = self._left_alone(last.parent)
 

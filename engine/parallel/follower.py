@@ -79,7 +79,7 @@ def follow(channel: Channel, file: int, index: int) -> None:
     arena.update()
     executor = LocalExecutor(config, loaded)
     gc.freeze()  # otherwise a garbage collection would traverse all of torch, and all ranks would wait
-    place.total(executor.memory()["kv_cache"])
+    place.totals(executor.memory())
     agreement, in_flight = Agreement(everyone, topology.tensor), deque[RankComputation]()
 
     def settle(most: int = 0) -> None:

@@ -242,7 +242,7 @@ class RankedExecutor:
                 place.everyone.meet()  # all weights have been read
                 self._arena.update()
                 self._own = LocalExecutor(own, self.loaded)
-                self._kv_bytes = place.total(self._own.memory()["kv_cache"])
+                self._cache_bytes = place.totals(self._own.memory())
         except BaseException:
             if place is not None:
                 place.abort()
@@ -340,7 +340,7 @@ class RankedExecutor:
     def memory(self) -> dict[str, int]:
         """Return the numbers of bytes that all ranks together hold."""
         own = self._own.memory()
-        return own | {"kv_cache": self._kv_bytes if own["kv_cache"] else 0}
+        return own | {name: total if own[name] else 0 for name, total in self._cache_bytes.items()}
 
 
 def _abort_after_a_failure(followers: Callable[[], Followers | None], place: Callable[[], RankPlace | None]) -> None:

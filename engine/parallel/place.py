@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
@@ -45,9 +46,13 @@ class RankPlace:
         if self._connections is not None:
             self._connections.join(Path(folder), self._device)
 
-    def total(self, count: int) -> int:
-        """Return the sum of `count` over all ranks. All ranks must make this call."""
-        return sum(int(each) for each in self.everyone.gather(torch.tensor([count])))
+    def totals(self, memory: Mapping[str, int]) -> dict[str, int]:
+        """Return the sums over all ranks of the bytes of caches. All ranks must make this call. `memory`: as
+        `Executor.memory` returns it.
+        """
+        sizes = {name: size for name, size in memory.items() if name != "weights"}
+        sums = torch.stack([*self.everyone.gather(torch.tensor([*sizes.values()]))]).sum(0)
+        return dict(zip(sizes, sums.tolist(), strict=True))
 
     def abort(self) -> None:
         """Abort this rank's exchanges on a GPU. No further call is allowed."""

@@ -159,7 +159,9 @@ class Executor(Protocol):
         ...
 
     def memory(self) -> dict[str, int]:
-        """Return how many bytes `weights` and `kv_cache` hold now: 0 for memory that is asleep."""
+        """Return how many bytes `weights`, `kv_cache` and, if there is a host tier, `host_cache` hold now: 0 for memory
+        that is asleep.
+        """
         ...
 
 
@@ -215,7 +217,7 @@ class LocalExecutor:
         if loaded.drafts_with_mtp(config) and stage.is_last:
             mtp = MtpRunner(loaded.model, num_blocks[0], config.block_size, config.num_drafts)
         sizes = num_blocks, config.block_size, info.num_slots + spare
-        self._runner = ModelRunner(loaded.model, *sizes, journal, mtp, loaded.links)
+        self._runner = ModelRunner(loaded.model, *sizes, journal, mtp, loaded.links, info.host_slots)
         self._sampler = Sampler(loaded.backend.ops, loaded.model.head, loaded.model.spec.head)
         self._graphs: DecodeGraphs | None = None
         if uses_graphs(config, loaded):
@@ -258,7 +260,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, step: Step) -> LocalComputation:
-        self._runner.copy_blocks(step.block_copies)
+        self._runner.host.copy(step.block_copies)
         graphs = self._graphs if self._graphs is not None and self._graphs.serves(step) else None
         hidden, found = (graphs or self._runner).run(step, self._lanes)
         if not self._runner.model.spec.stage.is_last:
@@ -274,7 +276,7 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def draft(self, step: DraftStep) -> list[list[int]]:
-        self._runner.copy_blocks(step.block_copies)
+        self._runner.host.copy(step.block_copies)
         return [] if self._runner.mtp is None else self._runner.mtp.draft(step, self._sampler)
 
     def commit(self, staging: WeightStaging) -> None:
@@ -302,7 +304,8 @@ class LocalExecutor:
             self._graphs.capture()
 
     def memory(self) -> dict[str, int]:
-        return {"weights": self.weights.num_held, "kv_cache": self._runner.num_held}
+        held = {"weights": self.weights.num_held, "kv_cache": self._runner.num_held}
+        return held | {"host_cache": self._runner.host.num_held} if self.info.host_blocks else held
 
     def _routes(self, experts: ExpertCounts, routes: Tensor, step: Step) -> StepRoutes:
         """Count the experts that a step chose, and start to copy the results to the host. Drafted tokens are not

@@ -85,6 +85,8 @@ class EngineInfo:
     `experts_per_token`: the number of experts to which a layer routes each token. `route_bytes`: the size of one
     token's recorded experts, in bytes. The four fields about experts are 0 for models without experts.
 
+    `host_blocks`, `host_states`: as in `MemoryPlan`.
+
     `tensor_parallel_size`: the number of ranks in each stage. `pipeline_parallel_size`: the number of stages. With
     several ranks, `weight_bytes` is the size of rank 0's weights; `kv_bytes` and `state_bytes` are upper bounds for
     each rank. `token_bytes`: the bytes of a rank's KV cache for each token, summed over the layers with the first
@@ -130,6 +132,8 @@ class EngineInfo:
     route_bytes: int = 0
     windows: tuple[int | None, ...] = (None,)
     window_blocks: tuple[int, ...] = ()
+    host_blocks: tuple[int, ...] = ()
+    host_states: int = 0
     scratch_bytes: int = 0
     warm_up_seconds: float = 0.0
     tensor_parallel_size: int = 1
@@ -147,6 +151,13 @@ class EngineInfo:
     def blocks_by_window(self) -> tuple[int, ...]:
         """The number of blocks in the pool of each window."""
         return self.num_blocks, *self.window_blocks
+
+    @property
+    def host_slots(self) -> tuple[int, ...]:
+        """The number of slots of the host tier for each window and, for a model with recurrent layers, for states;
+        empty without a host tier.
+        """
+        return self.host_blocks + (self.host_states,) * bool(self.host_blocks and self.live_states)
 
 
 @dataclass(frozen=True)
@@ -252,8 +263,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
     model, max_model_len = loaded.model, find_max_model_len(config, loaded.model.spec)
     spec = model.spec.serving(loaded.drafts_with_mtp(config), model.spec.serves_tower)
     sizes = Sizes.of(spec, Storage.of(model.dtype, model.ops.HOLDS_VALUES), config.block_size, config.num_drafts)
-    plan = plan_memory(config, sizes, max_model_len, available)
     routes = route_format(model.spec)
+    plan = plan_memory(config, sizes, max_model_len, available, routes.row_bytes if routes else 0)
     return EngineInfo(
         model=config.model,
         architecture=model.spec.architecture,
@@ -272,6 +283,8 @@ def engine_info(config: EngineConfig, loaded: LoadedModel, available: int) -> En
         num_blocks=plan.num_blocks,
         windows=model.spec.windows,
         window_blocks=plan.window_blocks,
+        host_blocks=plan.host_blocks,
+        host_states=plan.host_states,
         live_states=plan.live_states,
         checkpoints=plan.checkpoints,
         state_interval=plan.state_interval,

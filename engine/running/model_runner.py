@@ -21,6 +21,7 @@ from ..cache.memory import Arena, bytes_needed, new_arena
 from ..models.decoder import Decoder, Empty, ModelInput, ModelOutput, new_output
 from ..models.tower import EmbeddedRows
 from .encoder import ImageEncoder
+from .host_memory import HostMemory
 from .mtp import MtpRunner
 from .ranks import Links
 from .step import Draws, JournalRows, Step
@@ -48,8 +49,10 @@ class ModelRunner:
     A block has `block_size` tokens. `num_blocks`: the number of blocks for each attention window of the model.
     `num_slots`: the number of slots for recurrent states. `journal` is a pair: the number of sequences with a journal,
     and the number of drafted tokens per sequence. `mtp`: the runner of the model's MTP module, or None. `links`: how
-    this rank reaches the other ranks; None if there is only one rank. `memories`: the memory of each layer. `encoder`:
-    encodes images; None for a model without a vision tower.
+    this rank reaches the other ranks; None if there is only one rank. `host_slots`: the number of slots in the host
+    tier for each window and, for a model with recurrent layers, for states; empty without a host tier. `memories`: the
+    memory of each layer. `host`: the slots of the host tier, and all copies of blocks. `encoder`: encodes images; None
+    for a model without a vision tower.
 
     A stage has the memory of its own layers only, but steps and `num_blocks` list the windows of all layers.
     """
@@ -63,6 +66,7 @@ class ModelRunner:
         journal: tuple[int, int] = (0, 0),
         mtp: MtpRunner | None = None,
         links: Links | None = None,
+        host_slots: Sequence[int] = (),
     ) -> None:
         self.model, self.mtp, self.block_size = model, mtp, block_size
         self._links = links
@@ -83,6 +87,8 @@ class ModelRunner:
         self.arena = new_arena(bytes_needed(build, model.dtype), model.device, huge_pages=False)
         self.memories, journals = build(empty)
         self._journals = journals if model.spec.recurrent else None  # None without recurrent layers
+        tensors = self._copied()
+        self.host = HostMemory(tensors, host_slots or [0] * len(tensors))
 
     @cached_property
     def groups(self) -> list[int | None]:
@@ -105,11 +111,13 @@ class ModelRunner:
         """Release the memory. Its content is lost."""
         for arena in self._arenas:
             arena.drop(keep=False)
+        self.host.sleep()
 
     def wake_up(self) -> None:
         """Reallocate the memory."""
         for arena in self._arenas:
             arena.restore()
+        self.host.wake_up()
 
     def run(self, step: Step, lanes: LaneState | None = None) -> ModelOutput:
         """Compute a step: update the memories, and return the model's output for the step's tokens.
@@ -185,17 +193,18 @@ class ModelRunner:
         """After a step, bring the memory of `mtp` up to date. `hidden`: the hidden states of the step."""
         mtp.follow(step, self.seen(self.to_device(step.token_ids), step, lanes), hidden)
 
-    def copy_blocks(self, block_copies: Sequence[np.ndarray]) -> None:
-        """Copy blocks of the KV cache. `block_copies`: as in `Step`."""
-        places = [self.to_device(copies).unbind(1) if len(copies) else None for copies in block_copies]
+    def _copied(self) -> list[list[Tensor]]:
+        """Return the tensors whose blocks or slots a step copies: one list for each array of `Step.block_copies`."""
+        spec, states = self.model.spec, list[Tensor]()
+        tensors: list[list[Tensor]] = [[] for _ in spec.windows]
         for group, memory in zip(self.groups, self.memories, strict=True):
-            if group is not None and (found := places[group]) is not None:
-                sources, destinations = found
-                keys, values = memory[:2]
-                for cache in (keys,) if values.data_ptr() == keys.data_ptr() else (keys, values):
-                    cache[destinations] = cache[sources]
+            if group is not None:
+                (keys, values), memory = memory[:2], memory[2:]
+                tensors[group] += [keys] if values.data_ptr() == keys.data_ptr() else [keys, values]
+            states += memory
         if self.mtp is not None:
-            self.mtp.copy_blocks(block_copies[0])
+            tensors[0] += self.mtp.block_tensors
+        return [*tensors, states] if spec.recurrent else tensors
 
     @property
     def _arenas(self) -> list[Arena]:

@@ -70,12 +70,10 @@ class MtpRunner:
         *self._memory, self._hidden = build(empty)
         self._nothing = torch.zeros(model.spec.hidden_size, dtype=model.dtype, device=model.device)
 
-    def copy_blocks(self, copies: np.ndarray) -> None:
-        """Copy blocks. `copies`: int64 [C, 2], the source and the destination of each copy."""
-        if len(copies):
-            sources, destinations = to_device(torch.from_numpy(copies), self._model.device).unbind(1)
-            for cache in (*self._memory, self._hidden):
-                cache[destinations] = cache[sources]
+    @property
+    def block_tensors(self) -> list[Tensor]:
+        """The tensors with the content of blocks."""
+        return [*self._memory, self._hidden]
 
     def follow(self, step: Step, token_ids: Tensor, hidden: Tensor) -> None:
         """Bring the memory up to date after the decoder has computed a step.

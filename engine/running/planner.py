@@ -106,7 +106,9 @@ class MemoryPlan:
     `num_blocks`: the number of blocks in the first group. `window_blocks`: the number of blocks in each further group.
     `live_states`: the number of states for running sequences and for forks. `checkpoints`: the maximum number of
     checkpoints held at a time. `state_interval`: the number of tokens between checkpoints; 0 without recurrent layers.
-    `num_drafts`: the maximum number of drafted tokens, for all running sequences together.
+    `num_drafts`: the maximum number of drafted tokens, for all running sequences together. `host_blocks`: the number of
+    blocks of each group that the host tier can hold; empty without a host tier. `host_states`: the number of
+    checkpoints that the host tier can hold.
     """
 
     sizes: Sizes
@@ -116,6 +118,8 @@ class MemoryPlan:
     checkpoints: int = 0
     state_interval: int = 0
     num_drafts: int = 0
+    host_blocks: tuple[int, ...] = ()
+    host_states: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -162,10 +166,13 @@ def kept_states(most: int, block_size: int) -> int:
     return min(most + 1, block_size)
 
 
-def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, available: int) -> MemoryPlan:
+def plan_memory(
+    config: EngineConfig, sizes: Sizes, max_model_len: int, available: int, route_bytes: int = 0
+) -> MemoryPlan:
     """Return the plan for `available` bytes of memory, which include the bytes for encoded images.
 
-    Raise ConfigError if the configuration leaves no room for a single block, or needs more than `available` bytes.
+    `route_bytes`: the size of a token's recorded experts. Raise ConfigError if the configuration leaves no room for a
+    single block, or needs more than `available` bytes.
     """
     if config.encoded_bytes >= available:
         raise ConfigError(
@@ -200,7 +207,29 @@ def plan_memory(config: EngineConfig, sizes: Sizes, max_model_len: int, availabl
             f"each{f' and {of_drafts} bytes for drafts' if of_drafts else ''} exceed the {available} bytes of "
             "available memory; lower num_blocks, kv_memory, max_num_seqs or state_budget"
         )
-    return plan
+    return _with_host_tier(plan, config.host_cache_bytes, route_bytes) if config.host_cache_bytes else plan
+
+
+def _with_host_tier(plan: MemoryPlan, budget: int, route_bytes: int) -> MemoryPlan:
+    """Return a plan with a host tier of up to `budget` bytes. The host tier is divided like the memory of the device
+    among the groups of blocks and the checkpoints, and includes the recorded experts of its blocks.
+
+    Raise ConfigError if a group, or the checkpoints, would have no slot.
+    """
+    pools = [(count, size) for count, size in plan.pools]
+    pools[0] = plan.num_blocks, plan.sizes.block + plan.sizes.block_size * route_bytes
+    total = sum(count * size for count, size in pools) + plan.checkpoints * plan.sizes.state
+    *blocks, states = (count * budget // total for count in (*(count for count, _ in pools), plan.checkpoints))
+    counts = [count for count, _ in pools] + ([plan.checkpoints] if plan.checkpoints else [])
+    if budget < (least := -(-total // min(counts))):
+        raise ConfigError(
+            f"host_cache_bytes must be at least {least}, so that the host tier holds a block of each group and a "
+            f"checkpoint (got {budget}); raise host_cache_bytes, or set it to 0",
+            field="host_cache_bytes",
+            value=budget,
+            limit=least,
+        )
+    return replace(plan, host_blocks=tuple(blocks), host_states=states)
 
 
 def scratch_bytes(spec: DecoderSpec, dtype: torch.dtype, config: EngineConfig) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from ...kernels.contract import NO_SLOT
 from ...kernels.edits import EditedText, RowEdits
+from ..cache.host_tier import Copies
 from ..outputs.open_requests import DRAW, OpenScore
 from ..request import Distribution
 from ..scheduling.media import ImageRows
@@ -142,10 +143,12 @@ class Step:
     `rotary_positions` [M], or [3, M] (time, row, column): the positions for rotations; None if they equal `positions`.
     `ends` [M]: as in `AttentionBatch`, or None.
 
-    `slots`, `block_tables` and `block_copies` have one array for each attention window of the model. `slots` [M]: where
-    the KV of each token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`. `block_copies`
-    [C, 2]: the pairs of source block and destination block; each source is copied to its destination before the step
-    computes.
+    `slots` and `block_tables` have one array for each attention window of the model. `slots` [M]: where the KV of each
+    token is written in the cache. `block_tables` [N, max_blocks]: as in `AttentionBatch`.
+
+    `block_copies`: one array [C, 2] for each attention window of the model and, for a model with recurrent layers, one
+    for the slots of states. Each row is a copy from a source address to a destination address (see `host_tier`). The
+    copies are made in order, before the step computes.
     """
 
     token_ids: np.ndarray
@@ -173,11 +176,11 @@ class Step:
 
 
 def plan_step(
-    chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Mapping[int, int]], block_size: int
+    chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Copies], block_size: int
 ) -> Step:
     """Return the step that computes `chunks`. There must be at least one chunk.
 
-    `block_copies`: one map for each attention window, from each destination block to its source block.
+    `block_copies`: as `Running.take_block_copies` returns them.
     """
     counts = chunks.ends - chunks.starts
     ends = counts.cumsum()
@@ -229,12 +232,9 @@ def _media(chunks: Chunks, lanes: Lanes, positions: np.ndarray, owners: np.ndarr
     return dict(images=images, rotary_positions=axes[0] if is_plain else axes, ends=ends)
 
 
-def pairs_of(block_copies: Sequence[Mapping[int, int]]) -> list[np.ndarray]:
-    """Return the pairs (source, destination) of copies, int64 [C, 2] for each window. `block_copies`: as in
-    `plan_step`.
-    """
-    pairs = [[(source, to) for to, source in copies.items()] for copies in block_copies]
-    return [np.array(each, np.int64).reshape(-1, 2) for each in pairs]
+def pairs_of(block_copies: Sequence[Copies]) -> list[np.ndarray]:
+    """Return the copies as arrays, int64 [C, 2]. `block_copies`: as in `plan_step`."""
+    return [np.array(copies, np.int64).reshape(-1, 2) for copies in block_copies]
 
 
 def _tokens(chunks: Chunks, lanes: Lanes, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,12 +6,13 @@ A slot holds the state that all recurrent layers have after a given token of a s
 - `source` is the slot that the previous step wrote, normally the sequence's own slot. If the sequence resumes from a
   checkpoint, `source` is at first the slot of the checkpoint. If the sequence is a fork, `source` is at first the slot
   of its parent. The slot of a checkpoint or of a parent is only read. If the sequence starts without a state, `source`
-  is `NO_SLOT` at first.
+  is `NO_SLOT` at first. If the sequence resumes from a checkpoint on the host, the checkpoint is copied to the
+  sequence's own slot.
 - `target` is the sequence's own slot, or a slot reserved for a checkpoint.
 
 A sequence holds a reference to each of its slots, and a step in flight holds a reference to the checkpoint that it
-writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint,
-taking a checkpoint and forking copy no state: they change only `slot`, `source` and `target`.
+writes. `slot`, `source` and `target` are stored in the sequence's lane (`sequence.Counters`). Restoring a checkpoint of
+the device, taking a checkpoint and forking copy no state: they change only `slot`, `source` and `target`.
 
 `StateSlots` owns the reference counts, the free slots, and up to `budget` checkpoints (a map from entries of the prefix
 index to slots). `Branches` owns each position at which prompts branch, as long as the checkpoint at this position is
@@ -30,7 +31,8 @@ A chunk ends where a checkpoint is taken. All checkpoints are taken at block bou
 
 A checkpoint is reserved when the scheduler plans the step that writes it. A reserved checkpoint is ready when the step
 that writes it is done. A checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index
-entry is removed, when the epoch changes, or when another checkpoint or a live state needs the slot. If no slot is
+entry is removed or when the epoch changes. When another checkpoint or a live state needs the slot, the checkpoint is
+copied to the host tier, or dropped if there is none. If no slot is
 available for a checkpoint, the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end
 early. The results have the same bits wherever chunks end.
 
@@ -51,6 +53,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...kernels.contract import NO_SLOT
+from ..cache.host_tier import Copies, HostTier
 from ..cache.prefix_cache import Entry
 from .sequence import Chunks, Lanes, Sequence
 
@@ -60,7 +63,7 @@ class StateStats:
     """Lifetime counters and current gauges of checkpoints.
 
     `skipped`: checkpoints that were not taken, because no slot was available within the budget. `evicted`: checkpoints
-    dropped to free a slot for another checkpoint or a live state. `restored`: how often a sequence resumed from a
+    that lost their slot to another checkpoint or a live state. `restored`: how often a sequence resumed from a
     checkpoint. `ready`: checkpoints that can be restored now. `reserved`: checkpoints that the steps in flight will
     complete.
     """
@@ -73,11 +76,18 @@ class StateStats:
 
 
 class StateSlots:
-    """The reference counts of `num_slots` slots. At most `budget` of the slots hold checkpoints."""
+    """The reference counts of `num_slots` slots. At most `budget` of the slots hold checkpoints.
 
-    def __init__(self, num_slots: int, budget: int) -> None:
+    `host_slots`: the number of evicted checkpoints that the host can hold. `host`: the evicted checkpoints. `copies`:
+    the copies of states that the next step must make first.
+    """
+
+    def __init__(self, num_slots: int, budget: int, host_slots: int = 0) -> None:
         self.num_slots = num_slots
         self.budget = budget
+        self.copies = Copies()
+        self.host = HostTier[Entry]([host_slots], [self.copies], lambda _, entry: self._places.pop(entry))
+        self._places: dict[Entry, int] = {}
         self.stats = StateStats()
         self._references = [0] * num_slots
         self._free = list(reversed(range(num_slots)))
@@ -134,18 +144,37 @@ class StateSlots:
         if entry in self._ready:
             self.cancel(slot)
             return
+        self._drop_on_host(entry)
         self._ready[entry] = slot
         self.stats.reserved -= 1
         self.stats.ready += 1
 
     def is_ready(self, entry: Entry) -> bool:
-        """Return whether there is a checkpoint at the end of an entry's block."""
-        return entry in self._ready
+        """Return whether there is a checkpoint at the end of an entry's block, on the device or on the host."""
+        return entry in self._ready or entry in self._places
+
+    def is_on_host(self, entry: Entry) -> bool:
+        """Return whether the checkpoint at the end of an entry's block is on the host."""
+        return entry in self._places
 
     def restore(self, entry: Entry) -> int:
         """Return the slot of an entry's checkpoint, and add a reference, so that the checkpoint cannot be evicted."""
         self._ready.move_to_end(entry)
         return self.share(self._ready[entry])
+
+    def take_from_host(self, entry: Entry) -> int | None:
+        """Return a slot for a live state that begins as the checkpoint of an entry. The checkpoint must be on the host,
+        and stays there.
+
+        Return None if all slots are in use.
+        """
+        place = self._places[entry]
+        self.host.hold(0, [place])  # `take` may store another checkpoint
+        slot = self.take()
+        if slot is not None:
+            self.host.restore(0, place, slot)
+        self.host.release(0, place)
+        return slot
 
     def forget(self, entries: Iterable[Entry]) -> None:
         """Drop the checkpoints of removed entries. A slot that a sequence still reads stays in use."""
@@ -154,6 +183,7 @@ class StateSlots:
             if slot is not None:
                 self.stats.ready -= 1
                 self.release(slot)
+            self._drop_on_host(entry)
 
     def check_integrity(self, held: Iterable[int]) -> None:
         """Raise RuntimeError unless `held` accounts for all references.
@@ -165,6 +195,10 @@ class StateSlots:
             counts[slot] += 1
         wrong = {slot for slot in range(self.num_slots) if counts[slot] != self._references[slot]}
         wrong |= {slot for slot in range(self.num_slots) if (counts[slot] == 0) != (slot in self._free)}
+        listed = {slot: entry for entry, slot in self._places.items()}
+        wrong |= self.host.pools[0].miscounted([])
+        if listed != {~slot: entry for slot, entry in self.host.pools[0].published.items()}:
+            raise RuntimeError("states: the checkpoints on the host do not match the slots of the host")
         is_counted = self.stats.ready == len(self._ready) and self.stats.reserved + self.stats.ready <= self.budget
         if wrong or len(set(self._free)) != len(self._free) or not is_counted:
             raise RuntimeError(
@@ -182,11 +216,24 @@ class StateSlots:
         return slot
 
     def _evict(self) -> None:
-        """Drop the least recently used checkpoint that no sequence reads, if any."""
+        """Move the least recently used checkpoint that no sequence reads, if any, to the host. If the host has no slot,
+        drop the checkpoint.
+        """
         entry = next((entry for entry, slot in self._ready.items() if self._references[slot] == 1), None)
-        if entry is not None:
-            self.forget([entry])
-            self.stats.evicted += 1
+        if entry is None:
+            return
+        slot = self._ready.pop(entry)
+        place = self.host.store(0, slot, entry)
+        if place is not None:
+            self._places[entry] = place
+        self.release(slot)
+        self.stats.ready -= 1
+        self.stats.evicted += 1
+
+    def _drop_on_host(self, entry: Entry) -> None:
+        place = self._places.pop(entry, None)
+        if place is not None:
+            self.host.drop(0, place)
 
 
 @dataclass(frozen=True)
@@ -274,11 +321,14 @@ class RecurrentStates:
 
         Return None, with nothing changed, if all slots are in use.
         """
-        # Restore the checkpoint first, so that `take` cannot evict it.
-        source = self.slots.restore(hits[-1]) if hits else NO_SLOT
-        own = self.slots.take()
-        if own is None:
-            self._drop(source)
+        if hits and self.slots.is_on_host(hits[-1]):
+            source = own = self.slots.take_from_host(hits[-1])
+        else:
+            # Restore the checkpoint first, so that `take` cannot evict it.
+            source = self.slots.restore(hits[-1]) if hits else NO_SLOT
+            own = self.slots.take()
+        if source is None or own is None:
+            self._drop(NO_SLOT if source is None else source)
             return None
         self.slots.stats.restored += source != NO_SLOT
         return Slots(own, source)

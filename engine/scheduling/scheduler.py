@@ -29,6 +29,7 @@ from functools import partial
 
 import numpy as np
 
+from ..cache.host_tier import Copies
 from ..cache.prefix_cache import Chain, Entry, PrefixCache, Table
 from ..cache.routes import RouteRecords
 from ..outputs.open_requests import OpenSample
@@ -184,8 +185,6 @@ class Running:
         self.sequences: list[Sequence] = []
         self._cache, self._capacity = cache, capacity
         self._order: np.ndarray | None = None  # the lanes of `sequences`, until `sequences` changes
-        # A copy into a block that has been released is harmless, because every block is written before it is read.
-        self._block_copies = self._no_copies()
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -262,19 +261,20 @@ class Running:
         if has_room and parent.table:
             slots = NO_SLOTS if self.states is None else self.states.fork(parent)
         if slots is not None:
-            table, copies = self._cache.tables.fork(parent.table, parent.num_computed)
-            self.enter(child, table, parent.num_computed, slots)
-            for pending, new in zip(self._block_copies, copies, strict=True):
-                pending.update(new)
+            self.enter(child, self._cache.tables.fork(parent.table, parent.num_computed), parent.num_computed, slots)
         return child
 
-    def take_block_copies(self) -> list[dict[int, int]]:
-        """Return the block copies that the next step must make first. Each block copy is returned only once.
+    def take_block_copies(self) -> list[Copies]:
+        """Return the copies that the next step must make first: one list for each group of blocks and, for a model with
+        recurrent layers, one for the slots of states. Each copy is returned only once.
 
-        For each group, the copies map each destination block to its source block.
+        A copy into a block that has been released is harmless, because every block is written before it is read.
         """
-        copies, self._block_copies = self._block_copies, self._no_copies()
-        return copies
+        pending = [*self._cache.tables.copies, *([] if self.states is None else [self.states.slots.copies])]
+        taken = [copies.copy() for copies in pending]
+        for copies in pending:
+            copies.clear()
+        return taken
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless the running sequences account for every block, slot and lane."""
@@ -282,9 +282,6 @@ class Running:
         if self.states is not None:
             self.states.check_integrity(self.sequences)
         self.lanes.check(self.sequences)
-
-    def _no_copies(self) -> list[dict[int, int]]:
-        return [{} for _ in self._cache.tables.windows]
 
 
 class Outcome(Enum):

@@ -312,6 +312,10 @@ _ENGINE_COUNTERS = (
     ("recomputed_sequences", "recomputed", "Sequences recomputed after a commit or a sleep."),
     ("deferred_admissions", "deferred_admissions", "Steps during which requests waited for a shared prefix."),
     ("evictions", "evictions", "Cached blocks that were evicted."),
+    ("host_stored", "host_stored", "Blocks and checkpoints copied to the host tier."),
+    ("host_restored", "host_restored", "Blocks and checkpoints copied back from the host tier."),
+    ("host_evictions", "host_evictions", "Blocks and checkpoints that the host tier dropped for lack of room."),
+    ("host_hit_tokens", "host_hits", "Prompt tokens whose content was restored from the host tier."),
     ("shortened_hit_tokens", "shortened_hits", "Cached prompt tokens recomputed because a checkpoint was missing."),
     ("images_encoded", "images_encoded", "Images that the vision tower has encoded."),
     ("image_evictions", "image_evictions", "Encoded images that were evicted."),
@@ -338,11 +342,11 @@ def _draft_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
 def _cache_metrics(engine: Mapping[str, Any]) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("trueroll_blocks", "Blocks of the KV cache.", labels=["state", "window"])
     for pool in engine["pools"]:
-        for state in ("in_use", "cached", "empty"):
+        for state in ("in_use", "cached", "empty", "on_host"):
             blocks.add_metric([state, str(pool["window"] or "")], pool[state])
     yield blocks
     checkpoints = GaugeMetricFamily("trueroll_checkpoints", "Checkpoints of recurrent states.", labels=["state"])
-    yield _fill(checkpoints, {state: engine[f"checkpoints_{state}"] for state in ("ready", "reserved")})
+    yield _fill(checkpoints, {state: engine[f"checkpoints_{state}"] for state in ("ready", "reserved", "on_host")})
 
 
 def _expert_metrics(tokens: np.ndarray) -> Iterator[Metric]:

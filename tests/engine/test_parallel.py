@@ -122,7 +122,7 @@ def test_engines_with_several_ranks_give_the_same_bits_and_statistics(model: str
 @thinned(lambda size, stages: size == 2)
 @pytest.mark.parametrize(("size", "stages"), [(1, 4), (2, 2)])
 def test_engines_with_stages_give_the_same_bits(model: str, size: int, stages: int) -> None:
-    with engine_of(model, 1) as one, engine_of(model, size, stages) as several:
+    with engine_of(model, 1) as one, engine_of(model, size, stages, host_cache_bytes=2**24) as several:
         expected = run(one)
         in_flight, settle = set[int](), several._pipeline._settle_next
 
@@ -138,6 +138,8 @@ def test_engines_with_stages_give_the_same_bits(model: str, size: int, stages: i
         assert (info.tensor_parallel_size, info.pipeline_parallel_size, info.pieces) == (size, stages, 4)
         assert several.memory()["weights"] < 1.03 * one.memory()["weights"]
         assert several.memory()["kv_cache"] < 1.5 * one.memory()["kv_cache"]
+        assert stats.host_restored > 0 and stats.checkpoints_on_host > 0, "premise: each rank restores its own part"
+        assert 2**23 < several.memory()["host_cache"] <= 4 * 2**24
     assert stats.preemptions > 0 and stats.prefix_hits > 0 and stats.checkpoints_restored > 0, "premise"
 
 

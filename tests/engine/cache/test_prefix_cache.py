@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from matrix import thinned
 
-from trueroll.engine.cache.prefix_cache import Chain, Entry, Pool, PrefixCache, Table
+from trueroll.engine.cache.pool import Pool
+from trueroll.engine.cache.prefix_cache import Chain, Entry, PrefixCache, Table
 
 from ..caches import CollidingCache, CountingCache
 
@@ -339,14 +340,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if num_new > self.cache.tables.num_available:
             return
         taken = [self.model.take(group, [], num_new) for group in range(len(self.kv))]
-        table, copies = self.cache.tables.fork(parent.table, len(parent.tokens))
+        table, copies = self.cache.tables.fork(parent.table, len(parent.tokens)), self.cache.tables.copies
         for group, kv in enumerate(self.kv):
             assert table.blocks[group][:num_full] == parent.table.blocks[group][:num_full]
-            assert list(copies[group].values()) == list(parent.table.blocks[group][num_full:])
-            assert list(copies[group]) == list(table.blocks[group][num_full:])
-            assert self.hashes_collide or list(copies[group]) == taken[group]
-            for destination, source in copies[group].items():
+            assert [source for source, _ in copies[group]] == list(parent.table.blocks[group][num_full:])
+            assert [destination for _, destination in copies[group]] == list(table.blocks[group][num_full:])
+            assert self.hashes_collide or [destination for _, destination in copies[group]] == taken[group]
+            for source, destination in copies[group]:
                 kv[destination] = kv[source].copy()
+            copies[group].clear()
         chain = parent.chain.fork()
         self.chains.append((chain, len(chain.hashes)))
         child = Holder(chain, parent.salt, parent.tokens[:], table, parent.nodes.copy(), parent.contents.copy())

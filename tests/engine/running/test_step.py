@@ -47,12 +47,12 @@ def enter(chunks: AnySequence[Chunk]) -> tuple[Lanes, Chunks]:
     return lanes, lanes.chunks(np.array([s.lane for s in sequences]), np.array(starts), np.array(ends))
 
 
-def plan(*chunks: Chunk, copies: dict[int, int] | None = None, unseen: Collection[int] = ()) -> Step:
+def plan(*chunks: Chunk, copies: AnySequence[tuple[int, int]] = (), unseen: Collection[int] = ()) -> Step:
     """Plan a step. `unseen`: indices of chunks with a sequence that has one unseen token."""
     lanes, each = enter(chunks)
     for i in unseen:
         lanes.expect_first(chunks[i].sequence)
-    step = plan_step(each, lanes, takers_of(each, lanes), [copies or {}], BLOCK_SIZE)
+    step = plan_step(each, lanes, takers_of(each, lanes), [[*copies]], BLOCK_SIZE)
     arrays = step.token_ids, step.positions, step.unseen, *step.slots, *step.block_tables, *step.block_copies
     assert {column.dtype for column in arrays} == {np.dtype(np.int64)}
     return step
@@ -121,7 +121,7 @@ def test_a_decode_draws_after_every_token_that_its_lane_does_not_count() -> None
     editor.append(5)
     each = replace(each, drafts={decode.lane: (6, 7)})
     takers = takers_of(each, lanes)
-    step = plan_step(each, lanes, takers, [{}], BLOCK_SIZE)
+    step = plan_step(each, lanes, takers, [[]], BLOCK_SIZE)
     of_decode = [(row, SAMPLE, 7, position) for row, position in ((2, 5), (3, 6), (4, 7))]
     of_prompts = [(1, SAMPLE, 1, 4), (1, SAMPLE, 2, 4), (7, SAMPLE, 3, 4)]
     assert columns(step.draws) == [*of_decode, (8, SAMPLE, 8, 5), *of_prompts]
@@ -152,8 +152,8 @@ def test_a_score_has_targets_and_draws_nothing() -> None:
     assert len(step.draws) == 1
 
 
-@pytest.mark.parametrize("copies", [{9: 4}, {9: 4, 8: 4}])
-def test_block_copies_are_pairs_of_source_and_destination(copies: dict[int, int]) -> None:
+@pytest.mark.parametrize("copies", [[(4, 9)], [(4, -3), (4, 8), (-3, 9)]])
+def test_block_copies_are_pairs_of_source_and_destination_in_order(copies: list[tuple[int, int]]) -> None:
     decode = sequence(Generation([sample()]), [1, 2, 3, 4, 5], [0, 9])
     found = plan(Chunk(decode, 4, 5), copies=copies).block_copies[0].tolist()
-    assert found == [[source, to] for to, source in copies.items()]
+    assert found == [[*copy] for copy in copies]

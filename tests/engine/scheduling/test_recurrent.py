@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
+from trueroll.engine.cache.host_tier import Copies
 from trueroll.engine.cache.prefix_cache import PrefixCache
 from trueroll.engine.scheduling.recurrent import Intervals, StateSlots
 from trueroll.engine.scheduling.scheduler import Scheduler
@@ -32,16 +33,25 @@ class HybridDriver(Driver):
         num_slots: int = 12,
         checkpoints: int = 6,
         intervals: Intervals = EVERY_4,
+        host_blocks: tuple[int, ...] = (),
+        host_states: int = 0,
     ) -> None:
-        super().__init__(num_blocks, block_size, max_num_seqs, budget)
-        self.slots = StateSlots(num_slots, checkpoints)
+        super().__init__(num_blocks, block_size, max_num_seqs, budget, host_blocks=host_blocks)
+        self.slots = StateSlots(num_slots, checkpoints, host_states)
         pools = {
             window: pool.num_blocks
             for window, pool in zip(self.cache.tables.windows, self.cache.tables.pools, strict=True)
         }
-        self.cache = PrefixCache(pools, block_size, forget=self.slots.forget)
+        self.cache = PrefixCache(pools, block_size, forget=self.slots.forget, host_blocks=host_blocks)
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget, self.slots, intervals)
-        self.states: list[Content | None] = [None] * num_slots
+        self.states: dict[int, Content | None] = dict.fromkeys(range(-host_states, num_slots))
+
+    def _copy(self, copies: list[Copies]) -> None:
+        *copies, of_states = copies
+        super()._copy(copies)
+        for source, to in of_states:
+            self.states[to] = self.states[source]
+            self.seen["restored state"] += source < 0
 
     def check_blocks(self, sequence: Sequence, end: int) -> None:
         """A chunk that was cut at a checkpoint keeps its blocks for the next chunk."""
@@ -295,12 +305,20 @@ def test_a_commit_between_reserve_and_ready_leaves_no_checkpoint() -> None:
 class HybridMachine(SchedulerMachine):
     """Requests in any order, with far too few blocks and slots."""
 
+    host_states = 0
     seen: Counter[str] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
         self.driver = HybridDriver(
-            num_blocks=self.num_blocks, max_num_seqs=5, budget=7, num_slots=8, checkpoints=2, intervals=Intervals(4, 2)
+            num_blocks=self.num_blocks,
+            max_num_seqs=5,
+            budget=7,
+            num_slots=8,
+            checkpoints=2,
+            intervals=Intervals(4, 2),
+            host_blocks=self.host_blocks,
+            host_states=self.host_states,
         )
 
     @rule(prompt=st.lists(st.integers(0, 1), min_size=5, max_size=10))
@@ -322,11 +340,24 @@ class HybridWindowMachine(HybridMachine):
     seen: Counter[str] = Counter()
 
 
+class HybridHostMachine(HybridMachine):
+    """A host tier for blocks and states."""
+
+    host_blocks = (8,)
+    host_states = 3
+    seen: Counter[str] = Counter()
+
+
 EVENTS = {"preempted", "hit", "restored", "checkpoint", "evicted", "skipped", "shortened", "fork that waits"}
 
 
 @pytest.mark.parametrize(
-    ("machine", "events"), [(HybridMachine, EVENTS), (HybridWindowMachine, EVENTS | {"gave back"})]
+    ("machine", "events"),
+    [
+        (HybridMachine, EVENTS),
+        (HybridWindowMachine, EVENTS | {"gave back"}),
+        (HybridHostMachine, EVENTS | {"stored", "restored block", "restored state"}),
+    ],
 )
 def test_requests_in_any_order_all_finish_and_read_their_own_states(
     machine: type[HybridMachine], events: set[str]

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from trueroll.engine.cache.host_tier import Copies
 from trueroll.engine.cache.prefix_cache import PrefixCache
 from trueroll.engine.outputs.open_requests import DrawRecord, OpenScore
 from trueroll.engine.request import ScoreRequest
@@ -66,10 +67,13 @@ class Driver:
         max_num_seqs: int,
         budget: int,
         cache: type[PrefixCache] = PrefixCache,
+        host_blocks: tuple[int, ...] = (),
     ) -> None:
-        self.cache = cache(num_blocks if isinstance(num_blocks, dict) else {None: num_blocks}, block_size)
+        groups = num_blocks if isinstance(num_blocks, dict) else {None: num_blocks}
+        self.cache = cache(groups, block_size, host_blocks=host_blocks)
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget)
         self.kv = self._no_kv()
+        self.host: list[dict[int, list[Content | None]]] = [{} for _ in groups]
         self.holds: dict[Sequence, list[Content]] = {}
         self.prefixes: dict[tuple[object, int], int] = {}
         self.open: list[Sample | Sequence] = []
@@ -112,9 +116,7 @@ class Driver:
         for sequence in set(self.scheduler.running.sequences).difference(before):
             self._check_hits(sequence, epoch)
         self.steps += bool(self.open)
-        for kv, copies in zip(self.kv, self.scheduler.running.take_block_copies(), strict=True):
-            for to, source in copies.items():
-                kv[to] = kv[source].copy()
+        self._copy(self.scheduler.running.take_block_copies())
         self._write(chunks)
         self.scheduler.advance(chunks)
         self.scheduler.publish(chunks)
@@ -122,6 +124,18 @@ class Driver:
             if chunk.reaches_end:
                 self._extend(chunk.sequence)
         return chunks
+
+    def _copy(self, copies: list[Copies]) -> None:
+        """Copy blocks and slots in order, as a device does before it computes a step."""
+        for kv, host, of_group in zip(self.kv, self.host, copies, strict=True):
+            for source, to in of_group:
+                content = kv[source] if source >= 0 else host[source]
+                self.seen["stored"] += to < 0
+                self.seen["restored block"] += source < 0
+                if to >= 0:
+                    kv[to] = content.copy()
+                else:
+                    host[to] = content.copy()
 
     def abort(self, target: Sample | Sequence) -> None:
         self.open.remove(target)
@@ -196,9 +210,11 @@ class Driver:
         assert len(sequence.table) == self.cache.tables.blocks_for(end)
 
     def _held(self, sequence: Sequence, group: int, end: int) -> list[Content | None]:
-        size, copies = self.cache.block_size, self.scheduler.running._block_copies[group]
-        blocks = [copies.get(block, block) for block in sequence.table.blocks[group]]
-        return [self.kv[group][blocks[p // size]][p % size] for p in range(end)]
+        size, kv = self.cache.block_size, {**self.host[group], **dict(enumerate(self.kv[group]))}
+        for source, to in self.cache.tables.copies[group]:
+            kv[to] = kv[source]
+        blocks = sequence.table.blocks[group]
+        return [kv[blocks[p // size]][p % size] for p in range(end)]
 
     def _contents(self, sequence: Sequence, start: int, end: int) -> list[Content]:
         """Return the expected content of slots [start, end) after they are computed in this epoch."""
@@ -295,7 +311,7 @@ class Driver:
         return child
 
     def _num_copies(self) -> int:
-        return sum(map(len, self.scheduler.running._block_copies))
+        return sum(map(len, self.cache.tables.copies))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -303,11 +319,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     cache: type[PrefixCache] = PrefixCache
     num_blocks: dict[int | None, int] = {None: 8}
+    host_blocks: tuple[int, ...] = ()
     seen: Counter[str] = Counter()
 
     def __init__(self) -> None:
         super().__init__()
-        self.driver = Driver(num_blocks=self.num_blocks, block_size=2, max_num_seqs=5, budget=7, cache=self.cache)
+        self.driver = Driver(
+            self.num_blocks, block_size=2, max_num_seqs=5, budget=7, cache=self.cache, host_blocks=self.host_blocks
+        )
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=10),
@@ -375,6 +394,28 @@ class CollidingWindowMachine(CollidingMachine):
     seen: Counter[str] = Counter()
 
 
+class HostMachine(SchedulerMachine):
+    """A host tier that is smaller than what it is asked to hold."""
+
+    host_blocks = (5,)
+    seen: Counter[str] = Counter()
+
+
+class HostWindowMachine(CollidingMachine):
+    """Layers with and without windows, a host tier for each, and only two different hashes."""
+
+    num_blocks = {None: 8, 3: 4, 6: 5}
+    host_blocks = (9, 1, 3)
+    seen: Counter[str] = Counter()
+
+
+class HostWindowsAloneMachine(WindowsAloneMachine):
+    """All layers have a window, and the host tier is larger than the device."""
+
+    host_blocks = (12,)
+    seen: Counter[str] = Counter()
+
+
 EVENTS = {
     "preempted",
     "hit",
@@ -388,7 +429,10 @@ EVENTS = {
 }
 
 
-MACHINES = [SchedulerMachine, CollidingMachine, WindowMachine, WindowsAloneMachine, CollidingWindowMachine]
+MACHINES = [
+    *(SchedulerMachine, CollidingMachine, WindowMachine, WindowsAloneMachine, CollidingWindowMachine),
+    *(HostMachine, HostWindowMachine, HostWindowsAloneMachine),
+]
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -396,6 +440,7 @@ def test_requests_in_any_order_all_finish(machine: type[SchedulerMachine]) -> No
     machine.seen.clear()
     run_state_machine_as_test(machine, settings=PROFILE)
     events = EVENTS if machine.num_blocks.keys() == {None} else EVENTS | {"gave back"}
+    events |= {"stored", "restored block"} if machine.host_blocks else set()
     assert {event for event, count in machine.seen.items() if count} >= events
 
 
@@ -598,7 +643,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     assert driver.scheduler.stats.computed_tokens == 5 + 3 * 3
 
 
-def test_a_block_forked_into_twice_before_a_step_is_copied_once() -> None:
+def test_the_last_copy_into_a_block_before_a_step_counts() -> None:
     driver = Driver(num_blocks=16, block_size=2, max_num_seqs=8, budget=16)
     for prompt in ([1, 2, 3], [4, 5, 6]):
         driver.add(prompt, [3, 3])
@@ -607,13 +652,14 @@ def test_a_block_forked_into_twice_before_a_step_is_copied_once() -> None:
     [_, (destination, source)] = sorted(
         zip(fork.table.blocks[0], first.table.blocks[0], strict=True), key=lambda pair: pair[0] != pair[1]
     )
-    assert driver.scheduler.running._block_copies[0][destination] == source != destination, "premise"
+    assert (source, destination) in driver.cache.tables.copies[0] and source != destination, "premise"
     driver.scheduler.finish(fork)
     again = driver.scheduler.fork(other, Sample((9, 0), 1, other), 5)  # type: ignore[arg-type]
     assert destination in again.table.blocks[0], "premise: the block that was released last is taken first"
     [copies] = driver.scheduler.running.take_block_copies()
-    assert len(copies) == 2 and copies[destination] == other.table.blocks[0][again.table.blocks[0].index(destination)]
-    assert driver.scheduler.running.take_block_copies() == [{}]
+    [*_, last] = [source for source, to in copies if to == destination]
+    assert last == other.table.blocks[0][again.table.blocks[0].index(destination)]
+    assert driver.scheduler.running.take_block_copies() == [[]]
 
 
 def test_a_fork_at_the_end_of_a_block_copies_nothing() -> None:

@@ -1,0 +1,96 @@
+"""The host tier: which slots of host memory hold the content of blocks and state checkpoints that left the device.
+
+When the device reuses a cached block, the block's content is copied to a slot. The entry of the prefix index then names
+the slot in place of the block, so the same lookup finds it: by epoch, hash, token ids, extra identity and parent. Before
+a sequence resumes after such an entry, the slot's content is copied to a fresh block. A block's content is therefore
+either on the device or on the host. A checkpoint is copied to a running sequence's own slot of the device, and stays on
+the host.
+
+A place is the address of a slot: slot s has the place -1 - s. Blocks have addresses of at least 0. Every copy is a pair
+(source, destination) of addresses. Copies are made in their order, before the next step computes. A slot can therefore be
+reused as soon as the copy that reads the slot is listed.
+
+This module does not own the memory of the slots (`host_memory`) or the entries (`prefix_cache`).
+
+Guarantees:
+
+- A slot is reused only after the copies that read it, so a hit restores the content of the entry.
+- The least recently used slot is reused first. Reusing a slot removes the slot from its entry.
+- `clear` makes all slots unreachable at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic
+
+from .pool import Owner, Pool
+
+Copies = list[tuple[int, int]]
+
+
+@dataclass
+class HostStats:
+    """Lifetime counters of a host tier.
+
+    `stored`: blocks and checkpoints copied to the host. `restored`: blocks and checkpoints copied back. `hit_blocks`:
+    blocks of tokens that resumed sequences found on the host.
+    """
+
+    stored: int = 0
+    restored: int = 0
+    hit_blocks: int = 0
+
+
+class HostTier(Generic[Owner]):
+    """`sizes[i]` slots for blocks of group i. When the tier reuses a slot, it calls `lose(i, owner)`. The tier appends
+    its copies to `copies[i]`.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], copies: Sequence[Copies], lose: Callable[[int, Owner], object] = lambda i, owner: None
+    ) -> None:
+        self.pools = [Pool[Owner](size, partial(lose, group)) for group, size in enumerate(sizes)]
+        self.stats = HostStats()
+        self._copies = copies
+
+    @property
+    def num_evicted(self) -> int:
+        """The number of slots that were reused while they held content."""
+        return sum(pool.evictions for pool in self.pools)
+
+    def store(self, group: int, block: int, owner: Owner) -> int | None:
+        """Copy a block to a slot and return the slot's place, or return None if no slot is available."""
+        pool = self.pools[group]
+        if not pool.num_free:
+            return None
+        [slot] = pool.take(1)
+        pool.published[slot] = owner
+        pool.release([slot])
+        self._copies[group].append((block, ~slot))
+        self.stats.stored += 1
+        return ~slot
+
+    def hold(self, group: int, places: Iterable[int]) -> None:
+        """Keep slots from being reused until `restore` or `release`."""
+        self.pools[group].share([~place for place in places])
+
+    def restore(self, group: int, place: int, block: int) -> None:
+        """Copy a held slot to a block."""
+        self._copies[group].append((place, block))
+        self.stats.restored += 1
+
+    def release(self, group: int, place: int) -> None:
+        """End a `hold`. The slot becomes the most recently used one."""
+        self.pools[group].release([~place])
+
+    def drop(self, group: int, place: int) -> None:
+        """Forget the content of a slot."""
+        self.pools[group].unpublish(~place)
+
+    def clear(self) -> None:
+        """Forget the content of all slots."""
+        for pool in self.pools:
+            pool.unpublish_all()

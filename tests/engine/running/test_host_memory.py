@@ -1,0 +1,101 @@
+"""Copies between blocks and slots of the host tier, against copies that are made one after the other."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from trueroll.engine.running import host_memory
+from trueroll.engine.running.host_memory import HostMemory, rounds
+from trueroll.errors import ConfigError
+
+BLOCKS, SLOTS = 6, 4
+
+
+def group(*shapes: tuple[tuple[int, ...], torch.dtype]) -> list[Tensor]:
+    return [torch.zeros((BLOCKS, *shape), dtype=dtype) for shape, dtype in shapes]
+
+
+def fill(tensors: list[Tensor], seed: int) -> None:
+    """Fill tensors with random bytes, so that some values are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    for each in tensors:
+        raw = each.view(len(each), -1).view(torch.uint8)
+        raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+
+
+def raw(tensors: list[Tensor], block: int) -> list[bytes]:
+    return [each[block].contiguous().view(-1).view(torch.uint8).numpy().tobytes() for each in tensors]
+
+
+def moves(rng: random.Random, count: int) -> list[tuple[int, int]]:
+    """Return random copies. No copy has a slot on both sides."""
+    found = list[tuple[int, int]]()
+    for _ in range(count):
+        block, other = rng.sample(range(BLOCKS), 2)
+        place = ~rng.randrange(SLOTS)
+        found.append(rng.choice([(block, other), (block, place), (place, block)]))
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 3, 100])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [((4, 2, 8), torch.bfloat16), ((4, 2, 8), torch.bfloat16), ((2, 3, 4), torch.float32)],
+        [((3, 5), torch.bfloat16), ((7,), torch.float32)],
+    ],
+)
+def test_copies_made_at_once_equal_copies_made_in_order(
+    shapes: list[tuple[tuple[int, ...], torch.dtype]], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, other = group(*shapes), group(((2, 2), torch.float32))
+    size = sum(each[0].nbytes for each in tensors)
+    monkeypatch.setattr(host_memory, "MOST_BYTES", most * size)
+    memory, rng = HostMemory([tensors, other], [SLOTS, 1]), random.Random(most)
+    assert memory.num_held == SLOTS * size + 16
+    for seed in range(30):
+        fill([*tensors, *other], seed)
+        expected = {block: raw(tensors, block) for block in range(BLOCKS)}
+        untouched = raw(other, 0)
+        copies = [*((slot, ~slot) for slot in range(SLOTS)), *moves(rng, 25)]
+        for source, destination in copies:
+            expected[destination] = expected[source]
+        memory.copy([np.array(copies), np.empty((0, 2), np.int64)])
+        assert {block: raw(tensors, block) for block in range(BLOCKS)} == {b: expected[b] for b in range(BLOCKS)}
+        # Then every slot is copied back.
+        memory.copy([np.array([(~slot, slot) for slot in range(SLOTS)]), np.empty((0, 2), np.int64)])
+        assert [raw(tensors, slot) for slot in range(SLOTS)] == [expected[~slot] for slot in range(SLOTS)]
+        assert raw(other, 0) == untouched
+
+
+def test_a_round_ends_before_a_copy_that_depends_on_it() -> None:
+    copies = np.array([(0, -1), (-2, 0), (1, -2), (-1, 1), (2, 3), (4, 3)])
+    assert [part.tolist() for part in rounds(copies, 10)] == [
+        [[0, -1], [-2, 0], [1, -2]],
+        [[-1, 1], [2, 3]],
+        [[4, 3]],
+    ]
+    assert [len(part) for part in rounds(copies[:3], 2)] == [2, 1] and not list(rounds(copies[:0], 1))
+
+
+def test_sleep_returns_the_memory_and_waking_makes_it_usable_again() -> None:
+    tensors = group(((2, 8), torch.float32))
+    memory = HostMemory([tensors], [SLOTS])
+    assert memory.num_held == SLOTS * 64
+    memory.sleep()
+    assert memory.num_held == 0
+    memory.wake_up()
+    fill(tensors, 1)
+    expected = raw(tensors, 2)
+    memory.copy([np.array([(2, -1), (-1, 5)])])
+    assert memory.num_held == SLOTS * 64 and raw(tensors, 5) == expected != raw(tensors, 4)
+
+
+def test_a_tier_larger_than_the_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match="host_cache_bytes: the slots need .* only .* bytes are available"):
+        HostMemory([group(((2, 8), torch.float32))], [2**40])
