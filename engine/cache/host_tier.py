@@ -1,14 +1,14 @@
 """The host tier: which slots of host memory hold the content of blocks and state checkpoints that left the device.
 
 When the device reuses a cached block, the block's content is copied to a slot. The entry of the prefix index then names
-the slot in place of the block, so the same lookup finds it: by epoch, hash, token ids, extra identity and parent. Before
-a sequence resumes after such an entry, the slot's content is copied to a fresh block. A block's content is therefore
-either on the device or on the host. A checkpoint is copied to a running sequence's own slot of the device, and stays on
-the host.
+the slot in place of the block, so the same lookup finds it: by epoch, hash, token ids, extra identity and parent.
+Before a sequence resumes after such an entry, the slot's content is copied to a fresh block. A block's content is
+therefore either on the device or on the host. A checkpoint is copied to a running sequence's own slot of the device,
+and stays on the host.
 
 A place is the address of a slot: slot s has the place -1 - s. Blocks have addresses of at least 0. Every copy is a pair
-(source, destination) of addresses. Copies are made in their order, before the next step computes. A slot can therefore be
-reused as soon as the copy that reads the slot is listed.
+(source, destination) of addresses. Copies are made in their order, before the next step computes. A slot can therefore
+be reused as soon as the copy that reads the slot is listed.
 
 This module does not own the memory of the slots (`host_memory`) or the entries (`prefix_cache`).
 
@@ -50,7 +50,10 @@ class HostTier(Generic[Owner]):
     """
 
     def __init__(
-        self, sizes: Sequence[int], copies: Sequence[Copies], lose: Callable[[int, Owner], object] = lambda i, owner: None
+        self,
+        sizes: Sequence[int],
+        copies: Sequence[Copies],
+        lose: Callable[[int, Owner], object] = lambda i, owner: None,
     ) -> None:
         self.pools = [Pool[Owner](size, partial(lose, group)) for group, size in enumerate(sizes)]
         self.stats = HostStats()

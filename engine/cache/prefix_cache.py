@@ -14,8 +14,9 @@ decisions about when to allocate, fork or preempt (`scheduler`).
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group of layers, an index entry
 names the block that holds the KV of the prefix's last `block_size` tokens. When a block of an entry is reused for other
-tokens, the entry names the place of the block's content on the host, or no longer names a block. A sequence releases a block when no later token of the sequence can attend
-to the block. Until a released block is reused, other sequences can still hit the prefix that was published for it.
+tokens, the entry names the place of the block's content on the host, or no longer names a block. A sequence releases a
+block when no later token of the sequence can attend to the block. Until a released block is reused, other sequences can
+still hit the prefix that was published for it.
 
 A prefix of L tokens can be resumed if every group holds the KV that resuming needs. The group of window None must hold
 the KV of all L tokens. A group of window W must hold the KV of tokens [L - W + 1, L). In a group of window W, the token
@@ -34,8 +35,8 @@ Guarantees:
 - A cached block can be hit until it is reused, or until it is replaced by a block that is in use and has the same KV.
 - A block is hit only if its token ids, its extra identity and its preceding blocks equal those of the prompt. In
   addition to the hash, a lookup compares the token ids, the extra identity and the parent in full.
-- `invalidate` drops the index, with all content on the host. The blocks that were cached before `invalidate` are the first blocks to be reused.
-  `invalidate` does not affect blocks in use.
+- `invalidate` drops the index, with all content on the host. The blocks that were cached before `invalidate` are the
+  first blocks to be reused. `invalidate` does not affect blocks in use.
 - KV that was computed under an earlier epoch is never published.
 - Only `invalidate` and `check_integrity` take time that grows with the number of blocks.
 """
@@ -65,8 +66,8 @@ class Entry:
     """A published prefix in the index, with its last block in each group.
 
     `parent`: the prefix that is one block shorter. `blocks`: for each group, the block with the KV of the prefix's last
-    tokens; if that block was reused, the place of its content on the host (see `host_tier`), or None. `num_children`: the number of index entries with this entry as their
-    parent.
+    tokens; if that block was reused, the place of its content on the host (see `host_tier`), or None. `num_children`:
+    the number of index entries with this entry as their parent.
     """
 
     hash: bytes
@@ -518,8 +519,8 @@ class PrefixCache:
         """Publish the next block of a chain in a new or an existing entry, and return the entry.
 
         An existing entry gets the blocks that it lacks. If the entry already has a cached block, or content on the
-        host, the chain's block replaces it, because the chain's block is in use. Without the replacement, the cached block could be reused
-        while the sequence runs, and later blocks of the chain could not be found.
+        host, the chain's block replaces it, because the chain's block is in use. Without the replacement, the cached
+        block could be reused while the sequence runs, and later blocks of the chain could not be found.
         """
         parent, key = chain.entries[-1] if chain.entries else None, chain.hashes[len(chain.entries)]
         entry = self._find(key, parent, tokens, extra)

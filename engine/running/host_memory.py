@@ -5,8 +5,8 @@ moves all layers. On CUDA, the memory is pinned, and all copies are queued on th
 written only by these copies, so no copy synchronizes the device.
 
 Many copies are made at once: first their sources are read, then their destinations are written. A copy that reads or
-writes what an earlier copy wrote begins the next round. Temporary memory on the device is at most twice `MOST_BYTES`, or
-one block if a block is larger.
+writes what an earlier copy wrote begins the next round. Temporary memory on the device is at most twice `MOST_BYTES`,
+or one block if a block is larger.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _UNITS = torch.int64, torch.int32, torch.int16, torch.uint8
 
 
 class HostMemory:
-    """The slots of a rank, and the blocks from which they are copied. `tensors[i]`: the contiguous tensors of group i; a
-    block is an index of their first dimension. `sizes[i]`: the number of slots of group i. `num_held`: the bytes of host
-    memory that the slots hold now.
+    """The slots of a rank, and the blocks from which they are copied. `tensors[i]`: the contiguous tensors of group i;
+    a block is an index of their first dimension. `sizes[i]`: the number of slots of group i. `num_held`: the bytes of
+    host memory that the slots hold now.
 
     Raise ConfigError if the memory is not available or cannot be pinned.
     """
@@ -96,7 +96,7 @@ class HostMemory:
 
 
 class _Group:
-    """The blocks of a group, [blocks, width of the tensor] for each tensor, and the slots, [slots, width of a block]."""
+    """The blocks of a group, [blocks, width of the tensor] per tensor, and the slots, [slots, width of a block]."""
 
     def __init__(self, tensors: Sequence[Tensor], slots: Tensor) -> None:
         self._tensors, self._slots = tensors, slots

@@ -175,9 +175,7 @@ class Step:
         return np.arange(len(self.context_lens)).repeat(np.diff(self.query_starts))
 
 
-def plan_step(
-    chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Copies], block_size: int
-) -> Step:
+def plan_step(chunks: Chunks, lanes: Lanes, takers: Takers, block_copies: Sequence[Copies], block_size: int) -> Step:
     """Return the step that computes `chunks`. There must be at least one chunk.
 
     `block_copies`: as `Running.take_block_copies` returns them.

@@ -32,9 +32,9 @@ A chunk ends where a checkpoint is taken. All checkpoints are taken at block bou
 A checkpoint is reserved when the scheduler plans the step that writes it. A reserved checkpoint is ready when the step
 that writes it is done. A checkpoint cannot be evicted while a sequence reads it. A checkpoint is dropped when its index
 entry is removed or when the epoch changes. When another checkpoint or a live state needs the slot, the checkpoint is
-copied to the host tier, or dropped if there is none. If no slot is
-available for a checkpoint, the checkpoint is skipped: no sequence waits for the checkpoint, and the chunk does not end
-early. The results have the same bits wherever chunks end.
+copied to the host tier, or dropped if there is none. If no slot is available for a checkpoint, the checkpoint is
+skipped: no sequence waits for the checkpoint, and the chunk does not end early. The results have the same bits wherever
+chunks end.
 
 Guarantees:
 
