@@ -121,21 +121,23 @@ ENGINE = {
     "cache.memory": set(),
     "cache.shared": {"cache.memory"},
     "cache.lending": {"cache.memory", "cache.shared"},
-    "cache.prefix_cache": {"request", "stats"},
+    "cache.pool": set(),
+    "cache.host_tier": {"cache.pool"},
+    "cache.prefix_cache": {"request", "stats", "cache.host_tier", "cache.pool"},
     "cache.routes": {"cache.prefix_cache"},
     "scheduling.media": {"media"},
     "scheduling.encodings": {"media"},
     "scheduling.sequence": {"outputs", "cache.prefix_cache", "scheduling.media"},
-    "scheduling.recurrent": {"cache.prefix_cache", "scheduling.sequence"},
+    "scheduling.recurrent": {"cache.host_tier", "cache.prefix_cache", "scheduling.sequence"},
     "scheduling.scheduler": OUTPUTS
-    | {"cache.prefix_cache", "cache.routes"}
+    | {"cache.host_tier", "cache.prefix_cache", "cache.routes"}
     | {f"scheduling.{name}" for name in ("encodings", "media", "recurrent", "sequence")},
     "models": {"models"},
-    "running.step": OUTPUTS | {"scheduling.media", "scheduling.sequence"},
+    "running.step": OUTPUTS | {"cache.host_tier", "scheduling.media", "scheduling.sequence"},
     "running.encoder": {"media", "models", "scheduling.encodings", "scheduling.media"},
     "running.sampler": OUTPUTS | {"running.step"},
     "running.model_runner": {"cache.memory", "models"}
-    | {f"running.{name}" for name in ("encoder", "mtp", "ranks", "step")},
+    | {f"running.{name}" for name in ("encoder", "host_memory", "mtp", "ranks", "step")},
     "running.experts": {"outputs.routes"},
     "running.graphs": {"models", "running.model_runner", "running.sampler", "running.step"},
     "running.weight_memory": {"cache.memory", "models"},
@@ -145,6 +147,7 @@ ENGINE = {
     "running.mtp": {"cache.memory", "models", "running.planner", "running.sampler", "running.step"},
     "running.loading": {"config", "grammars.matching", "models"}
     | {f"running.{name}" for name in ("experts", "planner", "ranks", "weight_memory", "weights")},
+    "running.host_memory": {"cache.memory", "running.loading"},
     "running.warm_up": {"config", "models", "request"}
     | {f"running.{name}" for name in ("graphs", "loading", "model_runner", "sampler", "step")},
     "running.executor": {"config", "models", "outputs.routes", "request"}
