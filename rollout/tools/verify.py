@@ -30,8 +30,25 @@ from ...engine.config import EngineConfig
 from ...engine.engine import Engine
 from ...engine.outputs.stop_strings import load_vocabulary
 from ...engine.parallel.place import config_of_rank
-from ...engine.request import GenerateRequest, Output, Request, SampleOutput, ScoreOutput, ScoreRequest, columns_of
-from ...engine.running.loading import LoadedModel, load_model, outline, specs_of_ranks, tower_obstacle
+from ...engine.request import (
+    GenerateRequest,
+    Output,
+    Request,
+    SampleOutput,
+    SamplingParams,
+    ScoreOutput,
+    ScoreRequest,
+    columns_of,
+)
+from ...engine.running.loading import (
+    LoadedModel,
+    available_memory,
+    engine_info,
+    load_model,
+    outline,
+    specs_of_ranks,
+    tower_obstacle,
+)
 from ...engine.running.ranks import Topology
 from .progress import tracked
 from .verify_drafts import MOST_DRAFTED, new_drafter
@@ -63,6 +80,7 @@ SIZES = Sizes()
 
 CELLS = (
     Cell(cache="warm"),
+    Cell(cache="host", block_size=8),
     Cell(cache="off"),
     Cell(others=1),
     Cell(others=10),
@@ -92,6 +110,7 @@ CELLS = (
 # The cells of `--quick`, one for each kind of circumstances that can be combined.
 QUICK_CELLS = (
     Cell(cache="warm"),
+    Cell(cache="host", block_size=8),
     Cell(others=10, budget=64),
     Cell(others=10, block_size=8, is_starved=True),
     Cell(cache="off", others=1, budget=16, block_size=64, threads=1),
@@ -115,6 +134,7 @@ Each row is a cell: the same requests, served under the circumstances it names.
     chunks           steps in which the longest prompt was computed
     together         samples that shared a step
     preempted        samples that lost their memory and were recomputed
+    restored         blocks and states that came back from host memory
     accepted, rejected  drafted tokens
     restricted       requests with allowed tokens or a grammar
     threads          CPU threads that computed
@@ -298,16 +318,19 @@ class _Lab:
         window = self.loaded.model.spec.windows[0] or self.sizes.num_positions
         num_blocks = sum(-(-min(length, window) // cell.block_size) for length in self.sizes.prompt_lengths)
         num_blocks += len(self._subjects_of(cell)) - 1
+        if cell.cache == "host":
+            groups = [subject.params.n for subject in self.subjects]
+            num_blocks = max(groups) * -(-self.sizes.num_positions // cell.block_size)
         # A step cannot have more tokens than this. With a larger budget, a GPU would compile and plan for steps that
         # never occur.
         budget = min(cell.budget, MAX_NUM_SEQS * self.sizes.num_positions)
-        return EngineConfig(
+        config = EngineConfig(
             model=self.config.model,
             dtype=self.config.dtype,
             device=self.config.device,
             backend=self.config.backend,
             block_size=cell.block_size,
-            num_blocks=num_blocks if cell.is_starved else None,
+            num_blocks=num_blocks if cell.is_starved or cell.cache == "host" else None,
             max_model_len=self.sizes.num_positions,
             max_num_seqs=min(MAX_NUM_SEQS, budget),
             max_num_batched_tokens=budget,
@@ -320,6 +343,13 @@ class _Lab:
             tensor_parallel_size=cell.topology.tensor,
             pipeline_parallel_size=cell.stages,
         )
+        return self._with_host_tier(config) if cell.cache == "host" else config
+
+    def _with_host_tier(self, config: EngineConfig) -> EngineConfig:
+        """Return a configuration whose host tier has room for all requests of a cell."""
+        info = engine_info(config, self.loaded, available_memory(self.loaded.model.device))
+        num_bytes = info.kv_bytes + info.state_bytes + info.num_blocks * info.block_size * info.route_bytes
+        return config.model_copy(update=dict(host_cache_bytes=4 * num_bytes))
 
     def _serve(self, request: GenerateRequest) -> SampleOutput:
         """Serve a request under the circumstances of the baseline, and return sample 0."""
@@ -356,17 +386,26 @@ class _Lab:
 
     def _run_batch(self, engine: Engine, cell: Cell, batch: list[GenerateRequest]) -> Run:
         engine.invalidate_prefix_cache()
-        if cell.cache == "warm":
+        if cell.cache in ("warm", "host"):
             first = dict(n=1, max_tokens=1, min_tokens=0)
             before = [with_params(request, **first) for request in reversed(batch)]
             if cell.routes:
                 run_together(engine, [with_params(request, return_routed_experts=False) for request in before])
             if cell.routes != "unknown":
                 run_together(engine, before)
+        if cell.cache == "host":
+            self._evict(engine)
         if cell.states == "lost in a sleep":
             engine.sleep(1, ["kv_cache"], "drain")
             engine.wake_up(["kv_cache"])
         return run_together(engine, batch, EVENTS.get(cell.event), self.steps_before_event)
+
+    def _evict(self, engine: Engine) -> None:
+        """Run other requests, one after the other, until they have used every block."""
+        length = self.sizes.num_positions - 1
+        for i in range(2 + engine.info.num_blocks * engine.info.block_size // length):
+            prompt = np.random.default_rng(2 + i).integers(0, self.vocab_size, length, np.int32)
+            run_together(engine, [GenerateRequest(f"evicts {i}", prompt, SamplingParams(seed=1, max_tokens=1))])
 
     def _second_turn(self, engine: Engine, subject: GenerateRequest, num_reread: int) -> Run:
         engine.invalidate_prefix_cache()

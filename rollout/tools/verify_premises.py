@@ -28,6 +28,7 @@ Decode: TypeAlias = Callable[[list[int]], str]
 class Cell:
     """One set of circumstances. The defaults are the circumstances of the baseline.
 
+    - `cache`: what the cache holds before the requests run. `host`: their prompts, only in host memory
     - `others`: number of requests that are served together with each request
     - `budget`: maximum number of tokens in a step
     - `num_reread`: number of generated tokens that become part of the prompt of the next request
@@ -46,7 +47,7 @@ class Cell:
     - `stages`: number of stages into which the layers are divided; all stages have the same number of ranks
     """
 
-    cache: Literal["cold", "warm", "off"] = "cold"
+    cache: Literal["cold", "warm", "host", "off"] = "cold"
     others: int = 0
     budget: int = 512
     block_size: int = 16
@@ -221,6 +222,7 @@ def check_premises(
         *_restriction_premises(cell, runs),
         _company_premise(cell, runs),
         Premise("preempted", preemptions, (preemptions > 0) == cell.is_starved),
+        *_host_premises(cell, runs),
         Premise("threads", num_threads, cell.threads in (None, num_threads)),
         *([Premise("ranks", topology.size, cell.topology == topology)] if cell.ranks > 1 else []),
     ]
@@ -328,7 +330,12 @@ def _reuse_premise(cell: Cell, runs: Sequence[Run]) -> Premise:
     if cell.cache == "off":
         hits = sum(run.hits for run in runs)
         return Premise("reused", hits, hits == 0)
-    return Premise("reused", reused, (reused > 0) == (cell.cache == "warm"))
+    return Premise("reused", reused, (reused > 0) == (cell.cache in ("warm", "host")))
+
+
+def _host_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
+    restored = sum(run.growth("host_restored") for run in runs)
+    return [Premise("restored", restored, restored > 0)] if cell.cache == "host" else []
 
 
 def _state_premises(cell: Cell, runs: Sequence[Run]) -> list[Premise]:
