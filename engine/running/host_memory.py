@@ -5,14 +5,15 @@ moves all layers. On CUDA, the memory is pinned, and all copies are queued on th
 written only by these copies, so no copy synchronizes the device.
 
 Many copies are made at once: first their sources are read, then their destinations are written. A copy that reads or
-writes what an earlier copy wrote begins the next round. Temporary memory on the device is at most twice `MOST_BYTES`,
-or one block if a block is larger.
+writes what an earlier copy wrote begins the next round. Temporary memory on the device is at most twice the size of a
+round, or one block if a block is larger.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +25,8 @@ from ...kernels.transfer import to_device
 from ..cache.memory import new_arena
 from .loading import available_memory
 
-MOST_BYTES = 2**25
-"""The maximum size of the blocks that one round copies."""
+MOST_BYTES_ON_CPU, MOST_BYTES_ON_GPU = 2**23, 2**26
+"""The maximum size of the blocks that one round copies: a few MiB stay in a CPU's caches; a GPU needs few kernels."""
 _HOST = torch.device("cpu")
 _UNITS = torch.int64, torch.int32, torch.int16, torch.uint8
 
@@ -85,12 +86,13 @@ class HostMemory:
         """
         if not self._memory.nbytes or not any(device.type == "cuda" for device in self._devices):
             return None
-        if (status := int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))) != 0:
+        cuda: Any = torch.cuda.cudart()
+        if (status := int(cuda.cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0))) != 0:
             raise ConfigError(
                 f"host_cache_bytes: CUDA cannot pin {self._memory.nbytes} bytes of host memory (error {status}); lower "
                 "host_cache_bytes, or raise the limit on locked memory"
             )
-        unpin = weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self._memory.data_ptr())
+        unpin = weakref.finalize(self, cuda.cudaHostUnregister, self._memory.data_ptr())
         unpin.atexit = False
         return unpin
 
@@ -101,7 +103,9 @@ class _Group:
     def __init__(self, tensors: Sequence[Tensor], slots: Tensor) -> None:
         self._tensors, self._slots = tensors, slots
         self._ends = np.cumsum([0, *(each.shape[1] for each in tensors)]).tolist()
-        self._most = max(1, MOST_BYTES // max(1, slots.shape[1] * slots.itemsize))
+        on_cpu = all(each.device.type == "cpu" for each in tensors)
+        most = MOST_BYTES_ON_CPU if on_cpu else MOST_BYTES_ON_GPU
+        self._most = max(1, most // max(1, slots.shape[1] * slots.itemsize))
 
     def copy(self, copies: np.ndarray) -> None:
         """Make copies, int64 [C, 2], in order."""

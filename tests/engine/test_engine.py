@@ -257,7 +257,7 @@ def test_drawing_from_several_rows_equals_drawing_one_by_one(
     scheduler._reserve(sequence, start, 4, _Plan(64))
     chunks = scheduler.running.lanes.chunks(np.array([sequence.lane]), np.array([start]), np.array([start + 4]))
     chunks = replace(chunks, drafts={sequence.lane: guessed})
-    step = plan_step(chunks, scheduler.running.lanes, takers_of(chunks, scheduler.running.lanes), [{}], 16)
+    step = plan_step(chunks, scheduler.running.lanes, takers_of(chunks, scheduler.running.lanes), [[]], 16)
     drawn = engine._executor.compute(step).wait().drawn
     assert drawn is not None and drawn.token_ids == expected.token_ids[known : known + 4]
     assert expected.logprobs is not None

@@ -82,9 +82,11 @@ def test_a_host_tier_that_is_too_small_changes_no_bit(case: tuple[Path, dict[str
     expected = converse(make_engine(model, **settings))
     with pytest.raises(ConfigError, match="host_cache_bytes must be at least") as refused:
         make_engine(model, **settings, num_blocks=24, host_cache_bytes=1)
-    engine = make_engine(model, **settings, num_blocks=24, host_cache_bytes=2 * refused.value.limit)
+    assert isinstance(refused.value.limit, int)
+    budget = 2 * refused.value.limit
+    engine = make_engine(model, **settings, num_blocks=24, host_cache_bytes=budget)
     assert converse(engine) == expected
-    assert engine.stats().host_evictions > 0 and engine.memory()["host_cache"] <= 2 * refused.value.limit
+    assert engine.stats().host_evictions > 0 and engine.memory()["host_cache"] <= budget
 
 
 @pytest.mark.parametrize("event", ["push", "sleep", "invalidate"])
@@ -116,7 +118,8 @@ def test_the_end_of_an_epoch_frees_the_host_tier(tiny_qwen3_5: Path, tmp_path: P
 def test_drafts_of_the_module_come_back_from_the_host(tmp_path: Path) -> None:
     model = make_mtp_model("qwen3_5", tmp_path / "model")
     expected, accepted = converse(make_engine(model, **SMALL | STATES)), list[int]()
-    for more in (dict(num_blocks=24) | TIER, {}):
+    cases: list[dict[str, Any]] = [dict(num_blocks=24) | TIER, {}]
+    for more in cases:
         engine = make_drafting(model, **SMALL | STATES | more)
         assert converse(engine) == expected
         accepted.append(engine.stats().drafts[0].num_accepted)

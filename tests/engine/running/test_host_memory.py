@@ -55,7 +55,7 @@ def test_copies_made_at_once_equal_copies_made_in_order(
 ) -> None:
     tensors, other = group(*shapes), group(((2, 2), torch.float32))
     size = sum(each[0].nbytes for each in tensors)
-    monkeypatch.setattr(host_memory, "MOST_BYTES", most * size)
+    monkeypatch.setattr(host_memory, "MOST_BYTES_ON_CPU", most * size)
     memory, rng = HostMemory([tensors, other], [SLOTS, 1]), random.Random(most)
     assert memory.num_held == SLOTS * size + 16
     for seed in range(30):

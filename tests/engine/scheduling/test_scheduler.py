@@ -69,7 +69,7 @@ class Driver:
         cache: type[PrefixCache] = PrefixCache,
         host_blocks: tuple[int, ...] = (),
     ) -> None:
-        groups = num_blocks if isinstance(num_blocks, dict) else {None: num_blocks}
+        groups: dict[int | None, int] = num_blocks if isinstance(num_blocks, dict) else {None: num_blocks}
         self.cache = cache(groups, block_size, host_blocks=host_blocks)
         self.scheduler = Scheduler(self.cache, max_num_seqs, budget)
         self.kv = self._no_kv()

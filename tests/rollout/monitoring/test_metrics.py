@@ -83,6 +83,7 @@ ENGINE = {
 INFO = {"expert_layers": 2, "num_experts": 3}
 NUMBERED = ("window", "expert", "layer", "position", "drafter")
 MEMORY = {
+    "host_cache": 46,
     "process": 4000,
     "images": 700,
     "replies": 800,
