@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from matrix import thinned
 
 from trueroll.engine.cache.host_tier import Copies
 from trueroll.engine.cache.prefix_cache import PrefixCache
@@ -435,6 +436,7 @@ MACHINES = [
 ]
 
 
+@thinned(lambda machine: machine not in (HostMachine, HostWindowsAloneMachine))
 @pytest.mark.parametrize("machine", MACHINES)
 def test_requests_in_any_order_all_finish(machine: type[SchedulerMachine]) -> None:
     machine.seen.clear()
