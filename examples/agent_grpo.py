@@ -6,12 +6,12 @@ turn the model either calls the calculator, as in `<calc>37 * 24</calc>`, or giv
 call becomes the user's next turn. All conversations of a step run concurrently, and no conversation waits for another.
 The conversations about one question form a group.
 
-A conversation is one append-only sequence of token ids. The prompt of a turn is the prompt of the previous turn,
-followed by the tokens sampled in that turn and the tokens of the calculator's result. Sampled text is never
-retokenized. The trainer computes each whole conversation in one forward pass. The loss covers only sampled tokens. The
-trainer's log-probs of all turns equal the worker's log-probs, bit for bit. Each step prints, for each turn, how many
-prompt tokens came from the worker's prefix cache. Each turn has its own seed, so a run with the same seed gives the
-same metrics.
+Each conversation is a session. The agent sees messages only. The session keeps the token ids, and appends the sampled
+tokens and the tokens of the calculator's result to them, so sampled text is never retokenized. The session's sample has
+the ids, the log-probs and the mask of the whole conversation. The trainer computes the sample in one forward pass. The
+loss covers only sampled tokens. The trainer's log-probs of all turns equal the worker's log-probs, bit for bit. Each
+step prints, for each turn, how many prompt tokens came from the worker's prefix cache. Each session has its own seed,
+so a run with the same seed gives the same metrics.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import operator
 import random
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -30,10 +30,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from grpo import GROUP_SIZE, WORKER_TIMEOUT, Record, Rollouts, Sample, Trainer, relative, versions_of
-from transformers import AutoTokenizer
+from grpo import GROUP_SIZE, WORKER_TIMEOUT, Record, Rollouts, Sample, Trainer, relative
 
-from trueroll.rollout import AsyncRolloutClient, SampleOutput, SamplingParams, derive_seed, resolve_model
+from trueroll.rollout import (
+    Answer,
+    AsyncRolloutClient,
+    AsyncSession,
+    SamplingParams,
+    SessionSample,
+    TextModel,
+    derive_seed,
+    resolve_model,
+)
 
 TURNS = 3
 MAX_TOKENS = 20  # per turn
@@ -41,7 +49,8 @@ MAX_TOKENS = 20  # per turn
 # this maximum.
 MAX_LENGTH = 64
 CHECKPOINT_EVERY = 10
-CALL_ENDS = "</calc>"
+CALL_BEGINS, CALL_ENDS = "<calc>", "</calc>"
+PARAMS = SamplingParams(max_tokens=MAX_TOKENS, stop=CALL_ENDS)
 INSTRUCTION = "You compute with a calculator."
 EXAMPLE = [("user", "What is 14 * 16?"), ("assistant", "<calc>14 * 16</calc>"), ("user", "224"), ("assistant", "224")]
 OPERATORS: dict[type, Callable[..., Fraction]] = {
@@ -90,53 +99,34 @@ def evaluate(node: ast.expr) -> Fraction:
 
 @dataclass(frozen=True)
 class Task:
-    """A question as token ids, its answer, and the seed of all random draws in the conversations about the question."""
+    """The messages of a prompt, the number that answers it, and the seed of all conversations about the question."""
 
-    prompt: list[int]
-    answer: int
+    messages: list[dict[str, Any]]
+    number: int
     seed: int
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of the policy: the output sampled after `prompt_len` tokens, the output's text, and the calculator's
-    `result` (None if the turn has no call).
-    """
+    """An answer of the policy. `result`: what the calculator returned; None for a final answer."""
 
-    prompt_len: int
-    output: SampleOutput
-    text: str
+    answer: Answer
     result: str | None
 
 
+@dataclass(frozen=True)
 class Conversation:
-    """`ids`: all tokens so far. `is_own`: for each token, True if the policy sampled it. `ids` and `is_own` are
-    append-only.
-    """
+    """`sample`: the tokens of all turns, and the reward."""
 
-    def __init__(self, prompt: list[int]) -> None:
-        self.turns: list[Turn] = []
-        self.ids, self.is_own = list(prompt), [False] * len(prompt)
-
-    def add(self, turn: Turn, seen: list[int]) -> None:
-        """Append a turn and the tokens `seen`. `seen`: the tokens that show the turn's result to the policy."""
-        self.turns.append(turn)
-        self.ids += turn.output.token_ids + seen
-        self.is_own += [True] * len(turn.output.token_ids) + [False] * len(seen)
-
-    def sample(self, reward: float, advantage: float) -> Sample:
-        log_probs = torch.cat([torch.tensor(turn.output.logprobs) for turn in self.turns])
-        versions = torch.cat([versions_of(turn.output) for turn in self.turns])
-        return Sample(torch.tensor(self.ids), torch.tensor(self.is_own), log_probs, versions, reward, advantage)
+    turns: list[Turn]
+    sample: SessionSample
 
 
 class Calculations:
-    """The questions of each step, the calculator's replies, and the rewards of conversations."""
+    """The questions of each step."""
 
-    def __init__(self, folder: Path, seed: int, per_step: int) -> None:
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    def __init__(self, seed: int, per_step: int) -> None:
         self.seed, self.per_step = seed, per_step
-        self.params = SamplingParams(max_tokens=MAX_TOKENS, stop=CALL_ENDS, stop_token_ids=self.between("")[:1])
 
     def of(self, step: int) -> list[Task]:
         of_step = derive_seed(self.seed, step)
@@ -146,47 +136,53 @@ class Calculations:
         noise = random.Random(seed)
         a, b, sign = noise.randint(11, 99), noise.randint(11, 99), noise.choice("+-*")
         said = [("system", INSTRUCTION), *EXAMPLE, ("user", f"What is {a} {sign} {b}?")]
-        chat = [{"role": role, "content": content} for role, content in said]
-        prompt = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        return Task(prompt, int(calculate(f"{a} {sign} {b}")), seed)
-
-    def between(self, result: str) -> list[int]:
-        """Return the tokens between a call and the next turn. The first token of the result ends the policy's turn."""
-        said = [("user", "?"), ("assistant", "CALL"), ("user", result)]
-        chat = [{"role": role, "content": content} for role, content in said]
-        text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer.encode(text.rpartition("CALL")[2], add_special_tokens=False)
-
-    def turn(self, prompt_len: int, output: SampleOutput) -> Turn:
-        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
-        call = re.search(r"<calc>(.*?)</calc>", text, re.DOTALL)
-        result = calculate(call[1]) if call else "error: expected <calc>"
-        return Turn(prompt_len, output, text, result if output.stop_reason == CALL_ENDS else None)
-
-    def score(self, step: int, groups: list[list[Conversation]]) -> Iterator[Sample]:
-        """Yield a training sample per conversation, with rewards from 0 to 1 and advantages relative to the group."""
-        for task, group in zip(self.of(step), groups, strict=True):
-            rewards = [0.2 * has_called(each) + 0.8 * is_right(each, task) for each in group]
-            for each, reward, advantage in zip(group, rewards, relative(rewards), strict=True):
-                yield each.sample(reward, advantage)
+        messages = [dict(role=role, content=content) for role, content in said]
+        return Task(messages, int(calculate(f"{a} {sign} {b}")), seed)
 
 
-def has_called(conversation: Conversation) -> bool:
-    """Return whether the calculator computed a value in this conversation."""
-    results = [turn.result for turn in conversation.turns if turn.result is not None]
-    return any(not result.startswith("error") for result in results)
+def take_turn(answer: Answer) -> Turn:
+    """Run the calculator if the answer is a call."""
+    if answer.sample.stop_reason != CALL_ENDS:
+        return Turn(answer, None)
+    _, found, expression = answer.message["content"].partition(CALL_BEGINS)
+    return Turn(answer, calculate(expression) if found else f"error: expected {CALL_BEGINS}")
 
 
-def is_right(conversation: Conversation, task: Task) -> bool:
-    """Return whether the conversation has a final answer that ends with the correct number."""
-    last = conversation.turns[-1]
-    return last.result is None and re.findall(r"-?\d+", last.text)[-1:] == [str(task.answer)]
+def reward_of(turns: list[Turn], task: Task) -> float:
+    return 0.2 * has_called(turns) + 0.8 * is_right(turns, task)
+
+
+def has_called(turns: list[Turn]) -> bool:
+    """Return whether the calculator computed a value."""
+    return any(turn.result is not None and not turn.result.startswith("error") for turn in turns)
+
+
+def is_right(turns: list[Turn], task: Task) -> bool:
+    """Return whether there is a final answer that ends with the correct number."""
+    last = turns[-1]
+    return last.result is None and re.findall(r"-?\d+", last.answer.message["content"])[-1:] == [str(task.number)]
+
+
+def training_samples(groups: list[list[Conversation]]) -> Iterator[Sample]:
+    """Yield a training sample per conversation, with advantages relative to the group."""
+    for group in groups:
+        samples = [each.sample for each in group]
+        rewards = [float(sample.reward or 0.0) for sample in samples]
+        for sample, reward, advantage in zip(samples, rewards, relative(rewards), strict=True):
+            is_own = torch.from_numpy(sample.mask).bool()
+            log_probs, versions = (torch.from_numpy(each)[is_own] for each in (sample.logprobs, sample.versions))
+            ids = torch.from_numpy(sample.token_ids).long()
+            yield Sample(ids, is_own, log_probs, versions, reward, advantage)
 
 
 class Conversations(Rollouts):
     """Multi-turn rollouts. All conversations of a step run concurrently."""
 
     max_model_len = 512
+
+    def __init__(self, resources: ExitStack, folder: Path, trainer: Trainer, tasks: Any, texts: TextModel) -> None:
+        super().__init__(resources, folder, trainer, tasks)
+        self.texts = texts
 
     def _generate(self, step: int) -> list[list[Conversation]]:
         return asyncio.run(self._converse(self.tasks.of(step)))
@@ -197,18 +193,19 @@ class Conversations(Rollouts):
 
     async def _group(self, client: AsyncRolloutClient, task: Task) -> list[Conversation]:
         seeds = [derive_seed(task.seed, index) for index in range(GROUP_SIZE)]
-        return await asyncio.gather(*(self._conversation(client, task.prompt, seed) for seed in seeds))
+        return await asyncio.gather(*(self._conversation(client, task, seed) for seed in seeds))
 
-    async def _conversation(self, client: AsyncRolloutClient, prompt: list[int], seed: int) -> Conversation:
-        conversation = Conversation(prompt)
-        for number in range(TURNS):
-            [group] = await client.generate([conversation.ids], self.tasks.params, seed=derive_seed(seed, number))
-            turn = self.tasks.turn(len(conversation.ids), group.samples[0])
-            is_last = turn.result is None or number + 1 == TURNS
-            conversation.add(turn, [] if is_last else self.tasks.between(turn.result))
-            if is_last:
-                break
-        return conversation
+    async def _conversation(self, client: AsyncRolloutClient, task: Task, seed: int) -> Conversation:
+        messages, turns = list(task.messages), list[Turn]()
+        async with AsyncSession(client, self.texts, seed=seed, sampling=PARAMS) as session:
+            while len(turns) < TURNS:
+                turns.append(take_turn(await session.chat(messages)))
+                if (result := turns[-1].result) is None:
+                    break
+                messages += [turns[-1].answer.message, dict(role="user", content=result)]
+            session.reward(reward_of(turns, task))
+            [sample] = session.samples()
+        return Conversation(turns, sample)
 
 
 def hits(conversations: list[Conversation]) -> str:
@@ -218,18 +215,19 @@ def hits(conversations: list[Conversation]) -> str:
     rows = []
     for number in range(TURNS):
         turns = [each.turns[number] for each in conversations if number < len(each.turns)]
-        cached, total = sum(turn.output.num_cached_tokens for turn in turns), sum(turn.prompt_len for turn in turns)
+        cached = sum(turn.answer.sample.num_cached_tokens for turn in turns)
+        total = sum(len(turn.answer.prompt_token_ids) for turn in turns)
         rows.append(f"turn {number + 1} {cached:,} of {total:,}")
     return ", ".join(rows)
 
 
-def train(record: Record, tasks: Calculations, rollouts: Conversations, steps: int) -> None:
+def train(record: Record, rollouts: Conversations, steps: int) -> None:
     for step in range(record.trainer.version, steps):
         groups = rollouts.finish(step)
-        metrics = record.trainer.step(list(tasks.score(step, groups)))
+        metrics = record.trainer.step(list(training_samples(groups)))
         rollouts.publish()
         conversations = [each for group in groups for each in group]
-        shares = dict(called=sum(map(has_called, conversations)) / len(conversations))
+        shares = dict(called=sum(has_called(each.turns) for each in conversations) / len(conversations))
         shares["turns"] = sum(len(each.turns) for each in conversations) / len(conversations)
         record.add(dict(step=step) | metrics | shares)
         print("    called {called:.0%}, {turns:.2f} turns; prompt tokens from the cache:".format(**shares), end=" ")
@@ -248,11 +246,11 @@ def main(
 ) -> None:
     """Train a small language model to use a calculator."""
     folder = resolve_model(model)
-    trainer, tasks = Trainer(folder, is_aligned=True, staleness=0), Calculations(folder, seed, prompts)
+    trainer, tasks = Trainer(folder, is_aligned=True, staleness=0), Calculations(seed, prompts)
     record = Record(out, trainer, dict(seed=seed, prompts=prompts, model=model))
     record.begin(resume)
-    with ExitStack() as resources:
-        train(record, tasks, Conversations(resources, folder, trainer, tasks), steps)
+    with closing(TextModel(str(folder))) as texts, ExitStack() as resources:
+        train(record, Conversations(resources, folder, trainer, tasks, texts), steps)
     record.draw()
 
 

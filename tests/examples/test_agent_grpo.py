@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from scripted_models import give_texts, prefer
+from transformers import AutoTokenizer
 
 from tiny import make_tiny_model
 from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, WorkerProcess, launch_worker
@@ -25,38 +25,22 @@ from trueroll.rollout import AsyncRolloutClient, Group, RolloutClient, WorkerPro
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS: dict[str, Any] = dict(dtype="bfloat16", max_model_len=512)
 STEPS = 3
-CALL, GARBAGE, END_OF_TURN = 300, 301, 302
+CALL, GARBAGE, END_OF_TURN = 300, 301, 2
 SAID = {CALL: "<calc>1+1</calc>", GARBAGE: "<calc>1/0</calc>"}
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}<302>{% endfor %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that prefers three tokens: a call, a call that cannot be computed, and the end of a turn.
-
-    All embeddings share one large element, so all hidden states share that element too. The head's rows of the three
-    tokens read this element.
-    """
+    """A model that prefers three tokens: a call, a call that cannot be computed, and the end of a turn."""
     folder = make_tiny_model("llama", tmp_path_factory.mktemp("models") / "agent", dtype="bfloat16")
-    weights = load_file(folder / "model.safetensors")
-    weights["model.embed_tokens.weight"][:, 0] = 20.0
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    decoder = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model
-    with torch.no_grad():
-        shared = decoder(torch.arange(3, 259)[None]).last_hidden_state.mean((0, 1))
-    weights["lm_head.weight"] *= 0.25
-    weights["lm_head.weight"][[CALL, GARBAGE, END_OF_TURN]] = (shared * 8.0 / shared.square().sum()).bfloat16()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    words = (folder / "tokenizer.json").read_text()
-    for token_id, text in SAID.items():
-        assert words.count(f'"<{token_id}>"') == 1
-        words = words.replace(f'"<{token_id}>"', f'"{text}"')
-    (folder / "tokenizer.json").write_text(words)
+    prefer(folder, [CALL, GARBAGE, END_OF_TURN], logit=8.0)
+    give_texts(folder, SAID)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": [f"<{END_OF_TURN}>"]})
+    assert tokenizer.convert_ids_to_tokens(END_OF_TURN) == "</s>"
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
@@ -148,22 +132,22 @@ def check_hits(steps: list[Any], worker: WorkerProcess) -> None:
         assert max(lengths) > 1, "premise: some have a second turn"
         for each in conversations:
             check_conversation(each)
-            for before, turn in zip(each.turns, each.turns[1:], strict=False):
-                computed = before.prompt_len + len(before.output.token_ids) - 1
-                assert turn.output.num_cached_tokens >= computed // block_size * block_size > 0
+            for before, turn in zip(each.sample.turns, each.turns[1:], strict=False):
+                assert turn.answer.sample.num_cached_tokens >= (before.end - 1) // block_size * block_size > 0
 
 
 def check_conversation(conversation: Any) -> None:
-    """The conversation marks exactly the sampled tokens as its own. All other tokens come from the environment."""
-    ids, is_own = torch.tensor(conversation.ids), torch.tensor(conversation.is_own)
-    assert ids[is_own].tolist() == [token for turn in conversation.turns for token in turn.output.token_ids]
-    for turn in conversation.turns:
-        end = turn.prompt_len + len(turn.output.token_ids)
-        assert conversation.ids[turn.prompt_len : end] == turn.output.token_ids and is_own[turn.prompt_len : end].all()
+    """The sample trains exactly the sampled tokens. All other tokens come from the environment."""
+    turns, sample = conversation.turns, conversation.sample
+    ids, is_own = sample.token_ids.tolist(), sample.mask == 1
+    assert sample.token_ids[is_own].tolist() == [each for turn in turns for each in turn.answer.sample.token_ids]
+    for turn, place in zip(turns, sample.turns, strict=True):
+        assert ids[: place.start] == turn.answer.prompt_token_ids and is_own[place.start : place.end].all()
         called = {SAID[CALL]: "2", SAID[GARBAGE]: "error: division by zero"}
-        assert turn.result == next((called[text] for text in called if turn.text.endswith(text)), None)
-    heard = [turn for turn in conversation.turns[:2] if turn.result is not None]
-    assert (~is_own[conversation.turns[0].prompt_len :]).sum() >= 10 * len(heard)
+        text = turn.answer.message["content"] + "</calc>" * (turn.answer.sample.stop_reason == "</calc>")
+        assert turn.result == next((called[call] for call in called if text.endswith(call)), None)
+    heard = [turn for turn in turns[:2] if turn.result is not None]
+    assert (~is_own[sample.turns[0].start :]).sum() >= 10 * len(heard)
 
 
 def check_gradients(example: Example) -> None:
