@@ -15,8 +15,8 @@ SOURCES := pyproject.toml setup.py .ci/model.txt .ci/constraints.txt $(wildcard 
 # Tests start hundreds of processes that import torch. This compiles each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-verl-all test-clients test-newest \
-	test-floors test-wheel environments fuzz siege chaos drafts images sessions lint docs wheel clean
+.PHONY: demo test test-quick test-all test-gpu test-integrations test-verl test-verl-all test-clients test-agents \
+	test-newest test-floors test-wheel environments fuzz siege chaos drafts images sessions lint docs wheel clean
 
 demo: .venv/.demo
 	@$(BIN)/trueroll demo
@@ -41,10 +41,13 @@ test-gpu: .venv/.dev
 test-verl-all: .venv-verl/.done
 	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl -m ""
 
-test-integrations: test-verl test-clients
+test-integrations: test-verl test-clients test-agents
 
 test-clients: .venv-integrations/.done
 	@.venv-integrations/bin/python -P -m pytest tests/integrations/http tests/integrations/ui
+
+test-agents: .venv-agents/.done
+	@.venv-agents/bin/python -P -m pytest tests/integrations/sdks
 
 test-verl: .venv-verl/.done
 	@TRUEROLL_VERL_PYTHON=$(CURDIR)/.venv-verl/bin/python $(BIN)/pytest tests/integrations/verl
@@ -85,7 +88,7 @@ images: .venv/.dev
 	@TRUEROLL_IMAGE_TOKENS=300000 $(BIN)/pytest -q -s --timeout 0 tests/engine/test_image_campaign.py
 
 # The environments in front of .venv, except that of the newest versions.
-environments: .venv-verl/.done .venv-integrations/.done .venv-floors/.done .venv-wheel/.done
+environments: .venv-verl/.done .venv-integrations/.done .venv-agents/.done .venv-floors/.done .venv-wheel/.done
 
 lint: .venv/.dev
 	@$(BIN)/ruff check .
@@ -123,6 +126,10 @@ endef
 	@$(@D)/bin/python -P .ci/chromium.py
 	@touch $@
 
+.venv-agents/.done: .ci/agents.txt | .venv/.dev
+	@$(BIN)/python .ci/install.py $(@D) $<
+	@touch $@
+
 .venv-verl/.done: .ci/verl.txt | .venv/.dev
 	@$(BIN)/python .ci/install.py $(@D) $<
 	@touch $@
@@ -140,7 +147,7 @@ endef
 	@touch $@
 
 clean:
-	@rm -rf .venv .venv-integrations .venv-verl .venv-newest .venv-floors .venv-wheel build dist *.egg-info
+	@rm -rf .venv .venv-integrations .venv-agents .venv-verl .venv-newest .venv-floors .venv-wheel build dist *.egg-info
 	@rm -rf .pytest_cache .ruff_cache .hypothesis
 	@rm -f kernels/cpu/*.so
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
