@@ -23,7 +23,8 @@ from vision_models import make_vision_model
 from trueroll.rollout import RolloutClient, WeightPublisher, launch_worker, resolve_model
 
 ROOT = Path(__file__).parent.parent
-GUIDES = "quickstart clients sessions training recipes images drafts trl verl verifiers http fleet deploy migration"
+GUIDES = """quickstart clients sessions agents training recipes images drafts trl verl verifiers http fleet deploy
+    migration"""
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES.split())]
 
 
