@@ -1,4 +1,4 @@
-"""A worker with a tiny model that calls tools, its front end, and a proxy that cuts connections."""
+"""A worker with a tiny model that calls tools, its client and its front end."""
 
 from __future__ import annotations
 
