@@ -31,7 +31,8 @@ from trueroll.rollout.text import TextModel
 from trueroll.rollout.worker.process import load_engine
 
 TEMPERATURE = 0.8
-TURNS, PUSH_AT, ABORT_AT = 50, 40, 15
+TURNS, PUSH_AT, EVICT_AT, ABORT_AT = 50, 40, 30, 15
+BLOCK_SIZE, NUM_BLOCKS = 16, 320
 TOOLS = [dict(type="function", function=dict(name="f"))]
 
 
@@ -53,7 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(folder: Path) -> Iterator[RolloutClient]:
-    config = EngineConfig(model=str(folder), num_blocks=1024, num_threads=1, backend="cpu")
+    config = EngineConfig(
+        model=str(folder), num_blocks=NUM_BLOCKS, host_cache_bytes=2**24, num_threads=1, backend="cpu"
+    )
     running = WorkerOnThread(WorkerConfig(), lambda: load_engine(config))
     with RolloutClient(running.address) as client:
         yield client
@@ -141,7 +144,11 @@ def test_fifty_turns_have_the_bits_of_one_prompt_and_of_the_trainer(client: Roll
             if turn == ABORT_AT + 1:  # a branch: the agent edits its last message
                 agent.session.chat([*agent.history[:-1], dict(role="user", content="no")], TOOLS)
                 agent.session.chat(agent.history, TOOLS)  # a twin
+            if turn == EVICT_AT:
+                evict(client)
             agent.turn()
+            if turn == EVICT_AT:
+                assert client.stats().engine["host_hits"] > 300, "premise: the turn came back from host memory"
         before = agent.session.samples()
         assert len(before) == 3 and [sample.versions.max() for sample in before] == [0] * 3
         assert num_different(before, scored(client, before), 0) == num_different(before, trained(model, before), 0) == 0
@@ -163,6 +170,12 @@ def test_fifty_turns_have_the_bits_of_one_prompt_and_of_the_trainer(client: Roll
     assert 5 < agent.num_calls < TURNS - 5 and agent.num_cached > TURNS - 10, "premise: calls, texts and cache hits"
     assert {turn.finish_reason for turn in longest.turns} == {"stop", "length"}, "premise: some answers were cut"
     assert [sample.node for sample in after[:2]] == [sample.node for sample in before[:2]], "the branch and the twin"
+
+
+def evict(client: RolloutClient) -> None:
+    """Fill the device's cache with other prompts, so that the session's tokens move to host memory."""
+    prompts = [[10 + i] * (16 * BLOCK_SIZE) for i in range(NUM_BLOCKS // 16)]
+    client.generate(prompts, SamplingParams(max_tokens=1))
 
 
 def check_records(client: RolloutClient, samples: list[SessionSample]) -> None:
