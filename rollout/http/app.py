@@ -22,7 +22,7 @@ from ...engine.request import TokenId
 from .agents.chat import read_chat_call
 from .agents.endpoints import SessionEndpoints
 from .agents.messages import read_count_call, read_messages_call
-from .agents.registry import OpenSessions
+from .agents.registry import Registry
 from .agents.responses import read_response_call
 from .answers import Rows
 from .bodies import Bodies
@@ -44,13 +44,12 @@ from .samples import SampleLog
 from .tracing import ROUTE, Traced
 from .turns import Turns
 from .watch import Watch
-from .wire import LongJson, answer, error_answer, event_stream, long_answer, while_present
+from .wire import Handler, LongJson, answer, error_answer, event_stream, long_answer, while_present
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 Reader: TypeAlias = Callable[[dict[str, Any], ServedModel], Awaitable[tuple[Task, Form]]]
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +92,11 @@ class ExactRoute(Route):
 class Endpoints:
     """Handlers for the paths that concern the model: generation, model cards, tokenizing and detokenizing."""
 
-    def __init__(self, served: ServedModel, samples: SampleLog, clients: Clients, max_body_elements: int) -> None:
+    def __init__(
+        self, served: ServedModel, samples: SampleLog, clients: Clients, bodies: LongJson, turns: Turns
+    ) -> None:
         self._served, self._samples, self._clients = served, samples, clients
-        self._bodies = LongJson(max_body_elements)
-        self._turns = Turns()
+        self._bodies, self._turns = bodies, turns
 
     def asking(self, read: Reader, prompt_field: str, has_text: bool = True) -> Handler:
         """Return the handler for a generation endpoint.
@@ -108,14 +108,12 @@ class Endpoints:
         async def handle(request: Request) -> Response:
             client = client_of(request.scope)
             served = replace(self._served, salted=partial(self._clients.salted, client))
-            texts = served.texts if has_text else None
-            asker = Asker(
-                FromWorker(served.client), texts, served.eos_token_ids, self._samples, self._turns, client.user
-            )
             # Only `read` refers to the parsed body, so the body's memory is freed when `read` finishes.
             reading = read(await self._bodies.read(request), served)
             try:
                 task, form = await while_present(request.receive, reading)  # type: ignore[arg-type]
+                source, texts = FromWorker(served.client, task), served.texts if has_text else None
+                asker = Asker(source, texts, served.eos_token_ids, self._samples, self._turns, client.user)
                 if task.is_stream:
                     return await event_stream(request.receive, asker.events(task, form))
                 return await while_present(request.receive, self._whole(asker, task, form))
@@ -175,13 +173,13 @@ def make_app(
     config: HttpConfig,
     clients: Clients,
     counters: Counters,
-    opened: OpenSessions,
+    registry: Registry,
     tracer: Tracer | None = None,
 ) -> ASGIApp:
     """Return the application: all routes, behind the guard. `tracer`: makes the spans of requests."""
-    samples = SampleLog()
-    endpoints = Endpoints(served, samples, clients, config.max_body_elements)
-    sessions = SessionEndpoints(served, samples, clients, opened, config.max_body_elements)
+    samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
+    endpoints = Endpoints(served, samples, clients, long_bodies, turns)
+    sessions = SessionEndpoints(served, samples, clients, registry, long_bodies, turns)
     pages = Pages(served, samples, watch)
     routes = [
         ExactRoute("/v1/completions", endpoints.asking(read_completion, "prompt"), methods=["POST"]),
@@ -230,9 +228,10 @@ def make_app(
     app.router.redirect_slashes = False  # a redirect would go to the host in `Host`, which the client chooses
     bodies = Bodies(config)
     counters.include(bodies.collect)
-    counters.include(opened.collect)
+    counters.include(registry.collect)
     traced = app if tracer is None else Traced(app, tracer)
-    return Guard(traced, clients, config.max_open_requests, counters, bodies, opened, {route.path for route in routes})
+    paths = {route.path for route in routes}
+    return Guard(traced, clients, config.max_open_requests, counters, bodies, registry, paths)
 
 
 async def _tell(counters: Counters, request: Request, error: Exception) -> Response:

@@ -75,6 +75,8 @@ class CompletionForm:
         return [self._envelope([self._choice(piece)]) | self._no_usage()]
 
     def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        if not self.fields.stream_options.include_usage:
+            return []
         return [self._envelope([]) | {"usage": usage.told()}]
 
     def _envelope(self, choices: list[dict[str, Any]] | Rows) -> dict[str, Any]:
@@ -156,7 +158,6 @@ async def read_completion(body: dict[str, Any], served: ServedModel) -> tuple[Ta
         params=params,
         seed=seed,
         is_stream=own.stream,
-        tells_usage=own.stream_options.include_usage,
         skip_special_tokens=own.skip_special_tokens,
     )
     return task, form

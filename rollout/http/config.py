@@ -35,9 +35,10 @@ class HttpConfig(BaseModel):
     of characters in the texts of a request. `max_answer_bytes`: maximum estimated length, in bytes, of an answer that
     is not a stream. `max_image_pixels`: maximum number of pixels of an image in a conversation. `max_image_bytes`:
     maximum size, in bytes, of the images in memory. `max_open_requests`: maximum number of concurrent requests that
-    generate, score, tokenize or detokenize. `max_sessions`: maximum number of open sessions. `max_session_bytes`:
-    maximum size, in bytes, of all sessions in memory. `session_seconds`: time after which a session without requests is
-    deleted. `drain_seconds`: time for which open requests may continue after SIGTERM or Ctrl-C.
+    generate, score, tokenize, detokenize or export samples. `max_sessions`: maximum number of open sessions.
+    `max_session_bytes`: maximum size, in bytes, of all sessions in memory. `session_seconds`: time after which a
+    session without requests is deleted. `drain_seconds`: time for which open requests may continue after SIGTERM or
+    Ctrl-C.
 
     `max_connections`: maximum number of open connections; None means half of the file descriptors that the process may
     open, minus 64, but at most 2048. `max_head_bytes`, `max_head_lines`, `head_seconds`: maximum length of a request's

@@ -57,8 +57,8 @@ class HttpError(TruerollError):
     """An error with an HTTP status.
 
     `status`: status of the response. `code`: machine-readable name of the error. `setting`: name of the setting that
-    limits the request; the metrics count refusals by setting. `details`: details for clients of Anthropic's API.
-    `field`, `value`, `limit`: see `TruerollError`. In the response body, `field` is called `param`.
+    limits the request; the metrics count refusals by setting. `details`: the object `error.details`, which the package
+    `anthropic` reads. `field`, `value`, `limit`: see `TruerollError`. In the response body, `field` is called `param`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ names the field.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -82,6 +82,9 @@ OFF: dict[str, tuple[Any, ...]] = {
 accepted.
 """
 
+ONE_CALL = "true, or set tool_choice to 'required' or to a function, which allow one call"
+"""The supported values of `parallel_tool_calls`, for errors."""
+
 F = TypeVar("F", bound="Fields")
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -148,14 +151,13 @@ class ResponseFormat(Fields):
     def _has_a_schema(self) -> ResponseFormat:
         given = self.json_schema
         if (self.type == "json_schema") != (given is not None):
-            raise ValueError(
-                "response_format: json_schema must be given if the type is json_schema, and left out otherwise"
-            )
+            raise ValueError("json_schema must be given if the type is json_schema, and left out otherwise")
         unknown = [name for name in given or () if name not in _JSON_SCHEMA]
         if unknown:
-            raise ValueError(f"response_format: json_schema has the unknown parameter {brief(unknown[0])}; remove it")
+            raise ValueError(f"json_schema has the unknown parameter {brief(unknown[0])}; remove it")
         if given is not None and not isinstance(given.get("schema"), dict):
-            raise ValueError(f"response_format: schema must be a JSON object (got {brief(given.get('schema'))})")
+            schema = brief(given.get("schema"))
+            raise ValueError(f"the schema of a format of type json_schema must be a JSON object (got {schema})")
         return self
 
 
@@ -218,17 +220,22 @@ class TextFields(GenerationFields, RecordFields):
     skip_special_tokens: bool = True
 
 
-def given(body: dict[str, Any]) -> dict[str, Any]:
+def given(
+    body: dict[str, Any],
+    ignored: Set[str] = IGNORED,
+    off: Mapping[str, tuple[Any, ...]] = OFF,
+    path: str = "",
+) -> dict[str, Any]:
     """Return the fields that have an effect.
 
-    Drop ignored fields, fields with the value null, and fields of `OFF` with a neutral value. Raise HttpError if a
-    field of `OFF` has any other value.
+    Drop the fields `ignored`, fields with the value null, and fields of `off` with a neutral value. Raise HttpError if
+    a field of `off` has any other value. `path`: the names of the objects around the fields, for errors.
     """
-    fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
-    for name in [name for name in fields if name in OFF]:
+    fields = {name: value for name, value in body.items() if value is not None and name not in ignored}
+    for name in [name for name in fields if name in off]:
         value = fields.pop(name)
-        if not any(is_same(value, neutral) for neutral in OFF[name]):
-            raise unsupported(name, " or ".join(["null", *map(repr, OFF[name])]), value)
+        if not any(is_same(value, neutral) for neutral in off[name]):
+            raise unsupported(path + name, " or ".join(["null", *map(repr, off[name])]), value)
     return fields
 
 

@@ -44,6 +44,7 @@ class SamplingFields(RecordFields):
 class GenerateForm:
     """Writes samples as token ids. Log-probs have the format of chat completions; token 7, for example, has the name
     `token_id:7` and the `token_id` 7. `told_prompt`: the fields of the answer with the log-probs of the prompt.
+    `tells_usage`: whether a stream ends with the token counts.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class GenerateForm:
     prompt: Prompt
     fields: SamplingFields
     told_prompt: dict[str, Any]
+    tells_usage: bool
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         told = self._envelope(Rows(map(self._choice, pieces), None)) | {"usage": usage.told()}
@@ -63,6 +65,8 @@ class GenerateForm:
         return [self._envelope([self._choice(piece)]) | (self._told_images() if is_first else {})]
 
     def last_events(self, usage: Usage) -> list[dict[str, Any]]:
+        if not self.tells_usage:
+            return []
         return [self._envelope([]) | {"usage": usage.told()}]
 
     def _told_images(self) -> dict[str, Any]:
@@ -113,8 +117,15 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         params=params,
         seed=seed,
         is_stream=own.stream,
+    )
+    form = GenerateForm(
+        request_id=own.request_id or served.new_id("generate"),
+        created=served.now(),
+        model=served.name,
+        eos_token_ids=served.eos_token_ids,
+        prompt=prompt,
+        fields=wanted,
+        told_prompt=told_prompt,
         tells_usage=own.stream_options.include_usage,
     )
-    request_id = own.request_id or served.new_id("generate")
-    form = GenerateForm(request_id, served.now(), served.name, served.eos_token_ids, prompt, wanted, told_prompt)
     return task, form

@@ -1,5 +1,5 @@
 """The guard in front of the application. The guard counts requests, limits the number of open requests, and checks the
-origin, key and role of each request.
+origin, and the key and role or the session's capability, of each request.
 
 A front end without a key listens only on loopback, but any web page in a local browser can send requests to loopback.
 Browsers send the origin of the page in `Origin` and the name of the server in `Host`. The guard checks `Origin` and
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..config import is_loopback
-from .agents.registry import OpenSessions
+from .agents.registry import Registry
 from .bodies import Bodies, drop_body
 from .clients import Clients, check_role, note_client
 from .errors import RETRY_AFTER_SECONDS, Gone, HttpError
@@ -45,9 +45,9 @@ class Counters:
     """Metrics of requests.
 
     `requests`: for each path and status, the number of requests. Unknown paths are counted under the path `other`, and
-    disconnected clients under the status 499. `open`: number of requests in flight that generate, score, tokenize or
-    detokenize. `over_limit`: for each setting that defines a limit, the number of requests that were refused because of
-    this limit.
+    disconnected clients under the status 499. `open`: number of requests in flight that generate, score, tokenize,
+    detokenize or export samples. `over_limit`: for each setting that defines a limit, the number of requests that were
+    refused because of this limit.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Counters:
 class Guard:
     """ASGI middleware that passes permitted requests to `app` and refuses all other requests.
 
-    `sessions`: the open sessions, which a capability in the path opens instead of a key. `paths`: the served paths.
+    `registry`: the open sessions; a path with a session's capability needs no key. `paths`: the served paths.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Guard:
         max_open_requests: int,
         counters: Counters,
         bodies: Bodies,
-        sessions: OpenSessions,
+        registry: Registry,
         paths: set[str],
     ) -> None:
         self._app = app
-        self._clients, self._sessions = clients, sessions
+        self._clients, self._registry = clients, registry
         self._max_open = max_open_requests
         self._counters, self._bodies, self._paths = counters, bodies, paths
 
@@ -144,7 +144,7 @@ class Guard:
         if path in OPEN_PATHS:
             return
         if (capability := capability_in(request.scope["path"])) is not None:
-            return note_client(request.scope, self._sessions.find(capability).client)
+            return note_client(request.scope, self._registry.find(capability).client)
         client = self._clients.find(request.headers.get("Authorization", ""))
         if client is None:
             raise HttpError(

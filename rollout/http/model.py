@@ -140,8 +140,7 @@ class ServedModel:
 
         If the number of characters implies too many tokens, the error is raised before the template is rendered.
         """
-        count = num_chars((messages, arguments))
-        self._check_chars("messages", count, 0 if most is None else count)
+        count = self.check_conversation((messages, arguments), most is not None)
         most_chars = self.max_text_chars if most is None else min(self.max_text_chars, self.max_prompt_chars)
         try:
             return await self.texts.encode_conversation(messages, arguments, count, most_chars, most or ANY)
@@ -149,6 +148,15 @@ class ServedModel:
             if error.what == "characters" and most_chars == self.max_text_chars:
                 raise self._too_much_text("messages", error.count) from None
             raise self._too_long("messages", error) from None
+
+    def check_conversation(self, conversation: Any, fits_context: bool = True) -> int:
+        """Return the number of characters of a conversation, a JSON value with the arguments of the template.
+
+        Raise HttpError if it exceeds the limit, or with `fits_context`, if it is too long for the context.
+        """
+        count = num_chars(conversation)
+        self._check_chars("messages", count, count if fits_context else 0)
+        return count
 
     def _check_chars(self, field: str, total: int, longest: int) -> None:
         """Raise HttpError if a request has too many characters of text.

@@ -16,31 +16,28 @@ def new_call_id(index: int) -> str:
     return f"call_{new_id()}"
 
 
-class ParsedChoice:
+class ChoiceParser:
     """Parses the growing text of a choice. Without a parser, all text is content.
 
-    `prompt`: the end of the prompt, as marked text. `call_id`: returns the id of the tool call with this index in the
-    choice, unless the model wrote an id.
+    `prompt_end`: the end of the prompt, as marked text. `call_id`: returns the id of a tool call for which the model
+    wrote none, from the index of the call in the choice.
     """
 
-    def __init__(self, parser: AnswerParser | None, prompt: str, call_id: Callable[[int], str] = new_call_id) -> None:
-        self._stream = parser.stream(prompt) if parser else None
+    def __init__(
+        self, parser: AnswerParser | None, prompt_end: str, call_id: Callable[[int], str] = new_call_id
+    ) -> None:
+        self._stream = parser.stream(prompt_end) if parser else None
         self._call_id = call_id
         self.num_calls = 0
 
-    def add(self, piece: Piece) -> tuple[dict[str, str], list[dict[str, Any]]]:
-        """Return the new texts of the message, `content` and perhaps `reasoning_content`, and the new tool calls in
-        OpenAI's form with their `index`.
-        """
+    def add(self, piece: Piece) -> tuple[str, str, list[dict[str, Any]]]:
+        """Return the new content, the new reasoning, and the new tool calls in OpenAI's form with their `index`."""
         answer = self._stream.add(piece.text) if self._stream else Answer(piece.text)
         if self._stream and piece.ended:
             answer.extend(self._stream.finish(piece.ended.finish_reason))
         calls = [self._told_call(self.num_calls + i, call) for i, call in enumerate(answer.calls)]
         self.num_calls += len(calls)
-        texts = {"content": answer.content}
-        if answer.reasoning:
-            texts["reasoning_content"] = answer.reasoning
-        return texts, calls
+        return answer.content, answer.reasoning, calls
 
     def _told_call(self, index: int, call: Call) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}

@@ -6,14 +6,13 @@ SESSIONS = "/sessions"
 SESSION = "/sessions/{id}"
 
 
+def capability_in(path: str) -> str | None:
+    """Return the session's capability in a path; None if the path has none."""
+    before, _, rest = path.partition(f"{SESSIONS}/")
+    return None if before else rest.partition("/")[0] or None
+
+
 def without_capability(path: str) -> str:
     """Return a path with `{id}` in place of a session's capability."""
-    head, _, rest = path.removeprefix(f"{SESSIONS}/").partition("/")
-    if not path.startswith(f"{SESSIONS}/") or not head:
-        return path
-    return f"{SESSION}/{rest}" if rest else SESSION
-
-
-def capability_in(path: str) -> str | None:
-    """Return the capability in a path; None if the path needs none."""
-    return path.split("/")[2] if without_capability(path) != path else None
+    capability = capability_in(path)
+    return path if capability is None else SESSION + path[len(f"{SESSIONS}/{capability}") :]

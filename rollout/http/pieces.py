@@ -29,6 +29,7 @@ from ...engine.request import (
     cut_columns,
 )
 from ..client.client import AsyncRolloutClient
+from ..sessions.session import DELTA_SECONDS
 from .answers import STEP_ENTRIES
 from .errors import HttpError
 from .samples import SampleLog
@@ -39,11 +40,6 @@ DECODED_TOKENS = 4096
 """Number of tokens decoded to text in one step. A step takes about a millisecond."""
 
 _RECORDS = {column.name for column in (TARGETS, *KEPT)}
-
-DELTA_SECONDS = 0.25
-"""Minimum time between two messages of the worker for a stream, in seconds, while the worker has many streams. Each
-message costs processor time, because it becomes events of the stream.
-"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ class Form(Protocol):
         ...
 
     def last_events(self, usage: Usage) -> list[dict[str, Any]]:
-        """Return the last events of a stream, which contain the token counts."""
+        """Return the last events of a stream. They contain the token counts, if the request wants them."""
         ...
 
 
@@ -121,9 +117,9 @@ class Task:
     """A request (the arguments of `AsyncRolloutClient.generate(prompts, params, seed=seed, media=media)`) and the
     options for its answer.
 
-    `tells_usage`: whether a stream ends with events that contain the token counts. `message`: the beginning of the
-    last user message of a conversation, for the page at `/ui`. `marks`: texts of some tokens in the text of the answer,
-    as in `Texts.decode`.
+    `message`: the beginning of the last user message of a conversation, for the page at `/ui`. `marks`: texts of some
+    tokens in the text of the answer, as in `Texts.decode`. `is_kept`: whether the samples are kept for the page at
+    `/ui`.
     """
 
     prompts: list[list[int]]
@@ -131,41 +127,44 @@ class Task:
     params: SamplingParams
     seed: int | None
     is_stream: bool
-    tells_usage: bool
     skip_special_tokens: bool = True
     message: str | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
+    is_kept: bool = True
 
 
 class Source(Protocol):
-    """What the samples of a task come from."""
+    """The origin of the samples of a task."""
 
-    async def samples(self, task: Task) -> list[list[SampleOutput]]:
+    async def samples(self) -> list[list[SampleOutput]]:
         """Return the samples of each prompt."""
         ...
 
-    def stream(self, task: Task) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
+    def stream(self) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
         """Yield (position of the prompt, new tokens or finished sample), as `AsyncRolloutClient.stream` does."""
         ...
 
 
+@dataclass(frozen=True)
 class FromWorker:
-    """The worker as the source of samples."""
+    """A request to the worker as a source of samples."""
 
-    def __init__(self, client: AsyncRolloutClient) -> None:
-        self._client = client
+    client: AsyncRolloutClient
+    task: Task
 
-    async def samples(self, task: Task) -> list[list[SampleOutput]]:
-        groups = await self._client.generate(task.prompts, task.params, seed=task.seed, media=task.media)
+    async def samples(self) -> list[list[SampleOutput]]:
+        task = self.task
+        groups = await self.client.generate(task.prompts, task.params, seed=task.seed, media=task.media)
         return [[*group.samples] for group in groups]
 
-    def stream(self, task: Task) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
+    def stream(self) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
+        task = self.task
         wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed, media=task.media)
-        return self._client.stream(task.prompts, task.params, **wishes)
+        return self.client.stream(task.prompts, task.params, **wishes)
 
 
 class Asker:
-    """Gets the samples of tasks from `source`, and keeps finished groups in `samples`.
+    """Gets the samples of a task from `source`, and keeps finished groups in `samples`.
 
     `texts`: the tokenizer; None if the answers contain no text. `eos_token_ids`: end-of-sequence tokens of the model.
     `user`: the user of the request; None if clients have no names.
@@ -185,7 +184,7 @@ class Asker:
 
     async def whole(self, task: Task, form: Form) -> dict[str, Any]:
         """Return the complete answer to a task. The task must not ask for a stream."""
-        groups = await self._source.samples(task)
+        groups = await self._source.samples()
         for position, group in enumerate(groups):
             self._keep(task, position, group)
         usage = Usage(sum(map(len, task.prompts)))
@@ -203,7 +202,7 @@ class Asker:
         usage = Usage(sum(map(len, task.prompts)))
         choices: defaultdict[tuple[int, int], _Choice] = defaultdict(lambda: _Choice(self._text(task)))
         finished: list[list[SampleOutput]] = [[] for _ in task.prompts]
-        async with aclosing(self._source.stream(task)) as stream:
+        async with aclosing(self._source.stream()) as stream:
             async for position, got in stream:
                 choice = choices[position, got.index]
                 if isinstance(got, SampleDelta):
@@ -219,13 +218,13 @@ class Asker:
                 usage.add(position, got)
                 for event in form.events(_end(position, got, choice.finish(got))):
                     yield event
-        if task.tells_usage:
-            for event in form.last_events(usage):
-                yield event
+        for event in form.last_events(usage):
+            yield event
 
     def _keep(self, task: Task, position: int, samples: Iterable[SampleOutput]) -> None:
-        prompt, images = task.prompts[position], task.media[position]
-        self._samples.add(prompt, task.params, task.seed, samples, self._user, task.message, images)
+        if task.is_kept:
+            prompt, images = task.prompts[position], task.media[position]
+            self._samples.add(prompt, task.params, task.seed, samples, self._user, task.message, images)
 
     def _choice(self, task: Task, position: int, sample: SampleOutput, usage: Usage) -> Piece:
         check_sample(sample)

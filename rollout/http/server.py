@@ -29,7 +29,7 @@ from ..network.keys import Key
 from ..text import TextModel, model_served_here, needs_tokenizer, prepare_for_conversations
 from ..tracing import exporting
 from .accepting import Acceptor
-from .agents.registry import OpenSessions
+from .agents.registry import Registry
 from .app import make_app
 from .clients import Clients, clients_of
 from .config import HttpConfig
@@ -110,14 +110,14 @@ async def run(
         served = await _meet(client, config)
         watch = Watch(client)
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)
-        opened = OpenSessions(config)
-        app = make_app(served, lifecycle, watch, config, clients, counters, opened, tracer)
+        registry = Registry(config)
+        app = make_app(served, lifecycle, watch, config, clients, counters, registry, tracer)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)
         counters.include(connections.collect)
         with closing(served.texts), closing(served.images):
-            tasks = [asyncio.create_task(watch.run()), asyncio.create_task(opened.run())]
+            tasks = [asyncio.create_task(watch.run()), asyncio.create_task(registry.run())]
             try:
                 return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import aclosing, suppress
 from typing import Any, TypeAlias, TypeVar
 
@@ -29,6 +29,7 @@ from .turns import Turns
 
 T = TypeVar("T")
 Events: TypeAlias = AsyncGenerator[dict[str, Any], None]
+Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
 Steps: TypeAlias = Generator[None, None, dict[str, Any]]
 
 MAX_ELEMENTS = 2**12
@@ -213,8 +214,8 @@ async def event_stream(receive: Receive, events: Events, names_events: bool = Fa
     """Wait for the first event, and return a response that streams all events as server-sent events.
 
     If an error occurs before the first event, this function raises the error, so that the error response can have the
-    right HTTP status. `names_events`: each event has its field `type` as its name, and the stream ends with its last
-    event instead of `[DONE]`, as in Anthropic's API and in OpenAI's API of responses.
+    right HTTP status. `names_events`: each event is named after its field `type`, and the stream ends with its last
+    event instead of `[DONE]`, as in Anthropic's Messages API and in OpenAI's Responses API.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]

@@ -7,6 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+MAX_DEPTH = 58
+"""Maximum depth of nested lists and objects in the arguments of a call."""
+MAX_INTEGER_BITS = 4096
+"""Maximum size of an integer in the arguments of a call."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -34,14 +39,31 @@ class Answer:
 
 def make_call(name: Any, arguments: Any, id: str | None = None) -> Call | None:
     """Return a call; None if the name is not a text that can be printed, or if the arguments are not an object with
-    values of JSON.
+    values of JSON within the bounds above, which sessions set to the messages that agents send back.
     """
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or not isinstance(arguments, dict):
+        return None
+    if not _is_bounded(arguments):
         return None
     try:
         return Call(name, _json_of(arguments), id)
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def _is_bounded(value: Any) -> bool:
+    """Return whether a value has neither more than `MAX_DEPTH` levels nor an integer of more than `MAX_INTEGER_BITS`
+    bits.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        if any(isinstance(each, int) and each.bit_length() > MAX_INTEGER_BITS for each in level):
+            return False
+        lists = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        if not lists:
+            return True
+        level = [inner for each in lists for inner in each]
+    return False
 
 
 def parsed_json(text: str) -> Any:

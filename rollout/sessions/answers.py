@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 from trueroll.errors import InvalidRequestError
 
+from ...engine.models.detokenizer import REPLACEMENT
 from ...engine.request import SampleOutput
 from ..parsing.forced import check_reasoning
 from ..parsing.parser import PROMPT_END_TOKENS, AnswerParser, parser_for
 from ..text import TextModel, before_stop, decode_marked, texts_of_marks
-from .messages import Message, read_messages
+from .messages import Message, drawn_message, read_messages
 
 
 class Parsed(Protocol):
@@ -44,15 +45,8 @@ class Parser(Protocol):
 
 
 @dataclass(frozen=True)
-class _Parts:
-    content: str
-    reasoning_content: str
-    tool_calls: list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How an answer is read in the format of the model's chat template.
+class ParserSettings:
+    """The settings of the parser for an answer.
 
     `tools`: the tools that the answer may call. `is_forced`: whether a grammar makes the answer one call.
     """
@@ -71,50 +65,56 @@ class Reading:
 
 
 def prompt_end(texts: TextModel, prompt: Sequence[int], parser: AnswerParser) -> str:
-    """Return the end of a prompt, as the parser needs it. `prompt`: token ids."""
+    """Return the end of a prompt, as marked text. `prompt`: token ids."""
     return decode_marked(texts.decode, prompt[-PROMPT_END_TOKENS:], False, parser.marks)
 
 
 def read_answer(
-    sample: SampleOutput, texts: TextModel, parser: Parser | None, reading: Reading, prompt: Sequence[int], seed: int
+    sample: SampleOutput,
+    texts: TextModel,
+    parser: Parser | None,
+    settings: ParserSettings,
+    prompt: Sequence[int],
+    seed: int,
 ) -> Message:
-    """Return the message of a sample. The answer is content as a whole if the parser's parts are not a valid message.
+    """Return the message of a sample.
 
-    `parser`: None for the parser of the model's chat template. `prompt`: the prompt of the sample, token ids. `seed`:
+    `parser`: None for the parser of the model's chat template. If the parts of any other parser are not a valid
+    message, the answer is content as a whole. `prompt`: the prompt of the sample, token ids. `seed`:
     the seed of the request, from which the ids of tool calls are derived if the model did not write them.
     """
     if parser is None:
-        parts, text = _parsed(sample, texts, prompt, reading)
-    else:
-        text = _text_of(sample, texts, {})
-        parts = parser.whole(_without_end(sample), text, sample.finish_reason)
+        return _parsed(sample, texts, settings, prompt, seed)
+    text = _text_of(sample, texts, {})
+    parts = parser.whole(_without_end(sample), text, sample.finish_reason)
     calls = [_with_id(call, text, call_id(seed, i)) for i, call in enumerate(parts.tool_calls)]
     told = dict(content=parts.content, reasoning_content=parts.reasoning_content, tool_calls=calls)
     try:
         [message] = read_messages([dict(role="assistant", **told)])
     except InvalidRequestError:
-        return Message(dict(role="assistant", content=_text_of(sample, texts, {})))
+        return Message(dict(role="assistant", content=text))
     return message
 
 
 def call_id(seed: int, index: int) -> str:
-    """Return the id of the tool call with this index in an answer, unless the model wrote an id."""
+    """Return the id of a tool call for which the model wrote none. `index`: index of the call in the answer."""
     return f"call_{seed:016x}{index}"
 
 
-def _parsed(sample: SampleOutput, texts: TextModel, prompt: Sequence[int], reading: Reading) -> tuple[Parsed, str]:
-    """Parse an answer in the format of the model's chat template, and return its parts and the parsed text."""
-    parser = reading.parser(texts)
+def _parsed(
+    sample: SampleOutput, texts: TextModel, settings: ParserSettings, prompt: Sequence[int], seed: int
+) -> Message:
+    """Return the message of an answer in the format of the model's chat template."""
+    parser = settings.parser(texts)
     if parser is None:
-        text = _text_of(sample, texts, {})
-        return _Parts(text, "", []), text
+        return drawn_message(_text_of(sample, texts, {}), "", [])
     text = _text_of(sample, texts, parser.marks)
     answer = parser.whole(text, sample.finish_reason, prompt_end(texts, prompt, parser))
-    calls: list[dict[str, Any]] = []
-    for call in answer.calls:
-        calls.append(dict(type="function", function=dict(name=call.name, arguments=call.arguments)))
-        calls[-1] |= {} if call.id is None else dict(id=call.id)
-    return _Parts(answer.content, answer.reasoning, calls), text
+    calls = [
+        dict(id=call.id or call_id(seed, i), type="function", function=dict(name=call.name, arguments=call.arguments))
+        for i, call in enumerate(answer.calls)
+    ]
+    return drawn_message(answer.content, answer.reasoning, calls)
 
 
 def _without_end(sample: SampleOutput) -> list[int]:
@@ -130,7 +130,7 @@ def _text_of(sample: SampleOutput, texts: TextModel, marks: Mapping[int, str]) -
     text = decode_marked(texts.decode, token_ids, True, marks)
     if isinstance(sample.stop_reason, str):
         mark_texts, stop = texts_of_marks(texts.decode, marks), sample.stop_reason
-        before = decode_marked(texts.decode, token_ids[:-1], True, marks).translate(mark_texts)
+        before = decode_marked(texts.decode, token_ids[:-1], True, marks).rstrip(REPLACEMENT).translate(mark_texts)
         text = before_stop(text, stop, max(0, len(before) - len(stop) + 1), mark_texts)
     return text
 

@@ -7,8 +7,8 @@ as other tools, have different roots. A drawn node keeps the tokens of its openi
 Promises:
 
 - Of the nodes with messages that are a prefix of a request, the request continues the deepest. If there are several,
-  for example because the model drew the same text twice, the request continues the node that its message names. If the
-  message names none, the request continues the drawn node that was added last.
+  for example because the model drew the same text twice, the request continues the node that its message names. If its
+  message names none of them, the request continues the drawn node that was added last.
 - A node is added together with the given messages before it.
 - Every leaf is a drawn node.
 - The seed of a drawn node depends only on the session's seed, the given messages on its path, and the ordinals of the
@@ -46,26 +46,28 @@ class Drawn:
     """What a drawn node has besides its message.
 
     `prompt_len`: number of tokens of the request's prompt. `sample`: the sample; its `routed_experts` begin with the
-    row of token `routes_start`, because the previous drawn node has the rows before it. `body`: the digest of the
-    request, from which retries are recognized. `ordinal`: the position among the nodes drawn at the same place.
+    row of token `routes_start`, because the previous drawn node has the rows before it. `call_digest`: the digest of
+    the call, from which retries are recognized. `ordinal`: the position among the nodes drawn at the same place.
     `params`: the sampling parameters of the request, without the seed. Nodes with equal parameters share them.
     """
 
     opening: Opening
     prompt_len: int
     sample: SampleOutput
-    body: bytes
+    call_digest: bytes
     ordinal: int
     params: SamplingParams
 
     @property
     def kept_len(self) -> int:
-        """The number of tokens of the prompt that the previous drawn node has."""
+        """The number of tokens of the prompt before the opening."""
         return self.prompt_len - len(self.opening.token_ids)
 
     @property
     def routes_start(self) -> int:
-        """The token of the first row of routed experts. The last token of the previous drawn node has no row there."""
+        """The index of the first token with a row of routed experts: the last token of the previous drawn node, of
+        which the previous sample has no row.
+        """
         return max(0, self.kept_len - 1)
 
     @property
@@ -125,7 +127,7 @@ class Forest:
         self._nodes: dict[str, Node] = {}
         self._ordinals: dict[bytes, set[int]] = {}
         self._pending: dict[tuple[bytes, int], int] = {}  # number of nodes that each running call may add
-        self._by_body: dict[bytes, Node] = {}
+        self._by_call: dict[bytes, Node] = {}
         self._params: dict[SamplingParams, SamplingParams] = {}
         self.num_bytes = self.num_sample_bytes = 0
 
@@ -156,16 +158,9 @@ class Forest:
                 found, depth = [child for child in matching if child.id == message.node] or matching, depth + 1
             return max(found, key=lambda node: (node.drawn is not None, node.number)), depth
 
-    def recorded(self, body: bytes) -> Node | None:
+    def recorded(self, call_digest: bytes) -> Node | None:
         """Return the newest node that was drawn for a request, or None."""
-        return self._by_body.get(body)
-
-    def place(self, base: Node, messages: Sequence[Message]) -> bytes:
-        """Return the digest of the place of an answer: after the node `base` and new messages."""
-        digest = base.digest
-        for message in messages:
-            digest = _after(digest, message)
-        return digest
+        return self._by_call.get(call_digest)
 
     def reserve(self, place: bytes, num_new: int) -> int:
         """Return the smallest free ordinal at a place, and reserve it with room for `num_new` given messages and the
@@ -188,18 +183,10 @@ class Forest:
             if not self._ordinals[place]:
                 del self._ordinals[place]
 
-    def seed_at(self, place: bytes, ordinal: int) -> int:
-        """Return the seed of the request that draws a node."""
-        return int.from_bytes(_digest(place, b"seed", b"%d" % ordinal)[:8], "little")
-
-    def id_at(self, place: bytes, ordinal: int) -> str:
-        """Return the id of a node that is drawn at a place."""
-        return _drawn_at(place, ordinal).hex()
-
     def seed_of(self, node: Node) -> int:
         """Return the seed of the request that drew a node."""
         assert node.parent is not None and node.drawn is not None
-        return self.seed_at(node.parent.digest, node.drawn.ordinal)
+        return seed_at(node.parent.digest, node.drawn.ordinal)
 
     def add(self, base: Node, messages: Sequence[Message], answer: Message, drawn: Drawn) -> Node:
         """Add a drawn node after given messages, and return it. Existing given nodes are used again."""
@@ -213,7 +200,7 @@ class Forest:
             self._pending.pop((base.digest, drawn.ordinal))
             drawn = replace(drawn, params=self._shared(drawn.params))
             node = self._add(base, answer, _drawn_at(base.digest, drawn.ordinal), drawn)
-            self._by_body[drawn.body] = node
+            self._by_call[drawn.call_digest] = node
             return node
 
     def leaves(self) -> list[Node]:
@@ -235,7 +222,7 @@ class Forest:
         assert node.parent is not None and node.drawn is not None
         for siblings in node.parent.children.values():
             for other in siblings:
-                if other is not node and other.drawn is not None and other.drawn.body == node.drawn.body:
+                if other is not node and other.drawn is not None and other.drawn.call_digest == node.drawn.call_digest:
                     yield other
 
     def _given(self, parent: Node, message: Message) -> Node:
@@ -279,6 +266,24 @@ def drawn_of(node: Node) -> Drawn:
     """Return what a drawn node has besides its message."""
     assert node.drawn is not None
     return node.drawn
+
+
+def place_of(base: Node, messages: Sequence[Message]) -> bytes:
+    """Return the digest of the place of an answer: after the node `base` and new messages."""
+    digest = base.digest
+    for message in messages:
+        digest = _after(digest, message)
+    return digest
+
+
+def seed_at(place: bytes, ordinal: int) -> int:
+    """Return the seed of the request that draws a node."""
+    return int.from_bytes(_digest(place, b"seed", b"%d" % ordinal)[:8], "little")
+
+
+def id_at(place: bytes, ordinal: int) -> str:
+    """Return the id of a node that is drawn at a place."""
+    return _drawn_at(place, ordinal).hex()
 
 
 def _digest(before: bytes, kind: bytes, content: bytes) -> bytes:

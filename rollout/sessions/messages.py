@@ -12,6 +12,7 @@ the JSON texts of arguments, and each message consists only of JSON values.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from functools import cached_property
 from typing import Any
 
 from trueroll.errors import InvalidRequestError, brief
+
+from ..parsing.answers import MAX_DEPTH as MAX_CALL_DEPTH
+from ..parsing.answers import MAX_INTEGER_BITS
 
 MAX_MESSAGES = 4096
 """Maximum number of messages in a conversation."""
@@ -28,10 +32,9 @@ integer as its digits.
 """
 MAX_VALUES = 2**16
 """Maximum number of JSON values in a conversation."""
-MAX_DEPTH = 64
-"""Maximum depth of nested lists and objects in a conversation."""
+MAX_DEPTH = MAX_CALL_DEPTH + 6
+"""Maximum depth of nested lists and objects in a conversation. The arguments of a call are at depth 6."""
 NUMBER_CHARS = 24
-MAX_INTEGER_BITS = 4096
 
 SMALL_CHARS, SMALL_VALUES = 2**15, 2**12
 """A conversation with more characters or values is not small."""
@@ -132,6 +135,14 @@ def read_messages(messages: Any, tools: Any = ()) -> list[Message]:
     return [_read(f"messages[{i}]", message, bounds) for i, message in enumerate(messages)]
 
 
+def drawn_message(content: str, reasoning: str, calls: list[dict[str, Any]]) -> Message:
+    """Return the message of an answer. The number of its characters and of its values is bounded by the answer's
+    tokens, and not by the bounds of a conversation.
+    """
+    fields = dict(role="assistant", content=content, reasoning_content=reasoning, tool_calls=calls)
+    return _read("answer", fields, _Bounds(has_size=False))
+
+
 def is_small(value: Any) -> bool:
     """Return whether a value is so small that reading it takes a few milliseconds at most."""
     chars = count = 0
@@ -211,10 +222,11 @@ def _no_constant(name: str) -> None:
 
 
 class _Bounds:
-    """Counts the characters and values of one conversation."""
+    """Counts the characters and values of one conversation. `has_size`: whether their numbers have bounds."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_size: bool = True) -> None:
         self._chars = self._values = 0
+        self._most_chars, self._most_values = (MAX_CHARS, MAX_VALUES) if has_size else (sys.maxsize, sys.maxsize)
 
     def count(self, value: Any, depth: int) -> None:
         """Count a value and all values in it, including the names of fields. Raise InvalidRequestError if it is not a
@@ -239,8 +251,8 @@ class _Bounds:
     def _add(self, chars: int, values: int, depth: int) -> None:
         self._chars, self._values = self._chars + chars, self._values + values
         for found, limit, what in (
-            (self._chars, MAX_CHARS, "characters"),
-            (self._values, MAX_VALUES, "values"),
+            (self._chars, self._most_chars, "characters"),
+            (self._values, self._most_values, "values"),
             (depth, MAX_DEPTH, "levels of nesting"),
         ):
             if found > limit:

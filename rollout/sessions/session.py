@@ -7,8 +7,8 @@ the new tokens (`templates`), the parts of an answer (`answers`), and the form o
 Promises:
 
 - Calls may run at the same time. Calls with different messages do not affect each other. Calls with the same messages
-  draw several answers, with different seeds. A call does not wait for another call, except for a retry, and for a large
-  call while another large call is read.
+  draw several answers, with different seeds. A call waits for another call only if it is a retry, or if both are large:
+  large calls are read one at a time.
 - A retry is a call with `is_retry` and the same messages, tools and parameters as an earlier call. If such a call is
   running, the retry waits for its answer; of several, it waits for the one with the fewest callers. If such a call was
   cancelled and has not ended yet, the retry waits for its end and then draws the answer with the same seed. Otherwise,
@@ -52,12 +52,12 @@ from ..parsing.forced import forced_tools, forcing
 from ..protocol import new_id
 from ..text import TextModel, is_long
 from ..tracing import note_sample, session_call
-from .answers import Parser, Reading, read_answer, told_message
+from .answers import Parser, ParserSettings, read_answer, told_message
 from .export import SessionSample, add_opening, as_record, prompt_of, samples_of, token_entries, tokens_until
-from .forest import Drawn, Forest, Node
+from .forest import Drawn, Forest, Node, id_at, place_of, seed_at
 from .messages import NODE_FIELD, Message, as_key, is_small, read_messages
 from .record import write_record
-from .templates import RESERVED, Opening, Templates, Turn
+from .templates import Opening, Templates, Turn, check_template_arguments
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -68,7 +68,9 @@ MAX_BYTES = 2**28
 _MANY_TOKENS = 2**12
 """Maximum number of tokens of an answer that is read on the event loop."""
 DELTA_SECONDS = 0.25
-"""Minimum time between two messages with deltas, in seconds, while the worker has many streams."""
+"""Minimum time between two messages with deltas, in seconds, while the worker has many streams. Each message costs
+processor time, because over HTTP it becomes events.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ class Answer:
 
     `message`: in OpenAI's form, to append to the messages of the next call. Its field `session_node` may be dropped; it
     names the answer among equal answers. `node`: id of the answer in the session. `finish_reason`: `stop`, `tool_calls`
-    or `length`. `num_continued`: how many messages of the call are the session's, up to its last answer among them; 0
-    if the call begins a conversation. `prompt_token_ids`: the prompt that the worker got. `sample`: the sample that the
-    worker returned, with read-only arrays; its `routed_experts` begin where those of the previous answer end.
+    or `length`. `num_continued`: number of messages at the beginning of the call, up to the last answer of the session
+    among them; 0 if the call begins a conversation. `prompt_token_ids`: the prompt that the worker got. `sample`: the
+    sample that the worker returned, with read-only arrays; its `routed_experts` begin where those of the previous
+    answer end.
     """
 
     message: dict[str, Any]
@@ -94,16 +97,21 @@ class Answer:
 class _Call:
     """The arguments of a call.
 
-    `params`: with the grammar of a required tool call. `root`: the text of the template's arguments, in the order in
-    which the template may write them. `body`: the digest of all arguments. `reading`: how to read the answer.
+    `params`: with the grammar of a required tool call. `root`: the JSON text of the template's arguments, in their
+    order, because a template may write them. `digest`: of all arguments; equal calls have equal digests. `settings`: of
+    the parser for the answer.
     """
 
     messages: list[Message]
     arguments: dict[str, Any]
     params: SamplingParams
     root: str
-    body: bytes
-    reading: Reading
+    digest: bytes
+    settings: ParserSettings
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """Return the sampling parameters with a seed."""
+        return self.params.model_copy(update=dict(seed=seed))
 
 
 @dataclass(eq=False)
@@ -111,30 +119,30 @@ class _Run:
     """A call from its beginning until its callers have the answer.
 
     `wants_deltas`: whether the worker is asked for tokens as they are drawn. `num_callers`: the number of callers that
-    wait for the answer. `reserved`: the place and the ordinal in the forest. `prompt`: the prompt, once it is known.
-    `seed`, `node_id`: the seed of the request and the id of the answer's node, once the prompt is known. `deltas`: the
-    drawn tokens so far. `node`: the node, once a caller got the answer.
+    wait for the answer. `reserved`: the place and the ordinal in the forest. `asked`: what callers get, once the prompt
+    is known. `deltas`: the drawn tokens so far. `node`: the node, once a caller got the answer.
     """
 
     call: _Call
     wants_deltas: bool
     num_callers: int = 0
     reserved: tuple[bytes, int] | None = None
-    prompt: list[int] | None = None
-    seed: int = 0
-    node_id: str = ""
+    asked: Asked | None = None
     deltas: list[SampleDelta] = field(default_factory=list)
     node: Node | None = None
     task: asyncio.Task[Ready] = field(init=False)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def tell(self) -> None:
+    def wake(self) -> None:
         """Wake all callers that wait in `until`."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def delta(self, position: int) -> SampleDelta | None:
-        """Wait for a delta, and return it; None if the call ended before."""
+        """Wait for a delta, and return it; None if the call ended before. The event loop runs other work even if the
+        delta is there, because a retry may find thousands of deltas.
+        """
+        await asyncio.sleep(0)
         await self.until(lambda: len(self.deltas) > position)
         return self.deltas[position] if position < len(self.deltas) else None
 
@@ -149,15 +157,20 @@ class Asked:
     """A call that `AsyncSession.asked` has begun or found.
 
     `node`: the id that the answer has in the session. `prompt_token_ids`: the prompt that the worker gets. `params`:
-    the sampling parameters, with the seed. `reading`: how the answer is read.
+    the sampling parameters, with the seed. `settings`: of the parser for the answer.
     """
 
     node: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    reading: Reading
+    settings: ParserSettings
     _run: _Run | None
     _answer: Callable[[], Awaitable[Answer]]
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the answer was recorded before."""
+        return self._run is None
 
     async def deltas(self) -> AsyncGenerator[SampleDelta, None]:
         """Yield the drawn tokens as they arrive, as `AsyncRolloutClient.stream` does. Yield none if the answer was
@@ -222,7 +235,7 @@ class AsyncSession:
         self._parser = parser
         bounds = _checked_bound("max_nodes", max_nodes), _checked_bound("max_bytes", max_bytes)
         self._templates, self._forest = Templates(texts), Forest(self.seed, *bounds)
-        self._running: dict[bytes, list[_Run]] = {}  # by body
+        self._running: dict[bytes, list[_Run]] = {}  # by digest of the call
         self._large = asyncio.Lock()  # equal large calls begin in the order in which they were made
         self._is_closed = False
 
@@ -274,22 +287,20 @@ class AsyncSession:
         `deltas`: whether `Asked.deltas` yields tokens as they are drawn
         """
         call = await self._call(messages, tools or (), tool_choice, chat_template_kwargs or {}, params)
-        found = await self._earlier(call.body) if is_retry else None
-        self._check_open("closed; begin a new session")
+        found = await self._earlier(call.digest) if is_retry else None
+        self._check_open()
         if isinstance(found, Node):
-            node = found
-            seeded = call.params.model_copy(update=dict(seed=self._forest.seed_of(node)))
-            yield Asked(node.id, prompt_of(node), seeded, call.reading, None, partial(_answered, node))
+            seeded = call.seeded(self._forest.seed_of(found))
+            yield Asked(found.id, prompt_of(found), seeded, call.settings, None, partial(_answered, found))
             return
         run = found or self._begin(call, deltas)
         run.num_callers += 1
         try:
-            await run.until(lambda: run.prompt is not None)
-            if run.prompt is None:
+            await run.until(lambda: run.asked is not None)
+            if run.asked is None:
                 await self._result(run)  # raises the error of the call
-            assert run.prompt is not None
-            seeded = call.params.model_copy(update=dict(seed=run.seed))
-            yield Asked(run.node_id, run.prompt, seeded, call.reading, run, partial(self._answer_of, run))
+                raise AssertionError("a call without a prompt fails")
+            yield run.asked
         finally:
             run.num_callers -= 1
             await self._leave(run)
@@ -303,7 +314,7 @@ class AsyncSession:
     ) -> int:
         """Return the number of tokens of the prompt that a call of `chat` would have now."""
         call = await self._call(messages, tools or (), "auto", chat_template_kwargs or {}, {})
-        self._check_open("closed; begin a new session")
+        self._check_open()
         base, depth = self._forest.find(call.root, call.messages)
         return len((await self._prompt(call, base, call.messages[depth:]))[0])
 
@@ -357,7 +368,7 @@ class AsyncSession:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _check_open(self, what: str) -> None:
+    def _check_open(self, what: str = "closed; begin a new session") -> None:
         if self._is_closed:
             raise IllegalStateError(f"session: {what}")
 
@@ -373,39 +384,33 @@ class AsyncSession:
         if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
             text = f"tools: must be a list of objects (got {brief(tools)})"
             raise InvalidRequestError(text, field="tools")
-        if not isinstance(kwargs, dict):
-            text = f"chat_template_kwargs: must be an object (got {brief(kwargs)})"
-            raise InvalidRequestError(text, field="chat_template_kwargs")
-        if found := RESERVED & kwargs.keys():
-            text = f"chat_template_kwargs: {sorted(found)} cannot be set here; remove them"
-            raise InvalidRequestError(text, field="chat_template_kwargs")
+        check_template_arguments(kwargs)
         read = read_messages(messages, [*tools, kwargs])
         arguments = deepcopy(kwargs | dict(tools=list(tools) or None))
-        sampling = {name: getattr(self._sampling, name) for name in self._sampling.model_fields_set}
-        sampling = SamplingParams(**(sampling | params))
+        sampling = SamplingParams(**(dict(self._sampling) | params))
         _check_sampling(sampling)
         forced = forced_tools(tool_choice, tools)
         if forced:
             sampling = forcing(sampling, forced)
-        reading = Reading(() if tool_choice == "none" else tuple(arguments["tools"] or ()), bool(forced))
+        settings = ParserSettings(() if tool_choice == "none" else tuple(arguments["tools"] or ()), bool(forced))
         root = json.dumps(arguments, ensure_ascii=False)
         whole = as_key([root, tool_choice, sampling.model_dump_json(), [message.fields for message in read]])
-        body = hashlib.blake2b(whole.encode(), digest_size=16).digest()
-        return _Call(read, arguments, sampling, root, body, reading)
+        digest = hashlib.blake2b(whole.encode(), digest_size=16).digest()
+        return _Call(read, arguments, sampling, root, digest, settings)
 
-    async def _earlier(self, body: bytes) -> _Run | Node | None:
+    async def _earlier(self, digest: bytes) -> _Run | Node | None:
         """Return the run or the recorded node that a retry stands for; None if the retry is to draw an answer."""
-        runs = self._running.get(body, ())
+        runs = self._running.get(digest, ())
         if ending := [run.task for run in runs if not run.num_callers]:
             await asyncio.wait(ending)
             return None
-        return min(runs, key=lambda run: run.num_callers) if runs else self._forest.recorded(body)
+        return min(runs, key=lambda run: run.num_callers) if runs else self._forest.recorded(digest)
 
     def _begin(self, call: _Call, wants_deltas: bool) -> _Run:
         run = _Run(call, wants_deltas)
         run.task = asyncio.ensure_future(self._draw(run))
-        run.task.add_done_callback(lambda _: self._drop_failed(run))
-        self._running.setdefault(call.body, []).append(run)
+        run.task.add_done_callback(lambda _: self._ended(run))
+        self._running.setdefault(call.digest, []).append(run)
         return run
 
     async def _draw(self, run: _Run) -> Ready:
@@ -413,18 +418,18 @@ class AsyncSession:
         call = run.call
         base, depth = self._forest.find(call.root, call.messages)
         new = call.messages[depth:]
-        place = self._forest.place(base, new)
+        place = place_of(base, new)
         run.reserved = place, ordinal = place, self._forest.reserve(place, len(new))
         prompt, opening = await self._prompt(call, base, new)
-        call.reading.check(self._texts, prompt)
-        run.seed, run.node_id = self._forest.seed_at(place, ordinal), self._forest.id_at(place, ordinal)
-        run.prompt = prompt
-        run.tell()
-        sample = await self._sample(run, prompt)
+        call.settings.check(self._texts, prompt)
+        node, seed = id_at(place, ordinal), seed_at(place, ordinal)
+        run.asked = Asked(node, prompt, call.seeded(seed), call.settings, run, partial(self._answer_of, run))
+        run.wake()
+        sample = await self._sample(run, run.asked)
         _check_complete(sample)
-        drawn = Drawn(opening, len(prompt), sample, call.body, ordinal, call.params)
+        drawn = Drawn(opening, len(prompt), sample, call.digest, ordinal, call.params)
         drawn = replace(drawn, sample=as_record(drawn.sample, drawn.routes_start))
-        read = partial(read_answer, drawn.sample, self._texts, self._parser, call.reading, prompt, run.seed)
+        read = partial(read_answer, drawn.sample, self._texts, self._parser, call.settings, prompt, seed)
         is_short = len(drawn.sample.token_ids) <= _MANY_TOKENS
         return base, new, read() if is_short else await asyncio.to_thread(read), drawn
 
@@ -443,9 +448,9 @@ class AsyncSession:
         add_opening(token_ids, opening)
         return token_ids, opening
 
-    async def _sample(self, run: _Run, prompt: list[int]) -> SampleOutput:
+    async def _sample(self, run: _Run, asked: Asked) -> SampleOutput:
         """Ask the worker for a sample."""
-        params = run.call.params.model_copy(update=dict(seed=run.seed))
+        prompt, params = asked.prompt_token_ids, asked.params
         if not run.wants_deltas:
             [group] = await self._client.generate([prompt], params)
             return group.samples[0]
@@ -455,7 +460,7 @@ class AsyncSession:
                 if isinstance(got, SampleOutput):
                     return got
                 run.deltas.append(got)
-                run.tell()
+                run.wake()
         raise AssertionError("a stream ends with the sample")
 
     async def _result(self, run: _Run) -> Node:
@@ -478,26 +483,27 @@ class AsyncSession:
             await asyncio.wait([run.task])
         self._drop(run)
 
-    def _drop_failed(self, run: _Run) -> None:
-        """Drop a run that has ended if no caller will get an answer."""
-        run.tell()
+    def _ended(self, run: _Run) -> None:
+        """Wake the callers of a run that has ended, and drop the run if none of them gets an answer."""
+        run.wake()
         if run.task.cancelled() or run.task.exception() is not None or not run.num_callers:
             self._drop(run)
 
     def _drop(self, run: _Run) -> None:
         """Remove a run, and free its place in the forest unless its node was added. Idempotent."""
-        runs = self._running.get(run.call.body, [])
+        runs = self._running.get(run.call.digest, [])
         if run in runs:
             runs.remove(run)
         if not runs:
-            self._running.pop(run.call.body, None)
+            self._running.pop(run.call.digest, None)
         if run.reserved is not None:
             self._forest.release(*run.reserved)
             run.reserved = None
 
 
 class Session:
-    """The methods of `AsyncSession`, for code without an event loop. May be used from several threads.
+    """`AsyncSession` for code without an event loop, without `asked` and `count_tokens`. May be used from several
+    threads.
 
     `client`: a `RolloutClient` or a `FleetClient`. The other arguments: see `AsyncSession`.
     """

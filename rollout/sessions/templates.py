@@ -59,6 +59,15 @@ _MAX_END_TOKENS = 64
 """Maximum number of tokens that end a drawn message."""
 
 
+def check_template_arguments(arguments: Any) -> None:
+    """Raise InvalidRequestError if the arguments of a template are no object, or if a call cannot set one of them."""
+    field = "chat_template_kwargs"
+    if not isinstance(arguments, dict):
+        raise InvalidRequestError(f"{field}: must be an object (got {brief(arguments)})", field=field)
+    if found := RESERVED & arguments.keys():
+        raise InvalidRequestError(f"{field}: {sorted(found)} cannot be set here; remove them", field=field)
+
+
 @dataclass(frozen=True)
 class Opening:
     """The tokens before a drawn message that no earlier drawn message contains.

@@ -2,7 +2,7 @@
 
 | module        | owns                                                                                   |
 |---------------|----------------------------------------------------------------------------------------|
-| `call`        | what an agent asks of a session, whatever the API                                      |
+| `call`        | the form of requests that all APIs share                                               |
 | `chat`        | OpenAI's chat completions                                                              |
 | `messages`    | Anthropic's messages                                                                   |
 | `responses`   | OpenAI's responses                                                                     |

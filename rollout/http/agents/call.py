@@ -1,4 +1,4 @@
-"""What an agent asks of a session, and what an answer needs, whatever the API.
+"""The form of requests that all APIs share, and what each API needs to write an answer.
 
 Each API has a function that reads a request's body as an `AgentCall`. Does not own: the sessions (`registry`) and the
 course of a call (`endpoints`).
@@ -6,19 +6,20 @@ course of a call (`endpoints`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, model_validator
+from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from trueroll.errors import brief
 
-from ...parsing.parser import AnswerParser
+from ....engine.request import SamplingParams
+from ...sessions.messages import NODE_FIELD
 from ..answers import TokenBytes
-from ..fields import Fields, ResponseFormat, is_same, unsupported
-from ..parsed import ParsedChoice
+from ..fields import Fields, ResponseFormat, given
+from ..parsed import ChoiceParser
 from ..pieces import Form
 
 
@@ -36,24 +37,11 @@ class Sent(Fields):
     @model_validator(mode="before")
     @classmethod
     def _only_effective(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        values = {name: value for name, value in values.items() if value is not None and name not in cls.IGNORED}
-        for name in [name for name in cls.OFF if name in values]:
-            value, neutral = values.pop(name), cls.OFF[name]
-            if not any(is_same(value, each) for each in neutral):
-                raise unsupported(cls.PATH + name, " or ".join(["null", *map(repr, neutral)]), value)
-        return values
+        return given(values, cls.IGNORED, cls.OFF, cls.PATH) if isinstance(values, dict) else values
 
 
-def told_apart_by(field: str, default: str | None = None) -> Discriminator:
-    """Return the discriminator of classes that a field tells apart. `default`: the value of a missing field."""
-    return Discriminator(lambda given: default if given.get(field) is None else given[field])
-
-
-def only(field: str, names: str, default: str | None = None) -> BeforeValidator:
-    """Return a validator that allows only some values of a field. `names`: the values, separated by spaces."""
-    allowed = names.split()
+def only(field: str, *allowed: str, default: str | None = None) -> BeforeValidator:
+    """Return a validator that allows only some values of a field, and sets the field to `default` if it is missing."""
 
     def check(given: Any) -> Any:
         if not isinstance(given, dict):
@@ -61,10 +49,41 @@ def only(field: str, names: str, default: str | None = None) -> BeforeValidator:
         value = default if given.get(field) is None else given[field]
         if value not in allowed:
             said = dict(field=field, allowed=", ".join(allowed), value=brief(value))
-            raise PydanticCustomError("unsupported", "{field} {value} is not supported (supported: {allowed})", said)
-        return given
+            raise PydanticCustomError("unsupported", "{field} {value} is not supported; use {allowed}", said)
+        return given | {field: value}
 
     return BeforeValidator(check)
+
+
+def lines(parts: Iterable[Any]) -> str:
+    """Return the `text` of several parts as one text, as in chat completions."""
+    return "\n".join(part.text for part in parts)
+
+
+def assistant_message(content: str, reasoning: str, calls: list[dict[str, Any]], node: str | None) -> dict[str, Any]:
+    """Return an assistant message of chat completions. `node`: the answer's node that the agent sent back."""
+    told = {"reasoning_content": reasoning, "tool_calls": calls, NODE_FIELD: node}
+    return {"role": "assistant", "content": content} | {name: value for name, value in told.items() if value}
+
+
+def tool_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """Return a tool call of chat completions."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_message(id: str, content: Iterable[Any]) -> dict[str, Any]:
+    """Return the result of a tool call as a message of chat completions."""
+    return {"role": "tool", "tool_call_id": id, "content": lines(content)}
+
+
+def function(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a tool of chat completions."""
+    return {"type": "function", "function": present(name=name, description=description, parameters=parameters)}
+
+
+def present(**fields: Any) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _as_response_format(given: Any) -> Any:
@@ -77,30 +96,29 @@ FlatFormat: TypeAlias = Annotated[ResponseFormat, BeforeValidator(_as_response_f
 """A format of an answer. Unlike in `response_format` of chat completions, the schema is next to the type."""
 
 
+def told_format(format: ResponseFormat) -> dict[str, Any] | None:
+    """Return the `response_format` of chat completions; None for plain text."""
+    return None if format.type == "text" else dict(format)
+
+
 @dataclass(frozen=True)
 class Context:
-    """What is known of a call when its answer begins.
+    """The data from which an API writes its answer.
 
-    `id`: the answer's node in the session; the API makes an id of it. `created`: seconds since 1970. `model`: the
+    `node`: the answer's node in the session; ids in the answer contain it. `created`: seconds since 1970. `model`: the
     served model's name. `token_text`: returns the text of a token. `prompt_token_ids`: the prompt that the worker gets.
-    `call_id`: returns the id of the tool call with this index in the answer, unless the model wrote an id. `parser`:
-    None if all text is content. `prompt_end`: the end of the prompt, as the parser needs it. `eos_token_ids`:
-    end-of-sequence tokens of the model.
+    `params`: the sampling parameters of the session and the request. `new_parser`: returns a parser for the answer.
+    `eos_token_ids`: end-of-sequence tokens of the model.
     """
 
-    id: str
+    node: str
     created: int
     model: str
     token_text: Callable[[int], str]
     prompt_token_ids: list[int]
-    call_id: Callable[[int], str]
-    parser: AnswerParser | None
-    prompt_end: str
+    params: SamplingParams
+    new_parser: Callable[[], ChoiceParser]
     eos_token_ids: frozenset[int]
-
-    def parsed(self) -> ParsedChoice:
-        """Return a parser for the answer."""
-        return ParsedChoice(self.parser, self.prompt_end, self.call_id)
 
 
 @dataclass(frozen=True)
@@ -110,8 +128,7 @@ class AgentCall:
     `messages`, `tools`, `tool_choice`, `chat_template_kwargs`: as in OpenAI's chat completions. `sampling`: sampling
     parameters of the request, with the names and the forms of the fields of `/v1/chat/completions`. `top_logprobs`: the
     number of most probable tokens to record for each token. `form`: returns the form of the answer. `token_bytes`: size
-    of an answer that is not a stream. `tells_usage`: whether a stream ends with `Form.last_events`. `names_events`: as
-    in `event_stream`.
+    of an answer that is not a stream. `names_events`: as in `event_stream`.
     """
 
     messages: list[dict[str, Any]]
@@ -123,5 +140,4 @@ class AgentCall:
     top_logprobs: int | None = None
     token_bytes: TokenBytes = TokenBytes(TokenBytes.TEXT)
     is_stream: bool = False
-    tells_usage: bool = False
     names_events: bool = False

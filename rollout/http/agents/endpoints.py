@@ -1,43 +1,47 @@
 """The paths below `/sessions`: begin a session, call it, read its samples, and delete it.
 
-Owns: the course of an agent's request. Promises: an answer that a session recorded is told again to a retry, with the
-same tokens. A call of a client that disconnects before its answer is complete adds nothing to the session.
+Owns: the course of an agent's request. Promises: a retry gets the recorded answer, with the same tokens. If a client
+disconnects while the model draws the answer, the call adds nothing to the session.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trueroll.errors import brief
 
 from ....engine.request import SampleDelta, SampleOutput, SamplingParams, as_fields, columns_of
+from ...parsing.parser import AnswerParser
 from ...sessions.answers import call_id, prompt_end
 from ...sessions.export import SessionSample, to_safetensors
 from ...sessions.messages import is_small
 from ...sessions.session import Asked, AsyncSession
+from ...sessions.templates import check_template_arguments
 from ..answers import Rows
+from ..chat import last_user_message
 from ..clients import Clients, client_of
-from ..errors import HttpError
-from ..fields import SAMPLING, EditFields, Fields, checked, given, take_sampling
+from ..errors import HttpError, given_twice
+from ..fields import Fields, checked, given, take_sampling
 from ..model import ServedModel
+from ..parsed import ChoiceParser
 from ..pieces import Asker, Form, Task
 from ..samples import SampleLog
 from ..turns import Turns
-from ..wire import LongJson, answer, event_stream, long_answer, read_json, while_present
+from ..wire import Handler, LongJson, answer, event_stream, long_answer, read_json, while_present
 from .call import AgentCall, Context
-from .registry import OpenSession, OpenSessions
+from .registry import OpenSession, Registry
 
-Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
 Reader: TypeAlias = Callable[[dict[str, Any]], AgentCall]
 RETRIES_HEADER = "x-stainless-retry-count"
 """The header in which the packages `openai` and `anthropic` tell how often they have repeated a request."""
@@ -49,14 +53,13 @@ class BeginFields(Fields):
     """Fields of `POST /sessions`.
 
     `seed`: seed of the session. `sampling_params`: sampling parameters of all calls, in the form of the fields of
-    `/v1/chat/completions`. They replace those of an agent's requests. `chat_template_kwargs`: arguments of the chat
-    template for all calls. `metadata`: ignored.
+    `/v1/chat/completions`. `chat_template_kwargs`: arguments of the chat template for all calls. Both replace those of
+    an agent's requests.
     """
 
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     sampling_params: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
-    metadata: dict[str, Any] | None = None
 
 
 class RewardFields(Fields):
@@ -74,16 +77,16 @@ class ExportFields(Fields):
 
 @dataclass(frozen=True)
 class FromSession:
-    """A call of a session as the source of samples. The last delta of a stream repeats the whole sample, for an answer
-    that was recorded before.
+    """A call of a session as a source of samples. A stream ends with a delta of the whole sample, of which only the
+    unsent tokens are sent. A recorded answer has no other deltas, nor has a call that a request without `stream` began.
     """
 
     asked: Asked
 
-    async def samples(self, task: Task) -> list[list[SampleOutput]]:
+    async def samples(self) -> list[list[SampleOutput]]:
         return [[(await self.asked.answer()).sample]]
 
-    async def stream(self, task: Task) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
+    async def stream(self) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
         async with aclosing(self.asked.deltas()) as deltas:
             async for delta in deltas:
                 yield 0, delta
@@ -92,49 +95,108 @@ class FromSession:
         yield 0, sample
 
 
+class Exports:
+    """Sends the samples of sessions. At most `MOST_EXPORTS` exports are in memory, and one of each session, so that a
+    client that reads slowly takes one place only.
+    """
+
+    def __init__(self, registry: Registry, turns: Turns) -> None:
+        self._registry, self._turns = registry, turns
+        self._places = asyncio.Semaphore(MOST_EXPORTS)
+
+    async def send(self, opened: OpenSession, format: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the samples of a session. Raise Gone if the client disconnects before they are sent."""
+        with self._registry.request(opened):
+            async with AsyncExitStack() as stack:
+                response = await while_present(receive, self._in_turn(stack, opened, format))
+                await response(scope, receive, send)
+
+    async def _in_turn(self, stack: AsyncExitStack, opened: OpenSession, format: str) -> Response:
+        """Wait for a place in memory, which `stack` frees, and return the response with the samples of a session."""
+        for place in (opened.export, self._places):
+            await stack.enter_async_context(place)
+        session = opened.session
+        if format == "nemo_gym":
+            return await long_answer({"entries": Rows(await _on_thread(session.token_entries), None)}, self._turns)
+        samples = await _on_thread(session.samples)
+        if format == "safetensors":
+            return Response(await _on_thread(partial(to_safetensors, samples)), media_type="application/octet-stream")
+        return await long_answer({"samples": Rows(map(SessionSample.told, samples), None)}, self._turns)
+
+
+class _Export(Response):
+    """A response that reads the samples of a session only when it is sent, so that few exports are in memory."""
+
+    def __init__(self, send: ASGIApp) -> None:
+        self._send = send
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._send(scope, receive, send)
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    """Run `work` on a thread. If cancelled, wait until `work` has ended, because its memory is in use until then."""
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait([working])
+        raise
+
+
 class SessionEndpoints:
     """Handlers of the paths below `/sessions`."""
 
     def __init__(
-        self, served: ServedModel, samples: SampleLog, clients: Clients, opened: OpenSessions, max_body_elements: int
+        self,
+        served: ServedModel,
+        samples: SampleLog,
+        clients: Clients,
+        registry: Registry,
+        bodies: LongJson,
+        turns: Turns,
     ) -> None:
-        self._served, self._samples, self._clients, self._opened = served, samples, clients, opened
-        self._bodies = LongJson(max_body_elements)
-        self._turns = Turns()
+        self._served, self._samples, self._clients, self._registry = served, samples, clients, registry
+        self._bodies, self._turns = bodies, turns
         self._reading = asyncio.Lock()
-        self._exports = asyncio.Semaphore(MOST_EXPORTS)
+        self._exports = Exports(registry, turns)
 
     async def begin(self, request: Request) -> Response:
         """Begin a session, and return its capability."""
         own = checked(BeginFields, given(read_json(request)))
-        await self._sampling(own.sampling_params)
-        session = AsyncSession(self._served.client, self._served.texts.model, seed=own.seed)
-        opened = OpenSession(session, client_of(request.scope), own.sampling_params, own.chat_template_kwargs)
-        capability = self._opened.begin(opened)
+        sampling = given(own.sampling_params)
+        params = await self._sampling(sampling)
+        check_template_arguments(own.chat_template_kwargs)
+        session = AsyncSession(self._served.client, self._served.texts.model, seed=own.seed, sampling=params)
+        opened = OpenSession(session, client_of(request.scope), sampling, own.chat_template_kwargs)
+        capability = self._registry.begin(opened)
         return answer({"session_id": capability, "url": f"/sessions/{capability}/v1"} | _told(opened))
 
     async def state(self, request: Request) -> Response:
         opened = self._find(request)
-        with self._opened.request(opened):
+        with self._registry.request(opened):
             return answer(_told(opened))
 
     async def end(self, request: Request) -> Response:
         """Delete a session, and end its running calls."""
-        await self._opened.end(request.path_params["id"])
+        await self._registry.end(request.path_params["id"])
         return answer({"status": "deleted"})
 
     async def reward(self, request: Request) -> Response:
         """Attach a reward to an answer."""
         opened = self._find(request)
         own = checked(RewardFields, given(read_json(request)))
-        with self._opened.request(opened):
+        with self._registry.request(opened):
             opened.session.reward(own.reward, own.node)
         return answer({"status": "attached"})
 
     async def samples(self, request: Request) -> Response:
         """Return the samples of a session."""
-        own = checked(ExportFields, dict(request.query_params))
-        return _Export(self._find(request), own.format, self)
+        queries = dict(request.query_params)
+        if twice := next((name for name in queries if len(request.query_params.getlist(name)) > 1), None):
+            raise given_twice(twice)
+        own = checked(ExportFields, queries)
+        return _Export(partial(self._exports.send, self._find(request), own.format))
 
     def counting(self, read: Reader) -> Handler:
         """Return a handler that returns the number of tokens of the prompt that a request would have now."""
@@ -142,9 +204,9 @@ class SessionEndpoints:
         async def handle(request: Request) -> Response:
             opened = self._find(request)
             call = await self._read(request, read)
-            with self._opened.request(opened):
-                kwargs = opened.template | call.chat_template_kwargs
-                counting = opened.session.count_tokens(call.messages, call.tools, chat_template_kwargs=kwargs)
+            with self._registry.request(opened):
+                template = opened.template_of(call)
+                counting = opened.session.count_tokens(call.messages, call.tools, chat_template_kwargs=template)
                 return answer({"input_tokens": await while_present(request.receive, counting)})
 
         return handle
@@ -166,12 +228,18 @@ class SessionEndpoints:
         """Read a request's body. Large conversations are read one at a time on a thread."""
         body = await self._bodies.read(request)
         if is_small(body):
-            return read(body)
+            return self._call(read, body)
         async with self._reading:
-            return await asyncio.to_thread(read, body)
+            return await asyncio.to_thread(self._call, read, body)
+
+    def _call(self, read: Reader, body: dict[str, Any]) -> AgentCall:
+        """Return the call in a body. Raise HttpError if its texts are too long."""
+        call = read(body)
+        self._served.check_conversation((call.messages, call.tools, call.chat_template_kwargs))
+        return call
 
     def _find(self, request: Request) -> OpenSession:
-        return self._opened.find(request.path_params["id"])
+        return self._registry.find(request.path_params["id"])
 
     async def _whole(self, opened: OpenSession, call: AgentCall, is_retry: bool) -> Response:
         async with self._asked(opened, call, is_retry) as (asker, task, form):
@@ -191,32 +259,35 @@ class SessionEndpoints:
     ) -> AsyncGenerator[tuple[Asker, Task, Form], None]:
         """Context manager of a call: begin it, and provide what its answer needs."""
         params = await self._sampling(call.sampling | opened.sampling)
-        params = self._clients.salted(opened.client, params.model_copy(update=dict(top_logprobs=call.top_logprobs)))
-        values: dict[str, Any] = dict(max_tokens=None) | {
-            name: getattr(params, name) for name in params.model_fields_set
-        }
-        values |= dict(is_retry=is_retry, deltas=call.is_stream, tool_choice=call.tool_choice)
-        values |= dict(chat_template_kwargs=opened.template | call.chat_template_kwargs)
-        with self._opened.request(opened, adds=True):
-            async with opened.session.asked(call.messages, call.tools, **values) as asked:
-                yield self._asker(opened, asked), self._task(call, asked), call.form(self._context(asked))
+        settings: dict[str, Any] = dict(self._clients.salted(opened.client, params)) | dict(
+            top_logprobs=call.top_logprobs,
+            is_retry=is_retry,
+            deltas=call.is_stream,
+            tool_choice=call.tool_choice,
+            chat_template_kwargs=opened.template_of(call),
+        )
+        with self._registry.request(opened, adds=True):
+            async with opened.session.asked(call.messages, call.tools, **settings) as asked:
+                parser = asked.settings.parser(self._served.texts.model)
+                form = call.form(self._context(asked, parser))
+                yield self._asker(opened, asked), self._task(call, asked, parser), form
 
     async def _sampling(self, fields: dict[str, Any]) -> SamplingParams:
         """Return sampling parameters. Raise HttpError or InvalidRequestError if they are not supported."""
         fields = given(fields)
-        known = {*SAMPLING, *EditFields.model_fields}
-        if (unknown := next((name for name in fields if name not in known), None)) is not None:
-            why = "the session has a seed of its own" if unknown == "seed" else "it is no sampling parameter"
-            text = f"{unknown}: not supported in a session, because {why}; remove it"
-            raise HttpError(400, text, field=unknown, value=brief(fields[unknown]), code="unsupported_parameter")
-        return (await take_sampling(fields, None, self._served.encode_words))[0]
+        params, seed = await take_sampling(fields, None, self._served.encode_words)
+        if seed is not None:
+            raise _not_in_a_session("seed", seed, "the session has a seed of its own")
+        for name, value in fields.items():
+            raise _not_in_a_session(name, value, "it is no sampling parameter")
+        return params
 
     def _asker(self, opened: OpenSession, asked: Asked) -> Asker:
         served, user = self._served, opened.client.user
         return Asker(FromSession(asked), served.texts, served.eos_token_ids, self._samples, self._turns, user)
 
-    def _task(self, call: AgentCall, asked: Asked) -> Task:
-        prompts, parser = [asked.prompt_token_ids], asked.reading.parser(self._served.texts.model)
+    def _task(self, call: AgentCall, asked: Asked, parser: AnswerParser | None) -> Task:
+        prompts = [asked.prompt_token_ids]
         self._served.check_lengths(prompts, asked.params.max_tokens, "messages")
         if not call.is_stream:
             self._served.check_answer(prompts, asked.params, call.token_bytes)
@@ -224,55 +295,27 @@ class SessionEndpoints:
             prompts=prompts,
             media=[()],
             params=asked.params,
-            seed=None,
+            seed=asked.params.seed,
             is_stream=call.is_stream,
-            tells_usage=call.tells_usage,
+            message=last_user_message(call.messages),
             marks=parser.marks if parser else {},
+            is_kept=not asked.is_recorded,
         )
 
-    def _context(self, asked: Asked) -> Context:
+    def _context(self, asked: Asked, parser: AnswerParser | None) -> Context:
         texts, prompt = self._served.texts, asked.prompt_token_ids
-        parser = asked.reading.parser(texts.model)
         assert asked.params.seed is not None, "a session has a seed"
+        end = prompt_end(texts.model, prompt, parser) if parser else ""
         return Context(
-            id=asked.node,
+            node=asked.node,
             created=self._served.now(),
             model=self._served.name,
             token_text=texts.token,
             prompt_token_ids=prompt,
-            call_id=partial(call_id, asked.params.seed),
-            parser=parser,
-            prompt_end=prompt_end(texts.model, prompt, parser) if parser else "",
+            params=asked.params,
+            new_parser=partial(ChoiceParser, parser, end, partial(call_id, asked.params.seed)),
             eos_token_ids=self._served.eos_token_ids,
         )
-
-    async def exported(self, opened: OpenSession, format: str) -> Response:
-        """Return the response with the samples of a session."""
-        if format == "nemo_gym":
-            return await long_answer({"entries": await asyncio.to_thread(opened.session.token_entries)}, self._turns)
-        samples = await asyncio.to_thread(opened.session.samples)
-        if format == "safetensors":
-            return Response(await asyncio.to_thread(to_safetensors, samples), media_type="application/octet-stream")
-        return await long_answer({"samples": Rows(map(SessionSample.told, samples), None)}, self._turns)
-
-    @asynccontextmanager
-    async def exporting(self, opened: OpenSession) -> AsyncGenerator[None, None]:
-        """Context manager of an export: wait for a place in memory, and keep the session meanwhile."""
-        with self._opened.request(opened):
-            async with self._exports:
-                yield
-
-
-class _Export(Response):
-    """A response with the samples of a session, which are made when it is sent."""
-
-    def __init__(self, opened: OpenSession, format: str, endpoints: SessionEndpoints) -> None:
-        self._opened, self._format, self._endpoints = opened, format, endpoints
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._endpoints.exporting(self._opened):
-            response = await self._endpoints.exported(self._opened, self._format)
-            await response(scope, receive, send)
 
 
 def _told(opened: OpenSession) -> dict[str, Any]:
@@ -286,9 +329,15 @@ def _told(opened: OpenSession) -> dict[str, Any]:
     )
 
 
+def _not_in_a_session(name: str, value: Any, why: str) -> HttpError:
+    text = f"{name}: not supported in a session, because {why}; remove it"
+    return HttpError(400, text, field=name, value=brief(value), code="unsupported_parameter")
+
+
 def _is_retry(request: Request) -> bool:
     """Return whether a request repeats an earlier one."""
     given = request.headers.get(RETRIES_HEADER, "0")
     if not (given.isascii() and given.isdecimal()):
-        raise HttpError(400, f"{RETRIES_HEADER}: must be a number (got {brief(given)})", code="invalid_request")
-    return int(given[:9]) > 0
+        text = f"{RETRIES_HEADER}: must be a non-negative integer (got {brief(given)})"
+        raise HttpError(400, text, code="invalid_request")
+    return bool(given.strip("0"))

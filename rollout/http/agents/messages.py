@@ -8,19 +8,31 @@ of an assistant's blocks are joined as they are; other texts are joined by line 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field
 
 from ....engine.request import MAX_STOP_STRINGS, StopString
-from ...sessions.messages import NODE_FIELD
 from ..errors import HttpError
 from ..fields import ResponseFormat, checked, unsupported
-from ..parsed import ParsedChoice
+from ..parsed import ChoiceParser
 from ..pieces import Piece, Usage
-from .call import AgentCall, Context, FlatFormat, Sent, only, told_apart_by
+from .call import (
+    AgentCall,
+    Context,
+    FlatFormat,
+    Sent,
+    assistant_message,
+    function,
+    lines,
+    only,
+    present,
+    told_format,
+    tool_call,
+    tool_message,
+)
 
 
 def _as_blocks(content: Any) -> Any:
@@ -61,7 +73,7 @@ class _ToolUse(Sent):
     input: dict[str, Any]
 
     def told(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.input}}
+        return tool_call(self.id, self.name, self.input)
 
 
 _Texts = Annotated[list[_Text], Field(fail_fast=True), BeforeValidator(_as_blocks)]
@@ -77,22 +89,14 @@ class _ToolResult(Sent):
     is_error: bool = False
 
     def told(self) -> dict[str, Any]:
-        told = {"role": "tool", "tool_call_id": self.tool_use_id, "content": _lines(self.content)}
-        return told | ({"is_error": True} if self.is_error else {})
+        return tool_message(self.tool_use_id, self.content) | ({"is_error": True} if self.is_error else {})
 
 
-_OfUser = Annotated[
-    Annotated[_Text, Tag("text")] | Annotated[_ToolResult, Tag("tool_result")],
-    told_apart_by("type"),
-    only("type", "text tool_result"),
-]
+_OfUser = Annotated[_Text | _ToolResult, Field(discriminator="type"), only("type", "text", "tool_result")]
 _OfAssistant = Annotated[
-    Annotated[_Text, Tag("text")]
-    | Annotated[_Thinking, Tag("thinking")]
-    | Annotated[_RedactedThinking, Tag("redacted_thinking")]
-    | Annotated[_ToolUse, Tag("tool_use")],
-    told_apart_by("type"),
-    only("type", "text thinking redacted_thinking tool_use"),
+    _Text | _Thinking | _RedactedThinking | _ToolUse,
+    Field(discriminator="type"),
+    only("type", "text", "thinking", "redacted_thinking", "tool_use"),
 ]
 
 
@@ -101,7 +105,7 @@ class _System(Sent):
     content: _Texts
 
     def told(self) -> list[dict[str, Any]]:
-        return [{"role": "system", "content": _lines(self.content)}]
+        return [{"role": "system", "content": lines(self.content)}]
 
 
 class _User(Sent):
@@ -111,7 +115,7 @@ class _User(Sent):
     def told(self) -> list[dict[str, Any]]:
         results = [block.told() for block in self.content if isinstance(block, _ToolResult)]
         texts = [block for block in self.content if isinstance(block, _Text)]
-        return [*results, {"role": "user", "content": _lines(texts)}] if texts or not results else results
+        return [*results, {"role": "user", "content": lines(texts)}] if texts or not results else results
 
 
 class _Assistant(Sent):
@@ -120,25 +124,22 @@ class _Assistant(Sent):
 
     def told(self) -> list[dict[str, Any]]:
         thinking = [block for block in self.content if isinstance(block, _Thinking)]
-        told: dict[str, Any] = {
-            "role": "assistant",
-            "content": "".join(block.text for block in self.content if isinstance(block, _Text)),
-            "reasoning_content": "".join(block.thinking for block in thinking),
-            "tool_calls": [block.told() for block in self.content if isinstance(block, _ToolUse)],
-            NODE_FIELD: next((block.signature for block in thinking if block.signature), None),
-        }
-        return [{name: value for name, value in told.items() if value or name == "content"}]
+        told = assistant_message(
+            content="".join(block.text for block in self.content if isinstance(block, _Text)),
+            reasoning="".join(block.thinking for block in thinking),
+            calls=[block.told() for block in self.content if isinstance(block, _ToolUse)],
+            node=next((block.signature for block in thinking if block.signature), None),
+        )
+        return [told]
 
 
 _Message = Annotated[
-    Annotated[_System, Tag("system")] | Annotated[_User, Tag("user")] | Annotated[_Assistant, Tag("assistant")],
-    told_apart_by("role"),
-    only("role", "user assistant system"),
+    _System | _User | _Assistant, Field(discriminator="role"), only("role", "user", "assistant", "system")
 ]
 
 
 class _Tool(Sent):
-    """A tool. `strict` has no effect, because only a required call follows the schema exactly."""
+    """A tool. `strict` is ignored: only a call that `tool_choice` requires is sure to follow the schema."""
 
     IGNORED = frozenset({"cache_control", "eager_input_streaming", "strict"})
     OFF = {"allowed_callers": (["direct"], []), "defer_loading": (False,), "input_examples": ([],)}
@@ -149,8 +150,7 @@ class _Tool(Sent):
     input_schema: dict[str, Any]
 
     def told(self) -> dict[str, Any]:
-        about = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name} | about | {"parameters": self.input_schema}}
+        return function(self.name, self.description, self.input_schema)
 
 
 class _ToolChoice(Sent):
@@ -166,14 +166,7 @@ class _NamedChoice(_ToolChoice):
     name: str
 
 
-_Choice = Annotated[
-    Annotated[_AnyChoice, Tag("auto")]
-    | Annotated[_AnyChoice, Tag("any")]
-    | Annotated[_AnyChoice, Tag("none")]
-    | Annotated[_NamedChoice, Tag("tool")],
-    told_apart_by("type"),
-    only("type", "auto any tool none"),
-]
+_Choice = Annotated[_AnyChoice | _NamedChoice, Field(discriminator="type"), only("type", "auto", "any", "none", "tool")]
 
 
 class _ThinkingConfig(Sent):
@@ -194,7 +187,7 @@ class _OutputConfig(Sent):
 
 
 class _Prompt(Sent):
-    """The fields that determine the prompt."""
+    """The fields of a request to count tokens."""
 
     IGNORED = frozenset({"cache_control", "metadata", "service_tier"})
     OFF = {
@@ -229,11 +222,14 @@ class _Request(_Prompt):
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that the request has."""
-        named = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
-        named["stop"] = self.stop_sequences or None
-        if self.output_config.format.type != "text":
-            named["response_format"] = dict(self.output_config.format)
-        return {name: value for name, value in named.items() if value is not None}
+        return present(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop_sequences or None,
+            response_format=told_format(self.output_config.format),
+        )
 
 
 def read_messages_call(body: dict[str, Any]) -> AgentCall:
@@ -248,9 +244,12 @@ def read_messages_call(body: dict[str, Any]) -> AgentCall:
         raise HttpError(400, text, field="thread", code=code, details={"error_code": code})
     own = checked(_Request, body)
     if own.messages[-1].role == "assistant":
-        text = "messages: the last message must not be an assistant's, because an answer cannot continue a given text"
+        text = (
+            "messages: the last message must not have the role assistant, because prefilling an answer is not "
+            "supported; remove the message"
+        )
         raise HttpError(400, text, field="messages", code="unsupported_parameter")
-    return _call(own, sampling=own.sampling(), is_stream=own.stream, tells_usage=True, names_events=True)
+    return _call(own, sampling=own.sampling(), is_stream=own.stream, names_events=True)
 
 
 def read_count_call(body: dict[str, Any]) -> AgentCall:
@@ -261,7 +260,7 @@ def read_count_call(body: dict[str, Any]) -> AgentCall:
 def _call(own: _Prompt, **more: Any) -> AgentCall:
     tools = [tool.told() for tool in own.tools]
     messages = [told for message in own.messages for told in message.told()]
-    if system := _lines(own.system):
+    if system := lines(own.system):
         messages.insert(0, {"role": "system", "content": system})
     kwargs = {} if own.thinking.type == "adaptive" else {"enable_thinking": own.thinking.type == "enabled"}
     return AgentCall(messages, MessageForm, tools, _choice(own), kwargs, **more)
@@ -278,53 +277,49 @@ def _choice(own: _Prompt) -> str | dict[str, Any]:
     return "required" if choice.type == "any" else choice.type
 
 
-def _lines(blocks: Iterable[_Text]) -> str:
-    return "\n".join(block.text for block in blocks)
-
-
 @dataclass
 class MessageForm:
     """Writes a message.
 
-    If the thinking resumes after the text, a stream has several blocks of thinking and text, whose joined texts are
-    those of the whole message. Calls follow the text, at the end of a stream.
+    If the thinking resumes after the text, a stream has several blocks of thinking and text; joined, they are equal to
+    the two blocks of the whole message. A stream ends with the tool calls.
     """
 
     context: Context
-    _parsed: ParsedChoice = field(init=False)
+    _parser: ChoiceParser = field(init=False)
     _calls: list[dict[str, Any]] = field(default_factory=list)
     _num_blocks: int = 0
     _open: str | None = None  # the type of the block that may grow
     _has_begun: bool = False
-    _end: dict[str, Any] = field(default_factory=dict)
+    _stop: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._parsed = self.context.parsed()
+        self._parser = self.context.new_parser()
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         [piece] = pieces
-        texts, calls = self._parsed.add(piece)
-        by_kind = {"thinking": texts.get("reasoning_content"), "text": texts["content"]}
-        content = [_block(kind, text, self.context.id) for kind, text in by_kind.items() if text]
+        text, thinking, calls = self._parser.add(piece)
+        texts = {"thinking": thinking, "text": text}
+        content = [_block(kind, each, self.context.node) for kind, each in texts.items() if each]
         content += [_tool_use(call, json.loads(call["function"]["arguments"])) for call in calls]
-        return self._message(content, _told_usage(usage)) | self._ending(piece)
+        return self._message(content, _told_usage(usage)) | self._stop_fields(piece)
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
         events = [] if self._has_begun else [self._start()]
-        texts, calls = self._parsed.add(piece)
-        events += self._grown("thinking", texts.get("reasoning_content", ""))
-        events += self._grown("text", texts["content"])
+        text, thinking, calls = self._parser.add(piece)
+        events += self._grown("thinking", thinking)
+        events += self._grown("text", text)
         self._calls += calls
         if piece.ended:
             for call in self._calls:
                 events += self._begun(_tool_use(call, {}))
                 events.append(self._delta("input_json_delta", partial_json=call["function"]["arguments"]))
-            events += self._stopped()
-            self._end = self._ending(piece)
+            events += self._close_block()
+            self._stop = self._stop_fields(piece)
         return events
 
     def last_events(self, usage: Usage) -> list[dict[str, Any]]:
-        return [{"type": "message_delta", "delta": self._end, "usage": _told_usage(usage)}, {"type": "message_stop"}]
+        return [{"type": "message_delta", "delta": self._stop, "usage": _told_usage(usage)}, {"type": "message_stop"}]
 
     def _start(self) -> dict[str, Any]:
         self._has_begun = True
@@ -333,7 +328,7 @@ class MessageForm:
 
     def _message(self, content: Sequence[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
-            "id": f"msg_{self.context.id}",
+            "id": f"msg_{self.context.node}",
             "type": "message",
             "role": "assistant",
             "model": self.context.model,
@@ -353,7 +348,7 @@ class MessageForm:
         return [*begun, self._delta(f"{kind}_delta", **{kind: text})]
 
     def _begun(self, block: dict[str, Any]) -> list[dict[str, Any]]:
-        events = self._stopped()
+        events = self._close_block()
         self._open = block["type"]
         self._num_blocks += 1
         return [*events, {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}]
@@ -361,20 +356,20 @@ class MessageForm:
     def _delta(self, kind: str, **fields: str) -> dict[str, Any]:
         return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": {"type": kind} | fields}
 
-    def _stopped(self) -> list[dict[str, Any]]:
+    def _close_block(self) -> list[dict[str, Any]]:
         """Return the events that end the open block."""
         if self._open is None:
             return []
-        signed = [self._delta("signature_delta", signature=self.context.id)] if self._open == "thinking" else []
+        signed = [self._delta("signature_delta", signature=self.context.node)] if self._open == "thinking" else []
         self._open = None
         return [*signed, {"type": "content_block_stop", "index": self._num_blocks - 1}]
 
-    def _ending(self, piece: Piece) -> dict[str, Any]:
+    def _stop_fields(self, piece: Piece) -> dict[str, Any]:
         assert piece.ended is not None
         stop = piece.ended.stop_reason
         if piece.ended.finish_reason != "stop":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if self._parsed.num_calls:
+        if self._parser.num_calls:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}

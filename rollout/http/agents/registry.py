@@ -4,11 +4,11 @@ A session is reached by its capability, a secret text that `POST /sessions` retu
 and no other path. Owns: digests of the capabilities (but not the capabilities themselves), and the bounds on the number
 of sessions and on their memory. Guarantees:
 
-- A capability that is wrong, or of a deleted session, opens nothing. The time to look it up reveals nothing about the
-  others.
+- A wrong capability, or that of a deleted session, opens nothing, and the time of the lookup reveals nothing about
+  other capabilities.
 - A session without requests is deleted after `session_seconds`.
-- A session that is deleted ends its running calls.
-- No session begins, and no call, while all sessions together have `max_session_bytes` or more.
+- Deleting a session ends its running calls.
+- No session and no call begins while the sessions together use `max_session_bytes` or more.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ...network.keys import Client
 from ...sessions.session import AsyncSession
 from ..config import HttpConfig
 from ..errors import RETRY_AFTER_SECONDS, HttpError
+from .call import AgentCall
 
 CAPABILITY_BYTES = 24
-MOST_CAPABILITY_CHARS = 128
 _MOST_PAUSE = 60.0
 """Maximum time, in seconds, between two searches for sessions without requests."""
 
@@ -43,7 +43,7 @@ class OpenSession:
     `client`: the client that began the session. `sampling`: sampling parameters of all calls, in the form of the fields
     of `/v1/chat/completions`. `template`: arguments of the chat template for all calls. `created`: seconds since 1970.
     `used`: monotonic time of the last request. `num_open`: number of running requests. `num_bytes`: memory of the
-    session after its last request. `is_ended`: whether the session was deleted.
+    session after its last request. `is_ended`: whether the session was deleted. `export`: held during an export.
     """
 
     session: AsyncSession
@@ -55,9 +55,14 @@ class OpenSession:
     num_open: int = 0
     num_bytes: int = 0
     is_ended: bool = False
+    export: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def template_of(self, call: AgentCall) -> dict[str, Any]:
+        """Return the arguments of the chat template for a call. Those of the session replace those of the request."""
+        return call.chat_template_kwargs | self.template
 
 
-class OpenSessions:
+class Registry:
     """The open sessions. `config`: `max_sessions`, `max_session_bytes` and `session_seconds`."""
 
     def __init__(self, config: HttpConfig) -> None:
@@ -79,7 +84,7 @@ class OpenSessions:
 
     def find(self, capability: str) -> OpenSession:
         """Return the session of a capability. Raise HttpError if there is none."""
-        opened = self._opened.get(_digest(capability)) if len(capability) <= MOST_CAPABILITY_CHARS else None
+        opened = self._opened.get(_digest(capability))
         if opened is None:
             text = "session: there is no open session with this id; begin one with POST /sessions"
             raise HttpError(404, text, code="session_not_found")
@@ -87,10 +92,10 @@ class OpenSessions:
 
     @contextmanager
     def request(self, opened: OpenSession, adds: bool = False) -> Iterator[None]:
-        """Context manager for a request to a session, which is not deleted meanwhile for lack of requests.
+        """Context manager for a request to a session. The session does not expire during the request.
 
-        `adds`: whether the request may add to the session. Raise HttpError if it may, and all sessions together use too
-        much memory.
+        `adds`: whether the request may add to the session; if so, raise HttpError if the sessions together use
+        `max_session_bytes` or more.
         """
         if adds:
             self._check_room()

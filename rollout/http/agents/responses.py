@@ -15,16 +15,31 @@ from functools import partial
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from ...sessions.messages import NODE_FIELD
-from ..fields import ResponseFormat, checked, unsupported
-from ..parsed import ParsedChoice
+from ..fields import ONE_CALL, ResponseFormat, checked, unsupported
+from ..parsed import ChoiceParser
 from ..pieces import Piece, Usage
-from .call import AgentCall, Context, FlatFormat, Sent, only, told_apart_by
+from .call import (
+    AgentCall,
+    Context,
+    FlatFormat,
+    Sent,
+    assistant_message,
+    function,
+    lines,
+    only,
+    present,
+    told_format,
+    tool_call,
+    tool_message,
+)
 
+MAX_METADATA = 16
+"""Maximum number of fields of `metadata`, as in OpenAI's API."""
 _MARKS = frozenset({"status", "phase"})
-"""Fields with which responses mark their items."""
+"""Fields of output items that have no meaning in a request."""
 _ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]+)_[0-9]+")
 """The id of an item of an answer, with the answer's node."""
 
@@ -70,7 +85,7 @@ class _Message(_Item):
         return self.role == "assistant"
 
     def told(self) -> dict[str, Any]:
-        return {"role": self.role, "content": _lines(self.content)}
+        return {"role": self.role, "content": lines(self.content)}
 
 
 class _ReasoningText(Sent):
@@ -87,11 +102,11 @@ class _Reasoning(_Item):
     content: Annotated[list[_ReasoningText], Field(fail_fast=True)] = []
 
 
-_CALLERS = {"async": (False,), "caller": ({"type": "direct"},), "namespace": ()}
+_CALL_OFF = {"async": (False,), "caller": ({"type": "direct"},), "namespace": ()}
 
 
 class _FunctionCall(_Item):
-    OFF = _CALLERS
+    OFF = _CALL_OFF
 
     type: Literal["function_call"]
     call_id: str
@@ -99,12 +114,12 @@ class _FunctionCall(_Item):
     arguments: str
 
     def told(self) -> dict[str, Any]:
-        return {"id": self.call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return tool_call(self.call_id, self.name, self.arguments)
 
 
 class _FunctionCallOutput(_Item):
     IGNORED = _MARKS | {"name"}
-    OFF = _CALLERS
+    OFF = _CALL_OFF
 
     type: Literal["function_call_output"]
     call_id: str
@@ -115,16 +130,13 @@ class _FunctionCallOutput(_Item):
         return False
 
     def told(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": _lines(self.output)}
+        return tool_message(self.call_id, self.output)
 
 
 _AnyItem = Annotated[
-    Annotated[_Message, Tag("message")]
-    | Annotated[_Reasoning, Tag("reasoning")]
-    | Annotated[_FunctionCall, Tag("function_call")]
-    | Annotated[_FunctionCallOutput, Tag("function_call_output")],
-    told_apart_by("type", "message"),
-    only("type", "message reasoning function_call function_call_output", "message"),
+    _Message | _Reasoning | _FunctionCall | _FunctionCallOutput,
+    Field(discriminator="type"),
+    only("type", "message", "reasoning", "function_call", "function_call_output", default="message"),
 ]
 
 
@@ -134,7 +146,7 @@ def _as_items(given: Any) -> Any:
 
 
 class _Tool(Sent):
-    """A function. `strict` has no effect, because only a required call follows the schema exactly."""
+    """A function. `strict` is ignored: only a call that `tool_choice` requires is sure to follow the schema."""
 
     IGNORED = frozenset({"strict"})
     OFF = {"allowed_callers": (["direct"], []), "async": (False,), "defer_loading": (False,), "output_schema": ()}
@@ -145,8 +157,7 @@ class _Tool(Sent):
     parameters: dict[str, Any] | None = None
 
     def told(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("name", "description", "parameters")}
-        return {"type": "function", "function": {name: value for name, value in named.items() if value is not None}}
+        return function(self.name, self.description, self.parameters)
 
 
 class _TextConfig(Sent):
@@ -162,6 +173,17 @@ class _ReasoningConfig(Sent):
     IGNORED = frozenset({"summary", "generate_summary"})
     OFF = {"context": ("auto",), "effort": (), "mode": ("standard",)}
     PATH = "reasoning."
+
+
+def _few(given: Any) -> Any:
+    if isinstance(given, dict) and len(given) > MAX_METADATA:
+        raise PydanticCustomError("too_long", "must have at most {limit} fields", {"limit": MAX_METADATA})
+    return given
+
+
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], BeforeValidator(_few)
+]
 
 
 class _Request(Sent):
@@ -201,15 +223,17 @@ class _Request(Sent):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: _TextConfig = _TextConfig()
     stream: bool = False
-    metadata: dict[str, str] = {}
+    metadata: _Metadata = {}
     reasoning: _ReasoningConfig = _ReasoningConfig()
 
     def sampling(self) -> dict[str, Any]:
         """Return the sampling parameters that the request has."""
-        named = {"max_tokens": self.max_output_tokens, "temperature": self.temperature, "top_p": self.top_p}
-        if self.text.format.type != "text":
-            named["response_format"] = dict(self.text.format)
-        return {name: value for name, value in named.items() if value is not None}
+        return present(
+            max_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            response_format=told_format(self.text.format),
+        )
 
 
 def read_response_call(body: dict[str, Any]) -> AgentCall:
@@ -225,7 +249,6 @@ def read_response_call(body: dict[str, Any]) -> AgentCall:
         _choice(own),
         sampling=own.sampling(),
         is_stream=own.stream,
-        tells_usage=True,
         names_events=True,
     )
 
@@ -244,14 +267,9 @@ def _assistant(items: Sequence[Any]) -> dict[str, Any]:
         kind: "".join(part.text for item in items if isinstance(item, kind) for part in item.content)
         for kind in (_Message, _Reasoning)
     }
-    told: dict[str, Any] = {
-        "role": "assistant",
-        "content": texts[_Message],
-        "reasoning_content": texts[_Reasoning],
-        "tool_calls": [item.told() for item in items if isinstance(item, _FunctionCall)],
-        NODE_FIELD: next((item.node for item in items if item.node), None),
-    }
-    return {name: value for name, value in told.items() if value or name == "content"}
+    calls = [item.told() for item in items if isinstance(item, _FunctionCall)]
+    node = next((item.node for item in items if item.node), None)
+    return assistant_message(texts[_Message], texts[_Reasoning], calls, node)
 
 
 def _choice(own: _Request) -> str | dict[str, Any]:
@@ -261,30 +279,32 @@ def _choice(own: _Request) -> str | dict[str, Any]:
         if choice.keys() == {"type", "name"} and choice["type"] == "function" and isinstance(choice["name"], str):
             return {"type": "function", "function": {"name": choice["name"]}}
     elif choice == "auto" and own.tools and not own.parallel_tool_calls:
-        text = "true, or set tool_choice to 'required' or to a function, which allow one call"
-        raise unsupported("parallel_tool_calls", text, False)
+        raise unsupported("parallel_tool_calls", ONE_CALL, False)
     elif choice in ("auto", "none", "required"):
         return choice
     raise unsupported("tool_choice", "'auto', 'none', 'required' or {'type': 'function', 'name': NAME}", choice)
 
 
-def _lines(parts: Iterable[_Text]) -> str:
-    return "\n".join(part.text for part in parts)
-
-
 def _settings(own: _Request, body: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a response repeats from its request."""
-    told = {name: body.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p", "user")}
-    told |= {name: getattr(own, name) for name in ("metadata", "parallel_tool_calls", "tool_choice")}
+    told = {name: getattr(own, name) for name in ("instructions", "metadata", "parallel_tool_calls", "tool_choice")}
     return told | {
         "background": False,
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None},
         "store": False,
         "truncation": "disabled",
-        "text": body.get("text") or {"format": {"type": "text"}},
+        "text": {"format": _told_format(own.text.format)},
         "tools": body.get("tools") or [],
     }
+
+
+def _told_format(format: ResponseFormat) -> dict[str, Any]:
+    """Return the format of a response, without a description, which may be long."""
+    if format.json_schema is None:
+        return {"type": format.type}
+    name = str(format.json_schema.get("name"))[:64]
+    return {"type": format.type, "name": name, "schema": format.json_schema["schema"]}
 
 
 @dataclass
@@ -321,15 +341,15 @@ class _OpenItem:
 class ResponseForm:
     """Writes a response. `settings`: the settings that the response repeats from its request.
 
-    If the reasoning resumes after the text, a stream has several items of reasoning and text, whose joined texts are
-    those of the whole response. Calls follow the text, at the end of a stream. An answer without text and calls has a
-    message with an empty text, so that a client which sends all messages back also sends this answer back. Tokens of
-    the reasoning are not counted.
+    If the reasoning resumes after the text, a stream has several items of reasoning and text; joined, they are equal to
+    the two items of the whole response. A stream ends with the tool calls. An answer without text and calls has a
+    message with an empty text, so that a client which sends all messages back also sends this answer back. The tokens
+    of the reasoning are not counted separately.
     """
 
     settings: dict[str, Any]
     context: Context
-    _parsed: ParsedChoice = field(init=False)
+    _parser: ChoiceParser = field(init=False)
     _calls: list[dict[str, Any]] = field(default_factory=list)
     _output: list[dict[str, Any]] = field(default_factory=list)
     _open: _OpenItem | None = None
@@ -338,20 +358,20 @@ class ResponseForm:
     _is_cut: bool = False
 
     def __post_init__(self) -> None:
-        self._parsed = self.context.parsed()
+        self._parser = self.context.new_parser()
 
     def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
         [piece] = pieces
         self.events(piece)
-        return self._ended(usage)
+        return self._final_response(usage)
 
     def events(self, piece: Piece) -> list[dict[str, Any]]:
         if not self._num_events:
             for what in ("created", "in_progress"):
                 self._tell(f"response.{what}", response=self._response("in_progress", [], None))
-        texts, calls = self._parsed.add(piece)
-        self._grow("reasoning", texts.get("reasoning_content", ""))
-        self._grow("message", texts["content"])
+        text, reasoning, calls = self._parser.add(piece)
+        self._grow("reasoning", reasoning)
+        self._grow("message", text)
         self._calls += calls
         if piece.ended:
             self._is_cut = piece.ended.finish_reason != "stop"
@@ -359,7 +379,7 @@ class ResponseForm:
         return self._take()
 
     def last_events(self, usage: Usage) -> list[dict[str, Any]]:
-        response = self._ended(usage)
+        response = self._final_response(usage)
         self._tell(f"response.{response['status']}", response=response)
         return self._take()
 
@@ -372,7 +392,7 @@ class ResponseForm:
         return new
 
     def _id(self, prefix: str) -> str:
-        return f"{prefix}_{self.context.id}_{len(self._output)}"
+        return f"{prefix}_{self.context.node}_{len(self._output)}"
 
     def _grow(self, kind: str, text: str) -> None:
         """Append a text to the open item, or to a new item if the open one is of another type."""
@@ -382,13 +402,13 @@ class ResponseForm:
             self._tell(f"response.{item.part_type}.delta", **item.place, delta=text, **item.logprobs)
 
     def _begin(self, kind: str) -> _OpenItem:
-        self._end("completed")
+        self._close_item("completed")
         self._open = item = _OpenItem(kind, self._id("msg" if kind == "message" else "rs"), len(self._output))
         self._tell("response.output_item.added", output_index=item.index, item=item.told("in_progress", []))
         self._tell("response.content_part.added", **item.place, part=item.part())
         return item
 
-    def _end(self, status: str) -> None:
+    def _close_item(self, status: str) -> None:
         """End the open item."""
         if (item := self._open) is None:
             return
@@ -414,16 +434,17 @@ class ResponseForm:
         types = {item["type"] for item in self._output} | ({self._open.type} if self._open else set())
         if not self._calls and "message" not in types:
             self._begin("message")
-        self._end("incomplete" if self._is_cut and not self._calls else "completed")
+        self._close_item("incomplete" if self._is_cut and not self._calls else "completed")
         for call in self._calls:
             self._call(call)
 
-    def _ended(self, usage: Usage) -> dict[str, Any]:
+    def _final_response(self, usage: Usage) -> dict[str, Any]:
         return self._response("incomplete" if self._is_cut else "completed", self._output, _told_usage(usage))
 
     def _response(self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
+        params = self.context.params
         about = {
-            "id": f"resp_{self.context.id}",
+            "id": f"resp_{self.context.node}",
             "object": "response",
             "created_at": self.context.created,
             "status": status,
@@ -431,6 +452,9 @@ class ResponseForm:
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.context.model,
             "output": output,
+            "max_output_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
         }
         return about | self.settings | {"usage": usage}
 

@@ -18,7 +18,7 @@ from serving import serving
 from trueroll.errors import ConfigError
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess
 from trueroll.rollout.http import clients, guard
-from trueroll.rollout.http.agents.registry import OpenSessions
+from trueroll.rollout.http.agents.registry import Registry
 from trueroll.rollout.http.app import make_app
 from trueroll.rollout.http.clients import GENERATE_PATHS, Clients, clients_of
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
@@ -98,7 +98,7 @@ def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _app(clients: Clients) -> Any:
     config = HttpConfig(address="ipc://x")
-    return make_app(None, FakePages(), None, config, clients, guard.Counters(), OpenSessions(config))  # type: ignore[arg-type]
+    return make_app(None, FakePages(), None, config, clients, guard.Counters(), Registry(config))  # type: ignore[arg-type]
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

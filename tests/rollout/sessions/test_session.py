@@ -19,11 +19,11 @@ from scripted_sessions import Model, Reply, session_of
 from trueroll.engine.request import SampleOutput
 from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbortedError
 from trueroll.rollout import SamplingParams
-from trueroll.rollout.sessions.answers import Reading, read_answer
+from trueroll.rollout.sessions.answers import ParserSettings, read_answer
 from trueroll.rollout.sessions.export import to_safetensors
 from trueroll.rollout.sessions.forest import _num_bytes
 from trueroll.rollout.sessions.messages import read_messages
-from trueroll.rollout.sessions.session import Answer, AsyncSession
+from trueroll.rollout.sessions.session import Answer, Asked, AsyncSession, _Run
 from trueroll.rollout.text import TextModel
 
 END = "<|im_end|>"
@@ -701,5 +701,40 @@ def test_a_stop_string_may_cut_the_end_of_a_call() -> None:
     tools = [dict(type="function", function=dict(name="get"))]
     for stop, content, num_calls in (("l>b", 'a<tool_call>{"name": "get"}</tool_cal', 0), ("b", "a", 1)):
         sample = SampleOutput("r", 0, [0, 1, 2, 3, 4], None, "stop", 0, 0, (), stop_reason=stop)
-        message = read_answer(sample, texts, None, Reading(tuple(tools)), [], 0)
+        message = read_answer(sample, texts, None, ParserSettings(tuple(tools)), [], 0)
         assert (message.fields["content"], len(message.calls)) == (content, num_calls)
+
+
+def test_a_stop_string_may_be_cut_into_bytes() -> None:
+    texts: Any = SimpleNamespace(
+        chat_templates={"default": ""},
+        added_tokens={},
+        decode=lambda token_ids, skip_special_tokens: bytes(token_ids).decode(errors="replace"),
+    )
+    for stop in ("\U0001f600", "é", "é!", "b"):
+        sample = SampleOutput("r", 0, [*f"a{stop}".encode()], None, "stop", 0, 0, (), stop_reason=stop)
+        assert read_answer(sample, texts, None, ParserSettings(), [], 0).fields["content"] == "a"
+
+
+def test_a_retry_that_finds_many_deltas_lets_other_work_run() -> None:
+    async def work() -> int:
+        found = _Run(call=Any, wants_deltas=True, deltas=[Any] * 100)  # type: ignore[arg-type, list-item]
+        found.task = asyncio.ensure_future(asyncio.Event().wait())  # type: ignore[arg-type, assignment]
+        asked = Asked("n", [], SamplingParams(), ParserSettings(), found, None)  # type: ignore[arg-type]
+        num_turns = 0
+
+        async def other() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        other_work = asyncio.ensure_future(other())
+        deltas = asked.deltas()
+        for _ in range(100):
+            await anext(deltas)
+        for task in (other_work, found.task):
+            task.cancel()
+        return num_turns
+
+    assert run(work) >= 99

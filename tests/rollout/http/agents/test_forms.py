@@ -13,13 +13,14 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from trueroll.engine.request import FinishReason, SampleOutput
+from trueroll.engine.request import FinishReason, SampleOutput, SamplingParams
 from trueroll.rollout.http.agents.call import AgentCall, Context
 from trueroll.rollout.http.agents.messages import read_messages_call
 from trueroll.rollout.http.agents.responses import read_response_call
+from trueroll.rollout.http.parsed import ChoiceParser
 from trueroll.rollout.http.pieces import Form, Piece, Usage
 from trueroll.rollout.parsing.parser import parser_for
-from trueroll.rollout.sessions.answers import Reading, call_id, read_answer
+from trueroll.rollout.sessions.answers import ParserSettings, call_id, read_answer
 from trueroll.rollout.sessions.messages import Message, read_messages
 
 EOS, SEED, NODE = 3, 7, "0a1b"
@@ -32,6 +33,12 @@ HERMES: Any = SimpleNamespace(
 """A model whose tokens are characters."""
 ARGUMENTS = '{"a": 1.0, "b": [1e16, -0.5, null, true], "": {"é\\n\\"": 123456789012345678901234567890}}'
 CALL = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+def call_of(value: object) -> str:
+    return f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>'
+
+
 EMPTY_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 STOP: tuple[FinishReason, int | str | None] = "stop", EOS
 LENGTH: tuple[FinishReason, int | str | None] = "length", None
@@ -44,6 +51,10 @@ ANSWERS: dict[str, tuple[str, tuple[FinishReason, int | str | None]]] = {
     "text around calls": (f"One{CALL}two\n{EMPTY_CALL} three", STOP),
     "reasoning twice": (f"<think>why</think>a{EMPTY_CALL}<think>then</think>b", STOP),
     "malformed call": ('<tool_call>{"name": 3}</tool_call>', STOP),
+    "deep call": (call_of("[" * 57 + "]" * 57), STOP),
+    "too deep call": (call_of("[" * 58 + "]" * 58), STOP),
+    "large integer": (call_of(2**4096 - 1), STOP),
+    "too large integer": (call_of(2**4096), STOP),
     "spaces": ("  \n", STOP),
     "empty": ("", STOP),
     "stop string": ("One ", ("stop", "END")),
@@ -58,14 +69,13 @@ ANSWERS: dict[str, tuple[str, tuple[FinishReason, int | str | None]]] = {
 
 def context_of(prompt_token_ids: list[int]) -> Context:
     return Context(
-        id=NODE,
+        node=NODE,
         created=5,
         model="tiny",
         token_text=chr,
         prompt_token_ids=prompt_token_ids,
-        call_id=partial(call_id, SEED),
-        parser=parser_for(HERMES, TOOLS),
-        prompt_end="",
+        params=SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9),
+        new_parser=partial(ChoiceParser, parser_for(HERMES, TOOLS), "", partial(call_id, SEED)),
         eos_token_ids=frozenset({EOS}),
     )
 
@@ -110,7 +120,7 @@ def as_sent(value: Any) -> Any:
 
 
 def session_message(name: str) -> Message:
-    return read_answer(sample_of(name), HERMES, None, Reading(tuple(TOOLS)), [1], SEED)
+    return read_answer(sample_of(name), HERMES, None, ParserSettings(tuple(TOOLS)), [1], SEED)
 
 
 def check_recognized(call: AgentCall, name: str, names_node: bool) -> None:
@@ -184,9 +194,12 @@ def test_an_agent_of_anthropics_api_continues_the_message(name: str) -> None:
     for size in (1, 7, 1000):
         grown = grown_message(events_of(message_form(), name, size))
         check_recognized(continued_message(grown["content"]), name, "reasoning" in name)
-        assert joined_blocks(grown["content"]) == joined_blocks(whole["content"])
-        assert grown | {"content": []} == whole | {"content": []}
-        assert grown == whole or name == "reasoning twice"
+        if name == "reasoning twice":
+            assert (grown == whole) == (size == 1000)
+            assert joined_blocks(grown["content"]) == joined_blocks(whole["content"])
+            assert grown | {"content": []} == whole | {"content": []}
+        else:
+            assert grown == whole
 
 
 @pytest.mark.parametrize(
@@ -194,6 +207,10 @@ def test_an_agent_of_anthropics_api_continues_the_message(name: str) -> None:
     [
         ("reasoning and text", ["thinking", "text"], ("end_turn", None)),
         ("text around calls", ["text", "tool_use", "tool_use"], ("tool_use", None)),
+        ("deep call", ["tool_use"], ("tool_use", None)),
+        ("too deep call", ["text"], ("end_turn", None)),
+        ("large integer", ["tool_use"], ("tool_use", None)),
+        ("too large integer", ["text"], ("end_turn", None)),
         ("empty", [], ("end_turn", None)),
         ("stop string", ["text"], ("stop_sequence", "END")),
         ("call before a stop string", ["tool_use"], ("tool_use", None)),
@@ -287,21 +304,23 @@ def test_an_agent_of_openais_responses_continues_the_message(name: str) -> None:
     for size in (1, 7, 1000):
         grown = grown_response(events_of(response_form(stream=True), name, size))
         check_recognized(continued_response(grown["output"]), name, True)
-        assert joined_items(grown["output"]) == joined_items(whole["output"])
-        assert grown | {"output": []} == whole | {"output": []}
-        assert grown == whole or name == "reasoning twice"
+        if name == "reasoning twice":
+            assert (grown == whole) == (size == 1000)
+            assert joined_items(grown["output"]) == joined_items(whole["output"])
+            assert grown | {"output": []} == whole | {"output": []}
+        else:
+            assert grown == whole
 
 
 @pytest.mark.parametrize("name", ["reasoning and calls", "text around calls", "cut text"])
 def test_openais_client_accepts_responses_and_their_events(name: str) -> None:
     text = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}]
-    fields: dict[str, Any] = dict(
-        text=text, tools=tools, instructions="be brief", max_output_tokens=9, metadata={"a": "b"}
-    )
+    fields: dict[str, Any] = dict(text=text, tools=tools, instructions="be brief", temperature=1, metadata={"a": "b"})
     told = Response.model_validate(whole_of(response_form(**fields), name))
     assert told.text and told.text.format and told.text.format.type == "json_schema"
-    assert (told.tools[0].type, told.instructions, told.max_output_tokens) == ("function", "be brief", 9)
+    assert (told.tools[0].type, told.instructions, told.metadata) == ("function", "be brief", {"a": "b"})
+    assert (told.max_output_tokens, told.temperature, told.top_p) == (9, 0.5, 0.9), "those of the call's parameters"
     for event in events_of(response_form(**fields), name, 7):
         read = EVENT.validate_python(event)
         assert read.type == event["type"] and read.to_dict() == event

@@ -6,15 +6,19 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import h11
 import pytest
 from fake_engine import FakeEngine
 from http_fronts import Front, error_of, front_end
 from serving import serving
 
-from trueroll.rollout.http.agents.registry import OpenSession, OpenSessions
+from trueroll.rollout.http.agents.chat import read_chat_call
+from trueroll.rollout.http.agents.registry import OpenSession, Registry
 from trueroll.rollout.http.config import HttpConfig
 from trueroll.rollout.http.errors import HttpError
+from trueroll.rollout.http.exchange import Exchange
 from trueroll.rollout.http.paths import capability_in, without_capability
 from trueroll.rollout.network.keys import OWNER
 
@@ -22,19 +26,19 @@ from trueroll.rollout.network.keys import OWNER
 class Idle:
     """Stands for a session. `num_bytes`: its memory."""
 
-    def __init__(self, num_bytes: int = 0) -> None:
-        self.num_bytes, self.is_closed = num_bytes, False
+    num_bytes = 0
+    is_closed = False
 
     async def close(self) -> None:
         self.is_closed = True
 
 
-def opened(num_bytes: int = 0) -> OpenSession:
-    return OpenSession(Idle(num_bytes), OWNER, {}, {})  # type: ignore[arg-type]
+def opened(session: Idle | None = None) -> OpenSession:
+    return OpenSession(session or Idle(), OWNER, {}, {})  # type: ignore[arg-type]
 
 
-def sessions(**settings: Any) -> OpenSessions:
-    return OpenSessions(HttpConfig(address="ipc://x", **settings))
+def sessions(**settings: Any) -> Registry:
+    return Registry(HttpConfig(address="ipc://x", **settings))
 
 
 def code_of(call: Callable[[], Any]) -> str:
@@ -44,26 +48,36 @@ def code_of(call: Callable[[], Any]) -> str:
 
 
 def test_a_capability_opens_one_session() -> None:
-    registry, mine, other = sessions(), opened(), opened()
+    registry, session, other_session = sessions(), Idle(), Idle()
+    mine, other = opened(session), opened(other_session)
     first, second = registry.begin(mine), registry.begin(other)
     assert first != second and len(first) == 32
     assert registry.find(first) is mine and registry.find(second) is other
     wrong = ("", first[:-1], f"{first}x", first.swapcase(), "é" * 200, "\udcff")
     assert all(code_of(lambda each=each: registry.find(each)) == "session_not_found" for each in wrong)
     asyncio.run(registry.end(first))
-    assert mine.session.is_closed and not other.session.is_closed  # type: ignore[attr-defined]
+    assert session.is_closed and not other_session.is_closed
     assert code_of(lambda: registry.find(first)) == "session_not_found"
     assert code_of(lambda: asyncio.run(registry.end(first))) == "session_not_found"
     assert registry.find(second) is other
 
 
+def test_arguments_of_the_template_of_a_session_replace_those_of_a_call() -> None:
+    session = OpenSession(Idle(), OWNER, {}, {"enable_thinking": False})  # type: ignore[arg-type]
+    call = read_chat_call(
+        {"messages": [{"role": "user"}], "chat_template_kwargs": {"enable_thinking": True, "more": 1}}
+    )
+    assert session.template_of(call) == {"enable_thinking": False, "more": 1}
+
+
 def test_sessions_are_bounded_in_number_and_memory() -> None:
     registry = sessions(max_sessions=2, max_session_bytes=2**20)
-    large, small = opened(), opened()
+    growing = Idle()
+    large, small = opened(growing), opened()
     first, _ = registry.begin(large), registry.begin(small)
     assert code_of(lambda: registry.begin(opened())) == "sessions_full"
     with registry.request(large, adds=True), registry.request(small, adds=True):
-        large.session.num_bytes = 2**20  # type: ignore[misc]
+        growing.num_bytes = 2**20
     assert code_of(lambda: registry.request(small, adds=True).__enter__()) == "sessions_full"
     with registry.request(small):
         pass  # reading needs no room
@@ -73,16 +87,18 @@ def test_sessions_are_bounded_in_number_and_memory() -> None:
 
 
 def test_a_session_that_ends_during_a_request_frees_its_memory() -> None:
-    registry, ending = sessions(max_session_bytes=2**20), opened()
+    registry, growing = sessions(max_session_bytes=2**20), Idle()
+    ending = opened(growing)
     capability = registry.begin(ending)
     with registry.request(ending, adds=True):
         asyncio.run(registry.end(capability))
-        ending.session.num_bytes = 2**30  # type: ignore[misc]
+        growing.num_bytes = 2**30
     registry.begin(opened())
 
 
 def test_a_session_without_requests_is_deleted() -> None:
-    registry, busy, idle = sessions(session_seconds=0.04), opened(), opened()
+    registry, used, unused = sessions(session_seconds=0.04), Idle(), Idle()
+    busy, idle = opened(used), opened(unused)
 
     async def work() -> None:
         kept, dropped = registry.begin(busy), registry.begin(idle)
@@ -95,7 +111,7 @@ def test_a_session_without_requests_is_deleted() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(work())
-    assert idle.session.is_closed and busy.session.is_closed  # type: ignore[attr-defined]
+    assert unused.is_closed and used.is_closed
 
 
 def test_paths_without_capabilities() -> None:
@@ -107,7 +123,7 @@ def test_paths_without_capabilities() -> None:
     assert without_capability("/sessions/secret/samples") == "/sessions/{id}/samples"
 
 
-def test_a_capability_needs_no_key_and_opens_nothing_else(tiny_llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capability_needs_no_key_and_opens_nothing_else(tiny_llama: Path) -> None:
     settings: dict[str, Any] = dict(key="0123456789abcdef", tokenizer=str(tiny_llama))
     with serving(FakeEngine()) as running, front_end(running.address, **settings) as front:
         begun = front.post("/sessions", {})
@@ -127,4 +143,13 @@ def test_a_capability_needs_no_key_and_opens_nothing_else(tiny_llama: Path, capl
         assert bare.delete(f"/sessions/{capability}").status_code == 200
         for end in (bare.delete, bare.get):
             assert end(f"/sessions/{capability}").status_code == 404
-    assert capability not in caplog.text
+
+
+def test_the_log_of_a_failure_has_no_capability(caplog: pytest.LogCaptureFixture) -> None:
+    request = h11.Request(method="GET", target="/sessions/secret/samples", headers=[("Host", "localhost")])
+
+    async def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    asyncio.run(Exchange(Mock(), request).run(fail))
+    assert "/sessions/{id}/samples" in caplog.text and "secret" not in caplog.text

@@ -45,12 +45,17 @@ def front(worker: WorkerProcess) -> Iterator[Front]:
         yield running
 
 
+def begin(front: Front) -> str:
+    """Begin a session, and return its URL."""
+    return front.url + front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()["url"]
+
+
 @pytest.fixture
 def session(front: Front) -> Iterator[str]:
     """The URL of a session."""
-    begun = front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()
-    yield f"{front.url}{begun['url']}"
-    assert front.delete(f"/sessions/{begun['session_id']}").status_code == 200
+    url = begin(front)
+    yield url
+    assert front.delete(url.removeprefix(front.url).removesuffix("/v1")).status_code == 200
 
 
 def agent(url: str) -> openai.OpenAI:
@@ -87,8 +92,7 @@ def test_turns_keep_their_tokens(front: Front, session: str, worker: WorkerProce
 def test_a_stream_is_the_answer(front: Front, session: str) -> None:
     """A stream has the tokens, the text and the node of the answer; an equal session draws the same."""
     told = chat(agent(session), [GO], extra_body={"return_token_ids": True}, logprobs=True)
-    other = front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()["url"]
-    with agent(front.url + other) as client:
+    with agent(begin(front)) as client:
         events = [
             *chat(
                 client,
@@ -114,6 +118,8 @@ def test_a_retry_is_answered_from_the_record(front: Front, session: str, is_stre
     client, fields = agent(session), dict(extra_body={"return_token_ids": True})
     first, twin = (chat(client, [GO], **fields) for _ in range(2))
     assert first.id != twin.id
+    shown = front.get("/ui/live").json()["groups"]
+    assert [group["preview"] for group in shown[-2:]] == ["go", "go"]
     again = chat(client, [GO], stream=is_stream, extra_headers={"x-stainless-retry-count": "1"}, **fields)
     if is_stream:
         events = [event for event in again if event.choices]
@@ -122,6 +128,7 @@ def test_a_retry_is_answered_from_the_record(front: Front, session: str, is_stre
     else:
         assert again.id == twin.id and again.choices[0].token_ids == twin.choices[0].token_ids
     assert len(samples_of(front, session)) == 2
+    assert front.get("/ui/live").json()["groups"] == shown
 
 
 def test_a_required_call_and_its_result(front: Front) -> None:
@@ -130,7 +137,7 @@ def test_a_required_call_and_its_result(front: Front) -> None:
     client = agent(session)
     called = chat(client, [GO], tools=TOOLS, tool_choice="required", max_tokens=400)
     [call] = called.choices[0].message.tool_calls
-    assert called.choices[0].finish_reason in ("tool_calls", "length") and call.function.name == "get"
+    assert called.choices[0].finish_reason == "tool_calls" and call.function.name == "get"
     result = dict(role="tool", tool_call_id=call.id, content="7")
     message = dict(role="assistant", content=None, tool_calls=[call.model_dump()])
     after = chat(client, [GO, message, result], tools=TOOLS, max_tokens=5, extra_body={"return_token_ids": True})
@@ -138,11 +145,11 @@ def test_a_required_call_and_its_result(front: Front) -> None:
     assert len(sample["turns"]) == 2 and sample["token_ids"][: len(after.prompt_token_ids)] == after.prompt_token_ids
 
 
-def test_a_cancelled_stream_leaves_nothing(front: Front, session: str) -> None:
+def test_a_cancelled_stream_leaves_nothing(front: Front) -> None:
     settings = {"seed": 1, "sampling_params": {"max_tokens": 3000, "ignore_eos": True}}
     begun = front.post("/sessions", settings).json()
     with chat(agent(front.url + begun["url"]), [GO], stream=True) as stream:
-        next(iter(stream))
+        assert next(iter(stream)).choices[0].finish_reason is None
     front.wait_for("trueroll_http_open_requests", 0)
     assert front.get(f"/sessions/{begun['session_id']}").json()["num_messages"] == 0
     assert front.get(f"/sessions/{begun['session_id']}/samples").json() == {"samples": []}
@@ -162,34 +169,57 @@ def test_rewards_and_exports(front: Front, session: str) -> None:
     assert entry["prompt_token_ids"] + entry["generation_token_ids"] == sample["token_ids"]
     for body in ({"reward": "x"}, {"reward": 1.0, "node": "none"}, {}):
         assert front.post(f"{path}/reward", body).status_code == 400
-    assert error_of(front.get(f"{path}/samples?format=x"))["param"] == "format"
+    for query in ("format=x", "format=json&format=json"):
+        assert error_of(front.get(f"{path}/samples?{query}"))["param"] == "format"
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("fields", "param", "said"),
     [
-        (dict(n=2), "n"),
-        (dict(seed=1), "seed"),
-        (dict(extra_body=dict(prompt_logprobs=1)), "prompt_logprobs"),
-        (dict(extra_body=dict(unknown=1)), "unknown"),
-        (dict(extra_body=dict(add_generation_prompt=False)), "add_generation_prompt"),
-        (dict(tools=TOOLS, parallel_tool_calls=False), "parallel_tool_calls"),
-        (dict(tools=TOOLS, tool_choice="always"), "tool_choice"),
-        (dict(max_tokens=5000), "max_tokens"),
+        (dict(n=2), "n", "must be 1"),
+        (dict(seed=1), "seed", "seed of its own"),
+        (dict(extra_body=dict(unknown=1)), "unknown", "unknown parameter"),
+        (dict(tools=TOOLS, tool_choice="always"), "tool_choice", "'always'"),
+        (dict(max_tokens=5000), "messages", "max_tokens"),
     ],
 )
-def test_what_a_session_refuses(front: Front, fields: dict[str, Any], param: str) -> None:
+def test_what_a_session_refuses(front: Front, fields: dict[str, Any], param: str, said: str) -> None:
     url = front.post("/sessions", {}).json()["url"]
     with pytest.raises(openai.BadRequestError) as caught:
         chat(agent(front.url + url), [GO], **fields)
-    assert caught.value.param in (param, "messages") and param in str(caught.value) + "max_tokens"
+    assert caught.value.param == param and said in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "body", [{"seed": -1}, {"sampling_params": {"temperature": -1}}, {"sampling_params": {"seed": 1}}, {"other": 1}]
+    ("body", "param"),
+    [
+        ({"seed": -1}, "seed"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"seed": 1}}, "seed"),
+        ({"sampling_params": {"n": 2}}, "n"),
+        ({"sampling_params": {"max_completion_tokens": 2}}, "max_completion_tokens"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"other": 1}, "other"),
+    ],
 )
-def test_a_session_does_not_begin_with_wrong_settings(front: Front, body: dict[str, Any]) -> None:
-    assert front.post("/sessions", body).status_code == 400
+def test_a_session_does_not_begin_with_wrong_settings(front: Front, body: dict[str, Any], param: str) -> None:
+    refused = front.post("/sessions", body)
+    assert refused.status_code == 400 and error_of(refused)["param"] == param
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "messages/count_tokens", "responses"])
+def test_a_text_that_cannot_fit_is_not_rendered(front: Front, session: str, path: str) -> None:
+    message = GO | {"content": "x" * 2_000_000}
+    body = {"input": [message]} if path == "responses" else {"messages": [message]}
+    body |= {"max_tokens": 1} if path == "messages" else {}
+    refused = front.post(f"{session.removeprefix(front.url)}/{path}", body)
+    assert error_of(refused)["code"] == "context_length_exceeded" and "2000" in error_of(refused)["message"]
+    assert "characters" in error_of(refused)["message"]
+
+
+def test_null_among_the_sampling_parameters_replaces_nothing(front: Front) -> None:
+    url = front.post("/sessions", {"sampling_params": {"max_tokens": None, "temperature": 1.0}}).json()["url"]
+    assert chat(agent(front.url + url), [GO], max_tokens=3).usage.completion_tokens == 3
 
 
 def anthropic_events(front: Front, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -203,7 +233,7 @@ def anthropic_events(front: Front, path: str, body: dict[str, Any]) -> list[dict
 def test_turns_in_anthropics_api(front: Front, session: str) -> None:
     """Whole answers, streams and counts have the same tokens, and each turn continues the one before."""
     path = f"{session.removeprefix(front.url)}/messages"
-    other = front.url + front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()["url"]
+    other = begin(front)
     history: list[dict[str, Any]] = [GO]
     for _ in range(3):
         body = {"model": "any", "max_tokens": 50, "messages": history, "system": "Help."}
@@ -223,9 +253,9 @@ def test_turns_in_anthropics_api(front: Front, session: str) -> None:
     assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
 
-def test_turns_in_openais_api_of_responses(front: Front, session: str) -> None:
+def test_turns_in_openais_responses_api(front: Front, session: str) -> None:
     client, history = agent(session), list[Any]([GO])
-    other = agent(front.url + front.post("/sessions", {"seed": 7, "sampling_params": {"max_tokens": 12}}).json()["url"])
+    other = agent(begin(front))
     for _ in range(3):
         told = client.responses.create(model="any", input=history, instructions="Help.")
         with other.responses.create(model="any", input=history, instructions="Help.", stream=True) as stream:
