@@ -72,7 +72,7 @@ class RewardFields(Fields):
 class ExportFields(Fields):
     """Query of an export."""
 
-    format: Literal["json", "safetensors", "nemo_gym"] = "json"
+    format: Literal["json", "safetensors", "nemo_gym", "record"] = "json"
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class Exports:
         session = opened.session
         if format == "nemo_gym":
             return await long_answer({"entries": Rows(await _on_thread(session.token_entries), None)}, self._turns)
+        if format == "record":
+            return Response(await _on_thread(session.record), media_type="application/jsonl")
         samples = await _on_thread(session.samples)
         if format == "safetensors":
             return Response(await _on_thread(partial(to_safetensors, samples)), media_type="application/octet-stream")

@@ -165,6 +165,8 @@ def test_rewards_and_exports(front: Front, session: str) -> None:
     assert sample["reward"] == 0.5 and sample["node"] == node
     tensors = load(front.get(f"{path}/samples?format=safetensors").content)
     assert np.array_equal(tensors["tokens.0"], np.array(sample["token_ids"], np.int32))
+    record = front.get(f"{path}/samples?format=record").text.splitlines()
+    assert len(record) == 2 and json.loads(record[1])["token_ids"] == sample["token_ids"][-12:]
     [entry] = front.get(f"{path}/samples?format=nemo_gym").json()["entries"]
     assert entry["prompt_token_ids"] + entry["generation_token_ids"] == sample["token_ids"]
     for body in ({"reward": "x"}, {"reward": 1.0, "node": "none"}, {}):
