@@ -11,8 +11,8 @@ Promises:
   large calls are read one at a time.
 - A retry is a call with `is_retry` and the same messages, tools and parameters as an earlier call. If such a call is
   running, the retry waits for its answer; of several, it waits for the one with the fewest callers. If such a call was
-  cancelled and has not ended yet, the retry waits for its end and then draws the answer with the same seed. Otherwise,
-  the retry returns the newest recorded answer.
+  cancelled and has not ended yet, the retry waits for its end and then draws the answer with the same seed; of several
+  such retries, one draws the answer for all. Otherwise, the retry returns the newest recorded answer.
 - A call that runs for several callers ends when all of them are cancelled. A call adds a node when its first caller
   gets the answer. If all callers are cancelled before, or if the call raises, it adds nothing to the session.
 - A caller may read the drawn tokens as they arrive. All callers of a call get the same tokens.
@@ -400,10 +400,11 @@ class AsyncSession:
 
     async def _earlier(self, digest: bytes) -> _Run | Node | None:
         """Return the run or the recorded node that a retry stands for; None if the retry is to draw an answer."""
-        runs = self._running.get(digest, ())
+        runs = [*self._running.get(digest, ())]
         if ending := [run.task for run in runs if not run.num_callers]:
             await asyncio.wait(ending)
-            return None
+            begun = (run for run in self._running.get(digest, ()) if run not in runs)  # by another retry
+            return next(begun, None)
         return min(runs, key=lambda run: run.num_callers) if runs else self._forest.recorded(digest)
 
     def _begin(self, call: _Call, wants_deltas: bool) -> _Run:

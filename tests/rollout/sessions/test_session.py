@@ -250,13 +250,14 @@ def test_a_retry_of_a_cancelled_call_waits_for_its_end_and_has_its_seed(texts: T
         twin = asyncio.ensure_future(session.chat([user("a")]))
         await until(2, model)
         first.cancel()
-        retry = asyncio.ensure_future(session.chat([user("a")], is_retry=True))
+        retries = [asyncio.ensure_future(session.chat([user("a")], is_retry=True)) for _ in range(2)]
         for _ in range(9):
             await asyncio.sleep(0)
         assert len(model.prompts) == 2 and not first.done(), "premise: the cancelled call has not ended"
         model.may_leave.set()
         model.gate.set()
-        other, again = await asyncio.gather(twin, retry)
+        other, again, second = await asyncio.gather(twin, *retries)
+        assert again.node == second.node and len(model.prompts) == 3
         seeds = [params.seed for params in model.params]
         assert seeds[0] == seeds[2] == again.sample.seed != other.sample.seed == seeds[1]
         assert first.cancelled() and len(session.samples()) == 2
