@@ -132,6 +132,8 @@ HTTP: Table = {
     "Limits of the front end": {
         "max_connections": "Maximum number of connections. Default: half of the descriptors, at most 2048.",
         "max_open_requests": "Maximum number of requests at a time.",
+        "max_sessions": "Maximum number of open sessions of agents.",
+        "max_session_bytes": "Maximum bytes of all sessions in memory.",
         "max_image_bytes": "Maximum bytes of all images in memory.",
         "max_unfinished_bytes": "Maximum bytes of all unfinished bodies. Default: 8 times --max-body-bytes.",
     },
@@ -141,6 +143,7 @@ HTTP: Table = {
         "write_seconds": "Seconds that a client may spend without reading its answer.",
         "keep_alive_seconds": "Seconds until an idle connection is closed.",
         "linger_seconds": "Seconds for which a refused connection discards incoming data.",
+        "session_seconds": "Seconds until a session without requests is deleted.",
         "drain_seconds": "Seconds for open requests to finish after SIGTERM or Ctrl-C.",
     },
 }
