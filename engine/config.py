@@ -54,7 +54,7 @@ class EngineConfig(BaseModel):
     available memory is the memory that remains free after weights, CUDA graphs and the largest step are allocated.
 
     `host_cache_bytes`: the maximum size, in bytes, of the host tier of each rank, in host memory; 0: no host tier. The
-    host tier holds cached blocks and state checkpoints whose memory on the device was reused. On a GPU, the memory is
+    host tier holds cached blocks and state checkpoints that the device has no memory for. On a GPU, the memory is
     pinned.
 
     `max_num_seqs`: the maximum number of sequences that run at the same time; None: 256 on a GPU, 64 on a CPU.

@@ -400,9 +400,8 @@ class PrefixCache:
 
     `num_blocks`: for each window, the number of blocks in its group. Window None, if any, comes first. `enabled`: if
     False, nothing is published, and no lookup has hits. `forget`: called with the entries that are removed from the
-    index. `host_blocks`: for each group, the number of blocks whose content the host can hold; empty without a host
-    tier. `tables`: allocates blocks. `identity`: computes the hashes of blocks. `claims`: the blocks that are being
-    computed.
+    index. `host_blocks`: for each group, the number of blocks that the host can hold; empty without a host tier.
+    `tables`: allocates blocks. `identity`: computes the hashes of blocks. `claims`: the blocks that are being computed.
     """
 
     def __init__(

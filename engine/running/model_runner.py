@@ -194,7 +194,7 @@ class ModelRunner:
         mtp.follow(step, self.seen(self.to_device(step.token_ids), step, lanes), hidden)
 
     def _copied(self) -> list[list[Tensor]]:
-        """Return the tensors whose blocks or slots a step copies: one list for each array of `Step.block_copies`."""
+        """Return the tensors of the blocks or slots that a step copies, one list for each of `Step.block_copies`."""
         spec, states = self.model.spec, list[Tensor]()
         tensors: list[list[Tensor]] = [[] for _ in spec.windows]
         for group, memory in zip(self.groups, self.memories, strict=True):

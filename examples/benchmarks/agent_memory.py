@@ -1,9 +1,9 @@
 """Measure the host tier with sessions of agents: `python examples/benchmarks/agent_memory.py`. `--help` lists the
 options.
 
-**Replay.** A trace has sessions whose contexts need twice the KV cache. In each turn, a session sends its whole history
-with a tool's result, gets a sample, and waits for its tool. The engine's scheduler and prefix cache serve the trace
-without a model. The clock is simulated: a step takes the time in `STEP_SECONDS`, and a block from the host
+**Replay.** The contexts of a trace's sessions need twice the KV cache together. In each turn, a session sends its whole
+history with a tool's result, gets a sample, and waits for its tool. The engine's scheduler and prefix cache serve the
+trace without a model. The clock is simulated: a step takes the time in `STEP_SECONDS`, and a block from the host
 `RESTORE_SECONDS`. The table compares an LRU cache without a host tier with host tiers of several sizes. `recomputed`
 are the prompt tokens that are computed in addition to those of a cache without a limit. All numbers of the replay are
 the same in each run.

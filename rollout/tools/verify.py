@@ -346,7 +346,7 @@ class _Lab:
         return self._with_host_tier(config) if cell.cache == "host" else config
 
     def _with_host_tier(self, config: EngineConfig) -> EngineConfig:
-        """Return a configuration whose host tier has room for all requests of a cell."""
+        """Return a configuration with a host tier that has room for all requests of a cell."""
         info = engine_info(config, self.loaded, available_memory(self.loaded.model.device))
         num_bytes = info.kv_bytes + info.state_bytes + info.num_blocks * info.block_size * info.route_bytes
         return config.model_copy(update=dict(host_cache_bytes=4 * num_bytes))

@@ -12,7 +12,7 @@ FIRST_TRY = b"\r\nx-stainless-retry-count: 0\r\n"
 
 
 class CuttingProxy:
-    """Listens on loopback, at `port`. `num_cut`: the number of requests whose connection was cut."""
+    """Listens on loopback, at `port`. `num_cut`: the number of requests that lost their connection."""
 
     def __init__(self, target: tuple[str, int]) -> None:
         self._target, self._listener = target, socket.create_server(("127.0.0.1", 0))
