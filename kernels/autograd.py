@@ -1,7 +1,8 @@
 """The ops of a layer and of the head, with gradients: `GradientOps`.
 
 The forward pass of each op calls the backend's op, so the results are bit-identical to a rollout. The backward pass
-uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Three parts of the backward
+uses torch in the dtype of the forward pass, and its gradients are accurate up to rounding. Where torch would multiply
+matrices of this dtype slowly, the backward pass multiplies in float32 (`product_dtype`). Three parts of the backward
 pass also use the backend's ops: rotations, recomputed logits and recomputed inner rows of experts. The backward pass of
 a recurrence recomputes the recurrence in float32, in chunks of `_CHUNK` tokens: products over all tokens of a chunk
 give the chunk's outputs and final state, without a loop over tokens. Torch differentiates the products of each chunk,
@@ -67,6 +68,17 @@ _CHUNK = 64
 _LOGITS_BYTES = 2**27
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which the backward pass multiplies matrices: float32 where torch has no fast product in the
+    dtype of `x`, else the dtype of `x`.
+
+    On a CPU without AVX-512, torch multiplies bfloat16 matrices without vector instructions and on one thread, which
+    takes about 20 times as long as float32. Few CPUs have instructions for float16.
+    """
+    is_slow = x.dtype == torch.float16 or torch.backends.cpu.get_cpu_capability() != "AVX512"
+    return torch.float32 if x.device.type == "cpu" and is_slow else x.dtype
+
+
 def _without_autocast(method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)
     def run(ctx: Any, *args: Any) -> Any:
@@ -95,10 +107,11 @@ class _Product(Function):
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        grad = grad.to(weight.dtype)
+        grad, dtype = grad.to(weight.dtype), product_dtype(weight)
         _, _, needs_x, needs_weight, *needs_bias = ctx.needs_input_grad
-        grad_x = grad @ weight if needs_x else None
-        grad_weight = grad.T @ x if needs_weight else None
+        wide = grad.to(dtype)
+        grad_x = (wide @ weight.to(dtype)).to(x.dtype) if needs_x else None
+        grad_weight = (wide.T @ x.to(dtype)).to(weight.dtype) if needs_weight else None
         return None, None, grad_x, grad_weight, *(grad.sum(0) if needed else None for needed in needs_bias)
 
 
@@ -136,8 +149,9 @@ class _Merge(Function):
     @_without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (a, b), (_, needs_weight, needs_a, needs_b, _) = ctx.saved_tensors, ctx.needs_input_grad
-        grad_a = (b.T @ grad).mul_(ctx.scale) if needs_a else None
-        grad_b = (grad @ a.T).mul_(ctx.scale) if needs_b else None
+        wide = grad.to(dtype := product_dtype(grad))
+        grad_a = (b.T.to(dtype) @ wide).mul_(ctx.scale).to(a.dtype) if needs_a else None
+        grad_b = (wide @ a.T.to(dtype)).mul_(ctx.scale).to(b.dtype) if needs_b else None
         return None, grad if needs_weight else None, grad_a, grad_b, None
 
 
@@ -330,17 +344,19 @@ def _expert_gradients(
 
     `gates` is [M, 1]; `grad` is the gradient of the M output rows.
     """
-    product = F.linear(x, gate_up, gate_up_bias)
+    dtype = product_dtype(x)
+    wide_x, gate_up, down = x.to(dtype), gate_up.to(dtype), down.to(dtype)
+    product = F.linear(wide_x, gate_up, None if gate_up_bias is None else gate_up_bias.to(dtype)).to(x.dtype)
     gate, up = product.chunk(2, 1) if spec.gated else (product, product)
-    inner, ungated = ops.gate_mul(gate, up, spec.activation), grad @ down
+    inner, ungated = ops.gate_mul(gate, up, spec.activation), grad.to(dtype) @ down
     grad_gates = (ungated.float() * inner.float()).sum(-1)
     if down_bias is not None:
         grad_gates += grad.float() @ down_bias.float()
     grad_inner, grad_out = ((part * gates).to(x.dtype) for part in (ungated, grad))
     of_gate, of_up = _gate_gradients(gate, up, grad_inner, spec.activation)
     of_product = torch.cat((of_gate, of_up), 1) if spec.gated else of_gate + of_up
-    of_parameters = of_product.T @ x, of_product.sum(0)
-    return of_product @ gate_up, grad_gates, *of_parameters, grad_out.T @ inner, grad_out.sum(0)
+    wide, of_down = of_product.to(dtype), grad_out.T.to(dtype) @ inner.to(dtype)
+    return wide @ gate_up, grad_gates, wide.T @ wide_x, of_product.sum(0), of_down, grad_out.sum(0)
 
 
 def _rows_by_expert(experts: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -410,7 +426,8 @@ def _attention_gradients(
     `padded`: q, k, v and the gradient of the output, each padded to [B, T, heads, D]. Sequences are padded on the
     right, so no real query sees padding. `ends`: [B, T], or None if attention is causal.
     """
-    *inputs, grad = (x.transpose(1, 2) for x in padded)
+    dtype = product_dtype(padded[0])
+    *inputs, grad = (x.to(dtype).transpose(1, 2) for x in padded)
     q, k, v = inputs = [x.requires_grad_() for x in inputs]
     sinks = None if sinks is None else sinks.float().clone().requires_grad_()
     with torch.enable_grad():
@@ -465,11 +482,12 @@ class _LatentAttention(Function):
         (q, *saved), spec = ctx.saved_tensors, ctx.spec
         saved = [x.detach().requires_grad_() for x in saved]
         with torch.enable_grad():
-            expanded = _expanded(*saved, spec=spec)
-        inputs, heads = [q, *(x.detach() for x in expanded)], spec.num_heads
+            expanded = _expanded(*(x.to(product_dtype(x)) for x in saved), spec=spec)
+        inputs, heads = [q, *(x.detach().to(q.dtype) for x in expanded)], spec.num_heads
         plain = AttentionSpec(heads, heads, spec.query_dim, spec.scale)
         grad_q, *others, _ = _packed_gradients(inputs, None, grad.unflatten(1, (heads, -1)), ctx.packed, plain)
-        return None, grad_q, *torch.autograd.grad(expanded, saved, others), None, None
+        grads = [found.to(x.dtype) for found, x in zip(others, expanded, strict=True)]
+        return None, grad_q, *torch.autograd.grad(expanded, saved, grads), None, None
 
 
 def _expanded(k: Tensor, k_up: Tensor, v_up: Tensor, spec: LatentSpec) -> tuple[Tensor, Tensor]:
@@ -725,7 +743,8 @@ class _LogProbs(Function):
         """
         hidden, weight, token_ids = ctx.saved_tensors
         stored = as_weight(ctx.ops, weight)
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden, dtype = torch.empty_like(hidden), product_dtype(hidden)
+        wide = weight.to(dtype)
         # If there are no rows, the gradient is zeros instead of None, because all ranks must reduce the same gradients.
         grad_weight = None if len(hidden) else torch.zeros_like(weight)
         for rows in _row_parts(hidden, weight):
@@ -734,10 +753,10 @@ class _LogProbs(Function):
             ids, scale = _listed(token_ids[rows]), _listed(grad[rows]) / ctx.temperature
             scale = scale.masked_fill(ids == NO_TOKEN, 0.0)
             grad_logits = probs.mul_(-scale.sum(-1, keepdim=True)).scatter_add_(1, ids.clamp(min=0), scale)
-            grad_products = (grad_logits if slopes is None else grad_logits.mul_(slopes)).to(hidden.dtype)
-            grad_hidden[rows] = grad_products @ weight
+            grad_products = (grad_logits if slopes is None else grad_logits.mul_(slopes)).to(dtype)
+            grad_hidden[rows] = grad_products @ wide
             if ctx.needs_input_grad[2]:
-                product = grad_products.T @ hidden[rows]
+                product = grad_products.T @ hidden[rows].to(dtype)
                 grad_weight = product if grad_weight is None else product.float().add_(grad_weight)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return None, grad_hidden, grad_weight, *[None] * 5

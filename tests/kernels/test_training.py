@@ -111,6 +111,17 @@ def test_gradients_are_as_good_as_those_of_the_unaligned_model(
         assert statistics.median(ours / theirs for ours, theirs in errors) < 2, name
 
 
+@pytest.mark.parametrize("capability,computed", [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
+def test_gradients_on_each_kind_of_cpu(
+    tiny_llama: Path, capability: str, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert autograd.product_dtype(torch.zeros(1, dtype=torch.bfloat16)) == computed
+    exact, unaligned, found = three_gradients(tiny_llama, torch.bfloat16, "cpu", 0.7)
+    expected, theirs, ours = (torch.cat([each[name].flatten() for name in exact]) for each in (exact, unaligned, found))
+    assert error(ours, expected) < 2 * error(theirs, expected)
+
+
 @proves("gradients")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gradients_of_windowed_families(windowed_model: Path, dtype: torch.dtype, backend: str) -> None:
