@@ -7,19 +7,21 @@ the session, and not with the tokens of all prompts.
 
 Owns: the format, and the bounds on a record. A record has neither texts of messages nor `cache_salt`, which changes no
 bit. Promises: every record that is written can be read. The bytes, elements and nesting of a line are bounded before
-the line is parsed.
+the line is parsed, and the elements of the whole record are bounded, too.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, BinaryIO, Literal
+from itertools import count
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,14 +42,17 @@ from ...engine.request import (
     from_validation,
 )
 from .export import told_array
-from .forest import Forest, Node, drawn_of
+from .forest import Drawn, Forest, Node, drawn_of
 
+B = TypeVar("B", bound=BaseModel)
 FORMAT, FORMAT_VERSION = "trueroll session record", 1
 MAX_RECORD_BYTES = 2**30
 MAX_LINE_BYTES = 2**29
 MAX_REQUESTS = 2**16
 MAX_ELEMENTS = 2**22
 """Maximum number of elements of lists and objects in a line."""
+MAX_RECORD_ELEMENTS = 2**26
+"""Maximum number of elements in all lines together. A parsed element may use ten times the memory of its text."""
 MAX_DEPTH = 8
 MAX_PROMPT_TOKENS = 2**24
 
@@ -55,6 +60,10 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # matches in 
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _LEFT_OUT = {"cache_salt", "seed"}
 _COUNTED = {column.name for column in COLUMNS if column.counts}
+_SPAN_ELEMENTS = 5
+"""The elements of a span of weight versions: three numbers and two brackets."""
+_OTHER_ELEMENTS = 2**10
+"""Upper bound on the elements of a line without its tokens, its spans, and the long lists of its parameters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +130,14 @@ class Record:
 def write_record(forest: Forest, model: str, seed: int) -> bytes:
     """Return the record of a session. Raise IllegalStateError if the record exceeds a bound."""
     nodes = forest.drawn_nodes()
-    if len(nodes) > MAX_REQUESTS:
-        raise _too_large(len(nodes), "requests", MAX_REQUESTS)
-    first = dict(format=FORMAT, version=FORMAT_VERSION, model=model, seed=seed)
-    lines = [_encoded(first), *(_encoded(_told(node, forest)) for node in nodes)]
-    if (size := sum(map(len, lines))) > MAX_RECORD_BYTES:
-        raise _too_large(size, "bytes", MAX_RECORD_BYTES)
-    return b"".join(lines)
+    _check_sizes(nodes)
+    file = io.BytesIO()
+    file.write(_encoded(dict(format=FORMAT, version=FORMAT_VERSION, model=model, seed=seed)))
+    for node in nodes:
+        file.write(_encoded(_told(node, forest)))
+        if file.tell() > MAX_RECORD_BYTES:
+            raise _too_large(file.tell(), "bytes or more", MAX_RECORD_BYTES)
+    return file.getvalue()
 
 
 def read_record(file: BinaryIO) -> Record:
@@ -135,16 +145,41 @@ def read_record(file: BinaryIO) -> Record:
     exceeds a bound.
     """
     lines = _lines(file)
-    model, seed = _read_first(next(lines, b""))
+    model, seed = _read_first(next(lines, None))
     requests: dict[str, RecordedRequest] = {}
-    for number, line in enumerate(lines, 2):
+    for number, told in enumerate(lines, 2):
         if len(requests) == MAX_REQUESTS:
             raise _bad(number, f"too many requests (limit {MAX_REQUESTS}); replay a shorter record")
-        request = _read_request(number, line, requests)
+        request = _read_request(number, told, requests)
         if request.node in requests:
             raise _bad(number, f"the node {brief(request.node)} occurs twice")
         requests[request.node] = request
     return Record(model, seed, list(requests.values()))
+
+
+def _check_sizes(nodes: Sequence[Node]) -> None:
+    """Raise IllegalStateError if there are too many requests, or if one of them, or all together, have too many tokens
+    or elements.
+    """
+    if len(nodes) > MAX_REQUESTS:
+        raise _too_large(len(nodes), "requests", MAX_REQUESTS)
+    drawn = [drawn_of(node) for node in nodes]
+    if (longest := max((each.prompt_len for each in drawn), default=0)) > MAX_PROMPT_TOKENS:
+        raise _too_large(longest, "tokens in one prompt", MAX_PROMPT_TOKENS)
+    elements = [_num_elements(each) for each in drawn]
+    if (most := max(elements, default=0)) > MAX_ELEMENTS:
+        raise _too_large(most, "elements in one answer", MAX_ELEMENTS)
+    if (total := sum(elements)) > MAX_RECORD_ELEMENTS:
+        raise _too_large(total, "elements", MAX_RECORD_ELEMENTS)
+
+
+def _num_elements(drawn: Drawn) -> int:
+    """Return an upper bound on the elements of a line."""
+    num_tokens = len(drawn.opening.token_ids) + len(drawn.sample.token_ids)
+    grammar = drawn.params.structured_outputs
+    lists = drawn.params.model_copy(update=dict(structured_outputs=None)).num_numbers
+    lists += len(drawn.params.target_token_ids) + (0 if grammar is None else len(grammar.choice))
+    return num_tokens + lists + _SPAN_ELEMENTS * len(drawn.sample.weight_versions) + _OTHER_ELEMENTS
 
 
 def _told(node: Node, forest: Forest) -> dict[str, Any]:
@@ -179,30 +214,44 @@ def _too_large(found: int, what: str, limit: int) -> IllegalStateError:
     return IllegalStateError(text, value=found, limit=limit)
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    number = num_bytes = 0
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        number, num_bytes = number + 1, num_bytes + len(line)
+def _lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object in each line."""
+    num_bytes = num_elements = 0
+    for number in count(1):
+        line = file.readline(MAX_LINE_BYTES + 1)
+        if not line:
+            return
+        num_bytes += len(line)
         if len(line) > MAX_LINE_BYTES:
             raise _bad(number, f"too many bytes (limit {MAX_LINE_BYTES}); replay a record of a shorter session")
         if num_bytes > MAX_RECORD_BYTES:
             raise _bad(number, f"the file has too many bytes (limit {MAX_RECORD_BYTES}); replay a shorter record")
-        yield line
+        num_elements += _checked_elements(number, line)
+        if num_elements > MAX_RECORD_ELEMENTS:
+            raise _bad(number, f"the file has too many elements (limit {MAX_RECORD_ELEMENTS}); replay a shorter record")
+        yield _parse(number, line)
 
 
 def _bad(number: int, text: str) -> InvalidRequestError:
     return InvalidRequestError(f"record: line {number}: {text}", field="record", value=number)
 
 
-def _parse(number: int, line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line."""
+def _checked_elements(number: int, line: bytes) -> int:
+    """Return the number of elements in a line. Raise InvalidRequestError if there are too many, or if they are nested
+    too deeply.
+    """
     bare = _STRING.sub(b"", line)
     brackets = np.frombuffer(bare.translate(None, _NO_BRACKETS), np.uint8)
-    if bare.count(b",") + bare.count(b":") + len(brackets) > MAX_ELEMENTS:
+    num_elements = bare.count(b",") + bare.count(b":") + len(brackets)
+    if num_elements > MAX_ELEMENTS:
         raise _bad(number, f"too many elements (limit {MAX_ELEMENTS}); replay a record of shorter prompts")
     steps = np.where((brackets == ord("[")) | (brackets == ord("{")), 1, -1)
     if steps.cumsum().max(initial=0) > MAX_DEPTH:
         raise _bad(number, f"lists and objects are nested more than {MAX_DEPTH} deep; give a file that trueroll wrote")
+    return num_elements
+
+
+def _parse(number: int, line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line.decode())
     except ValueError as error:
@@ -212,10 +261,9 @@ def _parse(number: int, line: bytes) -> dict[str, Any]:
     return found
 
 
-def _read_first(line: bytes) -> tuple[str, int]:
-    if not line:
+def _read_first(told: dict[str, Any] | None) -> tuple[str, int]:
+    if told is None:
         raise _bad(1, "missing, because the file is empty; give a file that trueroll wrote")
-    told = _parse(1, line)
     if told.get("format") != FORMAT:
         raise _bad(1, f"format: must be {FORMAT!r} (got {brief(told.get('format'))}); give a file that trueroll wrote")
     if told.get("version") != FORMAT_VERSION:
@@ -225,8 +273,8 @@ def _read_first(line: bytes) -> tuple[str, int]:
     return first.model, first.seed
 
 
-def _read_request(number: int, text: bytes, earlier: dict[str, RecordedRequest]) -> RecordedRequest:
-    line = _checked(number, _Line, _parse(number, text))
+def _read_request(number: int, told: dict[str, Any], earlier: dict[str, RecordedRequest]) -> RecordedRequest:
+    line = _checked(number, _Line, told)
     parent = None if line.parent is None else earlier.get(line.parent)
     if parent is None and (line.parent is not None or line.drops_last):
         raise _bad(number, f"parent: {brief(line.parent)} is not the node of an earlier line")
@@ -243,7 +291,7 @@ def _read_request(number: int, text: bytes, earlier: dict[str, RecordedRequest])
 
 def _params(number: int, told: dict[str, Any]) -> SamplingParams:
     try:
-        params = SamplingParams(**told)
+        params = SamplingParams(**_with_one_unknown(told, SamplingParams))
     except InvalidRequestError as error:
         raise _bad(number, f"params: {error}") from None
     if params.n != 1 or params.seed is None:
@@ -297,22 +345,33 @@ def _check_routes(number: int, request: RecordedRequest) -> None:
         raise _bad(number, f"routed_experts: must be null, or [{rows}, layers, experts] if requested (got {shape})")
 
 
-def _array(number: int, name: str, told: _Array) -> np.ndarray:
-    dtype = np.dtype(told.dtype).newbyteorder("<")
+def _array(number: int, name: str, told: Any) -> np.ndarray:
+    if not isinstance(told, dict):
+        raise _bad(number, f"{name}: must be an object (got {brief(told)})")
+    array = _checked(number, _Array, told, f"{name}: ")
+    dtype = np.dtype(array.dtype).newbyteorder("<")
     try:
-        content = base64.b64decode(told.data, validate=True)
+        content = base64.b64decode(array.data, validate=True)
     except ValueError as error:
         raise _bad(number, f"{name}: data is not base64 ({error})") from None
-    if len(content) != math.prod(told.shape) * dtype.itemsize:
-        raise _bad(number, f"{name}: {len(content)} bytes are not {told.dtype} values of shape {brief(told.shape)}")
-    return np.frombuffer(content, dtype).reshape(told.shape).astype(told.dtype)
+    is_small = max(array.shape) <= MAX_LINE_BYTES  # numpy refuses empty arrays, too, if their shape is too large
+    if len(content) != math.prod(array.shape) * dtype.itemsize or not is_small:
+        raise _bad(number, f"{name}: {len(content)} bytes are not {array.dtype} values of shape {brief(array.shape)}")
+    return np.frombuffer(content, dtype).reshape(array.shape).astype(array.dtype)
 
 
-def _checked(number: int, kind: type[Any], told: dict[str, Any]) -> Any:
+def _checked(number: int, kind: type[B], told: dict[str, Any], place: str = "") -> B:
     try:
-        return kind(**told)
+        return kind(**_with_one_unknown(told, kind))
     except ValidationError as error:
-        raise _bad(number, str(from_validation(InvalidRequestError, error))) from None
+        raise _bad(number, f"{place}{from_validation(InvalidRequestError, error)}") from None
+
+
+def _with_one_unknown(told: dict[str, Any], kind: type[BaseModel]) -> dict[str, Any]:
+    """Return the known fields and the first unknown field, because pydantic makes an error for each unknown field."""
+    known = {name: value for name, value in told.items() if name in kind.model_fields}
+    unknown = next((name for name in told if name not in known), None)
+    return known if unknown is None else known | {unknown: told[unknown]}
 
 
 Name = Annotated[str, Field(min_length=1, max_length=64)]
@@ -350,5 +409,5 @@ class _Line(BaseModel):
     finish_reason: Literal["stop", "length"]
     stop_reason: Annotated[int, Field(ge=0, lt=2**31)] | str | None
     weight_versions: Annotated[list[Span], Field(min_length=1, fail_fast=True)]
-    columns: Annotated[dict[str, _Array], Field(max_length=len(COLUMNS))]
-    routed_experts: _Array | None
+    columns: dict[str, Any]
+    routed_experts: Any

@@ -74,7 +74,8 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
     equal.
 
     `version`: the version that the record has for the weights of the worker; None for the worker's own version. Raise
-    UnavailableError if the worker loads its model, and WorkerLostError if it does not answer.
+    UnavailableError if the worker loads its model, and WorkerLostError if it does not answer. If the replay ends early,
+    the table has what was compared before.
     """
     health = client.health()
     if health.weight_version is None:
@@ -86,10 +87,14 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
         for request in record.requests
         if {*request.versions} != {wanted}
     ]
-    sent = _send(chosen, client, health.weight_version)
-    results = [*tracked(sent, "replaying", len(chosen)), *others]
-    console.print(_table(results, _title(record, health, wanted)))
-    console.print(_summary(results), markup=False, highlight=False)
+    results: list[Result] = []
+    try:
+        for result in tracked(_send(chosen, client, health.weight_version), "replaying", len(chosen)):
+            results.append(result)
+    finally:  # if the worker is lost, the differences found before are not
+        results += [Result(request, "the replay ended early") for request in chosen[len(results) :]] + others
+        console.print(_table(results, _title(record, health, wanted)))
+        console.print(_summary(results), markup=False, highlight=False)
     compared = [each.found for each in results if isinstance(each.found, Comparison)]
     has_failed = any(isinstance(each.found, TruerollError) for each in results)
     return bool(compared) and all(each.is_equal for each in compared) and not has_failed
@@ -125,6 +130,8 @@ def _different_rows(expected: np.ndarray, found: np.ndarray) -> np.ndarray:
     both, longest = min(len(expected), len(found)), max(len(expected), len(found))
     if (expected.dtype, expected.shape[1:]) != (found.dtype, found.shape[1:]):
         both = 0
+    if both == 0:
+        return np.arange(longest)
     bits = [np.ascontiguousarray(each[:both]).view(f"u{each.itemsize}").reshape(both, -1) for each in (expected, found)]
     return np.concatenate((np.flatnonzero((bits[0] != bits[1]).any(1)), np.arange(both, longest)))
 
@@ -188,7 +195,7 @@ def _found(request: RecordedRequest, group: Group | TruerollError, served: int) 
     if sample.finish_reason in ("abort", "error"):
         return TruerollError(f"the sample ended with {sample.finish_reason!r} ({sample.error or 'no further reason'})")
     if {span.version for span in sample.weight_versions} != {served}:
-        return f"the weights changed during the replay ({_told_versions(sample)})"
+        return f"{_told_versions(sample)} of the weights drew the replayed sample, not version {served}"
     return compare(request, sample)
 
 

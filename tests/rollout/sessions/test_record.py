@@ -8,9 +8,11 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from chat_templates import TEMPLATES, make_chat_folder
@@ -21,12 +23,16 @@ from typer.testing import CliRunner
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
-from trueroll.errors import IllegalStateError, InvalidRequestError
+from trueroll.engine.request import Columns, SampleOutput, WeightSpan, as_fields, empty_columns
+from trueroll.errors import IllegalStateError, InvalidRequestError, WorkerLostError
 from trueroll.rollout import FleetClient, RolloutClient, SamplingParams, WeightPublisher
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.sessions import record as records
+from trueroll.rollout.sessions.forest import Drawn, Forest, place_of
+from trueroll.rollout.sessions.messages import Message
 from trueroll.rollout.sessions.record import read_record
 from trueroll.rollout.sessions.session import Session
+from trueroll.rollout.sessions.templates import Opening
 from trueroll.rollout.text import TextModel
 from trueroll.rollout.tools import cli
 from trueroll.rollout.tools import replay as replaying
@@ -239,12 +245,98 @@ def test_what_is_no_record_is_refused(content: bytes, error: str) -> None:
         (1, dict(columns=dict(logprobs=dict(data="", dtype="float32", shape=[2**62] * 3))), "0 bytes are not float32"),
         (1, dict(columns=dict(logprobs=dict(data="", dtype="float32", shape=[0]))), "line 2: logprobs: must have"),
         (1, dict(columns=dict(logprobs=dict(data="", dtype="int32", shape=[0]))), "line 2: logprobs: must be float32"),
+        (
+            1,
+            dict(columns=dict(logprobs=dict(data="", dtype="float32", shape=[0, 2**62, 2]))),
+            "0 bytes are not float32",
+        ),
+        (1, dict(columns=dict(logprobs=1)), "line 2: logprobs: must be an object (got 1)"),
+        (1, dict(columns={f"c{i}": 1 for i in range(2**16)}), "line 2: columns: must be ['logprobs'] (got ['c0', "),
         (1, dict(routed_experts=dict(data="", dtype="uint8", shape=[0, 1, 1])), "line 2: routed_experts: must be null"),
         (2, dict(parent=None), "line 3: routed_experts: must be null"),
     ],
 )
 def test_a_malformed_line_is_refused(content: bytes, number: int, change: dict[str, Any], error: str) -> None:
     assert error in refusal(changed(content, number, lambda line: line.update(change)))
+
+
+@pytest.mark.parametrize("place", ["", "params", "routed_experts"])
+def test_one_of_many_unknown_names_is_told(content: bytes, place: str) -> None:
+    """pydantic would make an error for each name."""
+    names = {f"name {i}": 1 for i in range(1000)}
+    told = refusal(changed(content, 1, lambda line: (line[place] if place else line).update(names)))
+    assert "name 0: unknown parameter" in told and "name 1" not in told and "more" not in told
+
+
+def drawn_with(**params: Any) -> Drawn:
+    """A drawn message with 3 tokens of 3 versions."""
+    sample = SampleOutput(
+        request_id="r",
+        index=0,
+        token_ids=[1, 2, 3],
+        logprobs=np.zeros(3, np.float32),
+        finish_reason="stop",
+        seed=1,
+        num_cached_tokens=0,
+        weight_versions=tuple(WeightSpan(i, i, i + 1) for i in range(3)),
+        stop_reason=3,
+    )
+    return Drawn(Opening("", "", (5, 6)), 2, sample, b"", 0, SamplingParams(**params))
+
+
+def record_of(*drawn: Drawn) -> bytes:
+    """The record of a session with these answers to the same message."""
+    forest, message = Forest(1, 100, 2**30), Message({"role": "user", "content": "go"})
+    for each in drawn:
+        base, _ = forest.find("", [])
+        ordinal = forest.reserve(place_of(base, [message]), 1)
+        forest.add(base, [message], Message({"role": "assistant", "content": "a"}), replace(each, ordinal=ordinal))
+    return records.write_record(forest, "m", 1)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        dict(allowed_token_ids=range(1000), stop=STOP, stop_token_ids=range(1000)),
+        dict(logit_bias=dict.fromkeys(range(1000), 1.0), bad_words_token_ids=[[i] for i in range(1000)]),
+        dict(target_token_ids=range(1000), stop=[f"{i}{STOP}" for i in range(64)]),
+        dict(structured_outputs=dict(choice=[f"{i}{STOP}" for i in range(1000)])),
+        dict(structured_outputs=dict(json={"type": "object", "properties": {str(i): {} for i in range(1000)}})),
+    ],
+)
+def test_the_writer_counts_at_least_the_elements_that_the_reader_counts(params: dict[str, Any]) -> None:
+    params = {name: [*value] if isinstance(value, range) else value for name, value in params.items()}
+    drawn = drawn_with(**params)
+    drawn = replace(drawn, sample=replace(drawn.sample, **as_fields(columns_with_rows(drawn.params, 3))))
+    lines = record_of(drawn).splitlines()
+    found, bound = records._checked_elements(2, lines[1]), records._num_elements(drawn)
+    assert found <= bound and bound - found < 2 * records._OTHER_ELEMENTS
+    [request] = read_record(io.BytesIO(b"\n".join(lines))).requests
+    assert request.params.model_copy(update=dict(seed=None)) == drawn.params
+
+
+def columns_with_rows(params: SamplingParams, rows: int) -> Columns:
+    """The columns for parameters, filled with zeros."""
+    return {name: np.zeros((rows, *each.shape[1:]), each.dtype) for name, each in empty_columns(params).items()}
+
+
+def test_no_more_lines_are_written_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a record that is too large is bounded, too."""
+    size, told = len(record_of(drawn_with())), []
+    line_of = records._told
+    monkeypatch.setattr(records, "_told", lambda *given: told.append(given) or line_of(*given))
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", size)
+    with pytest.raises(IllegalStateError, match="bytes or more"):
+        record_of(*[drawn_with()] * 20)
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("name", ["MAX_REQUESTS", "MAX_PROMPT_TOKENS", "MAX_ELEMENTS", "MAX_RECORD_ELEMENTS"])
+def test_what_cannot_be_read_is_not_written(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, name, 1)
+    with pytest.raises(IllegalStateError, match=r"would have \d+ .*\(limit 1\)"):
+        record_of(*[drawn_with()] * 2)
 
 
 def test_bounds(content: bytes, workers: list[RolloutClient], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +351,12 @@ def test_bounds(content: bytes, workers: list[RolloutClient], folder: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(records, "MAX_RECORD_BYTES", len(content) - 1)
         assert "line 7: the file has too many bytes" in refusal(content)
+    num_elements = sum(records._checked_elements(1, line) for line in lines)
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "MAX_RECORD_ELEMENTS", num_elements)
+        assert len(read_record(io.BytesIO(content)).requests) == 6
+        patch.setattr(records, "MAX_RECORD_ELEMENTS", num_elements - 1)
+        assert "line 7: the file has too many elements" in refusal(content)
     with closing(TextModel(str(folder))) as texts:
         session = Session(workers[0], texts, seed=3, sampling=SamplingParams(max_tokens=2))
         assert read_record(io.BytesIO(session.record())).requests == []
@@ -280,3 +378,37 @@ def test_requests_are_sent_in_batches(
     assert [len(batch) for batch in replaying._batches(found)][:2] == [2, 1]
     assert sum(replaying._batches(found), []) == found
     assert replayed(content, workers[0])[0]
+
+
+def test_a_replay_that_ends_early_shows_what_it_found(
+    workers: list[RolloutClient], content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lost:
+        """A worker that is lost after the first call."""
+
+        health = workers[0].health
+        num_calls = 0
+
+        def generate(self, prompts: list[list[int]], params: list[SamplingParams], errors: str) -> list[Any]:
+            self.num_calls += 1
+            lost = WorkerLostError("worker: lost")
+            return [lost] * len(prompts) if self.num_calls > 1 else workers[0].generate(prompts, params, errors=errors)
+
+    monkeypatch.setattr(replaying, "BATCH_REQUESTS", 2)
+    console, found = Console(file=io.StringIO(), width=250), read_record(io.BytesIO(content))
+    with pytest.raises(WorkerLostError, match="worker: lost"):
+        replaying.replay(found, Lost(), 0, console)  # type: ignore[arg-type]
+    assert isinstance(console.file, io.StringIO)
+    printed = console.file.getvalue()
+    assert " 2 equal " in printed and "4 requests not compared, because the replay ended early: " in printed
+
+
+def test_columns_of_another_model_differ(content: bytes) -> None:
+    """A worker of another model may return other columns, or columns of another shape or dtype."""
+    request = read_record(io.BytesIO(content)).requests[0]
+    sample, routes = request.sample, request.sample.routed_experts
+    assert routes is not None and len(routes) > 2
+    assert replaying.compare(request, sample).is_equal
+    for other in (routes.astype(np.uint16), routes[:, :1], routes[:0], None):
+        assert replaying.compare(request, replace(sample, routed_experts=other)).others == len(routes)
+    assert replaying.compare(request, replace(sample, routed_experts=routes[:-2])).others == 2
