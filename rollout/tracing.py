@@ -2,8 +2,8 @@
 
 Owns: the attributes of spans, which follow the semantic conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/). Promises: a span contains no prompt, text, token,
-key, or id of a request or a session, and no text of an error, which may quote them. opentelemetry is imported only if a
-tracer or an endpoint is given. Without a tracer, no span is made.
+key, capability of a session, or id of a request or an answer, and no text of an error, which may quote them.
+opentelemetry is imported only if a tracer or an endpoint is given. Without a tracer, no span is made.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from trueroll.errors import ConfigError, TruerollError
@@ -130,24 +130,50 @@ class _Generation:
         self._span.end()
 
 
+class CallSpan:
+    """The span of a call of a session; nothing without a tracer. It is not the current span of the call's code, because
+    a call over HTTP begins in one task and ends in another.
+    """
+
+    def __init__(self, tracer: Tracer | None, model: str, session_id: str) -> None:
+        self._span: Span | None = None
+        if tracer is not None:
+            attributes = _attributes("chat", model) | {"gen_ai.conversation.id": session_id}
+            self._span = tracer.start_span(f"chat {model}", attributes=attributes)
+
+    def as_parent(self) -> AbstractContextManager[Any]:
+        """Return a context manager in which the span is the current span. The tasks that begin there keep it."""
+        if self._span is None:
+            return nullcontext()
+        from opentelemetry.trace import use_span
+
+        return use_span(self._span, record_exception=False, set_status_on_exception=False)
+
+    def note_sample(self, num_prompt_tokens: int, sample: SampleOutput, finish_reason: str) -> None:
+        """Add the answer to the span."""
+        if self._span is not None:
+            self._span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
+            versions = {each.version for each in sample.weight_versions}
+            note_answers(self._span, len(sample.token_ids), sample.num_cached_tokens, [finish_reason], versions)
+
+    def end(self, error: BaseException | None) -> None:
+        """End the span. `error`: the error with which the call failed, or None."""
+        if self._span is not None:
+            if error is not None:
+                note_error(self._span, error)
+            self._span.end()
+
+
 @contextmanager
-def session_call(tracer: Tracer, model: str) -> Iterator[Span]:
-    """Make a span for a call of a session, and make it the current span."""
-    attributes = _attributes("chat", model)
-    settings: dict[str, Any] = dict(record_exception=False, set_status_on_exception=False)
-    with tracer.start_as_current_span(f"chat {model}", attributes=attributes, **settings) as span:
-        try:
-            yield span
-        except BaseException as error:
-            note_error(span, error)
-            raise
-
-
-def note_sample(span: Span, num_prompt_tokens: int, sample: SampleOutput, finish_reason: str) -> None:
-    """Add the answer of a session to the span of its call."""
-    span.set_attribute("gen_ai.usage.input_tokens", num_prompt_tokens)
-    versions = {each.version for each in sample.weight_versions}
-    note_answers(span, len(sample.token_ids), sample.num_cached_tokens, [finish_reason], versions)
+def session_call(tracer: Tracer | None, model: str, session_id: str) -> Iterator[CallSpan]:
+    """Make a span for a call of a session. `session_id`: `AsyncSession.id`, which is not the session's capability."""
+    span = CallSpan(tracer, model, session_id)
+    try:
+        yield span
+    except BaseException as error:
+        span.end(error)
+        raise
+    span.end(None)
 
 
 def note_answers(

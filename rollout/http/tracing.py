@@ -8,6 +8,7 @@ path itself, which may contain the id of a session.
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,8 +24,14 @@ UNTRACED = {"/", "/health", "/metrics", "/ui/live", *FILES}
 ROUTE = "trueroll.route"
 """The key under which `ExactRoute` puts the path of the route into the scope."""
 METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-MAX_STATE_CHARS = 512
-"""A longer `tracestate` is dropped."""
+MAX_CHARS = 512
+"""A longer `traceparent` or `tracestate` is dropped."""
+MAX_MEMBERS = 32
+_MEMBER = re.compile(
+    r"([a-z][_0-9a-z*/-]{0,255}|[a-z0-9][_0-9a-z*/-]{0,240}@[a-z][_0-9a-z*/-]{0,13})"
+    r"=[ -+\--<>-~]{0,255}[!-+\--<>-~]"
+)
+"""A member of `tracestate` (https://www.w3.org/TR/trace-context-1/#list). opentelemetry would log each other member."""
 
 
 class Traced:
@@ -71,12 +78,19 @@ class Traced:
 
 
 def _trace_headers(scope: Scope) -> dict[str, str]:
-    """Return the headers of a trace context. A request with several `traceparent` headers has none."""
+    """Return the headers of a trace context. A request with several `traceparent` headers has none. A `tracestate` that
+    is not valid is left out.
+    """
     found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
     for name, value in scope["headers"]:
         if (text := name.decode("latin-1")) in found:
             found[text].append(value.decode("latin-1"))
-    if len(found["traceparent"]) != 1:
+    if len(found["traceparent"]) != 1 or len(found["traceparent"][0]) > MAX_CHARS:
         return {}
     state = ",".join(found["tracestate"])
-    return {"traceparent": found["traceparent"][0]} | ({"tracestate": state} if len(state) <= MAX_STATE_CHARS else {})
+    return {"traceparent": found["traceparent"][0]} | ({"tracestate": state} if _is_state(state) else {})
+
+
+def _is_state(state: str) -> bool:
+    members = [member for each in state.split(",") if (member := each.strip(" \t"))]
+    return len(state) <= MAX_CHARS and len(members) <= MAX_MEMBERS and all(map(_MEMBER.fullmatch, members))

@@ -26,14 +26,14 @@ import json
 import math
 import secrets
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from itertools import count
-from typing import Any, Concatenate, ParamSpec, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -51,16 +51,15 @@ from ..client.client import AsyncRolloutClient, RolloutClient
 from ..parsing.forced import forced_tools, forcing
 from ..protocol import new_id
 from ..text import TextModel, is_long
-from ..tracing import note_sample, session_call
+from ..tracing import CallSpan, session_call
 from .answers import Parser, ParserSettings, read_answer, told_message
 from .export import SessionSample, add_opening, as_record, prompt_of, samples_of, token_entries, tokens_until
-from .forest import Drawn, Forest, Node, id_at, place_of, seed_at
+from .forest import Drawn, Forest, Node, drawn_of, id_at, place_of, seed_at
 from .messages import NODE_FIELD, Message, as_key, is_small, read_messages
 from .record import write_record
 from .templates import Opening, Templates, Turn, check_template_arguments
 
 T = TypeVar("T")
-P = ParamSpec("P")
 Ready: TypeAlias = tuple[Node, list[Message], Message, Drawn]
 """A drawn answer that is not yet in the forest: the arguments of `Forest.add`."""
 MAX_NODES = 4096
@@ -186,23 +185,6 @@ class Asked:
         return await self._answer()
 
 
-def _with_span(
-    chat: Callable[Concatenate[AsyncSession, P], Coroutine[Any, Any, Answer]],
-) -> Callable[Concatenate[AsyncSession, P], Coroutine[Any, Any, Answer]]:
-    """Return a method that also makes a span of each call, if the client of the session has a tracer."""
-
-    @wraps(chat)
-    async def call(self: AsyncSession, *args: P.args, **kwargs: P.kwargs) -> Answer:
-        if (tracer := self._client.tracer) is None:
-            return await chat(self, *args, **kwargs)
-        with session_call(tracer, self._texts.name) as span:
-            answer = await chat(self, *args, **kwargs)
-            note_sample(span, len(answer.prompt_token_ids), answer.sample, answer.finish_reason)
-            return answer
-
-    return call
-
-
 class AsyncSession:
     """A session of an agent, for code with an event loop. All calls must be made on the loop of `client`.
 
@@ -239,7 +221,6 @@ class AsyncSession:
         self._large = asyncio.Lock()  # equal large calls begin in the order in which they were made
         self._is_closed = False
 
-    @_with_span
     async def chat(
         self,
         messages: Sequence[dict[str, Any]],
@@ -286,14 +267,25 @@ class AsyncSession:
 
         `deltas`: whether `Asked.deltas` yields tokens as they are drawn
         """
-        call = await self._call(messages, tools or (), tool_choice, chat_template_kwargs or {}, params)
-        found = await self._earlier(call.digest) if is_retry else None
-        self._check_open()
-        if isinstance(found, Node):
-            seeded = call.seeded(self._forest.seed_of(found))
-            yield Asked(found.id, prompt_of(found), seeded, call.settings, None, partial(_answered, found))
-            return
-        run = found or self._begin(call, deltas)
+        with session_call(self._client.tracer, self._texts.name, self.id) as span:
+            call = await self._call(messages, tools or (), tool_choice, chat_template_kwargs or {}, params)
+            found = await self._earlier(call.digest) if is_retry else None
+            self._check_open()
+            if isinstance(found, Node):
+                _note(span, found)
+                seeded = call.seeded(self._forest.seed_of(found))
+                yield Asked(found.id, prompt_of(found), seeded, call.settings, None, partial(_answered, found))
+                return
+            with span.as_parent():
+                run = found or self._begin(call, deltas)
+            async with self._calling(run) as asked:
+                yield asked
+                if run.node is not None:
+                    _note(span, run.node)
+
+    @asynccontextmanager
+    async def _calling(self, run: _Run) -> AsyncGenerator[Asked, None]:
+        """Context manager of a caller of a run."""
         run.num_callers += 1
         try:
             await run.until(lambda: run.asked is not None)
@@ -575,16 +567,26 @@ async def _answered(node: Node) -> Answer:
     return _answer(node)
 
 
+def _note(span: CallSpan, node: Node) -> None:
+    """Add the answer of a call to its span."""
+    drawn = drawn_of(node)
+    span.note_sample(drawn.prompt_len, drawn.sample, _finish_reason(node))
+
+
+def _finish_reason(node: Node) -> str:
+    """Return the finish reason of an answer: `stop`, `tool_calls` or `length`."""
+    reason = drawn_of(node).sample.finish_reason
+    return "tool_calls" if node.message.calls and reason == "stop" else reason
+
+
 def _answer(node: Node) -> Answer:
-    assert node.drawn is not None
-    sample = node.drawn.sample
-    reason = "tool_calls" if node.message.calls and sample.finish_reason == "stop" else sample.finish_reason
+    sample = drawn_of(node).sample
     message = told_message(node.message) | {NODE_FIELD: node.id}
     num_continued = max(
         (i for i, each in enumerate(node.path, 1) if each.drawn is not None and each is not node), default=0
     )
     told = replace(sample, token_ids=list(sample.token_ids))
-    return Answer(message, node.id, reason, num_continued, prompt_of(node), told)
+    return Answer(message, node.id, _finish_reason(node), num_continued, prompt_of(node), told)
 
 
 def _check_complete(sample: SampleOutput) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
@@ -47,6 +47,8 @@ RETRIES_HEADER = "x-stainless-retry-count"
 """The header in which the packages `openai` and `anthropic` tell how often they have repeated a request."""
 MOST_EXPORTS = 2
 """Maximum number of exports in memory at a time."""
+EXPORT_SECONDS = 300.0
+"""Maximum time, in seconds, for sending an export. Otherwise, clients that read slowly could keep all places."""
 
 
 class BeginFields(Fields):
@@ -97,7 +99,7 @@ class FromSession:
 
 class Exports:
     """Sends the samples of sessions. At most `MOST_EXPORTS` exports are in memory, and one of each session, so that a
-    client that reads slowly takes one place only.
+    client that reads slowly takes one place only, for at most `EXPORT_SECONDS`.
     """
 
     def __init__(self, registry: Registry, turns: Turns) -> None:
@@ -105,11 +107,15 @@ class Exports:
         self._places = asyncio.Semaphore(MOST_EXPORTS)
 
     async def send(self, opened: OpenSession, format: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the samples of a session. Raise Gone if the client disconnects before they are sent."""
+        """Send the samples of a session. Raise Gone if the client disconnects before they are sent. If the client does
+        not read them in time, return without the end of the response, so that the connection is cut.
+        """
         with self._registry.request(opened):
             async with AsyncExitStack() as stack:
                 response = await while_present(receive, self._in_turn(stack, opened, format))
-                await response(scope, receive, send)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(EXPORT_SECONDS):
+                        await response(scope, receive, send)
 
     async def _in_turn(self, stack: AsyncExitStack, opened: OpenSession, format: str) -> Response:
         """Wait for a place in memory, which `stack` frees, and return the response with the samples of a session."""

@@ -125,7 +125,7 @@ class Registry:
     async def _expire(self) -> None:
         before = time.monotonic() - self._config.session_seconds
         for digest, opened in [*self._opened.items()]:
-            if not opened.num_open and opened.used < before:
+            if not (opened.is_ended or opened.num_open) and opened.used < before:
                 self._num_expired += 1
                 await self._end(digest, opened)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -13,16 +14,20 @@ from typing import Any
 
 import httpx2
 import pytest
+from fake_engine import FakeEngine
 from http_fronts import Front, events, front_end
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id, get_current_span
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from serving import serving, stop_after_a_step
 
 from trueroll.errors import ConfigError, InvalidRequestError
-from trueroll.rollout import FleetClient, RolloutClient, SamplingParams, Session, TextModel, WorkerProcess
+from trueroll.rollout import FleetClient, RolloutClient, SamplingParams, Session, TextModel, WorkerProcess, tracing
 from trueroll.rollout.http.config import HttpConfig
+from trueroll.rollout.http.tracing import _trace_headers
 from trueroll.rollout.tracing import exporting
 
 KEY = "k" * 32
@@ -129,6 +134,38 @@ def test_requests_without_a_valid_caller_begin_traces(traced: Front, spans: Span
     assert span.parent is None, "two callers"
 
 
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [
+        ("a=1, v@b=x y ,,", "a=1,v@b=x y"),
+        (",".join(f"k{i}=v" for i in range(32)), None),
+        (",".join(f"k{i}=v" for i in range(33)), ""),
+        ("a=1,A=2", ""),
+        ("a=1,\x1b[31m=2", ""),
+        ("a=b=c", ""),
+        ("a" * 300 + "=1", ""),
+        ("a=" + "b" * 500, ""),
+        ("", ""),
+    ],
+)
+def test_an_invalid_state_is_dropped_and_logs_nothing(
+    state: str, kept: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise each request could write lines into the log."""
+    headers = [(b"traceparent", f"00-{TRACE}-{CALLER}-00".encode()), (b"tracestate", state.encode())]
+    context = TraceContextTextMapPropagator().extract(_trace_headers({"headers": headers}))
+    found = get_current_span(context).get_span_context()
+    assert format_trace_id(found.trace_id) == TRACE and found.is_remote and not found.trace_flags.sampled
+    assert found.trace_state.to_header() == (state if kept is None else kept) and not caplog.records
+
+
+def test_requests_of_a_caller_without_samples_make_no_spans(traced: Front, spans: Spans) -> None:
+    for flags in ("00", "01"):
+        assert traced.get("/v1/models", traceparent=f"00-{TRACE}-{CALLER}-{flags}").status_code == 200
+    [span] = spans.take(1)
+    assert span.context is not None and span.context.trace_flags.sampled
+
+
 def test_paths_and_errors_are_not_told(traced: Front, spans: Spans) -> None:
     assert traced.get("/v1/models/unspeakable").status_code == 404
     assert traced.get("/unspeakable").status_code == 404
@@ -137,8 +174,9 @@ def test_paths_and_errors_are_not_told(traced: Front, spans: Spans) -> None:
     assert found == {"GET /v1/models/{name:path}": 404, "GET": 404, "POST /v1/completions": 400}
 
 
-def test_the_capability_of_a_session_is_not_told(traced: Front, spans: Spans) -> None:
-    path = f"/sessions/{traced.post('/sessions', {}).json()['session_id']}"
+def test_the_capability_of_a_session_is_not_told(traced: Front, spans: Spans, chat_model: Path) -> None:
+    begun = traced.post("/sessions", {}).json()
+    path = f"/sessions/{begun['session_id']}"
     call = dict(messages=[dict(role="user", content="one two three")], max_tokens=2)
     answers = [
         traced.post(f"{path}/v1/chat/completions", call),
@@ -147,12 +185,41 @@ def test_the_capability_of_a_session_is_not_told(traced: Front, spans: Spans) ->
         httpx2.delete(traced.url + path, verify=False),
     ]
     assert [answer.status_code for answer in answers] == [200, 200, 404, 200]
-    found = spans.take(7)
+    found = spans.take(9)
     assert not any(path in span.to_json() or path[10:] in span.to_json() for span in found)
     call_name, requests = "POST /sessions/{id}/v1/chat/completions", {id_of(span): span.name for span in found}
     assert sorted(requests.values())[:5] == ["DELETE /sessions/{id}", "GET", "POST /sessions", call_name, call_name]
     generations = [span for span in found if span.kind is SpanKind.CLIENT]
-    assert [requests[parent_of(span)] for span in generations] == [call_name] * 2
+    calls = [span for span in found if span.name == f"chat {chat_model}"]
+    assert [requests[parent_of(span)] for span in calls] == [call_name] * 2
+    assert [parent_of(span) for span in generations] == [id_of(span) for span in calls]
+    for told in map(attributes, calls):
+        assert told["gen_ai.conversation.id"] == begun["id"] and told["gen_ai.usage.output_tokens"] == 2
+
+
+def test_every_call_of_a_session_ends_its_span(spans: Spans, chat_model: Path) -> None:
+    """A refused call, a cancelled stream, and a stream that ends with its session have spans with an error."""
+    engine = FakeEngine()
+    stop_after_a_step(engine)
+    settings: dict[str, Any] = dict(tokenizer=str(chat_model), tracer=spans.tracer)
+    with serving(engine) as running, front_end(running.address, **settings) as front:
+        path = f"/sessions/{front.post('/sessions', {}).json()['session_id']}"
+        chat: Any = dict(json=dict(messages=[dict(role="user", content="one two three")], stream=True), verify=False)
+        assert front.post(f"{path}/v1/chat/completions", chat["json"] | dict(n=2)).status_code == 400
+        for ends_session in (False, True):
+            with httpx2.stream("POST", f"{front.url}{path}/v1/chat/completions", **chat) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                if ends_session:
+                    assert front.delete(path).status_code == 200
+                    assert "closed during the call" in [*filter(None, lines)][-1]
+            front.wait_for("trueroll_http_open_requests", 0)
+            engine.flow.set()
+    found = spans.take(10)
+    failed = [attributes(span)["error.type"] for span in found if span.name == f"chat {chat_model}"]
+    assert failed == ["InvalidRequestError", "cancelled", "IllegalStateError"]
+    drawn = [attributes(span)["error.type"] for span in found if span.kind is SpanKind.CLIENT]
+    assert drawn == ["cancelled"] * 2
 
 
 def test_refused_and_polled_requests_have_no_spans(traced: Front, spans: Spans) -> None:
@@ -195,7 +262,8 @@ def test_the_calls_of_a_session_have_spans(worker: WorkerProcess, spans: Spans, 
         with pytest.raises(InvalidRequestError):
             session.chat([dict(role="user", content="one two three", tool_calls="unspeakable")])
     generation, call, agent, failed = found = spans.take(4)
-    assert not any(secret in span.to_json() for span in found for secret in (session.id, answer.node))
+    assert not any(answer.node in span.to_json() for span in found)
+    assert [session.id in span.to_json() for span in found] == [False, True, False, True]
     assert attributes(failed)["error.type"] == "InvalidRequestError"
     assert call.name == failed.name == f"chat {chat_model}" and agent.name == "agent"
     assert parent_of(generation) == id_of(call) and parent_of(call) == id_of(agent)
@@ -203,6 +271,7 @@ def test_the_calls_of_a_session_have_spans(worker: WorkerProcess, spans: Spans, 
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "trueroll",
         "gen_ai.request.model": str(chat_model),
+        "gen_ai.conversation.id": session.id,
         "gen_ai.usage.input_tokens": len(answer.prompt_token_ids),
         "gen_ai.usage.output_tokens": len(answer.sample.token_ids),
         "gen_ai.usage.cache_read.input_tokens": answer.sample.num_cached_tokens,
@@ -238,6 +307,33 @@ def test_spans_are_sent_to_the_named_endpoint() -> None:
     assert [span.name for span in sent.scope_spans[0].spans] == ["a span"]
     with exporting(None) as nothing:
         assert nothing is None
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_receiver_that_does_not_answer_delays_nothing(is_silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver refuses connections, or accepts them and sends nothing. The shutdown does not wait for the export,
+    and the export does not keep the process.
+    """
+    monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.05)
+    shutdown, has_begun, may_end = TracerProvider.shutdown, threading.Event(), threading.Event()
+
+    def hang(provider: TracerProvider) -> None:
+        assert threading.current_thread().daemon
+        has_begun.set()
+        assert may_end.wait(60)
+        shutdown(provider)
+
+    monkeypatch.setattr(TracerProvider, "shutdown", hang)
+    with closing(socket.create_server(("127.0.0.1", 0))) as receiver:
+        port = receiver.getsockname()[1]
+        if not is_silent:
+            receiver.close()
+        with exporting(f"http://127.0.0.1:{port}/v1/traces") as tracer:
+            assert tracer is not None
+            for _ in range(2100):  # more than the exporter keeps
+                tracer.start_span("a span").end()
+        assert has_begun.is_set() and not may_end.is_set()
+        may_end.set()
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host/x", "http://user:word@host/", "http://"])

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from trueroll.rollout.http.agents import endpoints
 from trueroll.rollout.http.agents.endpoints import MOST_EXPORTS, Exports
 from trueroll.rollout.http.agents.registry import OpenSession, Registry
 from trueroll.rollout.http.config import HttpConfig
@@ -120,5 +121,25 @@ def test_a_session_has_one_export_at_a_time() -> None:
         slow.reads.set()
         await sending
         assert slow.got == WHOLE and busy.num_open == 0
+
+    with_exports(work)
+
+
+def test_clients_that_read_slowly_lose_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "EXPORT_SECONDS", 0.05)
+
+    async def work(export: Export) -> None:
+        sessions, quick = [Slow() for _ in range(MOST_EXPORTS + 1)], Client()
+        for session in sessions:
+            session.free.set()
+        slow = [(opened(session), Client()) for session in sessions[:-1]]
+        holding = [export(*each) for each in slow]
+        while not all(session.num_readers for session in sessions[:-1]):
+            await asyncio.sleep(0.001)
+        quick.reads.set()
+        await export(opened(sessions[-1]), quick)
+        await asyncio.gather(*holding)
+        assert quick.got == WHOLE and [client.got for _, client in slow] == [[]] * MOST_EXPORTS
+        assert [session.num_open for session, _ in slow] == [0] * MOST_EXPORTS
 
     with_exports(work)

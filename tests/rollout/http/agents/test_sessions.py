@@ -180,6 +180,7 @@ def test_rewards_and_exports(front: Front, session: str) -> None:
     [
         (dict(n=2), "n", "must be 1"),
         (dict(seed=1), "seed", "seed of its own"),
+        (dict(temperature=1e308, tools=TOOLS, tool_choice="required"), "temperature", "got 1e+308"),
         (dict(extra_body=dict(unknown=1)), "unknown", "unknown parameter"),
         (dict(tools=TOOLS, tool_choice="always"), "tool_choice", "'always'"),
         (dict(max_tokens=5000), "messages", "max_tokens"),
