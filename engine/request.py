@@ -192,6 +192,9 @@ _EDITS = (
     "min_tokens",
     "structured_outputs",
 )
+_BANS = ("allowed_token_ids", "bad_words_token_ids", "min_tokens", "structured_outputs")
+"""The edits that set logits to minus infinity."""
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 class _HashableFailFast(FailFast):
@@ -240,8 +243,9 @@ class Distribution(BaseModel):
     """The distribution from which a token is drawn. A temperature and then filters are applied to the model's logits.
 
     `temperature` divides the logits. Temperature 0 means greedy: the token with the highest logit is chosen. Among
-    equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. `top_k` (-1:
-    off) keeps the k tokens with the highest logits. Among equal logits, lower token ids win. `top_p` keeps the smallest
+    equal logits, the lowest token id wins. Greedy log-probs are log-probs of the model's own distribution. Temperatures
+    beyond float32 are infinite, and are refused together with edits that ban tokens. `top_k` (-1: off) keeps the k
+    tokens with the highest logits. Among equal logits, lower token ids win. `top_p` keeps the smallest
     set of most probable tokens with a total probability of at least p. `min_p` drops tokens with a probability below
     min_p times the highest probability. The filters apply in the order `top_k`, `top_p`, `min_p`. Each filter sees only
     the tokens that the previous filter kept.
@@ -332,6 +336,14 @@ class Distribution(BaseModel):
     def _top_k_is_off_or_positive(self) -> Distribution:
         if self.top_k == 0:
             raise InvalidRequestError("top_k must be -1 (off) or at least 1 (got 0)", field="top_k", value=0, limit=1)
+        return self
+
+    @model_validator(mode="after")
+    def _bans_have_a_finite_temperature(self) -> Distribution:
+        """Beyond float32, a temperature is infinite, and the logit of a banned token divided by it is not a number."""
+        if self.temperature > _MAX_FLOAT32 and (bans := [name for name in self._edits if name in _BANS]):
+            text = f"temperature must be at most {_MAX_FLOAT32:.8g} with {bans[0]} (got {self.temperature:g})"
+            raise InvalidRequestError(text, field="temperature", value=self.temperature, limit=_MAX_FLOAT32)
         return self
 
     @model_validator(mode="after")

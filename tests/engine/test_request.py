@@ -63,6 +63,24 @@ def test_a_numpy_number_out_of_range_is_named() -> None:
         SamplingParams(n=np.int64(0))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "ban",
+    [
+        dict(allowed_token_ids=[1]),
+        dict(bad_words_token_ids=[[1]]),
+        dict(min_tokens=1),
+        dict(structured_outputs=dict(choice=["a"])),
+    ],
+)
+def test_an_infinite_temperature_is_refused_with_bans(ban: dict[str, Any]) -> None:
+    """Minus infinity divided by infinity is not a number."""
+    largest = float(np.finfo(np.float32).max)
+    with pytest.raises(InvalidRequestError, check=about("temperature", value=1e308, limit=largest)):
+        SamplingParams(temperature=1e308, **ban)
+    assert SamplingParams(temperature=largest, **ban).temperature == largest
+    assert SamplingParams(temperature=1e308, logit_bias={1: -100.0}, frequency_penalty=2.0).temperature == 1e308
+
+
 def test_a_grammar_is_stored_as_text_and_compared_by_it() -> None:
     given: Any = {"json": {"type": "object", "required": ["b", "a"]}, "regex": None}
     params = SamplingParams(structured_outputs=given)
