@@ -321,6 +321,24 @@ def columns_with_rows(params: SamplingParams, rows: int) -> Columns:
     return {name: np.zeros((rows, *each.shape[1:]), each.dtype) for name, each in empty_columns(params).items()}
 
 
+def test_a_prompt_may_lack_the_last_token_of_its_parent() -> None:
+    """As with GLM, where the token that ends an answer begins the next message."""
+    forest, go = Forest(1, 100, 2**30), Message({"role": "user", "content": "go"})
+    base, _ = forest.find("", [])
+    openings = Opening("", "", (5, 6)), Opening("", "", (7,), dropped=True), Opening("", "", (8,))
+    for opening, prompt_len in zip(openings, (2, 5, 9), strict=True):
+        ordinal = forest.reserve(place_of(base, [go]), 1)
+        drawn = replace(drawn_with(), opening=opening, prompt_len=prompt_len, ordinal=ordinal)
+        base = forest.add(base, [go], Message({"role": "assistant", "content": "a"}), drawn)
+    found = read_record(io.BytesIO(records.write_record(forest, "m", 1))).requests
+    assert [each.prompt_token_ids() for each in found] == [
+        [5, 6],
+        [5, 6, 1, 2, 7],
+        [5, 6, 1, 2, 7, 1, 2, 3, 8],
+    ]
+    assert [(each.drops_last, each.prompt_len) for each in found] == [(False, 2), (True, 5), (False, 9)]
+
+
 def test_no_more_lines_are_written_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of a record that is too large is bounded, too."""
     size, told = len(record_of(drawn_with())), []
@@ -384,15 +402,19 @@ def test_a_replay_that_ends_early_shows_what_it_found(
     workers: list[RolloutClient], content: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Lost:
-        """A worker that is lost after the first call."""
+        """A worker that is lost after the first call. The weights change during this call."""
 
         health = workers[0].health
         num_calls = 0
 
         def generate(self, prompts: list[list[int]], params: list[SamplingParams], errors: str) -> list[Any]:
             self.num_calls += 1
-            lost = WorkerLostError("worker: lost")
-            return [lost] * len(prompts) if self.num_calls > 1 else workers[0].generate(prompts, params, errors=errors)
+            if self.num_calls > 1:
+                return [WorkerLostError("worker: lost")] * len(prompts)
+            first, second = workers[0].generate(prompts, params, errors=errors)
+            [sample] = second.samples
+            spans = WeightSpan(0, 0, 1), WeightSpan(9, 1, len(sample.token_ids))
+            return [first, replace(second, samples=(replace(sample, weight_versions=spans),))]
 
     monkeypatch.setattr(replaying, "BATCH_REQUESTS", 2)
     console, found = Console(file=io.StringIO(), width=250), read_record(io.BytesIO(content))
@@ -400,7 +422,10 @@ def test_a_replay_that_ends_early_shows_what_it_found(
         replaying.replay(found, Lost(), 0, console)  # type: ignore[arg-type]
     assert isinstance(console.file, io.StringIO)
     printed = console.file.getvalue()
-    assert " 2 equal " in printed and "4 requests not compared, because the replay ended early: " in printed
+    assert (
+        " 1 equal " in printed and "1 requests not compared, because version 0 and 9 of the weights drew the" in printed
+    )
+    assert "4 requests not compared, because the replay ended early: " in printed
 
 
 def test_columns_of_another_model_differ(content: bytes) -> None:
