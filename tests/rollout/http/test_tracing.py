@@ -315,13 +315,14 @@ def test_a_receiver_that_does_not_answer_delays_nothing(is_silent: bool, monkeyp
     and the export does not keep the process.
     """
     monkeypatch.setattr(tracing, "EXPORT_SECONDS", 0.05)
-    shutdown, has_begun, may_end = TracerProvider.shutdown, threading.Event(), threading.Event()
+    shutdown, has_begun, may_end, has_ended = TracerProvider.shutdown, *(threading.Event() for _ in range(3))
 
     def hang(provider: TracerProvider) -> None:
         assert threading.current_thread().daemon
         has_begun.set()
-        assert may_end.wait(60)
+        may_end.wait(60)
         shutdown(provider)
+        has_ended.set()
 
     monkeypatch.setattr(TracerProvider, "shutdown", hang)
     with closing(socket.create_server(("127.0.0.1", 0))) as receiver:
@@ -332,8 +333,9 @@ def test_a_receiver_that_does_not_answer_delays_nothing(is_silent: bool, monkeyp
             assert tracer is not None
             for _ in range(2100):  # more than the exporter keeps
                 tracer.start_span("a span").end()
-        assert has_begun.is_set() and not may_end.is_set()
+        assert has_begun.is_set() and not has_ended.is_set()
         may_end.set()
+        assert has_ended.wait(60)
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host/x", "http://user:word@host/", "http://"])
