@@ -407,7 +407,7 @@ def test_a_replay_that_ends_early_shows_what_it_found(
         health = workers[0].health
         num_calls = 0
 
-        def generate(self, prompts: list[list[int]], params: list[SamplingParams], errors: str) -> list[Any]:
+        def generate(self, prompts: list[list[int]], params: list[SamplingParams], errors: Any) -> list[Any]:
             self.num_calls += 1
             if self.num_calls > 1:
                 return [WorkerLostError("worker: lost")] * len(prompts)
