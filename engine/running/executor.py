@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trueroll.errors import ConfigError
+
 from ...kernels.transfer import HostCopies, to_device
 from ..config import EngineConfig
 from ..models.decoder import ROUTES
@@ -28,7 +30,7 @@ from ..request import Tag
 from .encoder import Encoder, ImageEncoder
 from .experts import ExpertCounts, StepRoutes, route_format
 from .graphs import DecodeGraphs
-from .loading import EngineInfo, LoadedModel, engine_info, find_max_model_len, uses_graphs
+from .loading import EngineInfo, LoadedModel, available_memory, engine_info, find_max_model_len, uses_graphs
 from .model_runner import LaneState, ModelRunner
 from .mtp import DraftStep, MtpRunner
 from .ranks import Links
@@ -38,6 +40,7 @@ from .warm_up import is_needed, warm_up
 from .weights import WeightStaging, WeightStore
 
 log = logging.getLogger(__name__)
+_HOST = torch.device("cpu")
 
 
 class StepResults(NamedTuple):
@@ -205,9 +208,11 @@ class LocalExecutor:
         if is_needed(device):
             log.info("compiling kernels and measuring memory")
         available = warm_up(config, loaded, find_max_model_len(config, loaded.model.spec))
+        on_host = available_memory(_HOST)
         if loaded.links is not None:
-            available = _available_per_rank(available, loaded.links)
+            available, on_host = _available_per_rank(available, on_host, loaded.links)
         info = engine_info(config, loaded, available)
+        _check_host_tier(config.host_cache_bytes, on_host, info)
         spare = (
             1 if uses_graphs(config, loaded) else 0
         )  # one block per window and one state slot, for the padding rows of graphs
@@ -329,9 +334,29 @@ class LocalExecutor:
         return self._sampler.draw(hidden, step.draws)
 
 
-def _available_per_rank(available: int, links: Links) -> int:
-    """Return the memory that is available to each rank, in bytes."""
-    return min(int(each) for each in links.everyone.gather(torch.tensor([available // links.num_sharers])))
+def _available_per_rank(available: int, on_host: int, links: Links) -> list[int]:
+    """Return the memory that is available to each rank, in bytes, on the rank's device and on the host.
+
+    `available`, `on_host`: the memory that is available to all ranks of the device, and to all ranks of the worker.
+    """
+    own = torch.tensor([available // links.num_sharers, on_host // links.topology.size])
+    return torch.stack([*links.everyone.gather(own)]).amin(0).tolist()
+
+
+def _check_host_tier(num_bytes: int, available: int, info: EngineInfo) -> None:
+    """Raise ConfigError unless `num_bytes` bytes for a host tier fit into `available` bytes of host memory. On a CPU,
+    the KV cache takes its memory from the same bytes as it is filled.
+    """
+    if torch.device(info.device).type == "cpu":
+        available -= info.kv_bytes + info.state_bytes
+    if num_bytes > max(0, available):
+        raise ConfigError(
+            f"host_cache_bytes must be at most the {max(0, available)} bytes of host memory that are available to each "
+            f"rank (got {num_bytes}); lower host_cache_bytes",
+            field="host_cache_bytes",
+            value=num_bytes,
+            limit=max(0, available),
+        )
 
 
 def _buckets(config: EngineConfig, info: EngineInfo) -> dict[str, int]:
@@ -343,6 +368,8 @@ def _buckets(config: EngineConfig, info: EngineInfo) -> dict[str, int]:
     if info.route_bytes and info.enable_prefix_caching:
         most = info.num_blocks * info.block_size * info.route_bytes
         buckets[f"routed experts of {info.num_blocks} blocks, on the host, at most"] = most
+    if config.host_cache_bytes:
+        buckets["host tier with its routed experts, at most"] = config.host_cache_bytes
     if config.encoded_bytes:
         buckets["encoded images, at most"] = config.encoded_bytes
     return buckets | {"largest step": info.scratch_bytes}

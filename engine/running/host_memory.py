@@ -23,7 +23,6 @@ from trueroll.errors import ConfigError
 
 from ...kernels.transfer import to_device
 from ..cache.memory import new_arena
-from .loading import available_memory
 
 MOST_BYTES_ON_CPU, MOST_BYTES_ON_GPU = 2**23, 2**26
 """The maximum size of the blocks that one round copies: a few MiB stay in a CPU's caches; a GPU needs few kernels."""
@@ -36,7 +35,7 @@ class HostMemory:
     a block is an index of their first dimension. `sizes[i]`: the number of slots of group i. `num_held`: the bytes of
     host memory that the slots hold now.
 
-    Raise ConfigError if the memory is not available or cannot be pinned.
+    Raise MemoryError if the memory cannot be reserved, and ConfigError if it cannot be pinned.
     """
 
     def __init__(self, tensors: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> None:
@@ -44,11 +43,6 @@ class HostMemory:
         widths = [sum(each[0].nbytes for each in group) for group in tensors]
         unit = next(unit for unit in _UNITS if all(_bytes_of(t) % unit.itemsize == 0 for g in tensors for t in g))
         ends = np.cumsum([0, *(size * width for size, width in zip(sizes, widths, strict=True))]).tolist()
-        if ends[-1] > (available := available_memory(_HOST)):
-            raise ConfigError(
-                f"host_cache_bytes: the slots need {ends[-1]} bytes of host memory, but only {available} bytes are "
-                "available; lower host_cache_bytes"
-            )
         self._arena = new_arena(ends[-1], _HOST, huge_pages=False)
         self._memory = self._arena.empty(torch.uint8, ends[-1])
         self._unpin = self._pin()
@@ -76,9 +70,10 @@ class HostMemory:
             self._arena.drop(keep=False)
 
     def wake_up(self) -> None:
-        """Reallocate the memory."""
-        self._arena.restore()
-        self._unpin = self._pin()
+        """Reallocate the memory, unless it is awake."""
+        if not self._arena.num_held:
+            self._arena.restore()
+            self._unpin = self._pin()
 
     def _pin(self) -> weakref.finalize | None:
         """Pin the memory if the blocks are on a CUDA device. Return a function that ends the pinning. It is also called

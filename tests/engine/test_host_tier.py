@@ -7,11 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matrix import thinned
 
 from tiny import make_tiny_model
 from trueroll.engine.engine import Engine
 from trueroll.engine.request import SampleOutput
+from trueroll.engine.running import executor
+from trueroll.engine.running.ranks import Links, Topology
 from trueroll.errors import ConfigError
 
 from .checkpoints import another_version, read_tensors, stage
@@ -138,6 +141,29 @@ def test_a_preempted_sample_resumes_from_the_host(tiny_llama: Path, steps_ahead:
         assert engine.stats().preemptions > 0, "premise"
         computed.append(engine.stats().computed_tokens)
     assert engine.stats().host_restored > 0 and computed[1] < computed[0]
+
+
+def test_a_tier_larger_than_the_memory_is_refused(tiny_qwen3_5: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = SMALL | STATES | dict(num_blocks=24) | TIER
+    info = make_engine(tiny_qwen3_5, **settings).info
+    assert info.kv_bytes > 0 and info.state_bytes > 0, "premise: on a CPU, they share the memory of the host"
+    least = info.kv_bytes + info.state_bytes + TIER["host_cache_bytes"]
+    monkeypatch.setattr(executor, "available_memory", lambda device: least)
+    make_engine(tiny_qwen3_5, **settings)
+    monkeypatch.setattr(executor, "available_memory", lambda device: least - 1)
+    with pytest.raises(ConfigError, match=r"host_cache_bytes must be at most the .* available to each rank") as refused:
+        make_engine(tiny_qwen3_5, **settings)
+    assert refused.value.limit == TIER["host_cache_bytes"] - 1
+
+
+def test_ranks_divide_the_memory_of_their_device_and_of_the_host() -> None:
+    class Exchange:
+        def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [x, torch.tensor([60, 20])]
+
+    everyone: Any = Exchange()
+    assert executor._available_per_rank(101, 90, Links(Topology(2, 2), everyone, everyone, num_sharers=2)) == [50, 20]
+    assert executor._available_per_rank(101, 70, Links(Topology(2, 2), everyone, everyone)) == [60, 17]
 
 
 def test_a_host_tier_without_a_prefix_cache_is_refused(tiny_llama: Path) -> None:

@@ -96,6 +96,48 @@ def test_sleep_returns_the_memory_and_waking_makes_it_usable_again() -> None:
     assert memory.num_held == SLOTS * 64 and raw(tensors, 5) == expected != raw(tensors, 4)
 
 
-def test_a_tier_larger_than_the_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="host_cache_bytes: the slots need .* only .* bytes are available"):
-        HostMemory([group(((2, 8), torch.float32))], [2**40])
+class Pins:
+    """CUDA's list of pinned memory: the size of each part, by address. Pinning fails with the error `status`."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.sizes = status, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if address in self.sizes:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        if not self.status:
+            self.sizes[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.sizes[address]
+        return 0
+
+
+def asleep_on_cuda(pins: Pins, monkeypatch: pytest.MonkeyPatch) -> HostMemory:
+    """Return slots that are asleep, and are pinned when they wake up."""
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pins)
+    memory = HostMemory([group(((2, 8), torch.float32))], [SLOTS])
+    memory.sleep()
+    memory._devices = {torch.device("cuda")}
+    return memory
+
+
+def test_memory_is_pinned_once_while_it_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = Pins()
+    memory = asleep_on_cuda(pins, monkeypatch)
+    for _ in range(2):  # a worker whose weights alone are asleep may be told to wake up the KV cache, too
+        memory.wake_up()
+        assert pins.sizes == {memory._memory.data_ptr(): SLOTS * 64}
+    for _ in range(2):
+        memory.sleep()
+        assert not pins.sizes
+    memory.wake_up()
+    assert pins.sizes
+    del memory
+    assert not pins.sizes, "memory is no longer pinned when it is freed"
+
+
+def test_memory_that_cannot_be_pinned_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"host_cache_bytes: CUDA cannot pin 256 bytes .*error 2\); lower"):
+        asleep_on_cuda(Pins(status=2), monkeypatch).wake_up()
