@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from trueroll.engine.cache.host_tier import Copies
-from trueroll.engine.cache.prefix_cache import PrefixCache
+from trueroll.engine.cache.prefix_cache import Entry, PrefixCache
 from trueroll.engine.scheduling.recurrent import Intervals, StateSlots
 from trueroll.engine.scheduling.scheduler import Scheduler
 from trueroll.engine.scheduling.sequence import Chunks, Sequence
@@ -300,6 +300,42 @@ def test_a_commit_between_reserve_and_ready_leaves_no_checkpoint() -> None:
     assert driver.slots.stats.reserved == 0 and driver.slots.stats.ready == 0
     driver.scheduler.recompute_running()
     driver.scheduler.check_integrity()
+
+
+def ready(slots: StateSlots) -> Entry:
+    """Store a checkpoint, and return its entry."""
+    entry, slot = Entry(b"", None, b"", b"", []), slots.reserve()
+    assert slot is not None
+    slots.make_ready(entry, slot)
+    return entry
+
+
+def test_a_checkpoint_on_the_host_keeps_its_slot_until_it_is_read() -> None:
+    slots = StateSlots(1, 1, host_slots=1)
+    first = ready(slots)
+    assert slots.take() == 0 and slots.copies == [(0, -1)] and slots.is_on_host(first)
+    assert slots.take_from_host(first) is None and slots.copies == [(0, -1)], "no slot is free"
+    slots.release(0)
+    second = ready(slots)
+    assert slots.take_from_host(first) == 0 and slots.copies == [(0, -1), (-1, 0)]
+    assert slots.is_on_host(first) and not slots.is_ready(second), "no slot of the host was free for the second one"
+    slots.check_integrity([0])
+
+
+def test_a_checkpoint_taken_again_leaves_the_host() -> None:
+    slots = StateSlots(1, 1, host_slots=1)
+    entry = ready(slots)
+    slots.release(slots.take() or 0)
+    assert slots.is_on_host(entry), "premise"
+    taken = slots.reserve()
+    assert taken is not None
+    slots.make_ready(entry, taken)
+    slots.check_integrity([])
+    assert slots.is_ready(entry) and not slots.is_on_host(entry) and slots.host.pools[0].num_cached == 0
+    slots.release(slots.take() or 0)
+    slots.forget([entry])
+    slots.check_integrity([])
+    assert not slots.is_ready(entry) and slots.host.pools[0].num_cached == 0
 
 
 class HybridMachine(SchedulerMachine):
