@@ -61,8 +61,9 @@ class EngineStats:
     `evictions`: cached blocks that were reused for other content. `pools`: one entry per window of the model's layers.
 
     `host_stored`, `host_restored`: blocks and checkpoints that were copied to the host tier, and back.
-    `host_evictions`: blocks and checkpoints that the host tier dropped for lack of room. `host_hits`: prompt tokens,
-    among `prefix_hits` and after preemptions, that were restored from the host tier. All are 0 without a host tier.
+    `host_evictions`: blocks and checkpoints that the host tier dropped for lack of room. `host_hits`: tokens that
+    were restored from the host tier: prompt tokens, and after a preemption also the sample's own tokens. All are 0
+    without a host tier.
 
     `shortened_hits`: tokens that were found in the cache but computed again. Tokens are computed again if the
     checkpoint of the recurrent state or the requested routed experts are missing.

@@ -22,7 +22,6 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic
 
@@ -31,22 +30,9 @@ from .pool import Owner, Pool
 Copies = list[tuple[int, int]]
 
 
-@dataclass
-class HostStats:
-    """Lifetime counters of a host tier.
-
-    `stored`: blocks and checkpoints copied to the host. `restored`: blocks and checkpoints copied back. `hit_blocks`:
-    blocks of tokens that resumed sequences found on the host.
-    """
-
-    stored: int = 0
-    restored: int = 0
-    hit_blocks: int = 0
-
-
 class HostTier(Generic[Owner]):
     """`sizes[i]` slots for blocks of group i. When the tier reuses a slot, it calls `lose(i, owner)`. The tier appends
-    its copies to `copies[i]`.
+    its copies to `copies[i]`. `num_stored`, `num_restored`: the numbers of copies to the host and back so far.
     """
 
     def __init__(
@@ -56,7 +42,7 @@ class HostTier(Generic[Owner]):
         lose: Callable[[int, Owner], object] = lambda i, owner: None,
     ) -> None:
         self.pools = [Pool[Owner](size, partial(lose, group)) for group, size in enumerate(sizes)]
-        self.stats = HostStats()
+        self.num_stored = self.num_restored = 0
         self._copies = copies
 
     @property
@@ -73,17 +59,17 @@ class HostTier(Generic[Owner]):
         pool.published[slot] = owner
         pool.release([slot])
         self._copies[group].append((block, ~slot))
-        self.stats.stored += 1
+        self.num_stored += 1
         return ~slot
 
     def hold(self, group: int, places: Iterable[int]) -> None:
-        """Keep slots from being reused until `restore` or `release`."""
+        """Keep slots from being reused until `release`."""
         self.pools[group].share([~place for place in places])
 
     def restore(self, group: int, place: int, block: int) -> None:
         """Copy a held slot to a block."""
         self._copies[group].append((place, block))
-        self.stats.restored += 1
+        self.num_restored += 1
 
     def release(self, group: int, place: int) -> None:
         """End a `hold`. The slot becomes the most recently used one."""

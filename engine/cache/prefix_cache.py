@@ -8,8 +8,8 @@
 | `PrefixCache`   | the hash index: published prefix (`Entry`) -> its blocks; which prefixes can be resumed         |
 
 This module does not own the references to blocks (`pool`), the slots of host memory (`host_tier`), the tensors of the
-blocks (`model_runner`), the table of each sequence (`sequence`), or
-decisions about when to allocate, fork or preempt (`scheduler`).
+blocks (`model_runner`), the table of each sequence (`sequence`), or decisions about when to allocate, fork or preempt
+(`scheduler`).
 
 Layers with the same attention window form a group with its own pool of blocks. Layers without a window form the group
 of window None. An index entry represents a prefix that ends with a full block. For each group of layers, an index entry
@@ -211,8 +211,8 @@ class BlockTables:
     """Allocates blocks for the tables of sequences, from the pool of each group.
 
     The pool of window None, if any, comes first. `windowed`: pairs of (group, window), for the groups with a window.
-    `host`: the content of evicted blocks. `copies`: for each group, the copies that the next step must make first (see
-    `host_tier`).
+    `host`: the content of evicted blocks. `num_host_hits`: how many blocks of tokens resumed sequences found on the
+    host. `copies`: for each group, the copies that the next step must make first (see `host_tier`).
     """
 
     def __init__(
@@ -224,6 +224,7 @@ class BlockTables:
     ) -> None:
         self.block_size = block_size
         self.host, self.copies = host, copies
+        self.num_host_hits = 0
         self.windows, self.pools = list(pools), list(pools.values())
         self.windowed = [(group, window) for group, window in enumerate(pools) if window is not None]
 
@@ -375,7 +376,7 @@ class BlockTables:
                 blocks[i] = hits[i].blocks[group] = block
                 pool.published[block] = hits[i]
                 restored.add(i)
-        self.host.stats.hit_blocks += len(restored)
+        self.num_host_hits += len(restored)
 
     def _hit_table(self, hits: Sequence[Entry]) -> Table:
         """Return a table with the blocks that are needed to resume a prefix, or with their places on the host. No

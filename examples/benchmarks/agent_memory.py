@@ -108,14 +108,14 @@ class Replay:
 
     def run(self) -> Result:
         """Serve all turns of all sessions."""
-        scheduler, stats = self._scheduler, self._cache.tables.host.stats
+        scheduler, host = self._scheduler, self._cache.tables.host
         while self._ready or scheduler.running.sequences or len(scheduler.waiting):
             if not scheduler.running.sequences and not len(scheduler.waiting):
                 self._now = max(self._now, self._ready[0][0])
             while self._ready and self._ready[0][0] <= self._now:
                 self._ask(heapq.heappop(self._ready)[1])
             self._step()
-        return Result(scheduler.stats.computed_prompt_tokens, stats.restored, self._now)
+        return Result(scheduler.stats.computed_prompt_tokens, host.num_restored, self._now)
 
     def _ask(self, session: int) -> None:
         turn, history = self._trace[session][self._turns[session]], self._histories[session]

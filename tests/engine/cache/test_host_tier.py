@@ -62,7 +62,7 @@ def test_slots_are_not_reused_before_their_content_has_come_back() -> None:
     table = player.resume(hits)  # both fresh blocks held tokens of B, and the host is full
     assert player.content(table) == [(1, 1), (1, 1, 1, 1)] and player.hits(A) == hits
     assert [entry.blocks[0] for entry in hits] == [*table.blocks[0]], "others share the blocks that came back"
-    assert (player.host.stats.stored, player.host.stats.restored, player.host.stats.hit_blocks) == (3, 2, 2)
+    assert (player.host.num_stored, player.host.num_restored, player.tables.num_host_hits) == (3, 2, 2)
     assert len(player.hits(B)) == 3 and player.host.num_evicted == 0, "B lost the one block for which no slot was free"
 
 
@@ -71,7 +71,7 @@ def test_the_least_recently_stored_content_is_dropped_first() -> None:
     for token in (1, 2, 3, 4):
         player.compute([token] * 2)
     assert [len(player.hits([token] * 2)) for token in (1, 2, 3, 4)] == [0, 1, 1, 1]
-    assert (player.host.stats.stored, player.host.num_evicted) == (3, 1)
+    assert (player.host.num_stored, player.host.num_evicted) == (3, 1)
     player.release(player.resume(player.hits([2, 2])))  # its slot is held, so [4, 4] replaces [3, 3]
     assert [len(player.hits([token] * 2)) for token in (2, 3, 4)] == [1, 0, 1] and player.host.num_evicted == 2
     player.compute([5, 5])
@@ -102,7 +102,7 @@ def test_a_block_that_comes_back_in_several_groups_is_one_hit() -> None:
     table = player.resume(hits)
     assert player.content(table) == [(1,) * size for size in (2, 4, 6, 8)]
     assert player.content(table, 1) == [(1,) * size for size in (6, 8)], "the window reaches two blocks"
-    assert (player.host.stats.restored, player.host.stats.hit_blocks) == (6, 4)
+    assert (player.host.num_restored, player.tables.num_host_hits) == (6, 4)
     assert [entry.blocks[1] is not None and entry.blocks[1] < 0 for entry in hits] == [True, True, False, False]
 
 
@@ -127,4 +127,4 @@ def test_the_end_of_an_epoch_frees_every_slot() -> None:
     assert player.tables.stats()[0].on_host == 0 and not player.host.pools[0].published
     assert player.content(table) == [(1, 1), (1, 1, 1, 1)], "a running sequence keeps its blocks"
     player.release(player.resume([], 2))
-    assert player.host.stats.stored == 3, "blocks of an earlier epoch are not stored"
+    assert player.host.num_stored == 3, "blocks of an earlier epoch are not stored"
