@@ -188,3 +188,42 @@ def test_the_largest_step_of_a_decoder_without_mlps() -> None:
     specs = without_recurrence, bare, whole
     found = [scratch_bytes(spec, torch.bfloat16, EngineConfig(model="m")) for spec in specs]
     assert 0 < found[0] < found[1] < found[2]
+
+
+@pytest.mark.parametrize(("route_bytes", "num_blocks"), [(0, 50), (25, 35)])
+def test_the_blocks_of_a_host_tier_include_their_routed_experts(route_bytes: int, num_blocks: int) -> None:
+    config = EngineConfig(model="m", num_blocks=100, host_cache_bytes=50_000)
+    found = plan_memory(config, DENSE, 1600, 1_000_000, route_bytes)
+    assert (found.host_blocks, found.host_states) == ((num_blocks,), 0)
+    assert num_blocks * (DENSE.block + DENSE.block_size * route_bytes) <= 50_000
+
+
+TIERED: dict[str, Any] = dict(kv_memory_fraction=None, num_blocks=100)
+
+
+def test_a_host_tier_is_divided_like_the_memory_of_the_device() -> None:
+    sizes, settings = replace(WINDOWED, state=5000), TIERED | dict(state_budget=10)
+    of_device = plan(sizes, **settings)
+    total = of_device.kv_bytes + 10 * sizes.state
+    half = plan(sizes, **settings, host_cache_bytes=total // 2)
+    assert half.host_blocks == (50, of_device.window_blocks[0] // 2) and half.host_states == 5
+    assert plan(sizes, **settings, host_cache_bytes=total // 2 - 1).host_states == 4
+    assert replace(half, host_blocks=(), host_states=0) == of_device, "the device keeps its own memory"
+    for budget in range(total // 10, total, 997):
+        found = plan(sizes, **settings, host_cache_bytes=budget)
+        kinds = [
+            *zip(found.host_blocks, (size for _, size in found.pools), strict=True),
+            (found.host_states, sizes.state),
+        ]
+        used, least = sum(count * size for count, size in kinds), sum(size for _, size in kinds)
+        assert budget - least < used <= budget, "less than a slot of each kind is left"
+
+
+def test_a_host_tier_needs_a_slot_of_each_kind() -> None:
+    sizes, settings = replace(WINDOWED, state=5000), TIERED | dict(state_budget=3)
+    with pytest.raises(ConfigError, match=r"host_cache_bytes must be at least \d+, .* \(got 1\)") as refused:
+        plan(sizes, **settings, host_cache_bytes=1)
+    assert isinstance(least := refused.value.limit, int)
+    assert plan(sizes, **settings, host_cache_bytes=least).host_states == 1
+    with pytest.raises(ConfigError, match=f"at least {least}"):
+        plan(sizes, **settings, host_cache_bytes=least - 1)
