@@ -103,6 +103,7 @@ def random_engine(random: np.random.Generator, loaded: LoadedModel, pool: Sequen
         image_cache_bytes=int(random.choice([1, 2, 10])) * most * tower.row_size * loaded.model.dtype.itemsize,
         state_interval=int(random.choice([block_size, 4 * block_size])),
         speculative=str(random.choice(["off", "ngram"])),
+        host_cache_bytes=int(random.choice([0, 2**24])),
     )
 
 
@@ -137,6 +138,7 @@ def test_no_bit_differs_in_random_circumstances(family: str, tmp_path: Path) -> 
         counts += Counter(
             tokens=sum(len(bits[0]) // 4 for (_, index), bits in expected.items() if index >= 0),
             hits=stats.prefix_hits,
+            restored=stats.host_restored,
             preemptions=stats.preemptions,
             recomputed=stats.recomputed,
             encoded=stats.images_encoded,
@@ -144,5 +146,5 @@ def test_no_bit_differs_in_random_circumstances(family: str, tmp_path: Path) -> 
         )
         rounds += 1
     print(f"{family}: {rounds} rounds, 0 bits differ, {dict(counts)}")
-    premises = ["hits", "recomputed", "evictions", *(["preemptions"] if LEAST_TOKENS else [])]
+    premises = ["hits", "restored", "recomputed", "evictions", *(["preemptions"] if LEAST_TOKENS else [])]
     assert all(counts[name] > 0 for name in premises), f"premise: {counts}"
