@@ -20,7 +20,7 @@ from trueroll.errors import ConfigError
 from .checkpoints import another_version, read_tensors, stage
 from .drafting.mtp_models import make_mtp_model
 from .drafting.test_mtp import make as make_drafting
-from .drive import bits, generate, make_engine, run, tokens
+from .drive import bits, executor_of, generate, make_engine, run, tokens
 
 SESSIONS, TURNS = 4, 3
 SMALL: dict[str, Any] = dict(block_size=8, max_num_batched_tokens=32, max_num_seqs=4)
@@ -119,16 +119,41 @@ def test_the_end_of_an_epoch_frees_the_host_tier(tiny_qwen3_5: Path, tmp_path: P
     assert converse(engine) == expected and engine.stats().host_restored > stats.host_restored
 
 
-def test_drafts_of_the_module_come_back_from_the_host(tmp_path: Path) -> None:
+def contents(engine: Engine) -> dict[tuple[bytes, int], list[bytes]]:
+    """Return the content of the published blocks on the device (of the last layer and of the MTP module) and of the
+    checkpoints there, by the tokens of their prefix and the index of their group. The checkpoints have the last index.
+    """
+    found, running = dict[tuple[bytes, int], list[bytes]](), engine._scheduler.running
+    runner, states = executor_of(engine)._runner, running.states
+    tensors = runner._copied()
+    tensors[0] = [*runner.memories[-1], *([] if runner.mtp is None else runner.mtp.block_tensors)]
+    assert not any(running.take_block_copies()), "all copies are made"
+    for entry in engine._scheduler.cache.entries:
+        tokens, parent = entry.tokens, entry.parent
+        while parent is not None:
+            tokens, parent = parent.tokens + tokens, parent.parent
+        places = entry.blocks if states is None else [*entry.blocks, states.slots._ready.get(entry)]
+        for group, (place, of_group) in enumerate(zip(places, tensors, strict=True)):
+            if place is not None and place >= 0:
+                found[tokens, group] = [each[place].view(torch.uint8).numpy().tobytes() for each in of_group]
+    return found
+
+
+def test_the_memory_of_the_module_comes_back_from_the_host(tmp_path: Path) -> None:
     model = make_mtp_model("qwen3_5", tmp_path / "model")
     expected, accepted = converse(make_engine(model, **SMALL | STATES)), list[int]()
+    found = list[dict[tuple[bytes, int], list[bytes]]]()
     cases: list[dict[str, Any]] = [dict(num_blocks=24) | TIER, {}]
     for more in cases:
         engine = make_drafting(model, **SMALL | STATES | more)
         assert converse(engine) == expected
         accepted.append(engine.stats().drafts[0].num_accepted)
+        found.append(contents(engine))
         assert (engine.stats().host_restored > 0) == ("num_blocks" in more)
     assert accepted[0] == accepted[1] > 0
+    common = found[0].keys() & found[1].keys()
+    assert {key: found[0][key] for key in common} == {key: found[1][key] for key in common}
+    assert {group for _, group in common} == {0, 1}, "premise: blocks and checkpoints"
 
 
 def test_a_preempted_sample_resumes_from_the_host(tiny_llama: Path, steps_ahead: int) -> None:
