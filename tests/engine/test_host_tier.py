@@ -100,6 +100,8 @@ def test_the_end_of_an_epoch_frees_the_host_tier(tiny_qwen3_5: Path, tmp_path: P
     old = converse(engine)
     held = engine.memory()["host_cache"]
     assert engine.stats().pools[0].on_host > 0 and 0 < held <= TIER["host_cache_bytes"]
+    restored, hit_blocks = engine.stats().host_restored, engine.stats().host_hits // SMALL["block_size"]
+    assert restored > hit_blocks > 0, "checkpoints count as restored, but are no blocks of tokens"
     expected = old
     if event == "push":
         newer = another_version(tiny_qwen3_5, tmp_path / "newer")
@@ -165,7 +167,8 @@ def test_a_preempted_sample_resumes_from_the_host(tiny_llama: Path, steps_ahead:
         assert {key: bits(sample) for key, sample in run(engine, asked).items()} == expected
         assert engine.stats().preemptions > 0, "premise"
         computed.append(engine.stats().computed_tokens)
-    assert engine.stats().host_restored > 0 and computed[1] < computed[0]
+    stats = engine.stats()
+    assert stats.host_hits == SMALL["block_size"] * stats.host_restored > 0 and computed[1] < computed[0]
 
 
 def test_a_tier_larger_than_the_memory_is_refused(tiny_qwen3_5: Path, monkeypatch: pytest.MonkeyPatch) -> None:
