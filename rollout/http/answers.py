@@ -90,10 +90,12 @@ class Rows:
 class Binary:
     """An array that is written as a JSON string: the bytes of a file in NumPy's format .npy, in base64. Only a part of
     the string is in memory at a time.
+
+    `has_header`: whether the string contains the header of the file, with dtype and shape, and not only the elements.
     """
 
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = np.ascontiguousarray(array)
+    def __init__(self, array: np.ndarray, has_header: bool = True) -> None:
+        self._array, self._has_header = np.ascontiguousarray(array), has_header
 
     @staticmethod
     def num_chars(num_bytes: int) -> int:
@@ -104,14 +106,18 @@ class Binary:
 
     def parts(self) -> Iterator[str]:
         """Yield the base64 string in parts of at most `TURN_CHARS` * 4 characters."""
-        head = BytesIO()
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(self._array))
-        begun, content = head.getvalue(), self._array.reshape(-1).data.cast("B")
+        begun, content = self._header(), self._array.reshape(-1).data.cast("B")
         size = 3 * TURN_CHARS
         first = max(0, size - len(begun))
         yield b64encode(begun + content[:first]).decode()
         for start in range(first, len(content), size):
             yield b64encode(content[start : start + size]).decode()
+
+    def _header(self) -> bytes:
+        head = BytesIO()
+        if self._has_header:
+            np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(self._array))
+        return head.getvalue()
 
 
 def rows(elements: Iterable[Any], count: int, width: int = 1) -> Rows | list[Any]:

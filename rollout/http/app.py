@@ -41,6 +41,11 @@ from .pages import FILES, Pages
 from .paths import SESSION, SESSIONS
 from .pieces import Asker, Form, FromWorker, Task
 from .samples import SampleLog
+from .sglang.control import Control
+from .sglang.generate import Generation
+from .sglang.info import Info
+from .sglang.routes import sglang_routes
+from .sglang.weights import Weights
 from .tracing import ROUTE, Traced
 from .turns import Turns
 from .watch import Watch
@@ -174,13 +179,16 @@ def make_app(
     clients: Clients,
     counters: Counters,
     registry: Registry,
+    weights: Weights | None = None,
     tracer: Tracer | None = None,
 ) -> ASGIApp:
-    """Return the application: all routes, behind the guard. `tracer`: makes the spans of requests."""
+    """Return the application: all routes, behind the guard. `weights`: handlers of SGLang's pushes; None leaves out
+    SGLang's paths. `tracer`: makes the spans of requests.
+    """
     samples, turns, long_bodies = SampleLog(), Turns(), LongJson(config.max_body_elements)
+    pages = Pages(served, samples, watch)
     endpoints = Endpoints(served, samples, clients, long_bodies, turns)
     sessions = SessionEndpoints(served, samples, clients, registry, long_bodies, turns)
-    pages = Pages(served, samples, watch)
     routes = [
         ExactRoute("/v1/completions", endpoints.asking(read_completion, "prompt"), methods=["POST"]),
         ExactRoute("/v1/chat/completions", endpoints.asking(read_chat, "messages"), methods=["POST"]),
@@ -218,6 +226,12 @@ def make_app(
         ExactRoute("/ui/tokens", pages.tokens),
         ExactRoute("/ui/score", pages.score, methods=["POST"]),
     ]
+    if weights is not None:
+        generation = Generation(served, samples, clients, long_bodies, turns)
+        entries = sglang_routes(
+            generation, Info(served, lifecycle, counters), weights, Control(lifecycle, generation.names), lifecycle
+        )
+        routes += [ExactRoute(path, handler, methods=methods) for path, handler, methods in entries]
     handlers = {
         TruerollError: partial(_tell, counters),
         Gone: _note_gone,

@@ -33,6 +33,8 @@ GENERATE_PATHS = {
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"),
     *("/sessions", "/v1/models", "/health", "/metrics", "/is_paused", "/is_sleeping"),
     *("/ui/live", "/ui/group", "/ui/tokens", "/ui/score"),
+    *("/generate", "/health_generate", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
+    *("/get_weight_version", "/v1/loads", "/get_load"),
 }
 """Paths open to the role `generate`: sampling, scoring, the user's own samples, and the worker's health and stats."""
 

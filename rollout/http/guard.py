@@ -26,12 +26,12 @@ from .pages import FILES
 from .paths import SESSION, capability_in, without_capability
 from .wire import error_answer
 
-OPEN_PATHS = {"/", "/health", *FILES}
+OPEN_PATHS = {"/", "/health", "/health_generate", *FILES}
 """Paths that need no key."""
 LONG_PATHS = {
     *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize", "/detokenize"),
     *(f"{SESSION}/v1/chat/completions", f"{SESSION}/v1/messages", f"{SESSION}/v1/messages/count_tokens"),
-    f"{SESSION}/v1/responses",
+    *(f"{SESSION}/v1/responses", "/generate"),
 }
 """Paths that accept bodies of up to `max_body_bytes`, because the bodies contain tokens or text."""
 WORK_PATHS = {*LONG_PATHS, "/ui/score", f"{SESSION}/samples"}

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import wraps
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
@@ -31,6 +31,8 @@ from .wire import answer, read_json
 
 if TYPE_CHECKING:
     import torch
+
+    from ..publisher.publisher import WeightPublisher
 
 HEALTH_SECONDS = 5.0
 PATIENCE_SECONDS = 0.025
@@ -54,11 +56,17 @@ class UpdateFields(Fields):
     weight_version: Version | None = None
 
 
-def _changing(handle: Callable[[Lifecycle, Request], Awaitable[Response]]) -> Any:
+class Changes(Protocol):
+    """An object with handlers that change the worker's state. `watch`: the `Watch` that polls the worker."""
+
+    watch: Watch
+
+
+def changing(handle: Callable[[Any, Request], Awaitable[Response]]) -> Any:
     """Decorator for handlers that change the worker's state: discards earlier health reports, which are now stale."""
 
     @wraps(handle)
-    async def handle_and_note(self: Lifecycle, request: Request) -> Response:
+    async def handle_and_note(self: Changes, request: Request) -> Response:
         try:
             return await handle(self, request)
         finally:
@@ -71,7 +79,7 @@ class Lifecycle:
     """Handlers for calls about the worker as a whole, not about single requests.
 
     `address`: address of the worker, or path of a fleet's file. `keys`: `server_public_key` and `client_key`. `watch`:
-    the `Watch` that polls the worker at `address`.
+    the `Watch` that polls the worker at `address`. `push_lock`: held while weights are pushed, staged or committed.
     """
 
     def __init__(
@@ -83,8 +91,8 @@ class Lifecycle:
         counters: Counters,
     ) -> None:
         self.watch = watch
-        self._client, self._address, self._keys, self._counters = client, address, keys, counters
-        self._push_lock = asyncio.Lock()
+        self.client, self._address, self._keys, self._counters = client, address, keys, counters
+        self.push_lock = asyncio.Lock()
 
     async def health(self, request: Request) -> Response:
         """Return 200 and the worker's state, or 503 if the worker has failed or does not answer.
@@ -96,59 +104,59 @@ class Lifecycle:
         told = {"state": health.state, "weight_version": health.weight_version, "age_seconds": round(age, 3)}
         return answer(told, 503 if health.state == "failed" else 200)
 
-    @_changing
+    @changing
     async def pause(self, request: Request) -> Response:
         """Stop generating until `/resume`."""
         queries = _queries(request, {"mode": _PAUSES, "clear_cache": ("true", "false")})
         mode = queries.get("mode", ["abort"])[0]
         if mode == "wait":
-            await self._client.drain()
+            await self.client.drain()
         else:
-            await self._client.pause()
+            await self.client.pause()
         if mode == "abort":
-            await self._client.abort_all()
+            await self.client.abort_all()
         if mode != "keep" and queries.get("clear_cache", ["true"])[0] == "true":
-            await self._client.invalidate_prefix_cache()
+            await self.client.invalidate_prefix_cache()
         return answer({"status": "paused"})
 
-    @_changing
+    @changing
     async def resume(self, request: Request) -> Response:
         """End a pause."""
         _queries(request, {})
-        await self._client.resume()
+        await self.client.resume()
         return answer({"status": "resumed"})
 
     async def is_paused(self, request: Request) -> Response:
         _queries(request, {})
-        return answer({"is_paused": (await self._health()).state == "paused"})
+        return answer({"is_paused": (await self.report()).state == "paused"})
 
-    @_changing
+    @changing
     async def sleep(self, request: Request) -> Response:
         """Release memory until `/wake_up`."""
         queries = _queries(request, {"level": ("1", "2"), "mode": _PAUSES, "tags": protocol.ALL_TAGS})
-        status = await self._client.sleep(
+        status = await self.client.sleep(
             level=2 if queries.get("level") == ["2"] else 1,
             tags=_tags(queries),
             in_flight=_IN_FLIGHT[queries.get("mode", ["abort"])[0]],
         )
         return _told(status)
 
-    @_changing
+    @changing
     async def wake_up(self, request: Request) -> Response:
         """Wake the worker: allocate the memory that `sleep` released."""
-        return _told(await self._client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
+        return _told(await self.client.wake_up(_tags(_queries(request, {"tags": protocol.ALL_TAGS}))))
 
     async def is_sleeping(self, request: Request) -> Response:
         _queries(request, {})
-        return answer({"is_sleeping": bool((await self._health()).sleeping)})
+        return answer({"is_sleeping": bool((await self.report()).sleeping)})
 
-    @_changing
+    @changing
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Drop all cached prefixes."""
         _queries(request, {"reset_running_requests": ("false",), "reset_external": ("false",)})
-        return _told(await self._client.invalidate_prefix_cache())
+        return _told(await self.client.invalidate_prefix_cache())
 
-    @_changing
+    @changing
     async def update_weights(self, request: Request) -> Response:
         """Serve the weights in a folder.
 
@@ -156,17 +164,36 @@ class Lifecycle:
         """
         _queries(request, {})
         fields = checked(UpdateFields, read_json(request))
-        async with self._push_lock:
-            version = fields.weight_version
-            if version is None:
-                version = _next_version((await self._health()).weight_version or 0)
-            await asyncio.to_thread(_push, self._address, self._keys, fields, version)
-        health = await self._health()
+        async with self.push_lock:
+            await self.push(fields)
+        health = await self.report()
         return answer({"status": "updated", "weight_version": health.weight_version})
+
+    async def push(self, fields: UpdateFields) -> None:
+        """Push the weights in a folder to the worker. The caller holds `push_lock`.
+
+        Raise PushError if the folder cannot be read, or if the worker refuses the weights.
+        """
+        version = fields.weight_version
+        if version is None:
+            version = _next_version((await self.report()).weight_version or 0)
+        await asyncio.to_thread(_push, self.open_publisher, fields, version)
+
+    def open_publisher(self) -> WeightPublisher:
+        """Return a publisher that is connected to the worker. Call this function on a separate thread."""
+        from ..publisher.publisher import WeightPublisher, connect_to
+
+        publisher = WeightPublisher("shared", server_public_key=self._keys[0], client_key=self._keys[1])
+        try:
+            connect_to(publisher, self._address)
+        except BaseException:
+            publisher.close()
+            raise
+        return publisher
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics of the worker and of this front end, in the format of Prometheus."""
-        health, stats = await self._health(), await self._client.stats()
+        health, stats = await self.report(), await self.client.stats()
         registry = CollectorRegistry()
         registry.register(WorkerMetrics(health, stats))
         registry.register(self._counters)
@@ -182,16 +209,17 @@ class Lifecycle:
         if (report := self.watch.report()) is not None:
             try:
                 async with asyncio.timeout(PATIENCE_SECONDS):
-                    return await self._client.health(), 0.0
+                    return await self.client.health(), 0.0
             except TimeoutError:
                 health, age = report
                 return health, age + PATIENCE_SECONDS
-        return await self._health(), 0.0
+        return await self.report(), 0.0
 
-    async def _health(self) -> protocol.Health:
+    async def report(self) -> protocol.Health:
+        """Return the worker's health. Raise HttpError if the worker does not answer in time."""
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
-                return await self._client.health()
+                return await self.client.health()
         except TimeoutError:
             text = f"worker did not answer within {HEALTH_SECONDS:g} s; check that the worker is running"
             raise HttpError(503, text, code="worker_lost") from None
@@ -214,13 +242,11 @@ def prepare_for_pushes() -> None:
     from ..publisher import publisher  # noqa: F401
 
 
-def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateFields, version: int) -> None:
+def _push(open_publisher: Callable[[], WeightPublisher], fields: UpdateFields, version: int) -> None:
     """Push the weights in a folder to the worker.
 
     Call this function on a separate thread, because the publisher blocks.
     """
-    from ..publisher.publisher import WeightPublisher, connect_to
-
     folder = Path(fields.weight_dir)
     is_push = _is_push(folder)
     tensors = None if is_push else _tensors(folder)
@@ -228,8 +254,7 @@ def _push(address: str, keys: tuple[Key | None, Key | None], fields: UpdateField
         text = "weight_version: the folder already specifies a version; omit the field"
         raise InvalidRequestError(text, field="weight_version", value=fields.weight_version)
     try:
-        with WeightPublisher("shared", server_public_key=keys[0], client_key=keys[1]) as publisher:
-            connect_to(publisher, address)
+        with open_publisher() as publisher:
             if tensors is None:
                 publisher.push_folder(folder)
             else:

@@ -30,7 +30,7 @@ from ...engine.request import (
 )
 from ..client.client import AsyncRolloutClient
 from ..sessions.session import DELTA_SECONDS
-from .answers import STEP_ENTRIES
+from .answers import STEP_ENTRIES, Rows
 from .errors import HttpError
 from .samples import SampleLog
 from .texts import GrowingText, Texts
@@ -99,7 +99,7 @@ class Usage:
 class Form(Protocol):
     """The answer format of an endpoint."""
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+    def whole(self, pieces: list[Piece], usage: Usage) -> dict[str, Any] | Rows:
         """Return the whole answer. Each of `pieces` is a complete choice."""
         ...
 
@@ -119,7 +119,8 @@ class Task:
 
     `message`: the beginning of the last user message of a conversation, for the page at `/ui`. `marks`: texts of some
     tokens in the text of the answer, as in `Texts.decode`. `is_kept`: whether the samples are kept for the page at
-    `/ui`.
+    `/ui`. `keeps_stop`: the text of a sample contains the stop token or stop string that ended it. `request_ids`: ids
+    of the requests to the worker, one for each prompt; None means new ids.
     """
 
     prompts: list[list[int]]
@@ -131,6 +132,8 @@ class Task:
     message: str | None = None
     marks: Mapping[int, str] = field(default_factory=dict)
     is_kept: bool = True
+    keeps_stop: bool = False
+    request_ids: list[str] | None = None
 
 
 class Source(Protocol):
@@ -154,12 +157,14 @@ class FromWorker:
 
     async def samples(self) -> list[list[SampleOutput]]:
         task = self.task
-        groups = await self.client.generate(task.prompts, task.params, seed=task.seed, media=task.media)
+        named: dict[str, Any] = dict(seed=task.seed, media=task.media, request_ids=task.request_ids)
+        groups = await self.client.generate(task.prompts, task.params, **named)
         return [[*group.samples] for group in groups]
 
     def stream(self) -> AsyncGenerator[tuple[int, SampleDelta | SampleOutput], None]:
         task = self.task
         wishes: dict[str, Any] = dict(deltas=True, delta_seconds=DELTA_SECONDS, seed=task.seed, media=task.media)
+        wishes["request_ids"] = task.request_ids
         return self.client.stream(task.prompts, task.params, **wishes)
 
 
@@ -182,7 +187,7 @@ class Asker:
         self._source, self._texts, self._eos_token_ids, self._samples = source, texts, eos_token_ids, samples
         self._turns, self._user = turns, user
 
-    async def whole(self, task: Task, form: Form) -> dict[str, Any]:
+    async def whole(self, task: Task, form: Form) -> dict[str, Any] | Rows:
         """Return the complete answer to a task. The task must not ask for a stream."""
         groups = await self._source.samples()
         for position, group in enumerate(groups):
@@ -236,7 +241,9 @@ class Asker:
         if self._texts is None:
             return None
         stop_token_ids = self._eos_token_ids.union(task.params.stop_token_ids)
-        return GrowingText(self._texts, task.params.stop, stop_token_ids, task.skip_special_tokens, task.marks)
+        return GrowingText(
+            self._texts, task.params.stop, stop_token_ids, task.skip_special_tokens, task.marks, task.keeps_stop
+        )
 
 
 def check_sample(sample: SampleOutput) -> None:
@@ -349,10 +356,15 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
     return {
         "finish_reason": piece.ended.finish_reason,
         "stop_reason": None if stop_reason in eos_token_ids else stop_reason,
-        "weight_versions": [
-            {"version": str(span.version), "start": span.start, "end": span.end} for span in piece.ended.weight_versions
-        ],
+        "weight_versions": named_spans(piece.ended.weight_versions),
     }
+
+
+def named_spans(spans: Iterable[WeightSpan]) -> list[dict[str, Any]]:
+    """Return the version, start and end of each span of tokens that were generated with one weight version, as in vLLM
+    and SGLang.
+    """
+    return [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans]
 
 
 def told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:

@@ -38,6 +38,7 @@ from .guard import Counters
 from .images import Images
 from .lifecycle import Lifecycle, prepare_for_pushes
 from .model import ServedModel
+from .sglang.weights import Weights
 from .texts import Texts
 from .watch import Watch
 
@@ -111,7 +112,8 @@ async def run(
         watch = Watch(client)
         lifecycle = Lifecycle(client, watch, config.address, keys, counters)
         registry = Registry(config)
-        app = make_app(served, lifecycle, watch, config, clients, counters, registry, tracer)
+        weights = Weights(lifecycle) if config.sglang else None
+        app = make_app(served, lifecycle, watch, config, clients, counters, registry, weights, tracer)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         connections = Connections(app, config)
@@ -121,6 +123,8 @@ async def run(
             try:
                 return await _answer(listener, connections, config, lambda: on_ready(url, served.name))
             finally:
+                if weights is not None:
+                    await weights.close()
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

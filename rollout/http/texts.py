@@ -140,7 +140,8 @@ class GrowingText:
 
     Concatenated, the returned parts are the text of all tokens, with the exceptions that `Detokenizer` documents. Text
     is withheld while it may be the beginning of a stop string or of a multi-byte character. The text of a token in
-    `stop_token_ids` is also withheld. `marks`: as in `Texts.decode`.
+    `stop_token_ids` is also withheld. `marks`: as in `Texts.decode`. `keeps_stop`: the text ends after the stop token
+    or stop string instead of before it.
     """
 
     def __init__(
@@ -150,8 +151,9 @@ class GrowingText:
         stop_token_ids: Collection[int],
         skip_special_tokens: bool,
         marks: Mapping[int, str] = MappingProxyType({}),
+        keeps_stop: bool = False,
     ) -> None:
-        self._stops, self._stop_token_ids = stops, stop_token_ids
+        self._stops, self._stop_token_ids, self._keeps_stop = stops, stop_token_ids, keeps_stop
         self._mark_texts = texts_of_marks(texts.decode, marks)
         self._decode = partial(texts.decode, skip_special_tokens=skip_special_tokens, marks=marks)
         self._detokenizer = texts.detokenizer(skip_special_tokens, marks)
@@ -183,9 +185,9 @@ class GrowingText:
     def finish(self, sample: SampleOutput) -> str:
         """Return the remaining text of the finished sample."""
         token_ids, stop = sample.token_ids, sample.stop_reason
-        text = self._decode(token_ids[:-1] if isinstance(stop, int) else token_ids)
+        text = self._decode(token_ids[:-1] if isinstance(stop, int) and not self._keeps_stop else token_ids)
         if isinstance(stop, str):
-            text = self._cut(text, stop, token_ids)
+            text = self._cut(text, stop, token_ids) + self._kept(stop)
         if not text.startswith(self._text[: self._num_told]):
             text = self._end_as_told(stop)
         self._text = text
@@ -195,9 +197,14 @@ class GrowingText:
         """Return a text of the whole sample. The text begins with the parts that were already returned. Called if the
         decoded text of the finished sample does not begin with the parts that were already returned.
         """
-        held = [] if isinstance(stop, int) else self._held
+        held = [] if isinstance(stop, int) and not self._keeps_stop else self._held
         text = self._text + "".join(map(self._detokenizer.add, held)) + self._detokenizer.rest()
-        return before_stop(text, stop, self._num_plain_told, self._mark_texts) if isinstance(stop, str) else text
+        if not isinstance(stop, str):
+            return text
+        return before_stop(text, stop, self._num_plain_told, self._mark_texts) + self._kept(stop)
+
+    def _kept(self, stop: str) -> str:
+        return stop if self._keeps_stop else ""
 
     def _cut(self, text: str, stop: str, token_ids: Sequence[int]) -> str:
         """Return the text that precedes the stop string. The last token of the sample completes the stop string."""

@@ -19,7 +19,7 @@ from .pages import FILES
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-UNTRACED = {"/", "/health", "/metrics", "/ui/live", *FILES}
+UNTRACED = {"/", "/health", "/health_generate", "/metrics", "/ui/live", *FILES}
 """Paths that clients poll, and the files of the page."""
 ROUTE = "trueroll.route"
 """The key under which `ExactRoute` puts the path of the route into the scope."""

@@ -210,19 +210,22 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-async def event_stream(receive: Receive, events: Events, names_events: bool = False) -> Response:
+async def event_stream(
+    receive: Receive, events: Events, names_events: bool = False, turns: Turns | None = None
+) -> Response:
     """Wait for the first event, and return a response that streams all events as server-sent events.
 
     If an error occurs before the first event, this function raises the error, so that the error response can have the
     right HTTP status. `names_events`: each event is named after its field `type`, and the stream ends with its last
-    event instead of `[DONE]`, as in Anthropic's Messages API and in OpenAI's Responses API.
+    event instead of `[DONE]`, as in Anthropic's Messages API and in OpenAI's Responses API. `turns`: required if events
+    may be long; each event is then written in steps.
     """
     try:
         first = await while_present(receive, anext(events))  # type: ignore[arg-type]
     except BaseException:
         await events.aclose()
         raise
-    return _EventStream(first, events, names_events)
+    return _EventStream(first, events, names_events, turns)
 
 
 class _EventStream(Response):
@@ -233,10 +236,10 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: dict[str, Any], events: Events, names_events: bool) -> None:
+    def __init__(self, first: dict[str, Any], events: Events, names_events: bool, turns: Turns | None) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["Content-Length"]
-        self._first, self._events, self._names_events = first, events, names_events
+        self._first, self._events, self._names_events, self._turns = first, events, names_events, turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
@@ -245,10 +248,10 @@ class _EventStream(Response):
                 await while_present(receive, self._send_events(send))
 
     async def _send_events(self, send: Send) -> None:
-        await send(self._told(self._first))
+        await self._send_event(send, self._first)
         try:
             async for event in self._events:
-                await send(self._told(event))
+                await self._send_event(send, event)
             if not self._names_events:
                 await send(_event(b"[DONE]"))
         except Exception as error:
@@ -257,6 +260,14 @@ class _EventStream(Response):
                 log.error("a stream failed", exc_info=error)
             await send(self._told(({"type": "error"} if self._names_events else {}) | error_body(told)))
         await send({"type": "http.response.body", "body": b""})
+
+    async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
+        if self._turns is None:
+            return await send(self._told(event))
+        await send(_body(b"data: "))
+        async for part in encoded_in_parts(event, self._turns):
+            await send(_body(part))
+        await send(_body(b"\n\n"))
 
     def _told(self, event: dict[str, Any]) -> dict[str, Any]:
         """Return the message that sends an event."""

@@ -116,6 +116,9 @@ HTTP: Table = {
         "tokenizer": "Model with the tokenizer to use; required for tcp://. Default: the served model.",
         "model_name": "The model's name for clients. Default: the name of the worker's model.",
     },
+    "Paths of other servers": {
+        "sglang": "Also serve the paths of SGLang, for slime, miles and AReaL.",
+    },
     "Traces": {
         "otlp_traces_endpoint": "URL of an OTLP receiver over HTTP for OpenTelemetry spans. Default: no spans.",
     },

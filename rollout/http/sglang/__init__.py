@@ -1,0 +1,18 @@
+"""The paths of SGLang's server that the trainers slime, miles and AReaL call, and sglang-router. Off unless
+`HttpConfig.sglang` is set.
+
+| module     | owns                                                                                                  |
+|------------|-------------------------------------------------------------------------------------------------------|
+| `fields`   | the fields of `/generate`, and their translation to sampling parameters                               |
+| `answers`  | the form of answers and streams                                                                       |
+| `generate` | the handler of `/generate`, and the names of open requests                                            |
+| `weights`  | pulling a weight version, and committing it                                                           |
+| `control`  | abort, pause, memory, the prefix cache; the paths that are refused                                    |
+| `info`     | what routers and trainers ask about the server                                                        |
+| `routes`   | the list of paths                                                                                     |
+
+Promises: a request gives the same tokens and log-probs as the same request on any other path, bit for bit. A field that
+this server does not support is refused by name. A commit serves exactly the version that was pulled; otherwise the
+worker keeps its weights. No path deserializes pickles: the paths that need them are refused, with the path to use
+instead.
+"""
