@@ -52,6 +52,9 @@ SHAPES = {"a": (48, 4), "b": (5,), "embed": (32, 4)}
 @dataclass(frozen=True)
 class FakeInfo:
     model: str = "fake"
+    architecture: str = "FakeForCausalLM"
+    dtype: str = "float32"
+    max_num_seqs: int = 8
     device: str = "cpu"
     backend: str = "fake"
     backend_note: str = ""

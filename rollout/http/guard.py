@@ -97,6 +97,7 @@ class Guard:
         self._clients, self._registry = clients, registry
         self._max_open = max_open_requests
         self._counters, self._bodies, self._paths = counters, bodies, paths
+        self._long_paths, self._work_paths = LONG_PATHS & paths, WORK_PATHS & paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,13 +118,13 @@ class Guard:
             self._counters.requests[path if path in self._paths else "other", status] += 1
 
     async def _pass(self, request: Request, path: str, receive: Receive, send: Send) -> None:
-        is_work = path in WORK_PATHS
+        is_work = path in self._work_paths
         try:
             self._check_origin(request)
             self._check_key(request, path)
             self._check_slots(is_work)
             if path not in OPEN_PATHS:
-                await self._bodies.read(request.scope, receive, path in LONG_PATHS)
+                await self._bodies.read(request.scope, receive, path in self._long_paths)
                 self._check_slots(is_work)
         except HttpError as error:
             error.headers["Connection"] = "close"  # because the rest of the body will not be read

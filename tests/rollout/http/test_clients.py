@@ -23,13 +23,22 @@ from trueroll.rollout.http.app import make_app
 from trueroll.rollout.http.clients import GENERATE_PATHS, Clients, clients_of
 from trueroll.rollout.http.config import API_KEY_VARIABLE, HttpConfig
 from trueroll.rollout.http.paths import SESSION
+from trueroll.rollout.http.sglang.control import REFUSED
+from trueroll.rollout.http.sglang.weights import Weights
 from trueroll.rollout.network.keys import OWNER, Client
 
 ALICE, BOB, OPERATOR = (f"{name}-0123456789abcdef" for name in ("alice", "bob", "operator"))
 TEXT = f"# the clients\n\ngenerate alice {ALICE}\ngenerate bob {BOB}\ncontrol operator {OPERATOR}\n"
 PROMPT = list(range(100, 164))
 CONTROL_PATHS = {"/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/reset_prefix_cache"}
-
+SGLANG_CONTROL_PATHS = {
+    *("/abort_request", "/pause_generation", "/continue_generation", "/flush_cache", "/pull_weights"),
+    *("/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_disk", *REFUSED),
+}
+SGLANG_PATHS = SGLANG_CONTROL_PATHS | {
+    *("/generate", "/health_generate", "/server_info", "/get_server_info", "/model_info", "/get_model_info"),
+    *("/get_weight_version", "/v1/loads", "/get_load"),
+}
 BY_CAPABILITY = {
     *(SESSION, f"{SESSION}/samples", f"{SESSION}/reward", f"{SESSION}/v1/models", f"{SESSION}/v1/chat/completions"),
     *(f"{SESSION}/v1/messages", f"{SESSION}/v1/messages/count_tokens", f"{SESSION}/v1/responses"),
@@ -64,13 +73,15 @@ def test_a_role_opens_only_its_paths(chat_model: Path, file: Path, caplog: pytes
     fake = FakeEngine()
     with (
         serving(fake) as running,
-        front_end(running.address, clients_file=str(file), tokenizer=str(chat_model)) as front,
+        front_end(running.address, clients_file=str(file), tokenizer=str(chat_model), sglang=True) as front,
     ):
         front.key = ALICE
         assert front.post("/v1/completions", {"prompt": [1]}).status_code == 200
-        for path in ("/v1/models", "/v1/models/fake", "/metrics", "/is_paused", "/is_sleeping", "/ui/live", "/health"):
+        assert front.post("/generate", {"input_ids": [1]}).status_code == 200
+        open_paths = ("/v1/models", "/v1/models/fake", "/metrics", "/is_paused", "/is_sleeping", "/ui/live", "/health")
+        for path in (*open_paths, "/server_info", "/model_info", "/get_weight_version", "/v1/loads"):
             assert front.get(path).status_code == 200, path
-        for path in sorted(CONTROL_PATHS):
+        for path in sorted(CONTROL_PATHS | SGLANG_CONTROL_PATHS):
             refused = front.post(path)
             assert refused.status_code == 403 and error_of(refused)["code"] == "forbidden", path
             assert f"{path} needs the role 'control'" in error_of(refused)["message"]
@@ -91,14 +102,18 @@ def test_a_new_path_is_open_to_control_only(monkeypatch: pytest.MonkeyPatch) -> 
     served: set[str] = set()
     monkeypatch.setattr("trueroll.rollout.http.app.Guard", lambda *given: served.update(given[-1]))
     monkeypatch.setattr("trueroll.rollout.http.app.Pages", lambda *given: FakePages())
+    keyless = guard.OPEN_PATHS | GENERATE_PATHS | {"/v1/models/{name:path}"} | BY_CAPABILITY
     _app(Clients({}))
-    assert served - guard.OPEN_PATHS - GENERATE_PATHS - {"/v1/models/{name:path}"} - BY_CAPABILITY == CONTROL_PATHS
-    assert served >= GENERATE_PATHS
+    assert served - keyless == CONTROL_PATHS and served & SGLANG_PATHS == set()
+    _app(Clients({}), Weights(FakePages()))  # type: ignore[arg-type]
+    assert served - keyless == CONTROL_PATHS | SGLANG_CONTROL_PATHS
+    assert served >= GENERATE_PATHS | SGLANG_PATHS
 
 
-def _app(clients: Clients) -> Any:
+def _app(clients: Clients, weights: Weights | None = None) -> Any:
     config = HttpConfig(address="ipc://x")
-    return make_app(None, FakePages(), None, config, clients, guard.Counters(), Registry(config))  # type: ignore[arg-type]
+    counters, registry = guard.Counters(), Registry(config)
+    return make_app(None, FakePages(), None, config, clients, counters, registry, weights)  # type: ignore[arg-type]
 
 
 def test_a_path_with_a_line_end_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:

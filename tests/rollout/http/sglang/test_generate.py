@@ -173,9 +173,7 @@ def test_the_text_ends_before_or_after_its_stop(front: Front) -> None:
     for streams in (False, True):
         for how, expected in ((dict(stop=[stop]), (stop, stop)), (dict(stop_token_ids=[token]), (token, None))):
             matched, text = expected
-            trimmed, kept = (
-                _last(front, sampling | how | {"no_stop_trim": keeps}, streams) for keeps in (False, True)
-            )
+            trimmed, kept = (_last(front, sampling | how | {"no_stop_trim": keeps}, streams) for keeps in (False, True))
             assert trimmed["meta_info"]["finish_reason"] == {"type": "stop", "matched": matched}
             assert trimmed["output_ids"] == kept["output_ids"], "the ids have the stop token in any case"
             assert kept["text"].startswith(trimmed["text"]) and free["text"].startswith(kept["text"])
