@@ -67,6 +67,14 @@ def serving(engine: FakeEngine, **settings: Any) -> Iterator[WorkerOnThread]:
         running.join()
 
 
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait until `holds` returns true."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def stop_after_a_step(engine: FakeEngine) -> None:
     """Let the engine add exactly one token to each sample."""
     step = engine.step

@@ -33,7 +33,9 @@ ROUTER = """
 import sys
 from sglang_router.router import Router
 from sglang_router.router_args import RouterArgs
-Router.from_args(RouterArgs(host="127.0.0.1", port=int(sys.argv[1]), policy="round_robin", log_level="warn")).start()
+port, metrics_port = map(int, sys.argv[1:])
+options = dict(host="127.0.0.1", prometheus_host="127.0.0.1", policy="round_robin", log_level="warn")
+Router.from_args(RouterArgs(port=port, prometheus_port=metrics_port, **options)).start()
 """
 PROMPTS = [[*range(40, 80)], [*range(90, 120)]]
 NUM_STEPS, GROUP, MAX_TOKENS = 20, 4, 12
@@ -62,9 +64,9 @@ def fronts(model: Path) -> Iterator[list[Front]]:
 @contextmanager
 def router(fronts: list[Front]) -> Iterator[str]:
     """Run a router, and register the front ends as slime does (`SGLangEngine._register_to_router`). Yield its URL."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url, process = f"http://127.0.0.1:{port}", subprocess.Popen([sys.executable, "-P", "-c", ROUTER, str(port)])
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = [str(each.getsockname()[1]) for each in (one, other)]
+    url, process = f"http://127.0.0.1:{ports[0]}", subprocess.Popen([sys.executable, "-P", "-c", ROUTER, *ports])
     try:
         with httpx2.Client(base_url=url, trust_env=False) as client:
             wait_for(lambda: client.get("/workers").status_code == 200)

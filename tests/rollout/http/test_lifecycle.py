@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import pytest
 import torch
 from fake_engine import SHAPES, SLOW_STEP, FakeEngine
 from http_fronts import Front, error_of, events, front_end
-from serving import WorkerOnThread, fake_process, serving
+from serving import WorkerOnThread, fake_process, serving, wait_until
 from starlette.requests import Request
 from transformers import AutoModelForCausalLM
 
@@ -55,13 +54,6 @@ def fronted(running: WorkerOnThread, chat_model: Path) -> Iterator[Front]:
     """A front end of the worker with the fake engine."""
     with front_end(running.address, tokenizer=str(chat_model)) as front:
         yield front
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def num_open(running: WorkerOnThread) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import httpx2
 import pytest
 from fake_engine import FakeEngine, expected_tokens
 from http_fronts import Front, error_of, events, front_end
-from serving import WorkerOnThread, serving, stop_after_a_step
+from serving import WorkerOnThread, serving, stop_after_a_step, wait_until
 from slime_client import SlimeClient
 
 from trueroll.engine.request import derive_seed
@@ -43,13 +42,6 @@ def front(running: WorkerOnThread, chat_model: Path) -> Iterator[Front]:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def begin(front: Front, threads: ThreadPoolExecutor, fake: FakeEngine, rid: str, **fields: Any) -> Future[Any]:

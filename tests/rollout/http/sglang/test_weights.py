@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from fake_engine import SHAPES, FakeEngine
 from http_fronts import Front, front_end
-from serving import serving
+from serving import serving, stop_after_a_step, wait_until
 from slime_client import SlimeClient
 
 from trueroll.errors import PushError
@@ -152,6 +153,40 @@ def test_the_end_of_the_front_end_drops_what_is_staged(fake: FakeEngine, chat_mo
             with SlimeClient(front.url, local=LOCAL, source=SOURCE) as slime:
                 slime.pull(4)
         assert stage.calls[1:] == [("abort", 4), ("close",)]
+
+
+def test_areal_pushes_a_folder_and_goes_on_with_an_interrupted_sample(
+    front: Front, fake: FakeEngine, tmp_path: Path
+) -> None:
+    """AReaL 1.0.4: the requests of `sglang_remote.py`, `build_generation_request`, `get_pause_request`,
+    `build_disk_weight_update_requests` and `get_resume_request`, in the loop of `remote_inf_engine.py`, `agenerate`.
+    """
+    with serving(FakeEngine()) as other, WeightPublisher("disk", folder=tmp_path) as publisher:
+        publisher.connect([other.address])
+        publisher.push({name: torch.ones(shape) for name, shape in SHAPES.items()}, 9)
+    sampling: dict[str, Any] = dict(top_p=1.0, top_k=10**8, max_new_tokens=6, temperature=1.0, stop_token_ids=[])
+    sampling |= dict(ignore_eos=False, skip_special_tokens=True, frequency_penalty=0.0)
+    body: dict[str, Any] = dict(input_ids=[1], image_data=None, sampling_params=sampling, return_logprob=True)
+    body["stream"] = False
+    stop_after_a_step(fake)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(front.post, "/generate", body)
+        wait_until(lambda: not fake.flow.is_set())
+        assert front.post("/pause_generation", {}).status_code == 200
+        first = asked.result().json()
+        folder = str(next(tmp_path.iterdir()))
+        told = front.post("/update_weights_from_disk", dict(model_path=folder, abort_all_requests=True))
+        assert told.json() == {"success": True, "message": "weight version 9 is served"}
+        assert served(fake) == {1.0}
+        assert front.post("/continue_generation", {}).status_code == 200
+        fake.step = type(fake).step.__get__(fake)  # type: ignore[method-assign]
+        fake.flow.set()
+        tokens = [item[1] for item in first["meta_info"]["output_token_logprobs"]]
+        assert first["meta_info"]["finish_reason"]["type"] == "abort" and len(tokens) == 1
+        rest = body | dict(input_ids=[1, *tokens], sampling_params=sampling | dict(max_new_tokens=5))
+        second = front.post("/generate", rest).json()
+    assert second["meta_info"]["finish_reason"]["type"] == "length" and len(second["output_ids"]) == 5
+    assert (first["meta_info"]["weight_version"], second["meta_info"]["weight_version"]) == ("3", "9")
 
 
 def _post(slime: SlimeClient, endpoint: str, fields: dict[str, Any]) -> Any:
