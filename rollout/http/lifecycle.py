@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 HEALTH_SECONDS = 5.0
 PATIENCE_SECONDS = 0.025
 """Maximum time, in seconds, for which `/health` waits for the worker while a recent report is available."""
+PUSH_SECONDS = 60.0
 _IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
 _LISTS = {"tags"}
@@ -179,11 +180,16 @@ class Lifecycle:
             version = _next_version((await self.report()).weight_version or 0)
         await asyncio.to_thread(_push, self.open_publisher, fields, version)
 
-    def open_publisher(self) -> WeightPublisher:
-        """Return a publisher that is connected to the worker. Call this function on a separate thread."""
+    def open_publisher(self, timeout: float = PUSH_SECONDS) -> WeightPublisher:
+        """Return a publisher that is connected to the worker. Call this function on a separate thread.
+
+        `timeout`: after this many seconds without a message, worker and publisher consider each other lost, and the
+        worker drops staged weights.
+        """
         from ..publisher.publisher import WeightPublisher, connect_to
 
-        publisher = WeightPublisher("shared", server_public_key=self._keys[0], client_key=self._keys[1])
+        keys = dict(server_public_key=self._keys[0], client_key=self._keys[1])
+        publisher = WeightPublisher("shared", timeout=timeout, **keys)
         try:
             connect_to(publisher, self._address)
         except BaseException:

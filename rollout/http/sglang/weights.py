@@ -4,6 +4,8 @@
 Owns: at most one pulled version, with the publisher that staged it. Promises: a commit serves exactly the pulled
 version. If a pull or a commit fails, nothing is staged any more, and the worker serves its previous weights.
 
+A version that is not committed within `STAGED_SECONDS` is dropped, and its commit is then refused.
+
 slime copies a version into the folder `local_checkpoint_dir` of each machine, and names this folder in the second call.
 Here the folder only identifies the pull, and nothing is written to it.
 """
@@ -31,6 +33,9 @@ from ..wire import answer, read_json
 if TYPE_CHECKING:
     from ...publisher.publisher import WeightPublisher
 
+STAGED_SECONDS = 600.0
+"""How long a pulled version waits for its commit. A trainer with several engines commits only after the slowest pull.
+"""
 IGNORED = {"torch_empty_cache", "flush_cache", "token_step"}
 """Fields of `/update_weights_from_disk` that never change the result. Blocks of old weights never serve new ones."""
 OFF: dict[str, tuple[Any, ...]] = {
@@ -154,7 +159,7 @@ class Weights:
 
     def _stage(self, own: PullFields) -> _Pulled:
         """Stage a version. Call this function on a separate thread, because the publisher blocks."""
-        publisher: Any = self._lifecycle.open_publisher()
+        publisher: Any = self._lifecycle.open_publisher(STAGED_SECONDS)
         try:
             staged: Staged = publisher.pull(own.source_dir, own.target_version)
         except BaseException:

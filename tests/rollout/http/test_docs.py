@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest.mock import MagicMock
 
 from prometheus_client.metrics_core import Metric
 
@@ -17,16 +18,26 @@ from trueroll.rollout.http.errors import STATUSES
 from trueroll.rollout.http.fields import IGNORED, OFF, SAMPLING
 from trueroll.rollout.http.generate import GenerateFields
 from trueroll.rollout.http.paths import SESSION, SESSIONS
+from trueroll.rollout.http.sglang import control, fields, weights
+from trueroll.rollout.http.sglang.routes import sglang_routes
 
-PAGE = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
-WORDS = {word for code in re.findall(r"`([^`\n]+)`", PAGE) for word in re.findall(r"[\w./-]+", code)}
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE, SGLANG_PAGE = ((DOCS / name).read_text() for name in ("http.md", "sglang.md"))
+
+
+def words(page: str) -> set[str]:
+    return {word for code in re.findall(r"`([^`\n]+)`", page) for word in re.findall(r"[\w./-]+", code)}
+
+
+WORDS, SGLANG_WORDS = words(PAGE), words(SGLANG_PAGE)
+SGLANG_ROUTES = [*sglang_routes(*[MagicMock()] * 5)]
 
 
 def test_every_field_is_described() -> None:
-    fields = {*SAMPLING, "seed", *IGNORED, *OFF}
+    named = {*SAMPLING, "seed", *IGNORED, *OFF}
     for kind in (CompletionFields, ChatFields, GenerateFields):
-        fields |= kind.model_fields.keys()
-    assert fields - WORDS == set()
+        named |= kind.model_fields.keys()
+    assert named - WORDS == set()
 
 
 def test_every_option_is_described() -> None:
@@ -38,8 +49,20 @@ def test_every_path_is_described() -> None:
     source = Path(app.__file__).read_text()
     paths = set(re.findall(r'Route\(\s*"([^"]+)"', source)) | pages.FILES.keys() | {SESSION, SESSIONS}
     paths |= {f"{SESSION}{path}" for path in re.findall(r'Route\(\s*f"{SESSION}([^"]+)"', source)}
-    words = {path.replace("{name:path}", "NAME").replace("{id}", "ID") for path in paths}
-    assert len(words) > 20 and words - WORDS == set() and guard.WORK_PATHS | guard.OPEN_PATHS <= paths
+    named = {path.replace("{name:path}", "NAME").replace("{id}", "ID") for path in paths}
+    assert len(named) > 20 and named - WORDS == set()
+    of_sglang = {path for path, _, _ in SGLANG_ROUTES}
+    assert len(of_sglang) > 20 and of_sglang - SGLANG_WORDS == set()
+    assert guard.WORK_PATHS | guard.OPEN_PATHS <= paths | of_sglang
+
+
+def test_every_field_of_sglang_is_described() -> None:
+    named = {*fields.SHARED, *fields.IGNORED, *fields.OFF, *fields.SAMPLING_OFF, *weights.IGNORED, *weights.OFF}
+    kinds = (fields.GenerateFields, fields.SamplingFields, fields.CustomParams, weights.PullFields)
+    kinds += (weights.FromDiskFields, control.AbortFields, control.PauseFields, control.ContinueFields)
+    for kind in (*kinds, control.MemoryFields):
+        named |= kind.model_fields.keys()
+    assert named - SGLANG_WORDS == set()
 
 
 def test_every_code_and_metric_is_described() -> None:
