@@ -175,13 +175,24 @@ class Weights:
                 value=version,
             )
         if pulled.staged is None:
-            return  # a repeated call
+            return await self._check_serves(pulled.version)
         self._pulled = None
         try:
             await asyncio.to_thread(pulled.staged.commit)
         finally:
             await asyncio.to_thread(_publisher_of(pulled).close)
         self._pulled = _Pulled(pulled.local_dir, pulled.version)
+
+    async def _check_serves(self, version: int) -> None:
+        """Raise PushError unless the worker serves a version, which an earlier call committed."""
+        served = (await self._lifecycle.report()).weight_version
+        if served != version:
+            raise PushError(
+                f"weight_version: version {version} was committed earlier, and version {served} has replaced it; pull "
+                "the version to commit",
+                field="weight_version",
+                value=version,
+            )
 
     async def _drop(self) -> None:
         pulled, self._pulled = self._pulled, None

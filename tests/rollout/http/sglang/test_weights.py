@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_engine import SHAPES, FakeEngine
 from http_fronts import Front, front_end
-from serving import serving, stop_after_a_step, wait_until
+from serving import WorkerOnThread, serving, stop_after_a_step, wait_until
 from slime_client import SlimeClient
 
 from trueroll.errors import PushError
@@ -72,8 +72,14 @@ def fake() -> FakeEngine:
 
 
 @pytest.fixture
-def front(fake: FakeEngine, chat_model: Path, stage: Stage) -> Iterator[Front]:
-    with serving(fake) as worker, front_end(worker.address, tokenizer=str(chat_model), sglang=True) as front:
+def running(fake: FakeEngine) -> Iterator[WorkerOnThread]:
+    with serving(fake) as worker:
+        yield worker
+
+
+@pytest.fixture
+def front(running: WorkerOnThread, chat_model: Path, stage: Stage) -> Iterator[Front]:
+    with front_end(running.address, tokenizer=str(chat_model), sglang=True) as front:
         yield front
 
 
@@ -87,7 +93,9 @@ def served(fake: FakeEngine) -> set[float]:
     return {float(value) for tensor in fake.weights.live.values() for value in tensor.unique()}
 
 
-def test_a_pull_stages_and_an_update_commits(slime: SlimeClient, fake: FakeEngine, stage: Stage) -> None:
+def test_a_pull_stages_and_an_update_commits(
+    slime: SlimeClient, running: WorkerOnThread, fake: FakeEngine, stage: Stage
+) -> None:
     assert slime.version() == "3" and served(fake) == {0.0}
     slime.pull(4)
     assert slime.version() == "3" and served(fake) == {0.0} and stage.calls == [("pull", SOURCE, 4)]
@@ -100,9 +108,14 @@ def test_a_pull_stages_and_an_update_commits(slime: SlimeClient, fake: FakeEngin
     slime.pull(4)
     slime.update(LOCAL, 4)
     assert len(stage.calls) == 3, "the version is served"
-    slime.push(5)
+    with WeightPublisher("shared") as other:
+        other.connect([running.address])
+        other.push({name: torch.ones(shape) for name, shape in SHAPES.items()}, 7, allow_older=True)
+    refused = _post(slime, "update_weights_from_disk", dict(model_path=LOCAL, weight_version="4"))
+    assert "version 7 has replaced it" in refused["message"]
+    slime.push(8)
     told = slime.generate([1], dict(max_new_tokens=2))
-    assert told["weight_version"] == "5" and served(fake) == {5.0}
+    assert told["weight_version"] == "8" and served(fake) == {8.0}
 
 
 def test_a_later_pull_replaces_an_earlier_one(slime: SlimeClient, fake: FakeEngine, stage: Stage) -> None:
