@@ -188,8 +188,8 @@ class Lifecycle:
         """
         from ..publisher.publisher import WeightPublisher, connect_to
 
-        keys = dict(server_public_key=self._keys[0], client_key=self._keys[1])
-        publisher = WeightPublisher("shared", timeout=timeout, **keys)
+        server_key, client_key = self._keys
+        publisher = WeightPublisher("shared", timeout=timeout, server_public_key=server_key, client_key=client_key)
         try:
             connect_to(publisher, self._address)
         except BaseException:

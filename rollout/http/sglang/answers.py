@@ -53,15 +53,17 @@ class GenerateForm:
     """Writes samples in SGLang's form.
 
     `names`: the name of each prompt's request. `prompts`: the prompts. `has_logprobs`: answers have log-probs. `start`:
-    the first token of a prompt with a log-prob. `scores`: the scores of the prompts' tokens after `start`, or None.
-    `experts_start`: the first token with routed experts. `num_samples`: number of samples per prompt. `is_list`: the
-    answer is a list. `only_scores`: the request only scores its prompts.
+    the first token of a prompt with a log-prob. `num_top`: number of most probable tokens per position. `scores`: the
+    scores of the prompts' tokens after `start`, or None. `experts_start`: the first token with routed experts.
+    `num_samples`: number of samples per prompt. `is_list`: the answer is a list. `only_scores`: the request only scores
+    its prompts.
     """
 
     names: list[str]
     prompts: list[list[int]]
     has_logprobs: bool
     start: int
+    num_top: int
     scores: list[ScoreOutput | None]
     experts_start: int
     num_samples: int
@@ -131,7 +133,7 @@ class GenerateForm:
         logprobs = [None, *([] if score is None else numbers(score.logprobs))]
         told: dict[str, Any] = {"input_token_logprobs": _entries(token_ids, logprobs)}
         if score is not None and (tops := top_rows(score.top_token_ids, score.top_logprobs)) is not None:
-            told["input_top_logprobs"] = Rows(_with_null(map(_top, tops)), 1 + len(score.top_token_ids[0]))
+            told["input_top_logprobs"] = Rows(_with_null(map(_top, tops)), self.num_top)
         return told
 
 

@@ -144,6 +144,7 @@ async def read_generate(body: dict[str, Any], served: ServedModel) -> tuple[Task
         prompts=prompts,
         has_logprobs=own.return_logprob,
         start=own.logprob_start_len,
+        num_top=own.top_logprobs_num,
         scores=[await _score(own, prompt, params, served) for prompt in prompts],
         experts_start=own.routed_experts_start_len,
         num_samples=params.n,

@@ -124,11 +124,10 @@ class Weights:
         """Stage a version while the worker generates."""
         own = checked(PullFields, given(read_json(request), set(), {}))
         async with self._lifecycle.push_lock:
-            served = (await self._lifecycle.report()).weight_version
-            if served == own.target_version:
+            if (await self._lifecycle.report()).weight_version == own.target_version:
                 await self._drop()
-                self._pulled = _Pulled(own.local_checkpoint_dir, served)
-                return f"weight version {served} is served already"
+                self._pulled = _Pulled(own.local_checkpoint_dir, own.target_version)
+                return f"weight version {own.target_version} is served already"
             found = self._pulled
             if found is None or (found.local_dir, found.version) != (own.local_checkpoint_dir, own.target_version):
                 await self._drop()
