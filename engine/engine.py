@@ -12,7 +12,8 @@ Guarantees:
 - The bits of a sample depend only on weights, prompt, sampling parameters, seed, backend, instruction set, dtype
   and pieces.
 - The output records the version of the weights that produced each token. Each token is computed from KV that was
-  computed with the same version of the weights.
+  computed with the same version of the weights, except the tokens in `SampleOutput.old_kv`.
+- KV of older weights is never published.
 - The engine computes a prompt once for all samples and requests that share the prompt.
 
 After `step` has raised an exception, the state of the engine is undefined. Discard the engine.
@@ -34,10 +35,10 @@ from .drafting.mtp import MtpDrafter
 from .drafting.repeats import RepeatsDrafter
 from .grammars.masks import Grammars
 from .media import ImageLimits
-from .outputs.open_requests import Commit, OpenScore
+from .outputs.open_requests import Commit, OpenSample, OpenScore
 from .parallel.leader import RankedExecutor
 from .pipeline import Ledger, Pipeline
-from .request import InFlight, Output, Request, SampleDelta, Tag
+from .request import InFlight, Output, Request, SampleDelta, SleepInFlight, Tag
 from .running.executor import Executor, LocalExecutor
 from .running.loading import EngineInfo, LoadedModel, load_model
 from .running.weights import WeightStaging, WeightStore
@@ -167,20 +168,35 @@ class Engine:
         Return the outputs of the step in flight and of aborted requests.
 
         `in_flight`: what happens to requests that have started. `recompute`: samples keep their tokens, but their KV is
-        computed again; scores restart. `abort`: every started request is aborted. `drain`: the caller has already
-        drained the engine, so no running or waiting request may be left.
+        computed again; scores restart; samples with `one_version` that have tokens are aborted. `abort`: every started
+        request is aborted. `drain`: the caller has already drained the engine, so no running or waiting request may be
+        left.
 
-        Raise RuntimeError if the weights are asleep, or if `in_flight` is `drain` and a request is unfinished. Raise
-        ValueError if the staging is incomplete. A call that raises RuntimeError or ValueError changes nothing.
+        `keep`: samples that are decoding keep their KV, and the tokens that they draw over it are listed in
+        `SampleOutput.old_kv`. The KV, with the blocks that the samples fill later, is never published. Sequences that
+        are computing a prompt or a score, or are waiting, are computed with the new weights, as with `recompute`. If
+        a sample loses its old KV, for example in a preemption, the KV is computed again with the current weights, and
+        later tokens are not listed.
+
+        Raise RuntimeError if the weights are asleep, if `in_flight` is `drain` and a request is unfinished, or if
+        `in_flight` is `keep` and a request with `one_version` is unfinished. Raise ValueError if the staging is
+        incomplete. A call that raises RuntimeError or ValueError changes nothing.
         """
         self._check_drained(in_flight)
+        if in_flight == "keep" and _one_version(self._ledger.entries):
+            raise RuntimeError("commit: in_flight keep would mix versions in unfinished requests with one_version")
         self._executor.commit(staging)
         self._forget_images()
-        outputs = self.settle()  # These tokens were drawn with the old weights and are recorded with the old version.
+        outputs = self.interrupt(in_flight)  # Tokens of steps in flight were drawn with the old weights.
+        if in_flight == "keep":
+            self._scheduler.keep_kv(self.weight_version)
+        elif in_flight == "recompute":
+            mixed = [sample for sample in _one_version(self._started()) if sample.token_ids]
+            outputs += [self._pipeline.abort(sample) for sample in mixed]
         self._pipeline.commit = Commit(version)
-        return outputs + self.interrupt(in_flight)
+        return outputs
 
-    def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]:
+    def sleep(self, level: int, tags: Collection[Tag], in_flight: SleepInFlight) -> list[Output]:
         """Release the memory of `tags` until `wake_up`.
 
         Return the outputs of the step in flight and of aborted requests.
@@ -208,7 +224,8 @@ class Engine:
         self._executor.wake_up(tags)
 
     def interrupt(self, in_flight: InFlight) -> list[Output]:
-        """Drop cached prefixes and the blocks of all running sequences.
+        """Drop cached prefixes and the blocks of all running sequences. With `keep`, decoding sequences keep their
+        blocks.
 
         Return the outputs of the step in flight and of aborted requests.
 
@@ -218,13 +235,9 @@ class Engine:
         self._check_drained(in_flight)
         outputs = self.settle()
         self.invalidate_prefix_cache()
-        if in_flight != "abort":
-            self._scheduler.recompute_running()
-            return outputs
-        for sequence in self._scheduler.started():
-            purpose = sequence.purpose
-            entries = [purpose] if isinstance(purpose, OpenScore) else purpose.samples.copy()
-            outputs += [self._pipeline.abort(entry) for entry in entries]
+        if in_flight == "abort":
+            return outputs + [self._pipeline.abort(entry) for entry in self._started()]
+        self._scheduler.recompute_running(keeps_decoding=in_flight == "keep")
         return outputs
 
     def check(self) -> None:
@@ -313,9 +326,19 @@ class Engine:
             encodings.clear()
             self._executor.encoder.clear()
 
+    def _started(self) -> list[OpenSample | OpenScore]:
+        """Return the samples and scores of the sequences that have started."""
+        purposes = [sequence.purpose for sequence in self._scheduler.started()]
+        return [entry for each in purposes for entry in ([each] if isinstance(each, OpenScore) else each.samples)]
+
     def _check_drained(self, in_flight: InFlight) -> None:
         if in_flight == "drain" and self.has_unfinished:
             raise RuntimeError(f"engine still has unfinished requests after a drain (got {len(self._ledger.open)})")
+
+
+def _one_version(entries: Iterable[OpenSample | OpenScore]) -> list[OpenSample]:
+    """Return the samples whose requests set `one_version`."""
+    return [each for each in entries if isinstance(each, OpenSample) and each.request.params.one_version]
 
 
 def _new_executor(config: EngineConfig, loaded: LoadedModel | None) -> tuple[Executor, LoadedModel]:

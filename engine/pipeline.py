@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from collections.abc import Sequence as AnySequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -72,6 +73,11 @@ class Ledger:
     def is_open(self, entry: Entry) -> bool:
         """Return whether a sample or a score is unfinished."""
         return entry in self._sequences
+
+    @property
+    def entries(self) -> Collection[Entry]:
+        """The open samples and scores."""
+        return self._sequences.keys()
 
     def sequence_of(self, entry: Entry) -> Sequence:
         """Return the sequence that computes a sample or a score."""

@@ -161,7 +161,10 @@ class GrowingColumns:
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 LogprobsMode: TypeAlias = Literal["processed", "temperature", "raw"]
-InFlight: TypeAlias = Literal["drain", "recompute", "abort"]
+InFlight: TypeAlias = Literal["drain", "recompute", "abort", "keep"]
+"""What happens to running requests when weights are committed."""
+SleepInFlight: TypeAlias = Literal["drain", "recompute", "abort"]
+"""What happens to running requests at a sleep. A sleep may release the KV, so it cannot keep it."""
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 
 MAX_STOP_STRINGS = 64
@@ -412,6 +415,10 @@ class SamplingParams(Distribution):
     filters and bans, as `kept_token_ids`, and the logarithm of their total probability, as `kept_log_mass`.
     `return_routed_experts`: record the experts chosen for each token of prompt and sample, if the model is a mixture of
     experts. `cache_salt`: only requests with the same salt share cached prefixes.
+
+    `one_version`: never draw a sample's tokens with several versions of the weights. A commit with `in_flight`
+    `recompute` then ends a sample that has tokens, with finish reason `abort`. While a request with `one_version` is
+    unfinished, a commit with `in_flight` `keep` is refused.
     """
 
     n: int = Field(default=1, ge=1, lt=2**63)
@@ -428,6 +435,7 @@ class SamplingParams(Distribution):
     return_sampling_mask: bool = False
     return_routed_experts: bool = False
     cache_salt: CacheSalt | None = None
+    one_version: bool = False
 
     @field_validator("target_token_ids", mode="before")
     @classmethod
@@ -675,7 +683,7 @@ Request: TypeAlias = GenerateRequest | ScoreRequest
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Tokens [start, end) of a sample that were produced by the weights of `version`."""
+    """Tokens [start, end) of a sample that were produced by the weights of `version`, or over old KV of `version`."""
 
     version: int
     start: int
@@ -693,6 +701,10 @@ class SampleOutput:
     because their KV was found in the cache or is shared with another request that computes the same prompt. `error`: a
     description of the error; None unless the finish reason is `error`. `num_drafted_tokens`: the number of tokens that
     were drafted for this sample. `num_accepted_tokens`: the number of drafted tokens that became tokens of this sample.
+
+    `old_kv`: the tokens that were drawn over KV of older weights than the weights that drew them, because a commit with
+    `in_flight` `keep` kept the KV. The version of each span is the version of the weights that computed the oldest part
+    of the KV. Spans are sorted and disjoint. `weight_versions` says which weights drew the tokens.
 
     `entropy`, `top_token_ids` and `top_logprobs` are None unless `top_logprobs=k` was requested. The entropy and the
     top tokens belong to the distribution under which `logprobs` is computed. `entropy`: float32 [num_tokens], in nats.
@@ -734,6 +746,7 @@ class SampleOutput:
     stop_reason: int | str | None = None
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
+    old_kv: tuple[WeightSpan, ...] = ()
     entropy: np.ndarray | None = None
     top_token_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
@@ -742,6 +755,26 @@ class SampleOutput:
     kept_log_mass: np.ndarray | None = None
     kept_token_ids: np.ndarray | None = None
     routed_experts: np.ndarray | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the promise of equal bits covers the sample: no token was drawn over old KV."""
+        return not self.old_kv
+
+    def check_exact(self) -> None:
+        """Raise InvalidRequestError if tokens were drawn over old KV. The log-probs of these tokens differ from the
+        log-probs that `score` or an aligned trainer computes for them with any version of the weights.
+        """
+        if self.old_kv:
+            first = self.old_kv[0]
+            raise InvalidRequestError(
+                f"sample {self.index} of request {self.request_id!r}: tokens {first.start} to {first.end - 1} were "
+                f"drawn over KV of version {first.version}, which a push with in_flight keep had kept, so no version "
+                "of the weights recomputes their log-probs; leave out the tokens in old_kv, or push with in_flight "
+                "recompute",
+                field="old_kv",
+                value=first.start,
+            )
 
     @property
     def kept_offsets(self) -> np.ndarray | None:

@@ -404,6 +404,9 @@ def _compare_dtype(own: str, served: str) -> list[Cause]:
 
 def _compare_version(samples: list[_Sampled], served: int, version: int | None) -> list[Cause]:
     """Compare weight versions. `served`: the weight version that the worker served when it computed the checksums."""
+    if any(not sample.is_exact for *_, sample in samples):
+        text = "the worker drew tokens over KV of older weights (a push with in_flight keep); audit without pushes"
+        return [Cause("version", text)]
     found = sorted({served, *(span.version for *_, sample in samples for span in sample.weight_versions)})
     if len(found) > 1:
         return [Cause("version", f"the worker served versions {found} during the audit; audit again without pushes")]

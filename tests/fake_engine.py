@@ -261,6 +261,7 @@ class FakeEngine:
         self._steps = 0
         self._computed = 0
         self._finished: Counter[str] = Counter()
+        self._kept: dict[tuple[str, int], tuple[int, int]] = {}
 
     @property
     def has_unfinished(self) -> bool:
@@ -331,10 +332,21 @@ class FakeEngine:
         return outputs
 
     def commit_weights(self, staging: Any, version: int, in_flight: str) -> list[Output]:
+        if in_flight == "keep":
+            self._keep()
         self.actions.append(("commit", version, in_flight))
         self.weights.commit(staging)
         self.weight_version = version
         return self._act(in_flight)
+
+    def _keep(self) -> None:
+        requests = [self._by_id[id] for id in self._open]
+        if any(isinstance(request, GenerateRequest) and request.params.one_version for request in requests):
+            raise RuntimeError("commit: keep with an unfinished request that sets one_version")
+        for id, samples in self._open.items():
+            for index, count in samples.items():
+                if count and isinstance(self._by_id[id], GenerateRequest):
+                    self._kept.setdefault((id, index), (self.weight_version, count))
 
     def sleep(self, level: int, tags: Collection[str], in_flight: str) -> list[Output]:
         self.actions.append(("sleep", level, tuple(tags), in_flight))
@@ -400,7 +412,10 @@ class FakeEngine:
             return ScoreOutput(id, -tokens.astype(np.float32) / request.distribution.temperature, reason, spans)
         tokens, logprobs = self._drawn(id, index, count)
         assert request.params.seed is not None
-        return SampleOutput(id, index, tokens, logprobs, reason, derive_seed(request.params.seed, index), 1, spans)
+        version, start = self._kept.pop((id, index), (0, count))
+        old_kv = (WeightSpan(version, start, count),) if start < count else ()
+        seed = derive_seed(request.params.seed, index)
+        return SampleOutput(id, index, tokens, logprobs, reason, seed, 1, spans, old_kv=old_kv)
 
     def _drawn(self, id: str, index: int, count: int) -> tuple[list[int], np.ndarray | None]:
         request = self._by_id[id]

@@ -45,6 +45,7 @@ class Model:
     cuts: random.Random = field(default_factory=lambda: random.Random(0))
     gate: asyncio.Event | None = None
     version: int = 0
+    old_kv: tuple[WeightSpan, ...] = ()
     tracer: Any = None
     _parts: dict[tuple[int, ...], Reply] = field(default_factory=dict)
 
@@ -67,6 +68,7 @@ class Model:
             seed=params.seed or 0,
             num_cached_tokens=0,
             weight_versions=(WeightSpan(self.version, 0, len(whole)),),
+            old_kv=self.old_kv,
             stop_reason=stop,
         )
         return [SimpleNamespace(samples=(sample,))]

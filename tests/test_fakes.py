@@ -146,6 +146,26 @@ def test_interrupt_commit_and_sleep_can_abort_all_requests(engine: ServedEngine,
         assert engine.weight_version == 9
 
 
+def test_a_commit_can_keep_old_kv(engine: ServedEngine) -> None:
+    engine.add(generate("a", n=2, max_tokens=9))
+    engine.add(generate("one", one_version=True, max_tokens=4))
+    engine.step()
+    engine.step()
+    before = engine.weight_version
+    with pytest.raises(RuntimeError, match="one_version"):
+        engine.commit_weights(engine.weights.new_staging(False), before + 1, "keep")
+    assert engine.weight_version == before
+    engine.abort("one")
+    outputs = engine.commit_weights(engine.weights.new_staging(False), before + 1, "keep")
+    engine.add(generate("later"))
+    samples = samples_of(outputs + drain(engine))
+    for (id, _), sample in samples.items():
+        spans = [(span.version, span.end) for span in sample.old_kv]
+        assert spans == ([(before, len(sample.token_ids))] if id == "a" else [])
+        assert id != "a" or 0 < sample.old_kv[0].start < sample.old_kv[0].end
+    assert samples["later", 0].is_exact and not samples["a", 1].is_exact
+
+
 def test_stats_have_the_same_names(engine: ServedEngine) -> None:
     names = [field.name for field in dataclasses.fields(EngineStats)]
     assert sorted(names) == sorted(field.name for field in dataclasses.fields(FakeStats) if field.name != "checksums")

@@ -357,6 +357,11 @@ class BlockTables:
             leaves |= before < after
         return leaves
 
+    def publishes(self, table: Table) -> bool:
+        """Return whether any block of a table is published."""
+        pairs = zip(self.pools, range(len(table.blocks)), strict=False)
+        return any(block in pool.published for pool, group in pairs for block in table.held(group))
+
     def release(self, table: Table) -> None:
         """Release all blocks of a table."""
         for group, pool in enumerate(self.pools[: len(table.blocks)]):

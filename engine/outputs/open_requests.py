@@ -139,6 +139,9 @@ class OpenSample:
     requested by `top_logprobs`, or None. `targets`, `target_ids`: the column requested by `target_token_ids`, and the
     target tokens (int64 [K]), or None. `kept`: the columns requested by `return_sampling_mask`, or None. `commits`: the
     commits under which tokens were drawn. Each commit comes with the index of the first token that was drawn under it.
+    `old_kv`: as in `SampleOutput`, without the KV that the sample reads now. `old_kv_now`: the version of the oldest
+    part of the KV, and the first token that was drawn over this KV after a commit had kept it; None if the KV belongs
+    to the current weights.
     `error`: a description of the error that ends the sample, or None. `joined`: whether the prompt is computed by the
     sequence of an earlier request. `num_told`: the number of tokens that deltas have reported; None if deltas were not
     requested. `num_drafted`, `num_accepted`: as in `SampleOutput`.
@@ -155,6 +158,8 @@ class OpenSample:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] | None = field(default_factory=lambda: array("f"))
     commits: list[tuple[Commit, int]] = field(default_factory=list)
+    old_kv: tuple[WeightSpan, ...] = ()
+    old_kv_now: tuple[int, int] | None = None
     error: str | None = None
     stop_reason: int | str | None = None
     records: GrowingColumns | None = None
@@ -179,6 +184,17 @@ class OpenSample:
         """The size of the columns that `top_logprobs`, `target_token_ids` and `return_sampling_mask` requested."""
         return sum(each.num_bytes for each in self._recorded())
 
+    def keep_kv(self, version: int) -> None:
+        """Record that the next tokens are drawn over the current KV, although the weights change. `version`: the
+        version of the weights before the change.
+        """
+        if self.old_kv_now is None:
+            self.old_kv_now = version, len(self.token_ids)
+
+    def renew_kv(self) -> None:
+        """Record that the next tokens are drawn over KV of the current weights."""
+        self.old_kv, self.old_kv_now = self._old_kv_spans(), None
+
     def output(self, reason: FinishReason, num_hits: int, routed_experts: np.ndarray | None = None) -> SampleOutput:
         """Return the output of the sample in its current state.
 
@@ -197,6 +213,7 @@ class OpenSample:
             stop_reason=self.stop_reason,
             num_drafted_tokens=self.num_drafted,
             num_accepted_tokens=self.num_accepted,
+            old_kv=self._old_kv_spans(),
             routed_experts=routed_experts,
             **as_fields(self._columns()),
         )
@@ -227,6 +244,12 @@ class OpenSample:
         ends = [start for _, start in self.commits[1:]] + [len(self.token_ids)]
         spans = zip(self.commits, ends, strict=False)
         return tuple(WeightSpan(commit.version, start, end) for (commit, start), end in spans)
+
+    def _old_kv_spans(self) -> tuple[WeightSpan, ...]:
+        if self.old_kv_now is None or self.old_kv_now[1] == len(self.token_ids):
+            return self.old_kv
+        version, start = self.old_kv_now
+        return (*self.old_kv, WeightSpan(version, start, len(self.token_ids)))
 
 
 @dataclass(eq=False, slots=True)

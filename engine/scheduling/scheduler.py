@@ -375,6 +375,9 @@ class Starter:
 
     def _begin(self, sequence: Sequence, hits: list[Entry], slots: Slots) -> None:
         cache = self._cache
+        if isinstance(sequence.purpose, Generation):
+            for sample in sequence.purpose.samples:
+                sample.renew_kv()
         sequence.chain.entries = hits
         if self._routes is not None and sequence.routes is not None and sequence.needs_routes:
             sequence.routes.begin(self._routes.rows(hits))
@@ -521,11 +524,24 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def recompute_running(self) -> None:
-        """Take all blocks from the running sequences, and requeue the sequences to compute them again."""
-        self.stats.recomputed += len(self.running)
+    def recompute_running(self, keeps_decoding: bool = False) -> None:
+        """Take all blocks from the running sequences, and requeue the sequences to compute them again.
+
+        `keeps_decoding`: spare the sequences that only decode, because all their tokens but the last are computed.
+        """
         for sequence in self.running.sequences.copy():
-            self._suspend(sequence)
+            if not (keeps_decoding and sequence.num_decoded > 0 and sequence.num_uncomputed == 1):
+                self._suspend(sequence)
+                self.stats.recomputed += 1
+
+    def keep_kv(self, version: int) -> None:
+        """Record in the samples of all running sequences that they keep KV of `version` while the weights change. All
+        running sequences must decode.
+        """
+        for sequence in self.running.sequences:
+            assert isinstance(sequence.purpose, Generation)
+            for sample in sequence.purpose.samples:
+                sample.keep_kv(version)
 
     def started(self) -> list[Sequence]:
         """Return the running sequences, and the waiting sequences that have decoded tokens."""
@@ -538,6 +554,9 @@ class Scheduler:
         if any(sequence.table for sequence in self.waiting):
             raise RuntimeError("scheduler: a waiting sequence holds blocks")
         self.running.check_integrity()
+        for sequence in self.running.sequences:
+            if sequence.chain.epoch != self.cache.identity.epoch and self.cache.tables.publishes(sequence.table):
+                raise RuntimeError("scheduler: a block with KV of an earlier epoch is published")
         if self.routes is not None:
             self.routes.check_integrity(self.cache.entries)
 

@@ -45,18 +45,18 @@ from trueroll.errors import (
 from ...engine.media import ImageInput
 from ...engine.request import (
     Distribution,
-    InFlight,
     SampleDelta,
     SampleOutput,
     SamplingParams,
     ScoreOutput,
+    SleepInFlight,
     Tag,
 )
 from .. import protocol
 from ..network.keys import Key
 from ..tracing import traced_replies
 from .connection import NO_IMAGES, Connection, Inbox, Received, wrong_process
-from .continuation import joined
+from .continuation import check_one_version, joined
 from .media import Media, Prompt, PromptMaker, Prompts, contents
 from .requests import (
     ParamsArg,
@@ -340,7 +340,8 @@ class AsyncRolloutClient:
         - `min_weight_version`, `wait_for_weights`: see `generate`.
 
         If the weights have not changed, the joined sample equals an uninterrupted sample bit for bit. If the weights
-        have changed, the version spans of the joined sample say which weights generated which tokens.
+        have changed, the version spans of the joined sample say which weights generated which tokens. Raise
+        StaleWeightsError if `params` sets `one_version` and the weights have changed.
         """
         demand = dict(min_weight_version=min_weight_version, wait_for_weights=wait_for_weights)
         given = await self._prompts.make(prompts, media, "prompts")
@@ -351,6 +352,7 @@ class AsyncRolloutClient:
             async for position, reply in replies:
                 if isinstance(reply, protocol.FinishedSample):
                     whole[position] = joined(whole[position], protocol.sample_output(reply))
+                    check_one_version(requests[position].params, whole[position])
                 elif isinstance(reply, TruerollError):
                     await self._check_fills_context(requests[position], samples[position], reply)
         return whole
@@ -475,7 +477,7 @@ class AsyncRolloutClient:
         level: Literal[1, 2] = 1,
         tags: Sequence[Tag] = protocol.ALL_TAGS,
         *,
-        in_flight: InFlight = "recompute",
+        in_flight: SleepInFlight = "recompute",
         timeout: float = 600.0,
     ) -> protocol.Status:
         """Release the kinds of memory in `tags` until `wake_up` is called.

@@ -8,12 +8,13 @@ sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from trueroll.errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError, StaleWeightsError
 
 from ...engine.request import (
     SampleOutput,
@@ -116,6 +117,7 @@ def joined(first: SampleOutput, rest: SampleOutput) -> SampleOutput:
         stop_reason=rest.stop_reason,
         error=rest.error,
         weight_versions=_joined_spans(first, rest),
+        old_kv=(*first.old_kv, *_moved(rest.old_kv, len(first.token_ids))),
         **join_columns(columns_of(first), columns_of(rest)),
     )
 
@@ -130,9 +132,22 @@ def _joined_routes(first: np.ndarray | None, rest: np.ndarray | None) -> np.ndar
 
 
 def _joined_spans(first: SampleOutput, rest: SampleOutput) -> tuple[WeightSpan, ...]:
-    num_prior = len(first.token_ids)
-    moved = [replace(span, start=span.start + num_prior, end=span.end + num_prior) for span in rest.weight_versions]
+    moved = _moved(rest.weight_versions, len(first.token_ids))
     spans = list(first.weight_versions)
     if spans and moved and spans[-1].version == moved[0].version:
         moved[0] = replace(moved[0], start=spans.pop().start)
     return (*spans, *moved)
+
+
+def _moved(spans: Sequence[WeightSpan], count: int) -> list[WeightSpan]:
+    return [replace(span, start=span.start + count, end=span.end + count) for span in spans]
+
+
+def check_one_version(params: SamplingParams, sample: SampleOutput) -> None:
+    """Raise StaleWeightsError if a sample with `one_version` has tokens of several versions."""
+    versions = sorted({span.version for span in sample.weight_versions})
+    if params.one_version and len(versions) > 1:
+        raise StaleWeightsError(
+            f"one_version: the sample was begun with version {versions[0]} of the weights and continued with version "
+            f"{versions[-1]}; generate it anew, or leave out one_version"
+        )

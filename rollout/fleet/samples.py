@@ -25,7 +25,8 @@ class Samples:
     """The samples of one request.
 
     - `may_repeat`: whether a sample may be delivered again, to replace the sample that was delivered before
-    - `max_staleness`: maximum difference between the weight versions that generated the request's tokens
+    - `max_staleness`: maximum difference between the weight versions that generated the request's tokens; 0 if the
+      request sets `one_version`
     - `delivered`: finish reasons of the delivered samples, by index
     - `parts`: the unfinished samples of workers that are exiting, by sample index
     """
@@ -35,7 +36,8 @@ class Samples:
         self.parts: dict[int, SampleOutput] = {}
         self._request = request
         self._may_repeat = may_repeat
-        self._max_staleness = max_staleness
+        is_one = isinstance(request, protocol.Generate) and request.params.one_version
+        self._max_staleness = 0 if is_one else max_staleness
         self._versions: tuple[int, int] | None = None
         # By sample index: the source and the number of the tokens delivered in deltas. The source is an `Ask`, or None
         # for the stored part or the whole sample.

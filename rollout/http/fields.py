@@ -33,7 +33,7 @@ SAMPLING = (
     *("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_token_ids"),
     *("stop", "stop_token_ids", "ignore_eos", "cache_salt", "structured_outputs"),
-    *("target_token_ids", "return_sampling_mask", "return_routed_experts"),
+    *("target_token_ids", "return_sampling_mask", "return_routed_experts", "one_version"),
 )
 """The fields with the same name and meaning in `SamplingParams`."""
 IGNORED = {

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from trueroll.errors import ConfigError, InvalidRequestError, PushError, TruerollError, brief
 
-from ...engine.request import InFlight
+from ...engine.request import InFlight, SleepInFlight
 from ...weight_sync.payload.manifest import LAST_VERSION, MANIFEST_FILE, Version
 from .. import protocol
 from ..client.client import AsyncRolloutClient
@@ -38,7 +38,7 @@ HEALTH_SECONDS = 5.0
 PATIENCE_SECONDS = 0.025
 """Maximum time, in seconds, for which `/health` waits for the worker while a recent report is available."""
 PUSH_SECONDS = 60.0
-_IN_FLIGHT: dict[str, InFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
+_IN_FLIGHT: dict[str, SleepInFlight] = {"abort": "abort", "wait": "drain", "keep": "recompute"}
 _PAUSES = tuple(_IN_FLIGHT)
 _LISTS = {"tags"}
 """Query parameters that may be given several times."""
@@ -50,11 +50,12 @@ class UpdateFields(Fields):
     """Fields of `/update_weights`.
 
     `weight_dir`: folder with the weights. `weight_version`: version of the weights; None means the served version plus
-    1.
+    1. `in_flight`: what happens to running requests, as in `WeightPublisher`.
     """
 
     weight_dir: str
     weight_version: Version | None = None
+    in_flight: InFlight = "recompute"
 
 
 class Changes(Protocol):
@@ -178,18 +179,20 @@ class Lifecycle:
         version = fields.weight_version
         if version is None:
             version = _next_version((await self.report()).weight_version or 0)
-        await asyncio.to_thread(_push, self.open_publisher, fields, version)
+        await asyncio.to_thread(_push, partial(self.open_publisher, in_flight=fields.in_flight), fields, version)
 
-    def open_publisher(self, timeout: float = PUSH_SECONDS) -> WeightPublisher:
+    def open_publisher(self, timeout: float = PUSH_SECONDS, in_flight: InFlight = "recompute") -> WeightPublisher:
         """Return a publisher that is connected to the worker. Call this function on a separate thread.
 
-        `timeout`: after this many seconds without a message, worker and publisher consider each other lost, and the
-        worker drops staged weights.
+        `in_flight`: see `WeightPublisher`. `timeout`: after this many seconds without a message, worker and publisher
+        consider each other lost, and the worker drops staged weights.
         """
         from ..publisher.publisher import WeightPublisher, connect_to
 
         server_key, client_key = self._keys
-        publisher = WeightPublisher("shared", timeout=timeout, server_public_key=server_key, client_key=client_key)
+        publisher = WeightPublisher(
+            "shared", timeout=timeout, in_flight=in_flight, server_public_key=server_key, client_key=client_key
+        )
         try:
             connect_to(publisher, self._address)
         except BaseException:

@@ -151,6 +151,12 @@ class Pages:
         sample = self._sample(group, fields.sample)
         if not sample.token_ids.size:
             raise HttpError(400, "sample: the sample has no tokens to score; choose another sample", field="sample")
+        if sample.old_kv:
+            text = (
+                "sample: some of its tokens were drawn over KV of older weights, which a push with in_flight keep had "
+                "kept, so no version of the weights recomputes their log-probs; choose another sample"
+            )
+            raise HttpError(400, text, field="sample")
         if group.num_images != len(group.images):
             text = "group: the images of its prompt are too large to be kept for scoring; choose another group"
             raise HttpError(400, text, field="group")
@@ -254,6 +260,7 @@ def _told(sample: KeptSample, eos_token_ids: frozenset[int]) -> dict[str, Any]:
         "seed": str(sample.seed),
         "num_cached_tokens": sample.num_cached_tokens,
         "weight_versions": told_spans(sample.weight_versions),
+        "old_kv": told_spans(sample.old_kv),
         "mean_logprob": None if logprobs is None or not logprobs.size else numbers(logprobs.mean(keepdims=True))[0],
     }
 

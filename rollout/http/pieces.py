@@ -348,16 +348,18 @@ def ending(piece: Piece, eos_token_ids: frozenset[int]) -> dict[str, Any]:
 
     `stop_reason`: the stop string or stop token that ended the choice; None for an end-of-sequence token of the model.
     `weight_versions`: the weight version, start and end of each span of tokens, as in vLLM; missing until the choice
-    has ended.
+    has ended. `old_kv`: the spans of tokens that were drawn over KV of older weights, in the same form; missing if
+    there are none.
     """
     if piece.ended is None:
         return {"finish_reason": None, "stop_reason": None}
     stop_reason = piece.ended.stop_reason
-    return {
+    told = {
         "finish_reason": piece.ended.finish_reason,
         "stop_reason": None if stop_reason in eos_token_ids else stop_reason,
         "weight_versions": named_spans(piece.ended.weight_versions),
     }
+    return told | ({"old_kv": named_spans(piece.ended.old_kv)} if piece.ended.old_kv else {})
 
 
 def named_spans(spans: Iterable[WeightSpan]) -> list[dict[str, Any]]:
@@ -368,5 +370,5 @@ def named_spans(spans: Iterable[WeightSpan]) -> list[dict[str, Any]]:
 
 
 def told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
-    """Return `[version, start, end]` for each span of tokens that were generated with one weight version."""
+    """Return `[version, start, end]` for each span."""
     return [[span.version, span.start, span.end] for span in spans]

@@ -47,6 +47,7 @@ class KeptSample:
     seed: int
     num_cached_tokens: int
     weight_versions: tuple[WeightSpan, ...]
+    old_kv: tuple[WeightSpan, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -164,4 +165,5 @@ def _kept(sample: SampleOutput) -> KeptSample:
         seed=sample.seed,
         num_cached_tokens=sample.num_cached_tokens,
         weight_versions=sample.weight_versions,
+        old_kv=sample.old_kv,
     )

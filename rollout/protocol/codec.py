@@ -324,6 +324,7 @@ def sample_message(id: str, output: SampleOutput) -> FinishedSample:
         stop_reason=output.stop_reason,
         num_drafted_tokens=output.num_drafted_tokens,
         num_accepted_tokens=output.num_accepted_tokens,
+        old_kv=_spans(output.old_kv),
         routed_experts=_routed(output),
         **fields_for(columns_of(output)),
     )
@@ -370,6 +371,7 @@ def sample_output(message: FinishedSample) -> SampleOutput:
         stop_reason=message.stop_reason,
         num_drafted_tokens=message.num_drafted_tokens,
         num_accepted_tokens=message.num_accepted_tokens,
+        old_kv=tuple(WeightSpan(*span) for span in message.old_kv),
         routed_experts=_routed_array(message.routed_experts),
         **as_fields(columns_within(message)),
     )

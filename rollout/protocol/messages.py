@@ -21,8 +21,8 @@ from ...engine.request import (
     ContentSpan,
     Distribution,
     FinishReason,
-    InFlight,
     SamplingParams,
+    SleepInFlight,
     Tag,
     TopLogprobs,
 )
@@ -213,7 +213,7 @@ class Sleep(Message):
     id: Id
     level: Literal[1, 2] = 1
     tags: Tags = ALL_TAGS
-    in_flight: InFlight = "recompute"
+    in_flight: SleepInFlight = "recompute"
     timeout: Seconds = 600.0
 
 
@@ -351,6 +351,7 @@ class FinishedSample(Message):
     stop_reason: int | str | None = None
     num_drafted_tokens: Count = 0
     num_accepted_tokens: Count = 0
+    old_kv: tuple[Span, ...] = ()
     tops: TopArrays | None = None
     targets: TargetArrays | None = None
     kept: KeptArrays | None = None

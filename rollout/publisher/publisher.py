@@ -255,7 +255,9 @@ class WeightPublisher:
       `sparse`, the trainer keeps a copy of the weights.
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
       `drain` finishes the requests first, within `drain_timeout` seconds. `abort` ends the requests, which then return
-      the tokens that they have so far.
+      the tokens that they have so far. `keep` continues the requests with the new weights over the KV of the old
+      weights; `SampleOutput.old_kv` lists the tokens that are drawn over it, which the promise of equal bits does not
+      cover. A worker with an unfinished request that sets `one_version` refuses a push with `keep`.
     - `in_place`: workers overwrite the weights that they serve, and so need no memory for a second copy. After a failed
       `in_place` push, the workers generate nothing until a push succeeds.
     - `reject_nonfinite`: refuse weights with NaN or infinity.

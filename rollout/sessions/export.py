@@ -22,6 +22,7 @@ from .forest import Drawn, Forest, Node, drawn_of
 from .templates import Opening
 
 NO_VERSION = -1
+_ARRAYS = ("token_ids", "mask", "logprobs", "versions", "old_kv")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class SessionSample:
       them. A token is in no mask if no sample contains it.
     - `logprobs`: float32 [num_tokens], 0.0 outside the mask
     - `versions`: int64 [num_tokens], the version of the weights that drew the token; -1 for tokens that no model drew
+    - `old_kv`: uint8 [num_tokens], 1 for tokens that were drawn over KV of older weights (`SampleOutput.old_kv`), so
+      no version of the weights recomputes their log-probs
     - `columns`: the other columns that the requests recorded, such as `top_logprobs`, for the tokens of the mask in
       order; a column that some of the trained messages lack is missing
     - `routed_experts`: [num_tokens - 1, layers, experts per token], or None unless all messages recorded them. Each row
@@ -68,6 +71,7 @@ class SessionSample:
     mask: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    old_kv: np.ndarray
     columns: Columns
     routed_experts: np.ndarray | None
     turns: tuple[SessionTurn, ...]
@@ -78,7 +82,7 @@ class SessionSample:
         `shape`.
         """
         told = self._rest()
-        told |= {name: getattr(self, name).tolist() for name in ("token_ids", "mask", "logprobs", "versions")}
+        told |= {name: getattr(self, name).tolist() for name in _ARRAYS}
         told["columns"] = {name: told_array(values) for name, values in self.columns.items()}
         routes = self.routed_experts
         return told | {"routed_experts": None if routes is None else told_array(routes)}
@@ -103,8 +107,8 @@ def to_safetensors(samples: Sequence[SessionSample]) -> bytes:
     """Return samples as one safetensors file.
 
     For sample i, the tensors are `tokens.i` int32, `loss_mask.i` uint8, `rollout_log_probs.i` float32, `versions.i`
-    int64, `rollout_routed_experts.i` int32 if recorded, and `columns.NAME.i`. The metadata field `samples` has the
-    other fields of all samples as JSON.
+    int64, `old_kv.i` uint8, `rollout_routed_experts.i` int32 if recorded, and `columns.NAME.i`. The metadata field
+    `samples` has the other fields of all samples as JSON.
     """
     from safetensors.numpy import save
 
@@ -112,6 +116,7 @@ def to_safetensors(samples: Sequence[SessionSample]) -> bytes:
     for i, sample in enumerate(samples):
         tensors |= {f"tokens.{i}": sample.token_ids, f"loss_mask.{i}": sample.mask}
         tensors |= {f"rollout_log_probs.{i}": sample.logprobs, f"versions.{i}": sample.versions}
+        tensors[f"old_kv.{i}"] = sample.old_kv
         tensors |= {f"columns.{name}.{i}": np.ascontiguousarray(values) for name, values in sample.columns.items()}
         if sample.routed_experts is not None:
             tensors[f"rollout_routed_experts.{i}"] = sample.routed_experts.astype(np.int32)
@@ -166,13 +171,15 @@ def _sample(leaf: Node, trained: dict[str, int], is_abandoned: bool) -> SessionS
     nodes = [node for node in leaf.path if node.drawn is not None]
     token_ids = np.array(tokens_until(nodes), np.int32)
     mask, logprobs = np.zeros(len(token_ids), np.uint8), np.zeros(len(token_ids), np.float32)
-    versions = np.full(len(token_ids), NO_VERSION, np.int64)
+    versions, old_kv = np.full(len(token_ids), NO_VERSION, np.int64), np.zeros(len(token_ids), np.uint8)
     turns, columns = [], []
     for node, end in zip(nodes, _ends(nodes), strict=True):
         drawn, start = drawn_of(node), drawn_of(node).prompt_len
         first, count = trained.get(node.id, 0), end - start
         for span in drawn.sample.weight_versions:
             versions[start + span.start : start + min(span.end, count)] = span.version
+        for span in drawn.sample.old_kv:
+            old_kv[start + span.start : start + min(span.end, count)] = 1
         if is_trained := first < count:
             mask[start + first : end] = 1
             logprobs[start + first : end] = _logprobs(drawn)[first:count]
@@ -188,6 +195,7 @@ def _sample(leaf: Node, trained: dict[str, int], is_abandoned: bool) -> SessionS
         mask=mask,
         logprobs=logprobs,
         versions=versions,
+        old_kv=old_kv,
         columns=_joined_columns(columns),
         routed_experts=_joined_routes(nodes, len(token_ids)),
         turns=tuple(turns),

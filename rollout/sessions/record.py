@@ -17,7 +17,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -196,10 +196,15 @@ def _told(node: Node, forest: Forest) -> dict[str, Any]:
         token_ids=sample.token_ids,
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
-        weight_versions=[[span.version, span.start, span.end] for span in sample.weight_versions],
+        weight_versions=_told_spans(sample.weight_versions),
+        old_kv=_told_spans(sample.old_kv),
         columns={name: told_array(values) for name, values in columns_of(sample).items()},
         routed_experts=None if sample.routed_experts is None else told_array(sample.routed_experts),
     )
+
+
+def _told_spans(spans: Iterable[WeightSpan]) -> list[list[int]]:
+    return [[span.version, span.start, span.end] for span in spans]
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
@@ -305,6 +310,9 @@ def _sample(number: int, line: _Line, params: SamplingParams) -> SampleOutput:
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != len(line.token_ids) or ends != sorted({*ends}):
         raise _bad(number, f"weight_versions: must cover the {len(line.token_ids)} tokens in order")
+    old_kv = tuple(WeightSpan(*span) for span in line.old_kv)
+    if any(not 0 <= span.start < span.end <= len(line.token_ids) for span in old_kv):
+        raise _bad(number, f"old_kv: must name some of the {len(line.token_ids)} tokens")
     routes = line.routed_experts
     return SampleOutput(
         request_id=line.node,
@@ -314,6 +322,7 @@ def _sample(number: int, line: _Line, params: SamplingParams) -> SampleOutput:
         seed=derive_seed(params.seed, 0),
         num_cached_tokens=0,
         weight_versions=spans,
+        old_kv=old_kv,
         stop_reason=line.stop_reason,
         routed_experts=None if routes is None else _array(number, "routed_experts", routes),
         **as_fields(_columns(number, line, params)),
@@ -409,5 +418,6 @@ class _Line(BaseModel):
     finish_reason: Literal["stop", "length"]
     stop_reason: Annotated[int, Field(ge=0, lt=2**31)] | str | None
     weight_versions: Annotated[list[Span], Field(min_length=1, fail_fast=True)]
+    old_kv: Annotated[list[Span], Field(fail_fast=True)]
     columns: dict[str, Any]
     routed_experts: Any

@@ -81,12 +81,9 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
     if health.weight_version is None:
         raise UnavailableError("replay: the worker is still loading its model; try again later")
     wanted = health.weight_version if version is None else version
-    chosen = [request for request in record.requests if {*request.versions} == {wanted}]
-    others = [
-        Result(request, f"{_told_versions(request.sample)} of the weights drew them, not version {wanted}")
-        for request in record.requests
-        if {*request.versions} != {wanted}
-    ]
+    skipped = [(request, _reason_to_skip(request, wanted)) for request in record.requests]
+    chosen = [request for request, reason in skipped if reason is None]
+    others = [Result(request, reason) for request, reason in skipped if reason is not None]
     results: list[Result] = []
     try:
         for result in tracked(_send(chosen, client, health.weight_version), "replaying", len(chosen)):
@@ -98,6 +95,15 @@ def replay(record: Record, client: RolloutClient, version: int | None, console: 
     compared = [each.found for each in results if isinstance(each.found, Comparison)]
     has_failed = any(isinstance(each.found, TruerollError) for each in results)
     return bool(compared) and all(each.is_equal for each in compared) and not has_failed
+
+
+def _reason_to_skip(request: RecordedRequest, wanted: int) -> str | None:
+    """Return why the weights of version `wanted` cannot draw a sample again; None if they can."""
+    if not request.sample.is_exact:
+        return "some tokens were drawn over KV of older weights, which a push with in_flight keep had kept"
+    if {*request.versions} != {wanted}:
+        return f"{_told_versions(request.sample)} of the weights drew them, not version {wanted}"
+    return None
 
 
 def compare(request: RecordedRequest, sample: SampleOutput) -> Comparison:
@@ -194,6 +200,8 @@ def _found(request: RecordedRequest, group: Group | TruerollError, served: int) 
     sample = group.samples[0]
     if sample.finish_reason in ("abort", "error"):
         return TruerollError(f"the sample ended with {sample.finish_reason!r} ({sample.error or 'no further reason'})")
+    if not sample.is_exact:
+        return f"the replayed sample has tokens over old KV ({_told_versions(sample)})"
     if {span.version for span in sample.weight_versions} != {served}:
         return f"{_told_versions(sample)} of the weights drew the replayed sample, not version {served}"
     return compare(request, sample)

@@ -228,6 +228,12 @@ class RequestBook:
         """Number of unfinished requests in the engine."""
         return len(self.ledger.open) - len(self.waiting_room)
 
+    @property
+    def num_one_version(self) -> int:
+        """Number of unfinished requests in the engine that set `one_version`."""
+        entries = (entry for key, entry in self.ledger.open.items() if key not in self.waiting_room)
+        return sum(entry.params is not None and entry.params.one_version for entry in entries)
+
     # Calls of clients.
 
     def submit(self, identity: bytes, user: str | None, message: protocol.Generate | protocol.GetScores) -> None:

@@ -200,6 +200,7 @@ class Control:
         reply = self._done(call, self._timings.sleep)
 
         def sleep(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
+            assert in_flight != "keep"
             return engine.sleep(call.level, call.tags, in_flight)
 
         def before() -> None:

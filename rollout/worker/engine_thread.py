@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from trueroll.errors import TruerollError, UnknownRequestError
 
 from ...engine.media import ImageLimits
-from ...engine.request import InFlight, Output, Request, SampleDelta, Tag
+from ...engine.request import InFlight, Output, Request, SampleDelta, SleepInFlight, Tag
 from ..monitoring.timings import Histogram
 from .grammars import Preparing
 from .reply_bytes import check_reply
@@ -71,7 +71,7 @@ class ServedEngine(Protocol):
         """
         ...
 
-    def sleep(self, level: int, tags: Collection[Tag], in_flight: InFlight) -> list[Output]: ...
+    def sleep(self, level: int, tags: Collection[Tag], in_flight: SleepInFlight) -> list[Output]: ...
 
     def wake_up(self, tags: Collection[Tag]) -> None: ...
 

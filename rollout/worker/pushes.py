@@ -71,6 +71,11 @@ class EngineHost(Protocol):
         """Number of unfinished requests in the engine."""
         ...
 
+    @property
+    def num_one_version(self) -> int:
+        """Number of unfinished requests in the engine that set `one_version`."""
+        ...
+
 
 def settle(engine: ServedEngine, in_flight: InFlight) -> list[Output]:
     """The default action of an operation: wait for the engine's step in flight, and return the outputs of the step."""
@@ -130,8 +135,17 @@ class Operations:
     def begin(self, operation: Operation) -> None:
         """Start an operation. No other operation may be running.
 
-        Raise IllegalStateError for a drain that would never end because the engine does not step.
+        Raise IllegalStateError for a drain that would never end because the engine does not step. Raise PushError if
+        the operation keeps old KV while a request with `one_version` is unfinished.
         """
+        if operation.in_flight == "keep" and (count := self._host.num_one_version):
+            raise PushError(
+                f"{operation.call.type}: in_flight keep would draw samples of {count} unfinished requests that set "
+                "one_version with two versions; push again when they have finished, or set in_flight to recompute, "
+                "drain or abort",
+                field="in_flight",
+                value="keep",
+            )
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
                 way_out = "" if operation.call.type == "drain" else ", or set in_flight to recompute or abort"

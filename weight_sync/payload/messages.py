@@ -91,6 +91,7 @@ class VerifyPush(Message):
 class CommitPush(Message):
     """Call that makes the worker serve the verified weights, beginning with the engine's next step.
 
+    `in_flight`: what happens to running requests; `keep` is refused while a request with `one_version` is unfinished.
     `timeout`: limit in seconds on the drain of running requests, if `in_flight` is `drain`.
     """
 

@@ -81,7 +81,7 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
     """Check that all samples finished normally with weights of versions `oldest` to `newest`, both inclusive.
 
     Raise TruerollError for a sample that did not finish normally, and WeightsError for a sample from weights of any
-    other version.
+    other version. Raise InvalidRequestError for a sample with tokens that were drawn over KV of older weights.
     """
     expected = f"{oldest}" if oldest == newest else f"{oldest} to {newest}"
     for sample in samples:
@@ -90,6 +90,7 @@ def check_samples(samples: Iterable[SampleOutput], oldest: int, newest: int) -> 
                 f"sample: generation ended with finish reason {sample.finish_reason} "
                 f"({sample.error or 'aborted by a client, or by a push with in_flight abort'}); see the worker's log"
             )
+        sample.check_exact()
         for span in sample.weight_versions:
             if not oldest <= span.version <= newest:
                 raise WeightsError(

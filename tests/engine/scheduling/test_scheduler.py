@@ -53,6 +53,9 @@ class Sample:
         tokens = self.sequence.tokens
         return (5 * len(tokens) + tokens[-1] + self.order[1] % 2) % 3
 
+    def renew_kv(self) -> None:
+        """Do nothing: no commit keeps the sample's KV."""
+
     @property
     def is_done(self) -> bool:
         return self.drawn == self.length

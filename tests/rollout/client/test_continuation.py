@@ -22,9 +22,9 @@ from trueroll.engine.request import (
     derive_seed,
     seed_before,
 )
-from trueroll.errors import InvalidRequestError
+from trueroll.errors import InvalidRequestError, StaleWeightsError
 from trueroll.rollout import protocol
-from trueroll.rollout.client.continuation import continuation, goes_on, joined
+from trueroll.rollout.client.continuation import check_one_version, continuation, goes_on, joined
 
 PROMPT = tokens(20)
 
@@ -126,6 +126,20 @@ def test_spans_start_at_the_first_token_and_merge_within_a_version() -> None:
     later = replace(rest, weight_versions=(WeightSpan(3, 0, 4),))
     assert joined(first, later).weight_versions[2:] == (WeightSpan(3, 5, 9),)
     assert joined(sample_of(0, "abort"), later).weight_versions == (WeightSpan(3, 0, 4),)
+
+
+def test_a_joined_sample_lists_the_old_kv_of_both_parts() -> None:
+    first = replace(sample_of(5, "abort", WeightSpan(1, 0, 2), WeightSpan(2, 2, 5)), old_kv=(WeightSpan(1, 2, 5),))
+    rest = replace(sample_of(4, "length", WeightSpan(2, 0, 1), WeightSpan(3, 1, 4)), old_kv=(WeightSpan(2, 1, 4),))
+    assert joined(first, rest).old_kv == (WeightSpan(1, 2, 5), WeightSpan(2, 6, 9))
+
+
+def test_a_continued_sample_of_several_versions_is_refused_with_one_version() -> None:
+    one, two = sample_of(5, "abort", WeightSpan(1, 0, 5)), sample_of(4, "length", WeightSpan(2, 0, 4))
+    check_one_version(SamplingParams(one_version=True), joined(one, one))
+    check_one_version(SamplingParams(), joined(one, two))
+    with pytest.raises(StaleWeightsError, match="begun with version 1 .* continued with version 2"):
+        check_one_version(SamplingParams(one_version=True), joined(one, two))
 
 
 @pytest.mark.parametrize(

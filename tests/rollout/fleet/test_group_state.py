@@ -485,6 +485,16 @@ def test_versions_may_differ_by_max_staleness() -> None:
     """)
 
 
+def test_one_version_leaves_no_staleness() -> None:
+    params = SamplingParams(n=3, seed=SEED, max_tokens=LENGTH, one_version=True)
+    play = Play(group().model_copy(update=dict(params=params)), may_repeat=False, max_staleness=1)
+    play.run("""
+        ask               -> a: all
+        a sample 0 v2     -> 0 length 6
+        a sample 1 v1     -> StaleWeightsError
+    """)
+
+
 def test_a_request_lost_with_too_many_workers_fails() -> None:
     play = Play(group())
     for name in "abcdef"[:MOST_LOSSES]:

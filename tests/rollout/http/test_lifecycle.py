@@ -178,7 +178,24 @@ def test_no_version_follows_the_last_one(fronted: Front, running: WorkerOnThread
     assert error_of(answered)["message"].startswith(f"weight_version: the served version {2**63 - 2} is the largest")
 
 
-def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) -> None:
+def test_a_choice_says_which_tokens_were_drawn_over_old_kv(fronted: Front, fake: FakeEngine) -> None:
+    class Kept(dict[tuple[str, int], tuple[int, int]]):
+        def pop(self, *_: Any) -> tuple[int, int]:
+            return 2, 1
+
+    asked = {"prompt": [1], "max_tokens": 4}
+    assert "old_kv" not in fronted.post("/v1/completions", asked).json()["choices"][0]
+    fake._kept = Kept()
+    [choice] = fronted.post("/v1/completions", asked).json()["choices"]
+    assert choice["old_kv"] == [{"version": "2", "start": 1, "end": 4}]
+    group = fronted.get("/ui/live").json()["groups"][-1]
+    told = fronted.get(f"/ui/group?group={group['id']}").json()
+    assert told["samples"][0]["old_kv"] == [[2, 1, 4]]
+    refused = fronted.post("/ui/score", {"group": group["id"], "sample": 0})
+    assert refused.status_code == 400 and "drawn over KV of older weights" in error_of(refused)["message"]
+
+
+def test_weights_come_from_the_folder_of_a_push(fronted: Front, fake: FakeEngine, tmp_path: Path) -> None:
     tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     with serving(FakeEngine()) as other, WeightPublisher("disk", folder=tmp_path) as publisher:
         publisher.connect([other.address])
@@ -186,8 +203,9 @@ def test_weights_come_from_the_folder_of_a_push(fronted: Front, tmp_path: Path) 
     [folder] = tmp_path.iterdir()
     refused = fronted.post("/update_weights", {"weight_dir": str(folder), "weight_version": 10})
     assert refused.status_code == 400 and error_of(refused)["param"] == "weight_version"
-    told = fronted.post("/update_weights", {"weight_dir": str(folder)})
+    told = fronted.post("/update_weights", {"weight_dir": str(folder), "in_flight": "keep"})
     assert told.json() == {"status": "updated", "weight_version": 9}
+    assert ("commit", 9, "keep") in fake.actions
 
 
 def test_errors_do_not_reveal_which_files_exist(

@@ -101,6 +101,7 @@ from_worker = st.one_of(
         seed=st.integers(0, 2**64 - 1),
         num_cached_tokens=counts,
         weight_versions=spans,
+        old_kv=spans,
         error=st.none() | st.just("why"),
         tops=st.none() | tops,
         targets=st.none() | targets,

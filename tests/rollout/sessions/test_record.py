@@ -186,6 +186,10 @@ def test_requests_of_other_weights_are_told_apart(workers: list[RolloutClient], 
     assert passed and " 5 equal " in printed
     reason = "version 0 and 4 of the weights drew them, not version 0"
     assert f"1 requests not compared, because {reason}: {node}\n" in printed
+    kept = changed(content, 3, lambda line: line.update(old_kv=[[0, 1, len(line["token_ids"])]]))
+    passed, printed = replayed(kept, workers[1])
+    assert passed and " 5 equal " in printed
+    assert "1 requests not compared, because some tokens were drawn over" in printed
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with WeightPublisher("shared") as publisher:
         publisher.connect([workers[1].asynchronous.address])
@@ -240,6 +244,7 @@ def test_what_is_no_record_is_refused(content: bytes, error: str) -> None:
         (1, dict(params=dict(seed=1, logprobs=None)), "line 2: columns: must be [] (got ['logprobs'])"),
         (1, dict(weight_versions=[[0, 0, 1]]), "line 2: weight_versions: must cover the"),
         (1, dict(weight_versions=[[0, 0, 1, 2]]), "line 2: weight_versions.0: must"),
+        (1, dict(old_kv=[[0, 0, 0]]), "line 2: old_kv: must name some of the"),
         (1, dict(finish_reason="abort"), "line 2: finish_reason: must be 'stop' or 'length'"),
         (1, dict(columns=dict(logprobs=dict(data="?", dtype="float32", shape=[1]))), "line 2: logprobs: data is not"),
         (1, dict(columns=dict(logprobs=dict(data="", dtype="float32", shape=[2**62] * 3))), "0 bytes are not float32"),

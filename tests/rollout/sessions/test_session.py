@@ -16,7 +16,7 @@ from chat_templates import TEMPLATES, make_chat_folder, make_tokenizer
 from safetensors.numpy import load
 from scripted_sessions import Model, Reply, session_of
 
-from trueroll.engine.request import SampleOutput
+from trueroll.engine.request import SampleOutput, WeightSpan
 from trueroll.errors import IllegalStateError, InvalidRequestError, RequestAbortedError
 from trueroll.rollout import SamplingParams
 from trueroll.rollout.sessions.answers import ParserSettings, read_answer
@@ -596,9 +596,9 @@ def test_samples_in_all_forms(texts: TextModel, model: Model) -> None:
     session = session_of(model, texts)
 
     async def work() -> list[Answer]:
-        model.version = 3
+        model.version, model.old_kv = 3, (WeightSpan(2, 1, 9),)  # as after a push that kept old KV
         [first] = await answers(session, model, ([user("a")], Reply("one", "<|endoftext|>")))
-        model.version = 4
+        model.version, model.old_kv = 4, ()
         history = [user("a"), first.message]
         return [
             first,
@@ -630,6 +630,7 @@ def test_samples_in_all_forms(texts: TextModel, model: Model) -> None:
         versions = np.full(len(mask), -1)
         versions[start:end], versions[len(prompt) :] = 3, 4
         assert sample.versions.tolist() == versions.tolist()
+        assert np.flatnonzero(sample.old_kv).tolist() == list(range(start + 1, end))
         assert first.sample.logprobs is not None and last.sample.logprobs is not None
         logprobs = np.zeros(len(mask), np.float32)
         logprobs[start:end] = first.sample.logprobs[:-1] if expected_mask else 0.0
@@ -643,6 +644,7 @@ def test_samples_in_all_forms(texts: TextModel, model: Model) -> None:
         for name, values in (("tokens", sample.token_ids), ("loss_mask", sample.mask), ("versions", sample.versions)):
             assert found[f"{name}.{i}"].dtype == values.dtype and np.array_equal(found[f"{name}.{i}"], values)
         assert np.array_equal(found[f"rollout_log_probs.{i}"], sample.logprobs)
+        assert np.array_equal(found[f"old_kv.{i}"], sample.old_kv) and told[i]["old_kv"] == sample.old_kv.tolist()
     entries = session.token_entries()
     assert [entry["model_call_id"] for entry in entries] == [each.node for each in (first, second, third, fourth)]
     for entry, answer in zip(entries, (first, second, third, fourth), strict=True):

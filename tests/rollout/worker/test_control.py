@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_engine import SHAPES, STAGING_BYTES, FakeEngine, FakeStaging
 from pushing import HandPush, ask
-from serving import RawClient, WorkerOnThread, serving
+from serving import RawClient, WorkerOnThread, serving, stop_after_a_step
 
 from trueroll.errors import DeadlineError, IllegalStateError
 from trueroll.rollout import RolloutClient
@@ -589,7 +589,7 @@ def test_the_staging_of_a_push_is_freed_without_garbage_collection(
         gc.enable()
 
 
-@pytest.mark.parametrize("in_flight", ["recompute", "abort", "drain"])
+@pytest.mark.parametrize("in_flight", ["recompute", "abort", "drain", "keep"])
 def test_running_requests_at_a_commit(raw: RawClient, engine: FakeEngine, in_flight: str) -> None:
     engine.flow.clear()
     raw.generate("a")
@@ -606,11 +606,50 @@ def test_running_requests_at_a_commit(raw: RawClient, engine: FakeEngine, in_fli
             engine.flow.set()
         replies = raw.receive_until("push_status")
         reasons = [reply["finish_reason"] for reply in replies if reply["type"] == "sample"]
-        assert reasons == {"recompute": [], "abort": ["abort"], "drain": ["length"]}[in_flight]
+        assert reasons == {"recompute": [], "abort": ["abort"], "drain": ["length"], "keep": []}[in_flight]
         versions = [span[0] for reply in replies for span in reply.get("weight_versions", [])]
-        assert versions == {"recompute": [], "abort": [], "drain": [3]}[in_flight]
+        assert versions == {"recompute": [], "abort": [], "drain": [3], "keep": []}[in_flight]
     engine.flow.set()
     assert_serves(engine, NEW)
+
+
+def test_a_sample_that_kept_its_kv_says_so(raw: RawClient, engine: FakeEngine) -> None:
+    stop_after_a_step(engine)
+    raw.generate("a", max_tokens=2)
+    wait_until(lambda: engine.stats().computed_tokens > 0)
+    with HandPush(raw, NEW) as push:
+        push.up_to_verify()
+        assert push.commit(in_flight="keep")["phase"] == "committed"
+    engine.flow.set()
+    [sample] = [reply for reply in raw.receive_until("done") if reply["type"] == "sample"]
+    assert sample["old_kv"] == [[3, 1, 2]]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_push_that_keeps_old_kv_is_refused_while_a_request_wants_one_version(
+    raw: RawClient, engine: FakeEngine, in_place: bool
+) -> None:
+    engine.flow.clear()
+    raw.generate("a", one_version=True)
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push:
+        if in_place:
+            error = push.begin(in_place=True, in_flight="keep")
+        else:
+            push.up_to_verify()
+            error = push.commit(in_flight="keep")
+        assert error["code"] == "push_failed" and error["field"] == "in_flight"
+        assert "1 unfinished requests that set one_version" in error["message"]
+        assert engine.actions == [] and raw.health()["state"] == "ready" and raw.health()["weight_version"] == 3
+        engine.flow.set()
+        assert raw.receive_until("done")
+        if not in_place:
+            assert push.commit(in_flight="keep")["phase"] == "committed", "the push was only postponed"
+
+
+def test_a_sleep_cannot_keep_the_kv(raw: RawClient, engine: FakeEngine) -> None:
+    error = ask(raw, "sleep", in_flight="keep")
+    assert error["code"] == "invalid_message" and error["field"] == "in_flight" and engine.actions == []
 
 
 def test_a_commit_that_cannot_drain_in_time_commits_nothing(raw: RawClient, engine: FakeEngine) -> None:
