@@ -85,6 +85,9 @@ if TYPE_CHECKING:
     from .publisher.publisher import (
         WeightPublisher,
     )
+    from .publisher.staged import (
+        Staged,
+    )
     from .sessions.export import (
         SessionSample,
         SessionTurn,
@@ -145,6 +148,7 @@ _NAMES = {
     ".images": ["ImageProcessor"],
     ".protocol": ["Health", "Stats", "Status"],
     ".publisher.publisher": ["WeightPublisher"],
+    ".publisher.staged": ["Staged"],
     ".sessions.export": ["SessionSample", "SessionTurn", "to_safetensors"],
     ".sessions.session": ["Answer", "AsyncSession", "Session"],
     ".text": ["TextModel"],
@@ -188,6 +192,7 @@ __all__ = [
     "Session",
     "SessionSample",
     "SessionTurn",
+    "Staged",
     "StaleWeightsError",
     "Stats",
     "Status",

@@ -42,7 +42,7 @@ class WorkerConfig(BaseModel):
     - `while_unavailable`: whether new requests wait (`queue`) or are refused (`reject`) while the worker is paused,
       draining, asleep, waking, updating or dirty
     - `metrics_port`: port on 127.0.0.1 that serves `/metrics` and `/healthz`; None: no port
-    - `push_folder`, `push_hosts`: see `PushPolicy`
+    - `push_folder`, `push_hosts`, `push_urls`: see `PushPolicy`
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -66,6 +66,7 @@ class WorkerConfig(BaseModel):
     metrics_port: int | None = Field(None, ge=1, le=65535)
     push_folder: str | None = None
     push_hosts: list[str] = []
+    push_urls: list[str] = []
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -98,6 +99,14 @@ class WorkerConfig(BaseModel):
                     "10.0.0.0/8"
                 )
         return hosts
+
+    @field_validator("push_urls")
+    @classmethod
+    def _urls_are_urls(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            if "://" not in url or url.endswith("://"):
+                raise ValueError(f"push_urls: {brief(url)} is not a URL such as s3://bucket/run")
+        return urls
 
     @model_validator(mode="after")
     def _a_request_fits(self) -> WorkerConfig:

@@ -191,8 +191,9 @@ WEIGHT_SYNC = {
     "__init__": set(),
     "payload": {"payload"},
     "transports": {"payload", "transports"},
-    "trainer": {"payload", "transports", "trainer"},
-    "worker": {"payload", "transports", "worker"},
+    "deltas": {"payload", "transports", "deltas"},
+    "trainer": {"payload", "transports", "deltas", "trainer"},
+    "worker": {"payload", "transports", "deltas", "worker"},
 }
 ROLLOUT = {
     "__init__": {"protocol", "images", "client", "fleet", "publisher", "auditing", "sessions", "text"},

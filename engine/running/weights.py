@@ -265,8 +265,9 @@ class WeightStore:
         self.optional_weights.put_back(self.tensors)
 
     def served(self, name: str) -> Tensor:
-        """Return a live parameter as a dense tensor. The result may share memory with the live weights."""
-        return self.tensors[name].to_dense()
+        """Return a live parameter or part as a dense tensor. The result may share memory with the live weights."""
+        is_part = name not in self.tensors
+        return (self.rows(self.tensors, name) if is_part else self.tensors[name]).to_dense()
 
     def before_adapters(self, name: str) -> Tensor:
         """Return a dense copy of a parameter's base value, without adapters. The live weights must be complete."""

@@ -2,7 +2,8 @@
 
 The report pushes a model's own weights to a worker process over each transport, once while the worker is idle and once
 while the worker generates. The times are compared with plain memory copies of the same size. The report also measures
-pushes after one optimizer step, pushes of LoRA adapters, sleeping, and waking up. The worker checks every byte that it
+pushes after one optimizer step, deltas over several optimizer steps, pushes of LoRA adapters, sleeping, and waking up.
+The worker checks every byte that it
 receives, and commits between two steps.
 """
 
@@ -13,11 +14,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
+import safetensors.numpy
 import torch
+import xxhash
+import zstandard
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +38,10 @@ from trueroll.rollout import (
     launch_worker,
     resolve_model,
 )
+from trueroll.weight_sync.deltas.writer import DELTA_FILE
 
 REPEATS = 9
+STEPS = 10
 CYCLES = 10
 KV_MEMORY = 256 * 2**20
 PROMPTS = 64
@@ -158,6 +165,69 @@ def report_sparse(console: Console, worker: WorkerProcess, weights: Weights) -> 
     )
 
 
+def training_steps(folder: Path) -> Iterator[Weights]:
+    """Yield the weights in bfloat16 before and after each of `STEPS` AdamW steps on float32 weights. The gradients are
+    those of the language model's loss on random tokens.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    yield {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
+    for _ in range(STEPS):
+        tokens = torch.randint(3, model.config.vocab_size, (2, 64))
+        optimizer.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        yield {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
+
+
+def slime_bytes(old: Weights, new: Weights) -> int:
+    """Return the bytes of the file of slime's delta, with its default encoding: XOR, in Zstandard's level 1."""
+    frames: dict[str, np.ndarray] = {}
+    digests: dict[str, str] = {}
+    for name, tensor in new.items():
+        before, after = (each.view(torch.uint8).numpy().reshape(-1) for each in (old[name], tensor))
+        if not np.array_equal(before, after):
+            frames[name] = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(before ^ after), np.uint8)
+            digests[name] = xxhash.xxh3_128_hexdigest(after)
+    return len(safetensors.numpy.save(frames, metadata=digests))
+
+
+def report_deltas(console: Console, worker: WorkerProcess, folder: Path) -> None:
+    """Push each of `STEPS` optimizer steps as a delta. Then let the worker go back to the first step, and forward to
+    the last step.
+    """
+    table = Table("step", "changed", "delta MB", "of whole", "slime's MB", "push ms", "of it writing")
+    with tempfile.TemporaryDirectory() as chain, WeightPublisher("delta", folder=chain, full_every=STEPS + 1) as to:
+        to.connect([worker.address])
+        versions = list(itertools.islice(VERSIONS, STEPS + 1))
+        steps, whole = training_steps(folder), 0
+        before: Weights = {}
+        for number, (version, after) in enumerate(zip(versions, steps, strict=True)):
+            result = to.push(after, version)
+            if not number:
+                before, whole = after, result.num_bytes
+                continue
+            assert result.is_sparse
+            theirs, ours = (
+                slime_bytes(before, after),
+                (Path(chain) / f"weight_v{version:06d}" / DELTA_FILE).stat().st_size,
+            )
+            assert ours <= theirs
+            total = sum(tensor.numel() for tensor in after.values())
+            share = sum(int((after[name] != before[name]).sum()) for name in after) / total
+            cells = f"{share:.2%}", f"{ours / 1e6:.2f}", f"1/{whole / ours:.0f}", f"{theirs / 1e6:.2f}"
+            written = result.seconds["stage"] / result.total_seconds
+            table.add_row(str(number), *cells, f"{result.total_seconds * 1e3:.0f}", f"{written:.0%}")
+            before = after
+        console.print(table)
+        with to.pull(chain, versions[0], allow_older=True) as staged:
+            staged.commit()
+        with to.pull(chain, versions[-1]) as staged:
+            result = staged.commit()
+    console.print(f"a worker {STEPS} versions behind catches up in {result.total_seconds * 1e3:.0f} ms")
+
+
 def report_adapters(console: Console, worker: WorkerProcess, folder: Path, weights: Weights) -> None:
     """Compare pushes of adapters alone with pushes of all weights. The adapters cover some or all matrices. All weights
     are pushed with and without an adapter.
@@ -238,6 +308,7 @@ def main(model: str) -> None:
     with launch_worker(model, kv_memory=KV_MEMORY) as worker, RolloutClient(worker.address) as client:
         report_transports(console, worker, client, weights)
         report_sparse(console, worker, weights)
+        report_deltas(console, worker, resolve_model(model))
         report_adapters(console, worker, resolve_model(model), weights)
         report_sleep(console, worker, client, weights)
 

@@ -51,7 +51,10 @@ from trueroll.errors import (
 from ...engine.request import InFlight, plain
 from ...kernels.adapters import read_tensors
 from ...kernels.wrappers import adapted_inside
+from ...weight_sync.deltas.index import Index
+from ...weight_sync.deltas.places import OwnPlace, RemotePlace, is_url, read_index
 from ...weight_sync.payload.manifest import LAST_VERSION
+from ...weight_sync.payload.tensor_file import max_header_bytes
 from ...weight_sync.trainer.adapters import TrainerAdapters
 from ...weight_sync.trainer.sender import Transport, WeightSender
 from ...weight_sync.trainer.targets import WorkerFailure
@@ -63,13 +66,16 @@ from ...weight_sync.trainer.trainer_tensors import (
     push_on_all_ranks,
 )
 from ...weight_sync.trainer.transaction import PushSettings
-from ...weight_sync.transports.disk import read_manifest
+from ...weight_sync.transports.disk import MOST_TENSORS, read_manifest
 from .. import protocol
 from ..client.client import AsyncRolloutClient, Key, LoopThread
 from ..client.membership import FleetArg, KeepsPush, Membership, PushNote, is_fleet, membership_of
+from .staged import Staged
 
 OnLost: TypeAlias = Literal["raise", "skip"]
 DEFAULT_HOST = "127.0.0.1"
+FULL_EVERY = 20
+"""Default of `full_every`."""
 LATE_SECONDS = 0.2
 """Interval between checks of workers that joined during a push. Clients check workers more often, and send no requests
 to workers with stale weights.
@@ -240,15 +246,19 @@ class WeightPublisher:
     Do not change the tensors during a push. If the tensors are sharded, do not use their process group for anything
     else during a push.
 
-    - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network) or `disk`
-      (safetensors files). If the tensors and all workers are on GPUs, the weights stay in GPU memory. `shared` uses
-      CUDA IPC if trainer and workers are on the same GPU. `collective` uses NCCL, and requires a separate GPU for the
-      trainer and for each worker. If the weights cannot stay in GPU memory, and always with `sparse`, the weights are
-      copied through host memory, and `collective` uses gloo.
-    - `timeout`: limit on each wait, in seconds. With `disk`, the limit includes the time that a worker needs to read
-      the folder.
-    - `folder`: for `disk`, the folder for pushes. Each push creates a subfolder and removes the subfolders of older
-      pushes. A new folder gets mode 0700; an existing folder keeps its mode.
+    - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network), `disk`
+      (safetensors files) or `delta` (files with the bytes that changed since the last push). If the tensors and all
+      workers are on GPUs, the weights stay in GPU memory. `shared` uses CUDA IPC if trainer and workers are on the same
+      GPU. `collective` uses NCCL, and requires a separate GPU for the trainer and for each worker. If the weights
+      cannot stay in GPU memory, and always with `sparse`, the weights are copied through host memory, and `collective`
+      uses gloo.
+    - `timeout`: limit on each wait, in seconds. With `disk` and `delta`, the limit includes the time that a worker
+      needs to read the folder.
+    - `folder`: for `disk` and `delta`, the folder for pushes. Each push creates a subfolder and removes the subfolders
+      of older pushes. With `delta`, the subfolders since the last full checkpoint but one are kept. A new folder gets
+      mode 0700; an existing folder keeps its mode.
+    - `full_every`: for `delta`, one of this many pushes in a row writes a full checkpoint, from which a new or late
+      worker begins. The trainer keeps a copy of the weights.
     - `host`: for `collective`, the address at which workers reach this machine, by default 127.0.0.1. The traffic of
       `collective` is neither encrypted nor authenticated.
     - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. With
@@ -274,6 +284,7 @@ class WeightPublisher:
         *,
         timeout: float = 60.0,
         folder: str | Path | None = None,
+        full_every: int | None = None,
         host: str | None = None,
         sparse: bool = False,
         in_flight: InFlight = "recompute",
@@ -289,9 +300,13 @@ class WeightPublisher:
         _check(on_lost in get_args(OnLost), "on_lost", f"one of {', '.join(get_args(OnLost))}", on_lost)
         _check(0.0 < timeout <= 86400.0, "timeout", "more than 0 and at most 86400 seconds", timeout)
         _check(0.0 < drain_timeout <= 86400.0, "drain_timeout", "more than 0 and at most 86400 seconds", drain_timeout)
-        _check((folder is None) == (transport != "disk"), "folder", "set for disk, else None", folder)
+        has_folder = transport in ("disk", "delta")
+        _check((folder is not None) == has_folder, "folder", "set for disk and delta, else None", folder)
+        is_count = transport == "delta" and type(full_every) is int and full_every >= 1
+        _check(full_every is None or is_count, "full_every", "a positive integer for delta, else None", full_every)
         _check(host is None or transport == "collective", "host", f"None for {transport}", host)
-        _check(not (sparse and transport == "disk"), "sparse", "False for disk, which holds whole weights", sparse)
+        _check(not (sparse and has_folder), "sparse", f"False for {transport}", sparse)
+        _check(not (in_place and transport == "delta"), "in_place", "False for delta", in_place)
         _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
         self._transport = transport
         self._settings = PushSettings(timeout, in_flight, in_place, reject_nonfinite, drain_timeout)
@@ -302,6 +317,7 @@ class WeightPublisher:
             folder=None if folder is None else Path(folder),
             host=host or DEFAULT_HOST,
             is_sparse=sparse,
+            full_every=full_every or FULL_EVERY,
         )
         self._keys = server_public_key, client_key
         self._workers: WorkerClients | None = None
@@ -359,9 +375,7 @@ class WeightPublisher:
         The adapters of a PEFT model are sent unmerged. Workers add the LoRA adapter to the weights, as an aligned
         forward pass does.
         """
-        version = plain(version)
-        is_version = type(version) is int and 0 <= version <= LAST_VERSION
-        _check(is_version, "version", f"an integer from 0 to {LAST_VERSION}", version)
+        version = _checked_version(version)
         self._taken_out.clear()
         alone = adapters
         while True:
@@ -393,12 +407,12 @@ class WeightPublisher:
         Workers that serve the last push are not affected. If a worker does not answer, `on_lost` decides whether the
         call fails or leaves the worker out. `tensors`: see `push`. The caller must pass the same weights as in the last
         push; the method does not check this. Return None if all workers serve the last push. Raise ConfigError if
-        nothing was pushed yet, or if the transport is `disk` (call `push_folder` instead). Raise PushError for the same
+        nothing was pushed yet, or if the transport is `disk` (call `push_folder` instead) or `delta` (call `pull`
+        instead). Raise PushError for the same
         reasons as `push`.
         """
-        _check(
-            self._transport != "disk", "restore", "used with shared or collective; for disk, call push_folder", "disk"
-        )
+        rule = "used with shared or collective; for disk, call push_folder; for delta, call pull"
+        _check(self._transport not in ("disk", "delta"), "restore", rule, self._transport)
         return self._push_on_all_ranks(tensors, False, self._restore)
 
     def push_folder(self, folder: str | Path, *, allow_older: bool = False) -> PushResult | None:
@@ -418,6 +432,37 @@ class WeightPublisher:
         self._terms = manifest.weight_version, allow_older
         self._tell_fleet(manifest.weight_version, manifest.push_id)
         return result
+
+    def pull(self, source: str | Path, version: int, *, allow_older: bool = False) -> Staged:
+        """Make every worker stage version `version` from the chain at `source`, while it generates. Return the staged
+        version, which the caller commits or aborts.
+
+        Each worker reads the chain itself: the deltas since the version that it serves, or a full checkpoint and the
+        deltas after it. No trainer is needed. The chain may come from `push` with the transport `delta`, or from slime.
+
+        - `source`: a folder, or a URL for fsspec such as s3://bucket/run, with subfolders such as `weight_v000123`.
+          This process and every worker must be able to read it. A worker reads a URL only if its `push_urls` allow it.
+        - `allow_older`: see `push`.
+
+        Workers that already serve this push are not affected. slime's chains have no ids of pushes, so with such a
+        chain, a worker that serves `version` refuses it as not newer. Raise PushError if the chain does not lead to
+        `version`, or if a worker has not staged it; the workers then keep their weights.
+        """
+        version = _checked_version(version)
+        place = str(source) if is_url(str(source)) else str(Path(source).absolute())
+        index = _index_of(place, version)
+        party = self._meet()
+        in_need = party.where(lambda _, reply: index.push_id is None or reply.push_id != index.push_id)
+        told = place, version, index.push_id, allow_older
+        transaction = self._sender.stage_chain(in_need.workers, in_need.replies, *told)
+
+        def note(result: PushResult) -> PushResult:
+            self._latest = dict.fromkeys(party.workers.addresses, result.push_id)
+            self._terms = version, allow_older
+            self._tell_fleet(version, result.push_id)
+            return replace(result, left_out=party.left_out)
+
+        return Staged(transaction, party.left_out, note)
 
     def close(self) -> None:
         """Disconnect, and free all memory. The workers keep running."""
@@ -505,6 +550,8 @@ class WeightPublisher:
         adapters.
         """
         adapters = _adapters_of(tensors, alone)
+        is_delta = self._transport == "delta" and adapters is not None
+        _check(not is_delta, "transport", "another one for a PEFT model; or push its merged_weights", "delta")
         in_place = self._settings.in_place and adapters is not None
         _check(not in_place, "in_place", "False with a PEFT model; push its merged_weights instead", in_place)
         source = tensors if adapters is None else adapters.tensors
@@ -610,6 +657,19 @@ def connect_to(publisher: WeightPublisher, target: str) -> None:
         publisher.connect_fleet(target)
     else:
         publisher.connect([target])
+
+
+def _checked_version(version: int) -> int:
+    found = plain(version)
+    is_version = type(found) is int and 0 <= found <= LAST_VERSION
+    _check(is_version, "version", f"an integer from 0 to {LAST_VERSION}", found)
+    return found
+
+
+def _index_of(place: str, version: int) -> Index:
+    """Return the content of a folder of a chain. Raise PushError if this process cannot read it."""
+    chain = RemotePlace(place) if is_url(place) else OwnPlace(Path(place))
+    return read_index(chain, version, max_header_bytes(MOST_TENSORS))
 
 
 def _adapters_of(tensors: Tensors, alone: bool) -> TrainerAdapters | None:

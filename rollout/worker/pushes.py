@@ -390,13 +390,16 @@ class Pushes:
 
     def _new_push(self, call: protocol.BeginPush) -> Push:
         """Return a new push, and start its thread. Raise PushError if the thread cannot be started."""
+        from ...weight_sync.deltas.chain import Served
         from ...weight_sync.worker.receiver import Receiver, begin_seconds
 
         assert self.target is not None
         log.info("push %s of version %d begins (%s)", call.push_id, call.weight_version, call.source.kind)
         weights, device, _ = self.target
+        is_whole = not self._lifecycle.standing.is_dirty
+        served = Served(self._host.weight_version(), self.served) if is_whole else None
         receiver = Receiver(
-            call, weights, lambda event: self._host.publish_event(PushNews(push, event)), device, self._policy
+            call, weights, lambda event: self._host.publish_event(PushNews(push, event)), device, self._policy, served
         )
         push = Push(call, receiver)
         try:
@@ -598,6 +601,12 @@ def check_begin(
             field="weight_version",
             value=call.weight_version,
             limit=served_version + 1,
+        )
+    if call.source.kind == "chain" and (call.in_place or call.lends or not call.is_whole):
+        raise PushError(
+            "begin_push: a chain of deltas is not possible with in_place, lends, base or adapters; push without them",
+            field="source",
+            value="chain",
         )
     _check_adapters(call, standing)
     if call.base is None:

@@ -401,7 +401,7 @@ class Worker:
             config, self._engine_thread.commands.put, send, takes, lambda: self._vitals.conditions()
         )
         self._calls = Calls(send, MOST_CALLS)
-        policy = PushPolicy(config.push_folder, tuple(config.push_hosts))
+        policy = PushPolicy(config.push_folder, tuple(config.push_hosts), tuple(config.push_urls))
         self._control = Control(self, self._book, self._calls, timings, policy)
         self._vitals = Vitals(config, self._engine_thread, self._book, self._control, timings)
         self._dispatch = Dispatch(self._router, self._book, self._control, self._vitals, config.max_message_bytes)

@@ -221,8 +221,10 @@ class Corpus:
             return dict(self.memory.source)
         if choice < 0.7:
             return self.memory.source | {"name": f"trueroll-{self.rng.getrandbits(128):032x}"}
-        if choice < 0.85:
+        if choice < 0.82:
             return {"kind": "disk", "folder": NO_FOLDER}
+        if choice < 0.85:
+            return {"kind": "chain", "place": NO_FOLDER}
         if choice < 0.97:
             gpu = "01234567-89ab-cdef-0123-456789abcdef"
             return {"kind": "cuda_ipc", "gpu": gpu, "handle": bytes(64), "slot_bytes": 4096, "num_slots": 2}
@@ -313,8 +315,8 @@ def is_tame(frames: list[bytes]) -> bool:
     source = fields.get("source")
     if not isinstance(source, dict):
         return True
-    if source.get("kind") == "disk":
-        folder = source.get("folder")
+    if source.get("kind") in ("disk", "chain"):
+        folder = source.get("folder" if source["kind"] == "disk" else "place")
         return not isinstance(folder, str) or "/" not in folder
     return source.get("kind") != "collective" or _fails_soon(fields, source)
 

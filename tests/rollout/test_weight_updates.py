@@ -67,13 +67,20 @@ def generate(client: RolloutClient) -> tuple[Bits, set[int], int]:
 @proves("pushes", family="qwen2", backend="cpu", dtype="bfloat16")
 @pytest.mark.parametrize(
     "settings",
-    [dict(), dict(transport="collective"), dict(transport="disk"), dict(sparse=True), dict(in_place=True)],
-    ids=["shared", "collective", "disk", "sparse", "in_place"],
+    [
+        dict(),
+        dict(transport="collective"),
+        dict(transport="disk"),
+        dict(transport="delta"),
+        dict(sparse=True),
+        dict(in_place=True),
+    ],
+    ids=["shared", "collective", "disk", "delta", "sparse", "in_place"],
 )
 def test_a_push_gives_the_bits_of_a_worker_started_with_these_weights(
     worker: WorkerProcess, old: Path, new: Path, expected: Bits, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    if settings.get("transport") == "disk":
+    if settings.get("transport") in ("disk", "delta"):
         settings = settings | {"folder": tmp_path}
     with RolloutClient(worker.address) as client, WeightPublisher(**settings) as publisher:
         publisher.connect([worker.address])
@@ -82,7 +89,7 @@ def test_a_push_gives_the_bits_of_a_worker_started_with_these_weights(
         again, _, hot = generate(client)
         assert again == before != expected and versions == {1} and hot > cold, "premise: prefixes are cached"
         result = publisher.push(load_file(new / "model.safetensors"), 2)
-        assert result.is_sparse == ("sparse" in settings)
+        assert result.is_sparse == ("sparse" in settings or settings.get("transport") == "delta")
         after, versions, cached = generate(client)
         assert after == expected and versions == {2} and cached == cold
 

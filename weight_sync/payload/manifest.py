@@ -147,6 +147,15 @@ class DiskSource(_Part):
     folder: Annotated[str, Field(max_length=MAX_PATH_CHARS)]
 
 
+class ChainSource(_Part):
+    """Folders of full checkpoints and deltas (`weight_sync.deltas`). `place`: the folder or the URL that contains these
+    folders. The worker stages the version of the push. The source has no buckets.
+    """
+
+    kind: Literal["chain"] = "chain"
+    place: Annotated[str, Field(max_length=MAX_PATH_CHARS)]
+
+
 class LentSource(_Part):
     """The staged weights of another worker with the same `kin`. The other worker lends its weights, so that this worker
     can map them without a copy.
@@ -166,7 +175,8 @@ class LentSource(_Part):
 
 
 Source: TypeAlias = Annotated[
-    CollectiveSource | SharedSource | CudaIpcSource | DiskSource | LentSource, Field(discriminator="kind")
+    CollectiveSource | SharedSource | CudaIpcSource | DiskSource | ChainSource | LentSource,
+    Field(discriminator="kind"),
 ]
 
 MODEL_FILE = "model.safetensors"

@@ -33,6 +33,7 @@ import torch
 from trueroll.errors import ConfigError, PushError
 
 from ...kernels.spellings import own_name
+from ..deltas.writer import folder_bytes
 from ..payload.adapters import with_adapters
 from ..payload.manifest import (
     ALIGNMENT,
@@ -42,6 +43,7 @@ from ..payload.manifest import (
     ROW_MULTIPLE,
     Adapters,
     Bucket,
+    ChainSource,
     DiskSource,
     Elements,
     FolderManifest,
@@ -49,6 +51,7 @@ from ..payload.manifest import (
     Piece,
     Rows,
     Shape,
+    Source,
     checksum,
     own_dtypes,
     spellings_of,
@@ -62,12 +65,13 @@ from ..transports.ends import Slots
 from ..transports.gpu import broadcasts_between_gpus, gpu_of, shares_gpu
 from ..transports.shared import SharedSlots
 from .adapters import Checksums, TrainerAdapters
+from .chain import FolderChain
 from .served_copy import ServedCopy
 from .targets import PushTargets
 from .trainer_tensors import Checklist, PushResult, TrainerTensors, check_is_tensor
 from .transaction import PushSettings, Transaction
 
-Transport: TypeAlias = Literal["shared", "collective", "disk"]
+Transport: TypeAlias = Literal["shared", "collective", "disk", "delta"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
 BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
 """Sizes of buckets in host memory, the fastest in measurements. For shared memory, larger buckets were slower, although
@@ -262,16 +266,26 @@ class _Sent:
 
 
 class WeightSender:
-    """Sends weights by `transport`. `folder`: for `disk` only. See `WeightPublisher` for the other parameters."""
+    """Sends weights by `transport`. `folder`: for `disk` and `delta` only. See `WeightPublisher` for the other
+    parameters.
+    """
 
     def __init__(
-        self, transport: Transport, settings: PushSettings, *, folder: Path | None, host: str, is_sparse: bool
+        self,
+        transport: Transport,
+        settings: PushSettings,
+        *,
+        folder: Path | None,
+        host: str,
+        is_sparse: bool,
+        full_every: int,
     ) -> None:
         self._transport = transport
         self._settings = settings
         self._folder = folder
         self._host = host
         self._is_sparse = is_sparse
+        self._chain = FolderChain(folder, full_every) if transport == "delta" and folder is not None else None
         self._buffers: list[torch.Tensor] = []
         self._sent = _Sent()
 
@@ -289,7 +303,7 @@ class WeightSender:
         `replies`: the parameters that each worker wants. `tensors`: iterator over the tensors to push. If `adapters` is
         given, the iterator yields the tensors of `adapters.tensors`. Raise PushError if the push fails.
         """
-        gpu = None if self._transport == "disk" else self._gpu_for_buckets(tensors, workers, replies)
+        gpu = None if self._folder is not None else self._gpu_for_buckets(tensors, workers, replies)
         # Each worker adds adapters to its own weights, so there is no complete set of weights to lend.
         borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
         transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
@@ -300,8 +314,10 @@ class WeightSender:
         else:
             told = adapters.describe(common, tensors, self._sent.checksums, rename)
             load = _Load(with_adapters(common, told), told, adapters.sent, tensors, rename)
-        if self._transport == "disk":
-            return self._push_by_folder(transaction, load)
+        if self._chain is not None:
+            return self._push_by_chain(self._chain, transaction, load)
+        if self._folder is not None:
+            return self._push_by_folder(self._folder, transaction, load)
         base = self._sent.committed if adapters is None and common.push_id == self._sent.committed else None
         return self._push_by_slots(transaction, load, gpu, base)
 
@@ -330,8 +346,29 @@ class WeightSender:
         self._verify_folder(transaction, wanted.dtype, manifest.adapters, path)
         return self._commit_folder(transaction, path)
 
+    def stage_chain(
+        self,
+        workers: PushTargets,
+        replies: Sequence[Weights],
+        place: str,
+        version: int,
+        push_id: str | None,
+        allow_older: bool,
+    ) -> Transaction:
+        """Make these workers read `version` from the chain in `place`. Return the verified transaction.
+
+        `push_id`: id of the push of this version; None for a new id. Raise PushError if a worker cannot read the
+        version.
+        """
+        transaction = Transaction(workers, self._settings, version, allow_older, push_id)
+        if replies:
+            _verify(transaction, _common(workers, replies).dtype, ChainSource(place=place))
+        return transaction
+
     def close(self) -> None:
         """Free the buffers, and forget the state of earlier pushes."""
+        if self._chain is not None:
+            self._chain.forget()
         self._buffers, self._sent = [], _Sent(whole_folder=self._sent.whole_folder)
 
     @property
@@ -377,7 +414,7 @@ class WeightSender:
                 self._keep_buffers(slots)
         pause = transaction.commit()
         self._sent.committed = transaction.push_id if self._is_sparse and load.adapters is None else None
-        return _result(transaction, outbox.num_bytes, pause, is_sparse=base is not None)
+        return result_of(transaction, outbox.num_bytes, pause, is_sparse=base is not None)
 
     def _open_slots(self, size: int, transaction: Transaction, gpu: torch.device | None) -> Slots:
         if self._transport == "shared":
@@ -415,13 +452,12 @@ class WeightSender:
 
         return put_whole if base is None else put_changes
 
-    def _push_by_folder(self, transaction: Transaction, load: _Load) -> PushResult:
-        assert self._folder is not None
+    def _push_by_folder(self, parent: Path, transaction: Transaction, load: _Load) -> PushResult:
         wanted, adapters = load.wanted, load.adapters
         with transaction.phase("stage"):
             shapes = spellings_of(wanted).all_shapes()
             version, dtypes = transaction.version, own_dtypes(wanted)
-            writer = FolderWriter(self._folder, transaction.push_id, version, wanted.dtype, shapes, dtypes, adapters)
+            writer = FolderWriter(parent, transaction.push_id, version, wanted.dtype, shapes, dtypes, adapters)
             with closing(writer):
                 load.put_all(partial(_write, writer, dtypes_of(wanted)))
                 folder = writer.finish()
@@ -437,13 +473,30 @@ class WeightSender:
         return result
 
     def _verify_folder(self, transaction: Transaction, dtype: str, adapters: Adapters | None, folder: Path) -> None:
-        with transaction.phase("begin"):
-            transaction.begin(dtype, lambda _: DiskSource(folder=str(folder)), adapters=adapters).result()
-        transaction.verify()
+        _verify(transaction, dtype, DiskSource(folder=str(folder)), adapters)
+
+    def _push_by_chain(self, chain: FolderChain, transaction: Transaction, load: _Load) -> PushResult:
+        with transaction.phase("stage"):
+            link = chain.write(transaction.push_id, transaction.version, load.wanted, load.put_all)
+        try:
+            _verify(transaction, load.wanted.dtype, ChainSource(place=str(chain.parent)))
+        except BaseException:
+            shutil.rmtree(link.path)
+            raise
+        num_bytes, pause = folder_bytes(link.path), transaction.commit()
+        chain.commit(link)
+        return result_of(transaction, num_bytes, pause, is_sparse=not link.is_full)
 
     def _commit_folder(self, transaction: Transaction, folder: Path) -> PushResult:
         pause = transaction.commit()
-        return _result(transaction, (folder / MODEL_FILE).stat().st_size, pause, is_sparse=False)
+        return result_of(transaction, (folder / MODEL_FILE).stat().st_size, pause, is_sparse=False)
+
+
+def _verify(transaction: Transaction, dtype: str, source: Source, adapters: Adapters | None = None) -> None:
+    """Make the workers read a source that has no buckets."""
+    with transaction.phase("begin"):
+        transaction.begin(dtype, lambda _: source, adapters=adapters).result()
+    transaction.verify()
 
 
 @dataclass
@@ -483,7 +536,7 @@ def _write(writer: FolderWriter, dtype_of: Callable[[str], torch.dtype], name: s
         writer.append(name, raw_bytes(chunk))
 
 
-def _result(transaction: Transaction, num_bytes: int, pause_seconds: float, is_sparse: bool) -> PushResult:
+def result_of(transaction: Transaction, num_bytes: int, pause_seconds: float, is_sparse: bool) -> PushResult:
     return PushResult(
         version=transaction.version,
         push_id=transaction.push_id,

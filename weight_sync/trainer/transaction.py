@@ -195,7 +195,11 @@ class Transaction:
         if errors:
             raise self._abort(WorkerFailure("commit", errors))
         self.seconds["commit"] = time.perf_counter() - start
-        return max(reply.pause_seconds or 0.0 for reply in committed)
+        return max((reply.pause_seconds or 0.0 for reply in committed), default=0.0)
+
+    def abort(self) -> None:
+        """Make every worker that answers drop the push. Waits at most `ABORT_SECONDS`."""
+        self._abort_everywhere()
 
     def _abort(self, failure: WorkerFailure) -> PushError:
         """Abort at every worker. Return an error that says what each worker serves now."""

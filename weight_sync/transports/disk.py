@@ -9,13 +9,10 @@ parent folder at a time. A worker reads only what its `PushPolicy` allows, and c
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -38,35 +35,15 @@ from ..payload.manifest import (
     Shape,
     first_fault,
 )
-from ..payload.tensor_file import DTYPE_CODES, TensorEntry, TensorFile
-from ..payload.tensors import dtype_named
+from ..payload.tensor_file import LocalFile, TensorEntry, TensorFile, max_header_bytes
+from .folders import FOLDER_MODE, PRIVATE, TensorFileWriter, explained, sync, write_text
 from .policy import PushPolicy
 
-_MOST_TENSORS = 2**17
-"""Limit on the tensors of a manifest that a trainer reads, since a trainer reads a manifest before it knows the
+MOST_TENSORS = 2**17
+"""Limit on the tensors of a manifest or an index that a trainer reads, since a trainer reads it before it knows the
 model.
 """
-_FOLDER_MODE, _FILE_MODE = 0o755, 0o644
-"""Modes of the folder of a push and of its files. Only the owner may write folder and files, whatever the umask is. A
-worker refuses a folder of its own user that other users can write.
-"""
-PRIVATE = 0o700
-"""Mode of a parent folder that is created here. An existing parent folder keeps its mode, which determines the users
-that can read it.
-"""
 _FOLDER_NAME = re.compile(r"version-\d+-[0-9a-f]{8}(\.tmp)?")
-
-
-@dataclass
-class _Written:
-    """A tensor that is being written. `extent`: the range [begin, end) of the tensor's bytes after the header.
-    `offset`: the file position at which the next byte is written. `hash`: the hash of all bytes of the tensor that have
-    been written so far.
-    """
-
-    extent: tuple[int, int]
-    offset: int
-    hash: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
 
 class FolderWriter:
@@ -90,80 +67,38 @@ class FolderWriter:
         self._manifest = FolderManifest(
             push_id=push_id, weight_version=version, dtype=dtype, checksums={}, adapters=adapters
         )
-        self._shapes, self._dtypes = shapes, dtypes or {}
-        self._written: dict[str, _Written] = {}
-        self._file: int | None = None
-        total = sum(map(self._num_bytes, shapes))
-        # Reserve the longest possible header, since the header is written last.
-        self._start = len(self._header(dict.fromkeys(shapes, (total, total)), 0))
-        self._end = 0
-        with _explained(self._folder):
+        with explained(self._folder):
             parent.mkdir(PRIVATE, parents=True, exist_ok=True)
-            self._folder.mkdir(_FOLDER_MODE)
-            self._file = _create(self._folder / MODEL_FILE)
+            self._folder.mkdir(FOLDER_MODE)
+        own = dtypes or {}
+        dtype_of = {name: own.get(name, dtype) for name in shapes}
+        self._model = TensorFileWriter(self._folder / MODEL_FILE, shapes, dtype_of, xxhash.xxh3_64)
 
     def append(self, name: str, left: memoryview) -> None:
         """Write the next bytes of a tensor. `left`: the bytes."""
-        assert self._file is not None
-        if (tensor := self._written.get(name)) is None:
-            extent = self._end, self._end + self._num_bytes(name)
-            tensor = self._written[name] = _Written(extent, self._start + self._end)
-            self._end = extent[1]
-        tensor.hash.update(left)
-        with _explained(self._folder):
-            while left:
-                count = os.pwrite(self._file, left, tensor.offset)
-                left, tensor.offset = left[count:], tensor.offset + count
+        self._model.append(name, left)
 
     def finish(self) -> Path:
         """Sync the complete folder to the disk, rename the folder to its final name, and return the path."""
-        checksums = {name: tensor.hash.intdigest() for name, tensor in self._written.items()}
-        extents = {name: tensor.extent for name, tensor in self._written.items()}
+        checksums = {name: hashed.intdigest() for name, hashed in self._model.hashes().items()}
         manifest = self._manifest.model_copy(update={"checksums": checksums})
-        with _explained(self._final):
-            assert self._file is not None
-            os.pwrite(self._file, self._header(extents, self._start), 0)
-            with open(_create(self._folder / MANIFEST_FILE), "w", encoding="utf-8") as file:
-                file.write(manifest.model_dump_json(exclude_none=True))
-            for path in (self._folder / MODEL_FILE, self._folder / MANIFEST_FILE, self._folder):
-                _sync(path)
+        self._model.finish({})
+        with explained(self._final):
+            write_text(self._folder / MANIFEST_FILE, manifest.model_dump_json(exclude_none=True))
+            sync(self._folder)
             self._folder.rename(self._final)
-            _sync(self._final.parent)
+            sync(self._final.parent)
         return self._final
 
     def close(self) -> None:
         """Close the file, and remove the folder if the push was not finished."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._model.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _folder(self) -> Path:
         """The temporary path of the folder, used until the push is finished."""
         return self._final.with_name(f"{self._final.name}.tmp")
-
-    def _num_bytes(self, name: str) -> int:
-        return math.prod(self._shapes[name]) * dtype_named(self._dtype_of(name)).itemsize
-
-    def _dtype_of(self, name: str) -> str:
-        return self._dtypes.get(name, self._manifest.dtype)
-
-    def _header(self, extents: Mapping[str, tuple[int, int]], num_bytes: int) -> bytes:
-        """Return the length field and the header of a safetensors file with these tensors. The result is padded to at
-        least `num_bytes` bytes.
-        """
-        entries = {
-            name: {
-                "dtype": DTYPE_CODES[self._dtype_of(name)],
-                "shape": list(self._shapes[name]),
-                "data_offsets": list(extent),
-            }
-            for name, extent in extents.items()
-        }
-        text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-        length = max(-(-len(text) // 8) * 8, num_bytes - 8)
-        return length.to_bytes(8, "little") + text.ljust(length)
 
 
 class FolderReader:
@@ -184,7 +119,7 @@ class FolderReader:
         policy: PushPolicy,
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
-        folder, max_bytes = Path(source.folder), _max_bytes(num_tensors)
+        folder, max_bytes = Path(source.folder), max_header_bytes(num_tensors)
         with ExitStack() as opened:
             manifest, model = map(opened.enter_context, policy.open_files(source.folder, (MANIFEST_FILE, MODEL_FILE)))
             self._manifest = _parse_manifest(manifest, folder / MANIFEST_FILE, max_bytes)
@@ -194,7 +129,8 @@ class FolderReader:
                     f"disk: {folder} has the push id, version and dtype {found!s:.200}, not {push_id, version, dtype}; "
                     "give the folder of this push"
                 )
-            self._tensors = TensorFile(model, folder / MODEL_FILE, dtype, dtypes or {}, max_bytes)
+            file, own = LocalFile(model, folder / MODEL_FILE), dtypes or {}
+            self._tensors = TensorFile(file, lambda name: own.get(name, dtype), max_bytes)
             self._opened = opened.pop_all()
 
     def prepare(self, bucket: Bucket) -> None:
@@ -239,19 +175,9 @@ def read_manifest(folder: Path) -> FolderManifest:
         if not path.is_file():
             raise PushError(f"disk: there is no file {path}; give the folder of a push")
         with open(path, "rb", buffering=0) as file:
-            return _parse_manifest(file, path, _max_bytes(_MOST_TENSORS))
+            return _parse_manifest(file, path, max_header_bytes(MOST_TENSORS))
     except (OSError, ValueError) as error:
         raise PushError(f"disk: cannot read {path}: {error}; give the folder of a push") from None
-
-
-def _max_bytes(num_tensors: int) -> int:
-    """Return the limit on the size of a manifest and of a header, in bytes. A limit is needed because parsing blocks
-    other threads.
-
-    An entry of a tensor takes less than 1 KiB, even with the longest name and the largest numbers. Most entries take
-    150 bytes.
-    """
-    return 2**16 + 2**10 * num_tensors
 
 
 def _parse_manifest(file: FileIO, path: Path, max_bytes: int) -> FolderManifest:
@@ -285,23 +211,3 @@ def remove_others(kept: Path, base: Path | None = None) -> None:
             continue
         if name[1] or (folder / MANIFEST_FILE).is_file():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _create(path: Path) -> int:
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, _FILE_MODE)
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise PushError(f"disk: cannot write {folder}: {error.strerror}; correct the folder or free space") from None

@@ -1,4 +1,6 @@
-"""The rules for pushes: the folders that a worker may read and write, and the hosts that a worker may connect to."""
+"""The rules for pushes: the folders that a worker may read and write, and the hosts and URLs that a worker may connect
+to.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import ipaddress
 import logging
 import os
 import stat
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -30,10 +32,14 @@ class PushPolicy:
 
     `hosts`: the hosts, in addition to loopback, that may run the store of a collective push: IPs, networks such as
     10.0.0.0/8, or names. Names are compared as text, without a DNS lookup.
+
+    `urls`: the URL of a chain of deltas must be one of these URLs, or be below one of these URLs, such as
+    s3://bucket/run.
     """
 
     folder: str | None = None
     hosts: tuple[str, ...] = ()
+    urls: tuple[str, ...] = ()
 
     def open_files(self, folder: str, names: Sequence[str]) -> list[FileIO]:
         """Open regular files for reading: the files `names` in the folder of a push. The caller closes the files.
@@ -42,31 +48,36 @@ class PushPolicy:
         same text for every cause, so that a client cannot find out which files exist. The log contains the cause of the
         error.
         """
-        try:
-            parent = self._open_folder(folder)
+        with self._refusing(folder), self._opened(folder) as parent:
+            return self._open_in(parent, names)
+
+    def open_if_there(self, folder: str, name: str) -> FileIO | None:
+        """Open one file as `open_files` does. Return None if the folder exists, but has no file with this name."""
+        with self._refusing(folder), self._opened(folder) as parent:
             try:
-                return self._open_in(parent, names)
-            finally:
-                os.close(parent)
-        except (OSError, ValueError) as error:
-            log.warning("push by disk from %r refused: %s", folder, error)
+                return self._open_in(parent, [name])[0]
+            except FileNotFoundError:
+                return None
+
+    def check_url(self, url: str) -> None:
+        """Raise PushError unless a worker may read a chain of deltas at `url`."""
+        path, allowed = url.partition("://")[2], [each.rstrip("/") for each in self.urls]
+        is_plain = "::" not in url and ".." not in path.split("/") and not set("?#\\%") & set(url) and url.isprintable()
+        if not is_plain or not any(url == each or url.startswith(f"{each}/") for each in allowed):
             raise PushError(
-                f"disk: cannot read a push from {folder}. If the worker has --push-folder, use a folder inside that "
-                "folder. Without --push-folder, the folder and its files must belong to the worker's user (uid "
-                f"{os.geteuid()}), and no other user may write them. The worker's log has the cause"
-            ) from None
+                f"chain: the worker may not read {url!a:.200}; start the worker with a --push-urls setting that "
+                "includes this URL, or give a URL below an allowed URL, without '..', '::', '?', '#', '%' and "
+                "backslashes"
+            )
 
     def check_writable(self, folder: str) -> None:
         """Raise PushError unless the worker may write into a folder. The rules for writing are the same as the rules
         for reading a push.
         """
         try:
-            opened = self._open_folder(folder)
-            try:
+            with self._opened(folder) as opened:
                 if self.folder is None:
                     _check_owner(os.fstat(opened), "the folder")
-            finally:
-                os.close(opened)
         except (OSError, ValueError) as error:
             log.warning("writing weights into %r refused: %s", folder, error)
             raise PushError(
@@ -85,6 +96,26 @@ class PushPolicy:
             f"collective: the worker may not connect to the host {host!r}, which is not in its push_hosts; start the "
             "worker with a --push-hosts setting that includes this host, or push from an allowed host"
         )
+
+    @contextmanager
+    def _refusing(self, folder: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            log.warning("push by disk from %r refused: %s", folder, error)
+            raise PushError(
+                f"disk: cannot read a push from {folder}. If the worker has --push-folder, use a folder inside that "
+                "folder. Without --push-folder, the folder and its files must belong to the worker's user (uid "
+                f"{os.geteuid()}), and no other user may write them. The worker's log has the cause"
+            ) from None
+
+    @contextmanager
+    def _opened(self, folder: str) -> Iterator[int]:
+        opened = self._open_folder(folder)
+        try:
+            yield opened
+        finally:
+            os.close(opened)
 
     def _open_folder(self, folder: str) -> int:
         if self.folder is not None:

@@ -131,7 +131,7 @@ class Destination(Parameters, Protocol):
     def base(self) -> KeptBase: ...
 
     def served(self, name: str) -> torch.Tensor:
-        """Return a served parameter as a dense tensor."""
+        """Return a served parameter or part as a dense tensor."""
         ...
 
     def before_adapters(self, name: str) -> torch.Tensor:

@@ -29,14 +29,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from trueroll.errors import DeadlineError, PushError, TruerollError
 
 from ...kernels.transfer import stream_beside, wait_for_stream
+from ..deltas.chain import Served
+from ..deltas.places import place_for_worker
+from ..deltas.reader import ChainReader
 from ..payload.adapters import with_adapters
 from ..payload.manifest import (
     Bucket,
+    ChainSource,
     CollectiveSource,
     CudaIpcSource,
     DiskSource,
@@ -47,6 +52,7 @@ from ..payload.manifest import (
     spellings_of,
 )
 from ..payload.messages import BeginPush, PushPhase, StageBucket, VerifyPush
+from ..payload.tensors import dtypes_of, raw_bytes
 from ..transports.collective import NcclReader
 from ..transports.cuda_ipc import CudaIpcReader
 from ..transports.disk import FolderReader
@@ -61,7 +67,7 @@ from .events import Broken, Opened, Progress, PushEvent, Reached
 log = logging.getLogger(__name__)
 
 Call: TypeAlias = StageBucket | VerifyPush
-_ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskSource
+_ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskSource | ChainSource
 
 
 def begin_seconds(begin: BeginPush) -> float:
@@ -236,6 +242,7 @@ first, and the trainer's error names the silent worker. The other workers cannot
 class Receiver(threading.Thread):
     """Receives the push that `begin` describes, for `weights` on `device`.
 
+    `served`: the weights that a chain of deltas may begin with; None if the worker serves no complete weights.
     `publish`: the function that the receiver calls with each event, on the receiver's thread. `progress` may be read at
     any time. `staging` may be read once the push is verified. After verification, do not call `take` again: the worker
     takes the staging for the commit, and calls `close`.
@@ -248,11 +255,12 @@ class Receiver(threading.Thread):
         publish: Callable[[PushEvent], None],
         device: str,
         policy: PushPolicy,
+        served: Served | None = None,
     ) -> None:
         super().__init__(name=f"push-{begin.push_id[:8]}", daemon=True)
         self.progress = Progress("begun", 0, time.monotonic())
         self.staging: StagingArea | None = None
-        self._begin, self._weights, self._policy = begin, weights, policy
+        self._begin, self._weights, self._policy, self._served = begin, weights, policy, served
         self._publish = publish
         self._calls = CallQueue(begin)
         self._writing = Writing(torch.device(device))
@@ -303,7 +311,11 @@ class Receiver(threading.Thread):
         begin = self._begin
         wanted = self._weights if begin.adapters is None else with_adapters(self._weights, begin.adapters)
         device, writing = self._writing.device, self._writing
-        reader = _open_source(begin, source, wanted, device, self._policy, lambda: writing.is_closed)
+        if isinstance(source, ChainSource):
+            place = place_for_worker(source.place, self._policy)
+            reader: Reader = ChainReader(place, begin.weight_version, self._weights, self._served, self._served_bytes)
+        else:
+            reader = _open_source(begin, source, wanted, device, self._policy, lambda: writing.is_closed)
         lendable: LendableStagingArea | None = None
         try:
             lendable = self._new_lendable() if begin.lends else None
@@ -329,6 +341,12 @@ class Receiver(threading.Thread):
             if lendable is not None:
                 lendable.withdraw()  # no worker may borrow from a push that is over
             reader.close()
+
+    def _served_bytes(self, name: str) -> np.ndarray:
+        """Return a copy of the bytes of a served parameter or part."""
+        with self._writing.guarded():
+            copy = self._weights.served(name).to("cpu", dtypes_of(self._weights)(name), copy=True)
+        return np.asarray(raw_bytes(copy.contiguous()))
 
     def _take_buckets(self, intake: Intake) -> VerifyPush | None:
         """Stage buckets until verify_push comes. Return the verify_push call, or None if the push is closed first."""
@@ -407,7 +425,7 @@ class Receiver(threading.Thread):
 
 def _open_source(
     begin: BeginPush,
-    source: _ReadSource,
+    source: CollectiveSource | SharedSource | CudaIpcSource | DiskSource,
     wanted: Parameters,
     device: torch.device,
     policy: PushPolicy,

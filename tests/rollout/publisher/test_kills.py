@@ -34,7 +34,8 @@ from trueroll.rollout.protocol import PushProgress
 from .forwarder import Fault, Forwarder
 from .trainer_process import BUCKET_BYTES, large_adapter
 
-TRANSPORTS = ("shared", "collective", "disk")
+TRANSPORTS = ("shared", "collective", "disk", "delta")
+WITHOUT_BUCKETS = ("disk", "delta")
 PHASES = ("begin", "stage", "verify", "commit")
 SHARES = place_to_lend() is not None
 """True if, with `shared`, the second worker maps the first worker's memory after the first worker has verified the
@@ -45,6 +46,7 @@ STEPS = [
     pytest.param("shared", "lend", marks=lends_huge_pages),
 ]
 EVERY_RUN = {*(("shared", phase) for phase in (*PHASES, "lend")), ("collective", "stage"), ("disk", "commit")}
+EVERY_RUN |= {("delta", "verify")}
 """The pairs that every run tests: each phase, and each transport in a phase that the transport handles differently."""
 PROGRESS = {"begin": "begun", "stage": "staged", "verify": "staged", "lend": "verified", "commit": "verified"}
 PATIENT = 60.0
@@ -333,16 +335,25 @@ def fleet(whole_fleet: Fleet, request: pytest.FixtureRequest) -> Fleet:
 
 def settings_of(transport: str, timeout: float, folder: Path | None) -> dict[str, Any]:
     settings: dict[str, Any] = dict(transport=transport, timeout=timeout)
-    return settings | ({"folder": str(folder)} if transport == "disk" else {})
+    return settings | ({"folder": str(folder)} if transport in WITHOUT_BUCKETS else {})
+
+
+def connect(fleet: Fleet, trainer: Trainer, transport: str, timeout: float, folder: Path) -> None:
+    """Connect the trainer to the fleet, so that the trainer's next push by `delta` is a delta."""
+    trainer.connect(fleet.addresses, settings_of(transport, timeout, folder))
+    if transport == "delta":
+        fleet.version += 1
+        trainer.push(fleet.models["old"], fleet.version)
 
 
 def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: Path, lends: bool = SHARES) -> None:
     """Assert that the workers are in this phase of this push. `lends`: True if workers share memory in this phase."""
-    if phase == "stage" and transport == "disk":
-        assert len(list(folder.glob(f"version-{version}-*.tmp/*.safetensors"))) == 1
+    if phase == "stage" and transport in WITHOUT_BUCKETS:
+        names = {"disk": f"version-{version}-*.tmp/*.safetensors", "delta": f"weight_v{version:06d}-*.tmp"}
+        assert len(list(folder.glob(names[transport]))) == 1
         assert fleet.progress(0) is None and fleet.progress(1) is None
         return
-    expected = PROGRESS[phase] if transport != "disk" or phase == "commit" else "begun"
+    expected = PROGRESS[phase] if transport not in WITHOUT_BUCKETS or phase == "commit" else "begun"
     size = (fleet.models["old"] / "model.safetensors").stat().st_size
     for index in (0, 1):
         if phase == "commit" and index == 0:
@@ -354,7 +365,8 @@ def check_phase(fleet: Fleet, transport: str, phase: str, version: int, folder: 
             continue
         wait_until(lambda index=index: (push := fleet.progress(index)) is not None and push.phase == expected)
         push = fleet.progress(index)
-        assert push is not None and (push.weight_version, push.transport) == (version, "lent" if borrows else transport)
+        kind = "lent" if borrows else "chain" if transport == "delta" else transport
+        assert push is not None and (push.weight_version, push.transport) == (version, kind)
         if borrows:
             assert push.bytes_staged == 0
             continue
@@ -376,7 +388,7 @@ starts.
 @each_phase
 @thinned(lambda transport, phase: (transport, phase) in EVERY_RUN)
 def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phase: str, tmp_path: Path) -> None:
-    trainers.current.connect(fleet.addresses, settings_of(transport, PATIENT, tmp_path))
+    connect(fleet, trainers.current, transport, PATIENT, tmp_path)
     fleet.version += 1
     memory = trainers.current.push_until(phase, fleet.models["lost"], fleet.version)
     check_phase(fleet, transport, phase, fleet.version, tmp_path)
@@ -400,12 +412,12 @@ def test_a_killed_trainer(fleet: Fleet, trainers: Trainers, transport: str, phas
 
 
 @each_phase
-@thinned(lambda transport, phase: phase in ("stage", "lend"))
+@thinned(lambda transport, phase: phase in ("stage", "lend") and transport != "delta")
 def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
     """The hang looks like a network failure. The workers abandon the push, and the trainer learns of this when it
     continues.
     """
-    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    connect(fleet, trainer, transport, SHORT, tmp_path)
     old = fleet.version
     trainer.push_until(phase, fleet.models["lost"], old + 1)
     check_phase(fleet, transport, phase, old + 1, tmp_path)
@@ -422,7 +434,7 @@ def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, ph
     finally:
         process.resume()
     outcome = trainer.go_on()
-    if (transport, phase) == ("disk", "stage"):  # the workers do not know of the push yet
+    if phase == "stage" and transport in WITHOUT_BUCKETS:  # the workers do not know of the push yet
         assert outcome.get("version") == old + 1
     else:
         assert outcome.get("kind") == "PushError", outcome
@@ -439,7 +451,7 @@ def test_a_trainer_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, ph
 def test_a_killed_worker(fleet: Fleet, trainer: Trainer, transport: str, phase: str, tmp_path: Path) -> None:
     """In the phase `commit`, the worker dies after the other worker's commit and before its own."""
     survivor = fleet.addresses[0]
-    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    connect(fleet, trainer, transport, SHORT, tmp_path)
     old = fleet.version
     trainer.push_until(phase, fleet.models["lost"], old + 1)
     check_phase(fleet, transport, phase, old + 1, tmp_path)
@@ -561,9 +573,9 @@ def test_a_worker_restarted_at_its_address(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @thinned(lambda transport: transport == "shared")
 def test_a_worker_that_hangs(fleet: Fleet, trainer: Trainer, transport: str, tmp_path: Path) -> None:
-    """The worker hangs in the middle of the buckets, or with disk before it reads the folder."""
-    phase = "begin" if transport == "disk" else "stage"
-    trainer.connect(fleet.addresses, settings_of(transport, SHORT, tmp_path))
+    """The worker hangs in the middle of the buckets, or with folders before it reads them."""
+    phase = "begin" if transport in WITHOUT_BUCKETS else "stage"
+    connect(fleet, trainer, transport, SHORT, tmp_path)
     old = fleet.version
     trainer.push_until(phase, fleet.models["lost"], old + 1)
     check_phase(fleet, transport, phase, old + 1, tmp_path)
@@ -642,9 +654,7 @@ CALLS = {
 """For each phase: the message type, the number of the affected message, and the number of replies in flight at that
 time.
 """
-BY_MESSAGE = [
-    (transport, phase) for transport in TRANSPORTS for phase in PHASES if (transport, phase) != ("disk", "stage")
-]
+BY_MESSAGE = [(way, phase) for way in TRANSPORTS for phase in PHASES if way not in WITHOUT_BUCKETS or phase != "stage"]
 
 
 def check_crossing(group: Group, fleet: Fleet, old: int) -> None:

@@ -29,6 +29,7 @@ from trueroll.errors import TruerollError
 from trueroll.rollout import WeightPublisher
 from trueroll.rollout.protocol import CommitPush
 from trueroll.rollout.publisher.publisher import WorkerClients
+from trueroll.weight_sync.deltas.writer import DeltaWriter
 from trueroll.weight_sync.trainer import sender as sender_module
 from trueroll.weight_sync.trainer.transaction import Transaction
 from trueroll.weight_sync.transports.collective import GroupSlots
@@ -90,14 +91,15 @@ def install(hold: Hold) -> None:
     """Wrap the steps of a push. The phases are:
 
     - `begin`: the workers have the call. With `collective`, the workers wait for the trainer to join.
-    - `stage`: some buckets are staged, or with `disk` some tensors are written.
-    - `verify`: all buckets are staged, or with `disk` all workers have found the folder.
+    - `stage`: some buckets are staged, or with `disk` and `delta` some tensors are written.
+    - `verify`: all buckets are staged, or with `disk` and `delta` all workers have found
+      the folder.
     - `lend`: if workers share memory, one worker has verified, and the other workers do not know of the push yet.
     - `commit`: all workers have verified, the first worker has committed, and the other workers have no commit call
       yet.
     """
     begin, stage, verify, lend = Transaction.begin, Transaction.stage, Transaction.verify, Transaction._lend
-    ask, join, append = WorkerClients._ask, GroupSlots.open, FolderWriter.append
+    ask, join, append, add = WorkerClients._ask, GroupSlots.open, FolderWriter.append, DeltaWriter.add
 
     def held_begin(self: Transaction, dtype: str, source: Any, *args: Any, **others: Any) -> Any:
         hold.memory = getattr(source(0), "name", None)
@@ -125,6 +127,12 @@ def install(hold: Hold) -> None:
         append(self, name, data)
         hold.has_written = True
 
+    def held_add(self: DeltaWriter, *args: Any) -> None:
+        if hold.has_written:
+            hold.at("stage")
+        add(self, *args)
+        hold.has_written = True
+
     def held_verify(self: Transaction) -> None:
         hold.at("verify")
         verify(self)
@@ -148,6 +156,7 @@ def install(hold: Hold) -> None:
     Transaction._lend = held_lend
     WorkerClients._ask, GroupSlots.open = held_ask, held_join
     FolderWriter.append = held_append  # type: ignore[method-assign]
+    DeltaWriter.add = held_add  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -1,0 +1,65 @@
+"""The shortest way through a chain: from the served version, or from a full checkpoint, to a version. Pure functions.
+
+A worker goes back from the wanted version, from delta to base, until it finds its own version or a full checkpoint.
+Each base is older than its delta, so the way ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from trueroll.errors import PushError
+
+from .index import Delta, Index, folder_name
+
+MOST_FOLDERS = 1024
+"""Limit on the number of folders that lead to a version."""
+
+
+class Served(NamedTuple):
+    """The complete weights that a worker serves. `push_id`: the id of their push; None for the model's checkpoint."""
+
+    version: int
+    push_id: str | None
+
+
+def find_way(read: Callable[[int], Index], version: int, served: Served | None) -> list[Index]:
+    """Return the folders that lead to `version`, the oldest first. The first folder is a full checkpoint, or a delta to
+    the served weights.
+
+    `read`: reads the index of a version; raises PushError if the folder is missing or incomplete. `served`: None if the
+    worker has no complete weights. Raise PushError if the chain does not lead to `version`.
+    """
+    found: list[Index] = []
+    while len(found) < MOST_FOLDERS:
+        found.append(index := _read(read, found, version, served))
+        if index.delta is None or is_base(index.delta, served):
+            return found[::-1]
+        version = index.delta.base_version
+    raise PushError(
+        f"chain: {MOST_FOLDERS} deltas lead to version {found[0].version}, without a full checkpoint among them (limit "
+        f"{MOST_FOLDERS}); write full checkpoints more often (full_every)"
+    )
+
+
+def is_base(delta: Delta, served: Served | None) -> bool:
+    """Return whether a delta changes the served weights. Without ids of pushes, versions are compared, and only the
+    checksums of the result tell whether the weights are the same.
+    """
+    if served is None or (delta.base_push_id is not None and delta.base_push_id != served.push_id):
+        return False
+    return delta.base_version == served.version
+
+
+def _read(read: Callable[[int], Index], later: list[Index], version: int, served: Served | None) -> Index:
+    try:
+        return read(version)
+    except PushError as error:
+        if not later:
+            raise
+        serves = "serves no complete weights" if served is None else f"serves version {served.version}"
+        raise PushError(
+            f"chain: {folder_name(later[-1].version)} is a delta to version {version}, and this worker {serves}, but "
+            f"{folder_name(version)} cannot be used: {error}. Write a full checkpoint, or push the whole weights once"
+        ) from None

@@ -1,0 +1,167 @@
+"""Where the folders of a chain lie: in a file system of this machine, or at a URL that fsspec can read.
+
+Owns the opening of files. Does not own the rules about which places a worker may read (`transports.policy`), or the
+credentials for a URL, which fsspec takes from its environment. fsspec is imported only for a URL.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Protocol
+
+from trueroll.errors import PushError
+
+from ..payload.manifest import MODEL_FILE
+from ..payload.tensor_file import LocalFile, ReadableFile, read_bytes
+from ..transports.policy import PushPolicy
+from .index import INDEX_FILE, Index, folder_name, parse_index
+
+READ_AHEAD = 4 * 2**20
+"""Bytes of a remote file that are fetched ahead. Each open remote file holds about twice as many bytes."""
+_REQUEST = 2**20
+
+log = logging.getLogger(__name__)
+
+
+class Place(Protocol):
+    """The folder or URL of a chain. Both methods raise PushError if a file cannot be opened."""
+
+    def open(self, folder: str, name: str) -> ReadableFile:
+        """Open the file `name` in a folder of the chain."""
+        ...
+
+    def open_if_there(self, folder: str, name: str) -> ReadableFile | None:
+        """Return None if there is no file `name`."""
+        ...
+
+
+def is_url(place: str) -> bool:
+    """Return whether a chain is at a URL, not in a folder."""
+    return "://" in place
+
+
+def place_for_worker(place: str, policy: PushPolicy) -> Place:
+    """Return the place of a chain that another process names. Raise PushError if `policy` forbids the URL."""
+    if not is_url(place):
+        return LocalPlace(place, policy)
+    policy.check_url(place)
+    return RemotePlace(place)
+
+
+class LocalPlace:
+    """A folder of which a worker reads what `policy` allows."""
+
+    def __init__(self, root: str, policy: PushPolicy) -> None:
+        self._root, self._policy = root, policy
+
+    def open(self, folder: str, name: str) -> ReadableFile:
+        [file] = self._policy.open_files(self._path(folder), [name])
+        return LocalFile(file, Path(self._path(folder), name))
+
+    def open_if_there(self, folder: str, name: str) -> ReadableFile | None:
+        file = self._policy.open_if_there(self._path(folder), name)
+        return None if file is None else LocalFile(file, Path(self._path(folder), name))
+
+    def _path(self, folder: str) -> str:
+        return f"{self._root}/{folder}"
+
+
+class OwnPlace:
+    """A folder that this process names itself, and reads with its own rights."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def open(self, folder: str, name: str) -> ReadableFile:
+        path = self._root / folder / name
+        try:
+            return LocalFile(open(path, "rb", buffering=0), path)
+        except OSError as error:
+            raise PushError(f"chain: cannot read {path}: {error.strerror}; give the folder of a chain") from None
+
+    def open_if_there(self, folder: str, name: str) -> ReadableFile | None:
+        is_missing = (self._root / folder).is_dir() and not (self._root / folder / name).exists()
+        return None if is_missing else self.open(folder, name)
+
+
+class RemotePlace:
+    """A URL. Raise PushError if fsspec or the package for this kind of URL is not installed."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files, self._path = url_to_fs(self._url)
+            self._files.invalidate_cache()  # another process has written folders since
+        except (ImportError, ValueError) as error:
+            raise PushError(
+                f"chain: cannot read {url!a:.200}: {error!s:.200}; run pip install 'trueroll[object-store]' and the "
+                "package for this kind of URL, such as s3fs"
+            ) from None
+
+    def open(self, folder: str, name: str) -> ReadableFile:
+        path = f"{self._path}/{folder}/{name}"
+        try:
+            return RemoteFile(self._files, path, f"{self._url}/{folder}/{name}")
+        except Exception as error:
+            log.warning("cannot read %s/%s/%s", self._url, folder, name, exc_info=True)
+            raise PushError(
+                f"chain: cannot read {self._url}/{folder}/{name}: {_name(error)}; check the URL and the worker's "
+                "credentials; the log has the cause"
+            ) from None
+
+    def open_if_there(self, folder: str, name: str) -> ReadableFile | None:
+        try:
+            is_there = self._files.isfile(f"{self._path}/{folder}/{name}")
+        except Exception:
+            is_there = True  # so that `open` reports the error
+        return self.open(folder, name) if is_there else None
+
+
+class RemoteFile:
+    """A file of fsspec's file system `files`. The file is read front to back in large requests."""
+
+    def __init__(self, files: Any, path: str, url: str) -> None:
+        self.path = url
+        self._num_bytes = files.size(path)
+        if self._num_bytes is None:
+            raise OSError(errno.EIO, "the server does not tell the size of the file")
+        self._file = files.open(path, "rb", block_size=READ_AHEAD, cache_type="readahead")
+
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def read_into(self, memory: memoryview, offset: int) -> int:
+        try:
+            self._file.seek(offset)
+            return self._file.readinto(memory[:_REQUEST])
+        except Exception as error:
+            log.warning("cannot read %s", self.path, exc_info=True)
+            raise OSError(errno.EIO, _name(error)) from None
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _name(error: Exception) -> str:
+    return f"{type(error).__name__}: {error!s:.200}"
+
+
+def read_index(place: Place, version: int, max_bytes: int) -> Index:
+    """Return the content of the folder of `version`. Raise PushError if the folder is missing or still being written,
+    or if its index is invalid or has more than `max_bytes` bytes.
+    """
+    folder = folder_name(version)
+    file = place.open_if_there(folder, INDEX_FILE)
+    if file is None:
+        place.open(folder, MODEL_FILE).close()
+        return Index(version, None)
+    with closing(file):
+        size = file.num_bytes()
+        if size > max_bytes:
+            raise PushError(f"chain: {file.path} has {size} bytes (limit {max_bytes}); check that it is of this model")
+        return parse_index(read_bytes(file, 0, size).tobytes(), version)

@@ -1,0 +1,255 @@
+"""The worker's reader of a chain: yields the whole tensors of a version.
+
+A tensor begins as the served weights or as a full checkpoint. Deltas are applied to it in order, and the checksum of
+the result is compared before the tensor is yielded. Owns the open files of the chain, which stay readable if the
+trainer removes their folders. Does not own the served weights, or the rules about which places may be read.
+
+Memory: the bytes of one tensor, and its compressed delta. With the encoding `overwrite`, a delta takes up to five times
+the bytes of its tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trueroll.errors import PushError
+
+from ...kernels.spellings import Names, own_name
+from ..payload.manifest import (
+    Bucket,
+    Parameters,
+    Rows,
+    Shape,
+    checksum,
+    describe_tie,
+    describe_unknown,
+    own_dtypes,
+    spellings_of,
+)
+from ..payload.tensor_file import TensorEntry, TensorFile, max_header_bytes
+from ..payload.tensors import dtype_named
+from .chain import Served, find_way
+from .encoding import apply, digest
+from .index import INDEX_FILE, Index, folder_name
+from .places import Place, read_index
+
+MOST_FILES = 512
+"""Limit on the files that are open at a time."""
+_MOST_GROWTH, _FRAME_BYTES = 6, 2**10
+"""A compressed delta has at most `_MOST_GROWTH` times the bytes of its tensor, plus `_FRAME_BYTES`."""
+
+
+class Wanted(Parameters, Names, Protocol):
+    """The parameters of a worker, and how other names become their names."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one folder says about a tensor: the whole tensor, or a delta. `digest`: the checksum of the result; None if
+    the folder has no checksums.
+    """
+
+    index: Index
+    tensors: TensorFile
+    entry: TensorEntry
+    digest: str | None
+
+
+class ChainReader:
+    """Reads version `version` of the chain in `place`.
+
+    `served`: the weights that the worker serves; None if they are not complete. `base`: returns a copy of the bytes of
+    a served parameter, or of a part of one: uint8 [n]. Raise PushError if the chain does not lead to `version`, or if
+    one of its files is missing, incomplete or of another model.
+    """
+
+    def __init__(
+        self, place: Place, version: int, wanted: Wanted, served: Served | None, base: Callable[[str], np.ndarray]
+    ) -> None:
+        self._place, self._wanted, self._base = place, wanted, base
+        self._spellings, self._dtypes = spellings_of(wanted), own_dtypes(wanted)
+        num_names = self._spellings.most + len(wanted.tied) + len(wanted.ignored)
+        self._most_bytes = max_header_bytes(num_names)
+        self._steps: dict[str, list[_Step]] = {}
+        self._num_files = 0
+        with ExitStack() as opened:
+            way = find_way(lambda each: read_index(place, each, self._most_bytes), version, served)
+            for index in way:
+                self._open_folder(index, opened)
+            self._starts_from_served = way[0].delta is not None
+            self._names = self._served_names() if self._starts_from_served else self._checkpoint_names()
+            self._opened = opened.pop_all()
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Do nothing, because `read` refuses the bucket."""
+
+    def read(self, bucket: Bucket) -> torch.Tensor:
+        raise PushError(f"bucket {bucket.index}: a push from a chain has no buckets; send verify_push instead")
+
+    def read_unannounced(self) -> Iterator[tuple[Bucket, Callable[[], torch.Tensor]]]:
+        """Yield each whole tensor as a bucket of one piece, together with a function that returns the tensor's bytes.
+        The function may be called once.
+
+        The iterator raises PushError if a tensor does not have the checksum that the chain states.
+        """
+        tied, ties = self._wanted.tied, dict[str, int]()
+        for name in self._names:
+            data = self._state(name)
+            found = checksum(data)
+            ready = [torch.from_numpy(data)]
+            del data  # only the caller keeps the tensor
+            if name in tied or name in tied.values():
+                ties[name] = found
+            if name not in tied:
+                yield self._bucket(name, found), ready.pop
+        for name, other in tied.items():
+            if name in ties and ties[name] != ties.get(other):
+                raise PushError(describe_tie(name, other))
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def _open_folder(self, index: Index, opened: ExitStack) -> None:
+        seen: set[str] = set()
+        for file_name in index.file_names:
+            self._num_files += 1
+            if self._num_files > MOST_FILES:
+                raise PushError(
+                    f"chain: more than {MOST_FILES} files lead to this version; write full checkpoints more often "
+                    "(full_every)"
+                )
+            file = opened.enter_context(closing(self._place.open(folder_name(index.version), file_name)))
+            tensors = TensorFile(file, partial(self._dtype_in, index), self._most_bytes)
+            for entry in tensors.entries:
+                if index.files is not None and index.files.get(entry.name) != file_name:
+                    raise PushError(f"chain: {INDEX_FILE} does not list the tensor {entry.name:.80} of {file.path}")
+                seen.add(entry.name)
+                self._add(_Step(index, tensors, entry, tensors.metadata.get(entry.name)))
+        if missing := sorted((index.files or {}).keys() - seen):
+            raise PushError(f"chain: {folder_name(index.version)} lacks {missing[0]:.80}, which {INDEX_FILE} lists")
+
+    def _own_name(self, name: str) -> str | None:
+        """Return the worker's name for a tensor of the chain; None if the worker does not use the tensor."""
+        own = own_name(name, self._wanted)
+        return None if own is None or own in self._wanted.ignored else own
+
+    def _stored(self, own: str) -> str:
+        """Return the name of the parameter that has the value of the tensor `own`."""
+        return self._wanted.tied.get(own, own)
+
+    def _dtype_in(self, index: Index, name: str) -> str | None:
+        own = self._own_name(name)
+        if index.delta is not None:
+            return "uint8"
+        return None if own is None else self._dtype(self._stored(own))
+
+    def _dtype(self, name: str) -> str:
+        return self._dtypes.get(name, self._wanted.dtype)
+
+    def _shape(self, own: str) -> Shape:
+        shape = self._spellings.shape(self._stored(own))
+        if shape is None:
+            raise PushError(describe_unknown(own, self._wanted))
+        return shape
+
+    def _num_bytes(self, own: str) -> int:
+        return math.prod(self._shape(own)) * dtype_named(self._dtype(self._stored(own))).itemsize
+
+    def _add(self, step: _Step) -> None:
+        """Record a tensor of a folder, after a check of its size."""
+        index, entry = step.index, step.entry
+        if (own := self._own_name(entry.name)) is None:
+            return
+        shape, most = self._shape(own), self._num_bytes(own) * _MOST_GROWTH + _FRAME_BYTES
+        if index.delta is None and entry.shape != shape:
+            raise PushError(
+                f"tensor {own}: has shape {list(entry.shape)} in {folder_name(index.version)}, expected {list(shape)}; "
+                "check that trainer and worker have the same model"
+            )
+        if entry.num_bytes > most:
+            raise PushError(
+                f"tensor {own}: its delta in {folder_name(index.version)} has {entry.num_bytes} bytes (limit {most}); "
+                "check that trainer and worker have the same model"
+            )
+        if index.checksum_format is not None and step.digest is None:
+            raise PushError(
+                f"tensor {own}: {folder_name(index.version)} has no checksum for it; write the folder again"
+            )
+        steps = self._steps.setdefault(own, [])
+        if steps and steps[-1].index is index:
+            raise PushError(f"tensor {own}: {folder_name(index.version)} has it twice; write the folder again")
+        steps.append(step)
+
+    def _checkpoint_names(self) -> list[str]:
+        """Return the tensors of the full checkpoint that begins the chain."""
+        if late := [name for name, [first, *_] in self._steps.items() if first.index.delta is not None]:
+            raise PushError(
+                f"tensor {late[0]}: the chain has a delta to it, but its full checkpoint lacks it; write a full "
+                "checkpoint again"
+            )
+        return list(self._steps)
+
+    def _served_names(self) -> list[str]:
+        """Return the served parameters, split into parts where the deltas have parts."""
+        names = dict.fromkeys(self._steps)
+        parts = self._spellings.parts_among(names)
+        for name in self._wanted.shapes:
+            if name in parts and name in names:
+                raise PushError(
+                    f"tensor {name}: the chain has deltas to it and to its parts; write a full checkpoint, and name "
+                    "the tensors of later deltas in the same way"
+                )
+            names |= dict.fromkeys(self._spellings.parts(name) if name in parts else [name])
+        names |= dict.fromkeys(self._stored(name) for name in self._steps)
+        return list(names)
+
+    def _state(self, name: str) -> np.ndarray:
+        """Return the bytes of a tensor in the version that is read: uint8 [n]. Raise PushError if they are wrong."""
+        steps = self._steps.get(name, [])
+        if self._starts_from_served:
+            data = self._base(self._stored(name))
+        else:
+            data, steps = steps[0].tensors.read(steps[0].entry).numpy(), steps[1:]
+        for step in steps:
+            assert step.index.delta is not None
+            frame = step.tensors.read(step.entry).numpy().data
+            try:
+                apply(step.index.delta.encoding, data, frame)
+            except ValueError as error:
+                raise PushError(f"tensor {name}: {folder_name(step.index.version)}: {error}; {self._advice}") from None
+        if (last := self._steps.get(name)) is not None:
+            self._check(name, last[-1], data)
+        return data
+
+    def _check(self, name: str, step: _Step, data: np.ndarray) -> None:
+        if step.index.checksum_format is None:
+            return
+        found = digest(step.index.checksum_format, data)
+        if found != step.digest:
+            raise PushError(
+                f"tensor {name}: in version {step.index.version}, expected checksum {step.digest!s:.64}, found "
+                f"{found}; nothing of this push is served; {self._advice}"
+            )
+
+    @property
+    def _advice(self) -> str:
+        if self._starts_from_served:
+            return (
+                "the served weights are not the base of this chain, or a file is corrupt; write a full checkpoint, or "
+                "push the whole weights once"
+            )
+        return "a file of the chain is corrupt; write a full checkpoint"
+
+    def _bucket(self, name: str, found: int) -> Bucket:
+        shape, num_bytes = self._shape(name), self._num_bytes(name)
+        rows = dict[str, Any](start=0, length=shape[0], offset=0, num_bytes=num_bytes)
+        piece = Rows(name=name, shape=shape, checksum=found, **rows)
+        return Bucket(index=0, num_bytes=num_bytes, pieces=(piece,))
