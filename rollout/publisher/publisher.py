@@ -18,8 +18,9 @@ Guarantees:
 - After a failure, the publisher is ready for the next push without a restart of the trainer.
 - If a worker does not answer at the beginning of a push, that push is delayed by `ANSWER_SECONDS`, and each later push
   by `LOST_SECONDS`.
-- If a worker of a fleet is lost during a push, the push is repeated without the worker, provided that the trainer's
-  tensors can be read a second time.
+- If a worker of a fleet is lost during a push, the push continues without the worker. If the other workers depend on
+  the lost worker (with `collective`, and if workers share memory), the push is repeated without the worker, provided
+  that the trainer's tensors can be read a second time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from ...weight_sync.payload.manifest import LAST_VERSION
 from ...weight_sync.payload.tensor_file import max_header_bytes
 from ...weight_sync.trainer.adapters import TrainerAdapters
 from ...weight_sync.trainer.sender import Transport, WeightSender
-from ...weight_sync.trainer.targets import WorkerFailure
+from ...weight_sync.trainer.targets import OF_LOST_WORKERS, Lost, WorkerFailure
 from ...weight_sync.trainer.trainer_tensors import (
     PushResult,
     Tensors,
@@ -88,6 +89,8 @@ ANSWER_SECONDS = 5.0
 """
 LOST_SECONDS = 1.0
 """Timeout of a greeting to a worker that did not answer the last greeting."""
+LOST_TURN_SECONDS = 0.1
+"""Interval at which a call checks whether another thread has found that a worker is lost."""
 FOLLOW_SECONDS = 0.1
 """Interval at which the members of the fleet are checked."""
 
@@ -98,8 +101,8 @@ class WorkerClients:
     """The clients of the workers at `addresses`, one for each worker. Implements `PushTargets`. A position is an index
     into `addresses`.
 
-    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `membership`: the membership of the workers' fleet;
-    None if the workers are in no fleet.
+    `keys`: `server_public_key` and `client_key` of `RolloutClient`. `may_lose_workers`: see `PushTargets`.
+    `membership`: the membership of the workers' fleet; None if the workers are in no fleet.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class WorkerClients:
         addresses: Sequence[str],
         timeout: float,
         keys: tuple[Key | None, Key | None],
+        may_lose_workers: bool,
         membership: Membership | None = None,
     ) -> None:
         if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
@@ -114,6 +118,7 @@ class WorkerClients:
         if len(set(addresses)) != len(addresses):
             raise ConfigError(f"addresses: {list(addresses)} has an address twice; give each worker once")
         self.addresses = tuple(addresses)
+        self.may_lose_workers = may_lose_workers
         self._clients = [AsyncRolloutClient(address, timeout, *keys) for address in addresses]
         self._thread = LoopThread("weight-publisher")
         self._silent: set[str] = set()
@@ -146,15 +151,15 @@ class WorkerClients:
         return replies
 
     def ask(
-        self, what: str, calls: protocol.PushCall | Sequence[protocol.PushCall], timeout: float
+        self,
+        what: str,
+        calls: protocol.PushCall | Sequence[protocol.PushCall],
+        timeout: float,
+        lost: Lost | None,
     ) -> Future[list[protocol.PushStatus]]:
-        """Send `calls` to the workers: a separate call for each worker, or the same call for all workers.
-
-        The future returns the replies in the order of the workers. The future raises WorkerFailure as soon as a worker
-        fails.
-        """
+        """See `PushTargets`."""
         each = calls if isinstance(calls, Sequence) else [calls] * len(self.addresses)
-        return self._thread.submit(self._ask_until_failure(what, each, timeout))
+        return self._thread.submit(self._ask_until_failure(what, each, timeout, lost))
 
     def ask_all(self, call: protocol.PushCall, timeout: float) -> list[protocol.PushStatus | TruerollError]:
         """Send every worker the same call and wait. Return each worker's reply or error."""
@@ -169,19 +174,24 @@ class WorkerClients:
             self._following.cancel()
         await asyncio.gather(*(client.close() for client in self._clients))
 
-    async def _ask_until_failure(self, what: str, calls: Sequence[protocol.Call], timeout: float) -> list[Any]:
-        tasks = [asyncio.create_task(self._ask(position, call, timeout)) for position, call in enumerate(calls)]
+    async def _ask_until_failure(
+        self, what: str, calls: Sequence[protocol.Call], timeout: float, lost: Lost | None
+    ) -> list[Any]:
+        tasks = {
+            address: asyncio.create_task(self._ask(position, call, timeout))
+            for position, (address, call) in enumerate(zip(self.addresses, calls, strict=True))
+            if lost is None or address not in lost
+        }
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            errors = await _first_errors(tasks, lost)
         finally:
-            for task in tasks:
+            for task in tasks.values():
                 task.cancel()
-        await asyncio.wait(tasks)
-        asked = zip(self.addresses, tasks, strict=True)
-        errors = {address: task.exception() for address, task in asked if not task.cancelled() and task.exception()}
-        if errors:
-            raise WorkerFailure(what, errors)  # type: ignore[arg-type]
-        return [task.result() for task in tasks]
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        replies = [task.result() for task in tasks.values() if not task.cancelled() and not task.exception()]
+        if errors or not replies:
+            raise WorkerFailure(what, errors or lost or {})
+        return replies
 
     async def _ask_all(self, call: protocol.Call, timeout: float) -> list[Any]:
         asked = (self._ask(position, call, timeout) for position in range(len(self.addresses)))
@@ -223,6 +233,24 @@ class WorkerClients:
                     await asyncio.shield(client.close())  # `_close` may cancel this task
 
 
+async def _first_errors(tasks: dict[str, asyncio.Task[Any]], lost: Lost | None) -> dict[str, Any]:
+    """Wait until all tasks are done or a task fails. Return the errors by address. If `lost` is given, do not wait for
+    workers in `lost`, and add lost workers to `lost` instead of returning their errors.
+    """
+    turn = None if lost is None else LOST_TURN_SECONDS
+    while True:
+        waiting = [task for address, task in tasks.items() if not task.done() and address not in (lost or ())]
+        if waiting:
+            await asyncio.wait(waiting, timeout=turn, return_when=asyncio.FIRST_EXCEPTION)
+        found = {address: task.exception() for address, task in tasks.items() if task.done()}
+        errors: dict[str, Any] = {address: error for address, error in found.items() if error is not None}
+        if lost is not None:
+            lost |= {address: error for address, error in errors.items() if isinstance(error, OF_LOST_WORKERS)}
+            errors = {address: error for address, error in errors.items() if address not in lost}
+        if errors or not waiting:
+            return errors
+
+
 @dataclass(frozen=True)
 class _Party:
     """The workers that take part in a push, each worker's `Weights` reply, and the addresses of workers that are left
@@ -246,12 +274,13 @@ class WeightPublisher:
     Do not change the tensors during a push. If the tensors are sharded, do not use their process group for anything
     else during a push.
 
-    - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network), `disk`
-      (safetensors files) or `delta` (files with the bytes that changed since the last push). If the tensors and all
-      workers are on GPUs, the weights stay in GPU memory. `shared` uses CUDA IPC if trainer and workers are on the same
-      GPU. `collective` uses NCCL, and requires a separate GPU for the trainer and for each worker. If the weights
-      cannot stay in GPU memory, and always with `sparse`, the weights are copied through host memory, and `collective`
-      uses gloo.
+    - `transport`: `shared` (shared memory of one machine), `collective` (a process group over the network), `relay`
+      (TCP connections, over which workers hand the weights on to each other), `disk` (safetensors files) or `delta`
+      (files with the bytes that changed since the last push). If the tensors and all workers are on GPUs, `shared` and
+      `collective` keep the weights in GPU memory. `shared` uses CUDA IPC if trainer and workers are on the same GPU.
+      `collective` uses NCCL, and requires a separate GPU for the trainer and for each worker. If the weights cannot
+      stay in GPU memory, and always with `sparse`, the weights are copied through host memory, and `collective` uses
+      gloo.
     - `timeout`: limit on each wait, in seconds. With `disk` and `delta`, the limit includes the time that a worker
       needs to read the folder.
     - `folder`: for `disk` and `delta`, the folder for pushes. Each push creates a subfolder and removes the subfolders
@@ -259,8 +288,8 @@ class WeightPublisher:
       mode 0700; an existing folder keeps its mode.
     - `full_every`: for `delta`, one of this many pushes in a row writes a full checkpoint, from which a new or late
       worker begins. The trainer keeps a copy of the weights.
-    - `host`: for `collective`, the address at which workers reach this machine, by default 127.0.0.1. The traffic of
-      `collective` is neither encrypted nor authenticated.
+    - `host`: for `collective` and `relay`, the address at which workers reach this machine, by default 127.0.0.1. The
+      traffic is neither encrypted nor authenticated.
     - `sparse`: send only the elements that changed since the last push, if a worker still serves the last push. With
       `sparse`, the trainer keeps a copy of the weights.
     - `in_flight`: what a worker does with running requests. `recompute` continues the requests with the new weights.
@@ -273,7 +302,8 @@ class WeightPublisher:
     - `reject_nonfinite`: refuse weights with NaN or infinity.
     - `on_lost`: what the publisher does if a worker does not answer, or is still loading its model, when a push begins.
       `raise` fails the push. `skip` pushes without the unavailable worker; later pushes include this worker once it
-      answers again.
+      answers again. With `skip`, a push also continues without a worker that is lost during the push, except with
+      `collective`, and except if workers share the memory of pushed weights.
     - `server_public_key`, `client_key`: see `RolloutClient`. The client with the key `client_key` needs the role
       `control`.
     """
@@ -304,7 +334,8 @@ class WeightPublisher:
         _check((folder is not None) == has_folder, "folder", "set for disk and delta, else None", folder)
         is_count = transport == "delta" and type(full_every) is int and full_every >= 1
         _check(full_every is None or is_count, "full_every", "a positive integer for delta, else None", full_every)
-        _check(host is None or transport == "collective", "host", f"None for {transport}", host)
+        has_host = transport in ("collective", "relay")
+        _check(host is None or has_host, "host", f"None for {transport}", host)
         _check(not (sparse and has_folder), "sparse", f"False for {transport}", sparse)
         _check(not (in_place and transport == "delta"), "in_place", "False for delta", in_place)
         _check(not (sparse and in_place), "sparse", "False with in_place, which needs every tensor whole", sparse)
@@ -333,7 +364,7 @@ class WeightPublisher:
 
     def connect(self, addresses: Sequence[str]) -> None:
         """Set the workers for all following pushes. Sends nothing yet."""
-        workers = WorkerClients(addresses, self._settings.timeout, self._keys)
+        workers = WorkerClients(addresses, self._settings.timeout, self._keys, self._on_lost == "skip")
         self._disconnect()
         self._workers = workers
 
@@ -343,9 +374,10 @@ class WeightPublisher:
         Each push includes the workers that serve when the push begins. If no worker serves, the push includes the
         joining workers. `fleet`: a `Fleet`, its file, or addresses of workers.
 
-        If a worker is lost during a push, the push is repeated without the lost worker, unless the tensors came from an
-        iterator or are sharded. If a worker lacks the base weights for an adapters-only push, the push is repeated with
-        the base weights. Workers that join later, including replacements of lost workers, get the weights from the
+        If a worker is lost during a push, the push continues without the lost worker. With `collective`, and if workers
+        share the memory of pushed weights, the push is repeated instead, unless the tensors came from an iterator or
+        are sharded. If a worker lacks the base weights for an adapters-only push, the push is repeated with the base
+        weights. Workers that join later, including replacements of lost workers, get the weights from the
         fleet.
         """
         membership = membership_of(fleet)
@@ -427,7 +459,7 @@ class WeightPublisher:
         result = None
         if in_need.replies:
             result = self._sender.send_folder(in_need.workers, in_need.replies, path, manifest, allow_older)
-            result = replace(result, left_out=party.left_out)
+            result = replace(result, left_out=[*party.left_out, *result.left_out])
         self._latest = dict.fromkeys(party.workers.addresses, manifest.push_id)
         self._terms = manifest.weight_version, allow_older
         self._tell_fleet(manifest.weight_version, manifest.push_id)
@@ -506,7 +538,7 @@ class WeightPublisher:
             time.sleep(LATE_SECONDS)
 
     def _is_any_behind(self, addresses: list[str], push_id: str) -> bool:
-        workers = WorkerClients(addresses, self._settings.timeout, self._keys, self._fleet)
+        workers = WorkerClients(addresses, self._settings.timeout, self._keys, True, self._fleet)
         try:
             replies = workers.greet(self._settings.timeout)
         finally:
@@ -636,7 +668,7 @@ class WeightPublisher:
         allow_older: bool,
     ) -> PushResult:
         result = self._sender.send(party.workers, party.replies, tensors, version, allow_older, adapters)
-        return replace(result, left_out=party.left_out)
+        return replace(result, left_out=[*party.left_out, *result.left_out])
 
     def _connected(self) -> WorkerClients:
         if self._fleet is not None:
@@ -644,7 +676,7 @@ class WeightPublisher:
             known = self._workers
             if known is None or list(known.addresses) != addresses or not known.are_members:
                 self._disconnect_workers()
-                self._workers = WorkerClients(addresses, self._settings.timeout, self._keys, self._fleet)
+                self._workers = WorkerClients(addresses, self._settings.timeout, self._keys, True, self._fleet)
         if self._workers is None or not self._workers.addresses:
             advice = "call connect with addresses first" if self._fleet is None else "wait until the fleet has workers"
             raise ConfigError(f"workers: there is no worker to push to; {advice}")

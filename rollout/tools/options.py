@@ -101,7 +101,7 @@ WORKER: Table = {
     },
     "Weight pushes": {
         "push_folder": "Accept pushes by disk from inside this folder. Default: only from this user's own folders.",
-        "push_hosts": "A host or network beyond loopback for collective pushes. Can be given several times.",
+        "push_hosts": "A host or network beyond loopback for pushes over the network. Can be given several times.",
         "push_urls": "A URL of chains of deltas that may be read, such as s3://bucket/run. Can be given several times.",
     },
 }

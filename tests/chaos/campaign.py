@@ -252,7 +252,7 @@ class Campaign:
     ) -> None:
         """Run rounds of (victim, moment). Raise BrokenPromise for the first round that breaks a promise."""
         for victim, moment in rounds:
-            transport = self._random.choices(TRANSPORTS, (3, 1, 1))[0]
+            transport = self._random.choices(TRANSPORTS, (3, 1, 1, 1))[0]
             what = f"{moment}, {victim} killed" + (f", {transport}" if MOMENTS[moment] == "push" else "")
             started = time.monotonic()
             try:

@@ -47,7 +47,7 @@ MOMENTS = dict(
     shrink="scale",
 )
 """For each moment, the work that it belongs to."""
-TRANSPORTS = ("shared", "collective", "disk")
+TRANSPORTS = ("shared", "collective", "relay", "disk")
 _CALLS = dict(begin_push="begin", stage_bucket="stage", verify_push="verify", commit_push="commit")
 _MEMORY = "memory "
 ROOM_SECONDS, ROOM_LOOKS = 0.1, 3000

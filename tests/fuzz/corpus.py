@@ -225,11 +225,13 @@ class Corpus:
             return {"kind": "disk", "folder": NO_FOLDER}
         if choice < 0.85:
             return {"kind": "chain", "place": NO_FOLDER}
-        if choice < 0.97:
+        if choice < 0.96:
             gpu = "01234567-89ab-cdef-0123-456789abcdef"
             return {"kind": "cuda_ipc", "gpu": gpu, "handle": bytes(64), "slot_bytes": 4096, "num_slots": 2}
-        place = {"host": "127.0.0.1", "port": CLOSED_PORT, "rank": 1, "world_size": 2}
-        return {"kind": "collective", "backend": "gloo", **place}
+        place = {"host": "127.0.0.1", "port": CLOSED_PORT}
+        if choice < 0.99:
+            return {"kind": "relay", **place, "token": "0" * 32, "position": 0, "num_slots": 4}
+        return {"kind": "collective", "backend": "gloo", **place, "rank": 1, "world_size": 2}
 
     def _call(self, type: str, **fields: Any) -> Message:
         return {"type": type, "id": self._id(), **fields}
@@ -318,7 +320,7 @@ def is_tame(frames: list[bytes]) -> bool:
     if source.get("kind") in ("disk", "chain"):
         folder = source.get("folder" if source["kind"] == "disk" else "place")
         return not isinstance(folder, str) or "/" not in folder
-    return source.get("kind") != "collective" or _fails_soon(fields, source)
+    return source.get("kind") not in ("collective", "relay") or _fails_soon(fields, source)
 
 
 def _fails_soon(begin: Message, source: Message) -> bool:

@@ -25,7 +25,9 @@ ROW_MULTIPLE = 16
 ALIGNMENT = 64
 """A piece begins at a multiple of this many bytes in its bucket."""
 MOST_UNDER_WAY = 2
-"""Limit on buckets in flight: announced by the trainer, but not yet acknowledged by the workers."""
+"""Limit on buckets in flight: announced by the trainer, but not yet acknowledged by the workers. `relay` has a limit of
+its own.
+"""
 MAX_NAME_CHARS = 512
 MAX_PATH_CHARS = 4096
 MOST_PIECES = 8192
@@ -121,6 +123,21 @@ class CollectiveSource(_Part):
     world_size: Annotated[int, Field(ge=2, le=2**16)]
 
 
+class RelaySource(_Part):
+    """A trainer at `host`:`port`, from which the workers receive the buckets and hand them on to each other.
+
+    `token`: a secret of the push. All members of the push prove to each other that they know it. `position`: the
+    worker's index among the workers that get buckets. `num_slots`: limit on buckets in flight.
+    """
+
+    kind: Literal["relay"] = "relay"
+    host: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    token: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+    position: Annotated[int, Field(ge=0, lt=2**16)]
+    num_slots: Annotated[int, Field(ge=1, le=16)]
+
+
 class SharedSource(_Part):
     """The POSIX shared memory `name`, divided into slots of `slot_bytes` bytes. Bucket i is in slot i % `num_slots`."""
 
@@ -175,7 +192,7 @@ class LentSource(_Part):
 
 
 Source: TypeAlias = Annotated[
-    CollectiveSource | SharedSource | CudaIpcSource | DiskSource | ChainSource | LentSource,
+    CollectiveSource | RelaySource | SharedSource | CudaIpcSource | DiskSource | ChainSource | LentSource,
     Field(discriminator="kind"),
 ]
 

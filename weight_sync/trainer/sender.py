@@ -5,13 +5,13 @@ have committed the weights.
   each piece at a multiple of `ALIGNMENT` bytes. A tensor that does not fit into the remaining space of a bucket is cut
   at a row where a cut is allowed. A bucket exceeds `bucket_bytes` only if it holds a single, larger block that must not
   be cut. No bucket has more than `MOST_PIECES` pieces.
-- `Outbox` fills one of two slots while the other slot is in flight. `Outbox` copies each tensor once, directly into a
+- `Outbox` fills one slot while the other slots are in flight. `Outbox` copies each tensor once, directly into a
   slot. The copy into the slot also converts the tensor to the workers' dtype and moves the tensor to the slot's device.
 - `WeightSender` owns the buffers, the copy of the served weights (for sparse pushes), and the checksums of base weights
   (for pushes of adapters).
 
 Does not own: the workers, the transaction that announces the buckets, or the trainer's tensors. The objects of this
-module keep no reference to a tensor. Memory: one gathered tensor, two buckets, and (with `sparse`) the copy of the
+module keep no reference to a tensor. Memory: one gathered tensor, a few buckets, and (with `sparse`) the copy of the
 served weights. The tensor, the buckets and the copy are in the workers' dtypes.
 """
 
@@ -63,6 +63,7 @@ from ..transports.cuda_ipc import CudaIpcSlots
 from ..transports.disk import FolderWriter, remove_others
 from ..transports.ends import Slots
 from ..transports.gpu import broadcasts_between_gpus, gpu_of, shares_gpu
+from ..transports.relay import RelaySlots
 from ..transports.shared import SharedSlots
 from .adapters import Checksums, TrainerAdapters
 from .chain import FolderChain
@@ -71,9 +72,11 @@ from .targets import PushTargets
 from .trainer_tensors import Checklist, PushResult, TrainerTensors, check_is_tensor
 from .transaction import PushSettings, Transaction
 
-Transport: TypeAlias = Literal["shared", "collective", "disk", "delta"]
+Transport: TypeAlias = Literal["shared", "collective", "relay", "disk", "delta"]
 Put: TypeAlias = Callable[[str, torch.Tensor], None]
-BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20}
+FAIL_TOGETHER = ("collective",)
+"""Transports in which the loss of a worker ends the push for all workers."""
+BUCKET_BYTES = {"shared": 4 * 2**20, "collective": 16 * 2**20, "relay": 4 * 2**20}
 """Sizes of buckets in host memory, the fastest in measurements. For shared memory, larger buckets were slower, although
 they need fewer messages. For a broadcast, larger buckets cost less time per byte.
 """
@@ -306,7 +309,10 @@ class WeightSender:
         gpu = None if self._folder is not None else self._gpu_for_buckets(tensors, workers, replies)
         # Each worker adds adapters to its own weights, so there is no complete set of weights to lend.
         borrowers = _borrowers(replies) if self._may_lend and gpu is None and adapters is None else {}
-        transaction = Transaction(workers, self._settings, version, allow_older, borrowers=borrowers)
+        are_independent = self._transport not in FAIL_TOGETHER
+        transaction = Transaction(
+            workers, self._settings, version, allow_older, borrowers=borrowers, are_independent=are_independent
+        )
         common = _common(workers, replies)
         rename = partial(own_name, names=common)
         if adapters is None:
@@ -385,7 +391,7 @@ class WeightSender:
         buckets from GPU memory, return None; buckets are then sent in host memory.
         """
         gpus = {address: reply.gpu for address, reply in zip(workers.addresses, replies, strict=True)}
-        if self._is_sparse or None in gpus.values():
+        if self._is_sparse or self._transport == "relay" or None in gpus.values():
             return None
         device = tensors.device()
         reaches_all = shares_gpu if self._transport == "shared" else broadcasts_between_gpus
@@ -419,6 +425,8 @@ class WeightSender:
     def _open_slots(self, size: int, transaction: Transaction, gpu: torch.device | None) -> Slots:
         if self._transport == "shared":
             return SharedSlots(size) if gpu is None else CudaIpcSlots(size, gpu)
+        if self._transport == "relay":
+            return RelaySlots(size, self._host, transaction.num_receivers, self._settings.timeout, transaction.lose)
         buffers, self._buffers = self._buffers, []
         if gpu is not None or not buffers or len(buffers[0]) < size:
             buffers = [torch.empty(size, dtype=torch.uint8, device=gpu) for _ in range(MOST_UNDER_WAY)]
@@ -545,6 +553,7 @@ def result_of(transaction: Transaction, num_bytes: int, pause_seconds: float, is
         seconds=transaction.seconds,
         pause_seconds=pause_seconds,
         is_sparse=is_sparse,
+        left_out=transaction.left_out,
     )
 
 

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from trueroll.errors import TruerollError
+from trueroll.errors import (
+    DeadlineError,
+    IllegalStateError,
+    TruerollError,
+    UnavailableError,
+    WorkerFailedError,
+    WorkerLostError,
+)
 
 from ..payload.messages import PushCall, PushStatus
+
+OF_LOST_WORKERS = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
+"""Errors that concern a worker, not the content of a push."""
+Lost: TypeAlias = dict[str, TruerollError]
+"""The workers that were lost during a push: the error of each worker, by the worker's address."""
 
 
 class WorkerFailure(Exception):
@@ -26,17 +38,26 @@ class PushTargets(Protocol):
     """The workers of a push. A position is an index into `addresses`. Every call ends within its timeout."""
 
     @property
+    def may_lose_workers(self) -> bool:
+        """Return whether a push may continue without a worker that is lost during the push."""
+        ...
+
+    @property
     def addresses(self) -> Sequence[str]: ...
 
     def at(self, positions: Iterable[int]) -> PushTargets:
         """Return the workers at these positions."""
         ...
 
-    def ask(self, what: str, calls: PushCall | Sequence[PushCall], timeout: float) -> Future[list[PushStatus]]:
+    def ask(
+        self, what: str, calls: PushCall | Sequence[PushCall], timeout: float, lost: Lost | None
+    ) -> Future[list[PushStatus]]:
         """Send the same call to all workers, or a separate call to each worker.
 
         The future's result is the list of replies, in the order of the workers. The future raises WorkerFailure as soon
-        as one worker fails.
+        as one worker fails. If `lost` is given, workers in `lost` are not asked. Failures with one of `OF_LOST_WORKERS`
+        are added to `lost` instead, and the future raises WorkerFailure only if no worker is left. Another thread may
+        add workers to `lost` during the call; the call then does not wait for them.
         """
         ...
 

@@ -2,11 +2,12 @@
 
 Owns the order of the phases, and the report of a failure: which worker failed, why, and what each worker serves now.
 Does not own the content of the buckets, or their transport. Guarantees: no worker commits before every worker has
-verified. If a push fails before the commit, it is aborted at every worker.
+verified, except workers that were lost. If a push fails before the commit, it is aborted at every worker.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,26 +16,27 @@ from dataclasses import dataclass
 from typing import Any
 
 from trueroll.errors import (
-    DeadlineError,
-    IllegalStateError,
     OtherBaseError,
     PushError,
     TruerollError,
     UnavailableError,
     VersionGapError,
-    WorkerFailedError,
     WorkerLostError,
 )
 
 from ...engine.request import InFlight, new_id
 from ..payload.manifest import Adapters, Bucket, LentSource, Source
 from ..payload.messages import AbortPush, BeginPush, CommitPush, PushStatus, StageBucket, VerifyPush
-from .targets import PushTargets, WorkerFailure
+from .targets import OF_LOST_WORKERS, Lost, PushTargets, WorkerFailure
 
 ABORT_SECONDS = 5.0
 """Maximum time for workers to answer an abort, in seconds."""
-_OF_LOST_WORKERS = (DeadlineError, IllegalStateError, UnavailableError, WorkerFailedError, WorkerLostError)
-"""Errors that concern a worker, not the content of a push."""
+SHARE_TO_LOSE = 0.75
+"""A worker that may be lost must answer within this share of the timeout. The other workers wait for their next call
+until the timeout.
+"""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ class Transaction:
 
     `allow_older`: push even if `version` is not later than the version of a worker. `borrowers`: maps the position of
     each borrower to the position of its lender. A borrower gets no buckets; it maps the lender's memory once the lender
-    has verified. `seconds`: duration of each phase.
+    has verified. `are_independent`: whether the transport still reaches the other workers after one worker is lost. If
+    workers may be lost, the push then continues without a lost worker. `seconds`: duration of each phase.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Transaction:
         allow_older: bool,
         push_id: str | None = None,
         borrowers: Mapping[int, int] | None = None,
+        are_independent: bool = False,
     ) -> None:
         self.push_id = push_id or new_id()
         self.version = version
@@ -86,6 +90,7 @@ class Transaction:
         self._borrowers = dict(borrowers or {})
         self._receiving = [i for i in range(len(workers.addresses)) if i not in self._borrowers]
         self._receivers = workers.at(self._receiving)
+        self._lost: Lost | None = {} if are_independent and workers.may_lose_workers and not borrowers else None
         self._settings = settings
         self._num_buckets = 0
         self._dtype = ""
@@ -94,6 +99,17 @@ class Transaction:
     def num_receivers(self) -> int:
         """Number of workers that get the buckets."""
         return len(self._receiving)
+
+    @property
+    def left_out(self) -> list[str]:
+        """The addresses of the workers that were lost during the push."""
+        return [*(self._lost or ())]
+
+    def lose(self, receiver: int) -> None:
+        """Continue without a worker, if possible. Thread-safe. `receiver`: see `source` of `begin`."""
+        if self._lost is not None:
+            address = self._receivers.addresses[receiver]
+            self._lost.setdefault(address, WorkerLostError("worker: its process or its network connection has ended"))
 
     @property
     def total_seconds(self) -> float:
@@ -130,7 +146,7 @@ class Transaction:
         """
         self._dtype, lenders = dtype, set(self._borrowers.values())
         calls = [self._begin(dtype, source(i), base, adapters, at in lenders) for i, at in enumerate(self._receiving)]
-        return self._receivers.ask("begin", calls, self._settings.begin_timeout)
+        return self._receivers.ask("begin", calls, self._settings.begin_timeout, self._lost)
 
     def _begin(self, dtype: str, source: Source, base: str | None, adapters: Adapters | None, lends: bool) -> BeginPush:
         settings = self._settings
@@ -155,7 +171,7 @@ class Transaction:
         """Announce a bucket. The future completes when every worker has copied the bucket."""
         self._num_buckets += 1
         call = StageBucket(id=new_id(), push_id=self.push_id, bucket=bucket)
-        return self._receivers.ask(f"stage bucket {bucket.index}", call, self._settings.timeout)
+        return self._receivers.ask(f"stage bucket {bucket.index}", call, self._patience, self._lost)
 
     def verify(self) -> None:
         """Let every worker verify the push: first the workers that get buckets, then the workers that map memory."""
@@ -171,12 +187,16 @@ class Transaction:
             if (source := lent[lender]) is None:
                 raise PushError(f"worker {self._workers.addresses[lender]}: did not lend its weights")
             calls.append(self._begin(self._dtype, source, None, None, lends=False))
-        borrowers.ask("begin", calls, self._settings.begin_timeout).result()
+        borrowers.ask("begin", calls, self._settings.begin_timeout, None).result()
         self._verify(borrowers, 0)
 
     def _verify(self, workers: PushTargets, num_buckets: int) -> list[PushStatus]:
         call = VerifyPush(id=new_id(), push_id=self.push_id, num_buckets=num_buckets)
-        return workers.ask("verify", call, self._settings.timeout).result()
+        return workers.ask("verify", call, self._patience, self._lost).result()
+
+    @property
+    def _patience(self) -> float:
+        return self._settings.timeout * (1.0 if self._lost is None else SHARE_TO_LOSE)
 
     def commit(self) -> float:
         """Make every worker serve the new weights. Return the longest pause of any engine, in seconds."""
@@ -185,21 +205,31 @@ class Transaction:
             id=new_id(), push_id=self.push_id, in_flight=settings.in_flight, timeout=settings.drain_timeout
         )
         start = time.perf_counter()
-        replies = self._workers.ask_all(call, settings.commit_timeout)
+        addresses = self._workers.addresses
+        there = [i for i, address in enumerate(addresses) if address not in (self._lost or ())]
+        replies = self._workers.at(there).ask_all(call, settings.commit_timeout)
         committed = [reply for reply in replies if isinstance(reply, PushStatus)]
         errors: dict[str, Any] = {
-            address: reply
-            for address, reply in zip(self._workers.addresses, replies, strict=True)
-            if reply not in committed
+            addresses[i]: reply for i, reply in zip(there, replies, strict=True) if reply not in committed
         }
-        if errors:
+        if self._lost is not None and committed and all(isinstance(e, OF_LOST_WORKERS) for e in errors.values()):
+            self._lost |= errors
+        elif errors:
             raise self._abort(WorkerFailure("commit", errors))
+        self._leave_out()
         self.seconds["commit"] = time.perf_counter() - start
         return max((reply.pause_seconds or 0.0 for reply in committed), default=0.0)
 
     def abort(self) -> None:
         """Make every worker that answers drop the push. Waits at most `ABORT_SECONDS`."""
         self._abort_everywhere()
+
+    def _leave_out(self) -> None:
+        """Log the lost workers, and tell them to abort the push, without waiting for replies."""
+        for address, error in (self._lost or {}).items():
+            log.warning("worker %s was lost during the push of version %d: %s", address, self.version, error)
+            worker = self._workers.at([self._workers.addresses.index(address)])
+            worker.ask("abort", AbortPush(id=new_id(), push_id=self.push_id), ABORT_SECONDS, None)
 
     def _abort(self, failure: WorkerFailure) -> PushError:
         """Abort at every worker. Return an error that says what each worker serves now."""
@@ -209,7 +239,7 @@ class Transaction:
         error = _kind_of(failure.errors.values())(text)
         # A borrower may also fail because its lender is lost.
         found = [*failure.errors.items(), *zip(self._workers.addresses, replies, strict=True)]
-        error.lost = tuple(dict.fromkeys(address for address, reply in found if isinstance(reply, _OF_LOST_WORKERS)))
+        error.lost = tuple(dict.fromkeys(address for address, reply in found if isinstance(reply, OF_LOST_WORKERS)))
         return error
 
     def _abort_everywhere(self) -> Sequence[PushStatus | TruerollError]:

@@ -18,7 +18,6 @@ limit. A joining thread ends when NCCL has connected the members, or when the co
 from __future__ import annotations
 
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,13 +28,13 @@ from typing import Any
 
 import torch
 
-from trueroll.errors import ConfigError, PushError
+from trueroll.errors import PushError
 
 from ..payload.manifest import MOST_UNDER_WAY, Bucket, CollectiveBackend, CollectiveSource
 from . import gloo, nccl
 from .gloo import c10d
+from .sockets import listen
 
-_BACKLOG = 512
 _JOIN_MARGIN_SECONDS = 1.0
 """Extra time that a join may take beyond its timeout to report its failure."""
 _TURN_SECONDS = 0.02
@@ -68,7 +67,7 @@ class GroupSlots:
         self._host, self._push_id = host, push_id
         self._timeout, self._join_timeout = timedelta(seconds=timeout), timedelta(seconds=join_timeout)
         self._world_size = num_workers + 1
-        listener = _listen(host)
+        listener = listen(host)
         self._port = listener.getsockname()[1]
         self._server: Any = c10d.TCPStore(
             host, self._port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -161,18 +160,6 @@ class NcclReader:
 
     def _new_buffer(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-
-def _listen(host: str) -> socket.socket:
-    """Return a socket that listens only at `host`. The store's own socket would listen on every address."""
-    try:
-        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise ConfigError(f"host: {host!r} is not an address of this machine ({error.strerror}); correct it") from None
-    return listener
 
 
 def _begin_to_join_as_worker(

@@ -30,8 +30,9 @@ class PushPolicy:
     `folder`: the folder of a `disk` push must be inside this folder; any user may own the files. If `folder` is None,
     the worker reads only folders and files that belong to the worker's user and that no other user can write.
 
-    `hosts`: the hosts, in addition to loopback, that may run the store of a collective push: IPs, networks such as
-    10.0.0.0/8, or names. Names are compared as text, without a DNS lookup.
+    `hosts`: the hosts, in addition to loopback, that a worker may connect to: the host of the store of a
+    collective push, and the hosts of the trainer and of the other workers of a relayed push. Each entry is an IP, a
+    network such as 10.0.0.0/8, or a name. Names are compared as text, without a DNS lookup.
 
     `urls`: the URL of a chain of deltas must be one of these URLs, or be below one of these URLs, such as
     s3://bucket/run.
@@ -86,14 +87,14 @@ class PushPolicy:
                 "may write it. The worker's log has the cause"
             ) from None
 
-    def check_host(self, host: str) -> None:
-        """Raise PushError unless a worker may connect to `host` for a push. `host` is an IP or a name. Does no DNS
-        lookup.
+    def check_host(self, host: str, transport: str) -> None:
+        """Raise PushError unless a worker may connect to `host` for a push by `transport`. `host` is an IP or a name.
+        Does no DNS lookup.
         """
         if host == "localhost" or _is_loopback(host) or any(_covers(entry, host) for entry in self.hosts):
             return
         raise PushError(
-            f"collective: the worker may not connect to the host {host!r}, which is not in its push_hosts; start the "
+            f"{transport}: the worker may not connect to the host {host!r}, which is not in its push_hosts; start the "
             "worker with a --push-hosts setting that includes this host, or push from an allowed host"
         )
 

@@ -40,6 +40,7 @@ from ..deltas.places import place_for_worker
 from ..deltas.reader import ChainReader
 from ..payload.adapters import with_adapters
 from ..payload.manifest import (
+    MOST_UNDER_WAY,
     Bucket,
     ChainSource,
     CollectiveSource,
@@ -47,6 +48,7 @@ from ..payload.manifest import (
     DiskSource,
     LentSource,
     Parameters,
+    RelaySource,
     SharedSource,
     own_dtypes,
     spellings_of,
@@ -59,6 +61,7 @@ from ..transports.disk import FolderReader
 from ..transports.ends import Reader
 from ..transports.gloo_reader import GlooReader
 from ..transports.policy import PushPolicy
+from ..transports.relay_reader import RelayReader
 from ..transports.shared import SharedReader
 from .adapters import begin_adapters, merge_adapters
 from .assembly import Assembly, Destination, LendableStagingArea, StagingArea, content_of
@@ -67,7 +70,7 @@ from .events import Broken, Opened, Progress, PushEvent, Reached
 log = logging.getLogger(__name__)
 
 Call: TypeAlias = StageBucket | VerifyPush
-_ReadSource: TypeAlias = CollectiveSource | SharedSource | CudaIpcSource | DiskSource | ChainSource
+_ReadSource: TypeAlias = CollectiveSource | RelaySource | SharedSource | CudaIpcSource | DiskSource | ChainSource
 
 
 def begin_seconds(begin: BeginPush) -> float:
@@ -161,7 +164,8 @@ class Intake:
     """Reads buckets with `reader`, and adds the buckets' pieces to `assembly`. Each piece is written only while
     `writing` permits writes.
 
-    `staged`: called with the size of each bucket that was staged. `num_buckets`: number of staged buckets.
+    `most_under_way`: limit on buckets in flight. `staged`: called with the size of each bucket that was staged.
+    `num_buckets`: number of staged buckets.
     """
 
     def __init__(
@@ -170,27 +174,30 @@ class Intake:
         assembly: Assembly,
         calls: CallQueue,
         writing: Writing,
+        most_under_way: int,
         staged: Callable[[int], None],
     ) -> None:
         self.num_buckets = 0
+        self._most_early = most_under_way - 1
         self._reader, self._assembly = reader, assembly
         self._calls, self._writing, self._staged = calls, writing, staged
-        self._early: StageBucket | None = None
+        self._early: dict[int, StageBucket] = {}
 
     def stage(self, call: StageBucket) -> Iterator[str]:
-        """Stage the bucket of a call. If the call for the next bucket has come early, stage the next bucket too. Yield
+        """Stage the bucket of a call. If the calls for the next buckets have come early, stage these buckets too. Yield
         the id of each finished call.
 
         Raise PushError if buckets come out of order.
         """
-        if self._early is None and call.bucket.index == self.num_buckets + 1:
-            self._early = call  # the previous call was lost with a connection, and will be sent again
+        index = call.bucket.index
+        if len(self._early) < self._most_early and 0 < index - self.num_buckets <= self._most_early:
+            self._early[index] = call  # the previous call was lost with a connection, and will be sent again
             return
         self._take(call.bucket)
         yield call.id
-        if self._early is not None:
-            early, self._early = self._early, None
-            yield from self.stage(early)
+        while (early := self._early.pop(self.num_buckets, None)) is not None:
+            self._take(early.bucket)
+            yield early.id
 
     def finish(self, num_buckets: int) -> None:
         """Add the buckets of a folder, which come without calls. Raise PushError if the push is still incomplete.
@@ -326,7 +333,8 @@ class Receiver(threading.Thread):
                 begin_adapters(begin.adapters, self._weights, staging, self._writing.guarded)
             assembly = Assembly(wanted, staging, begin.base is not None, begin.reject_nonfinite)
             self._answer(begin.id, "begun")
-            intake = Intake(reader, assembly, self._calls, self._writing, lambda size: self._advance("staged", size))
+            most = source.num_slots if isinstance(source, RelaySource) else MOST_UNDER_WAY
+            intake = Intake(reader, assembly, self._calls, writing, most, lambda size: self._advance("staged", size))
             verify = self._take_buckets(intake)
             if verify is None:
                 return
@@ -436,11 +444,14 @@ def _open_source(
     """
     match source:
         case CollectiveSource():
-            policy.check_host(source.host)
+            policy.check_host(source.host, "collective")
             limits = begin.timeout, begin_seconds(begin) + TRAINER_FIRST
             if source.backend == "gloo":
                 return GlooReader(source, begin.push_id, *limits, is_closed)
             return NcclReader(source, begin.push_id, *limits, device, is_closed)
+        case RelaySource():
+            policy.check_host(source.host, "relay")
+            return RelayReader(source, begin.timeout, policy, is_closed)
         case SharedSource():
             return SharedReader(source)
         case CudaIpcSource():

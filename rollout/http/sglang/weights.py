@@ -17,7 +17,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,6 +32,7 @@ from ..wire import answer, read_json
 
 if TYPE_CHECKING:
     from ...publisher.publisher import WeightPublisher
+    from ...publisher.staged import Staged
 
 STAGED_SECONDS = 600.0
 """How long a pulled version waits for its commit. A trainer with several engines commits only after the slowest pull.
@@ -45,18 +46,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "recapture_cuda_graph": (False,),
     "manifest": (),
 }
-
-
-class Staged(Protocol):
-    """A version that all workers have staged and verified."""
-
-    def commit(self) -> object:
-        """Serve the version. Raise PushError if a worker refuses."""
-        ...
-
-    def abort(self) -> None:
-        """Drop the version."""
-        ...
 
 
 class PullFields(Fields):
@@ -158,9 +147,9 @@ class Weights:
 
     def _stage(self, own: PullFields) -> _Pulled:
         """Stage a version. Call this function on a separate thread, because the publisher blocks."""
-        publisher: Any = self._lifecycle.open_publisher(STAGED_SECONDS)
+        publisher = self._lifecycle.open_publisher(STAGED_SECONDS)
         try:
-            staged: Staged = publisher.pull(own.source_dir, own.target_version)
+            staged = publisher.pull(own.source_dir, own.target_version)
         except BaseException:
             publisher.close()
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from serving import WorkerOnThread
 from slime_client import SlimeClient
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
+from weight_sync.deltas.slime import write_delta
 
 from tiny import make_tiny_model
 from trueroll.engine.config import EngineConfig
@@ -118,9 +118,11 @@ def test_the_router_changes_no_bit(fronts: list[Front]) -> None:
         assert answer.status_code == 400 and "lora_path: 'a' is not supported" in answer.text
 
 
-def test_slimes_loop_has_no_mismatch(fronts: list[Front], model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pushes", ["full", "delta"])
+def test_slimes_loop_has_no_mismatch(pushes: str, fronts: list[Front], model: Path, tmp_path: Path) -> None:
     """20 steps of GRPO with slime's calls: rollouts through the router (`sglang_rollout.py`, `generate_rollout_async`),
-    and pushes from a shared folder (`actor_group.py`, `_reload_rollout_weights_from_disk`). The trainer is aligned, so
+    and pushes from a shared folder: checkpoints (`actor_group.py`, `_reload_rollout_weights_from_disk`) or deltas
+    (`update_weight_from_disk_delta.py`). The trainer is aligned, so
     its log-probs are the rollouts' log-probs, bit for bit.
     """
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -128,22 +130,27 @@ def test_slimes_loop_has_no_mismatch(fronts: list[Front], model: Path, tmp_path:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
     first = policy.state_dict()["model.embed_tokens.weight"].clone()
     with router(fronts) as url, ExitStack() as stack, ThreadPoolExecutor(8) as threads:
-        engines = [stack.enter_context(SlimeClient(front.url, url)) for front in fronts]
+        engines = [stack.enter_context(SlimeClient(front.url, url, source=str(tmp_path))) for front in fronts]
+        if pushes == "delta":
+            for engine in engines:
+                engine.pull(0)
         for step in range(NUM_STEPS):
             asked = [(engines[0], prompt, step, index) for prompt in PROMPTS for index in range(GROUP)]
             samples = list(threads.map(lambda each: sample(*each), asked))
             assert {each["weight_version"] for each in samples} == {str(step)}
             drawn, computed, loss = learn(policy, samples)
             assert torch.equal(drawn, computed.detach())
+            before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            folder = tmp_path / f"weight_v{step + 1:06d}"
-            policy.save_pretrained(folder)
+            if pushes == "delta":
+                write_delta(tmp_path, step + 1, before, policy.state_dict())
+            else:
+                policy.save_pretrained(folder := tmp_path / f"weight_v{step + 1:06d}")
             for engine in engines:
-                engine.push_folder(str(folder), step + 1)
+                engine.push(step + 1) if pushes == "delta" else engine.push_folder(str(folder), step + 1)
                 assert engine.version() == str(step + 1)
-            shutil.rmtree(folder)
     assert not torch.equal(policy.state_dict()["model.embed_tokens.weight"], first), "premise: the policy learned"
 
 

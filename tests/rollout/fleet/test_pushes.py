@@ -35,6 +35,7 @@ from trueroll.rollout.fleet import joining as joining_module
 from trueroll.rollout.fleet.hand_over import WeightFolder, hand_over
 from trueroll.rollout.fleet.joining import Joining
 from trueroll.weight_sync.payload.manifest import MANIFEST_FILE
+from trueroll.weight_sync.trainer import sender as sender_module
 
 ANY_KEYS = (None, None)
 
@@ -127,6 +128,7 @@ def test_a_worker_that_is_lost_is_taken_out_of_the_push(
     result = publisher.push(tensors(1.0), 1)
     assert result.left_out == [workers[1].address] and versions(workers) == [1, 0, 1]
     assert phase in workers[1].calls, "it was there when the push began"
+    assert workers[0].calls.count("begin_push") == 1, "the push was not repeated"
     publisher.push(tensors(2.0), 2)
     assert versions(workers) == [2, 2, 2], "it is taken in again if it is still a member"
 
@@ -178,10 +180,25 @@ def test_a_push_that_fails_for_all_leaves_no_worker_out(
     with pytest.raises(PushError, match="NaN"):
         publisher.push(tensors(float("nan")), 1)
     assert versions(workers) == [0, 0, 0]
+    for worker in workers:
+        worker.refuse["verify_push"] = IllegalStateError("worker: gone")
+    with pytest.raises(PushError, match="gone"):
+        publisher.push(tensors(1.0), 1)
+    assert versions(workers) == [0, 0, 0]
+
+
+def test_a_push_in_which_workers_depend_on_each_other_is_repeated_without_a_lost_worker(
+    workers: list[FaultyWorker], publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sender_module, "FAIL_TOGETHER", ("shared",))
+    publisher.connect_fleet(Members(*workers))
+    workers[1].refuse["stage_bucket"] = IllegalStateError("worker: gone")
+    assert publisher.push(tensors(1.0), 1).left_out == [workers[1].address] and versions(workers) == [1, 0, 1]
+    assert workers[0].calls.count("begin_push") == 2, "premise: the push was repeated"
     workers[0].refuse["verify_push"] = IllegalStateError("worker: gone")
     with pytest.raises(PushError, match="gone"):
-        publisher.push(iter(tensors(1.0).items()), 1)
-    assert versions(workers) == [0, 0, 0], "an iterator cannot be read again"
+        publisher.push(iter(tensors(2.0).items()), 2)
+    assert versions(workers) == [1, 0, 1], "an iterator cannot be read again"
 
 
 def join(

@@ -90,7 +90,7 @@ def test_bits_are_equal_after_twenty_optimizer_steps(folders: dict[str, Path], t
         assert whole.num_bytes > 2 * pushed.num_bytes
 
 
-@pytest.mark.parametrize("transport", ["collective", "disk"])
+@pytest.mark.parametrize("transport", ["collective", "relay", "disk"])
 def test_every_transport_brings_adapters(
     llama: tuple[Engine, str], folders: Any, tmp_path: Path, transport: str
 ) -> None:

@@ -178,7 +178,7 @@ HOSTS = ("10.0.0.0/8", "192.168.1.5", "fd00::/8", "trainer.lan", "172.16.3.4/24"
     ["127.0.0.1", "127.9.9.9", "::1", "localhost", "10.1.2.3", "192.168.1.5", "fd12::1", "trainer.lan", "172.16.3.9"],
 )
 def test_a_host_that_is_allowed(host: str) -> None:
-    PushPolicy(hosts=HOSTS).check_host(host)
+    PushPolicy(hosts=HOSTS).check_host(host, "relay")
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_a_host_that_is_allowed(host: str) -> None:
 )
 def test_a_host_that_is_not_allowed(host: str) -> None:
     with pytest.raises(PushError, match="not in its push_hosts; .*--push-hosts"):
-        PushPolicy(hosts=HOSTS).check_host(host)
+        PushPolicy(hosts=HOSTS).check_host(host, "relay")
 
 
 def test_without_hosts_loopback_is_allowed_and_nothing_else() -> None:
-    PushPolicy().check_host("127.0.0.1")
+    PushPolicy().check_host("127.0.0.1", "relay")
     with pytest.raises(PushError):
-        PushPolicy().check_host("10.1.2.3")
+        PushPolicy().check_host("10.1.2.3", "relay")
 
 
 @pytest.mark.parametrize("entry", ["10.0.0.0/33", "10.0.0/8", "trainer.lan/24", "/", "fd00::/129", " 10.0.0.0/8"])

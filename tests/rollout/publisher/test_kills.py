@@ -34,7 +34,7 @@ from trueroll.rollout.protocol import PushProgress
 from .forwarder import Fault, Forwarder
 from .trainer_process import BUCKET_BYTES, large_adapter
 
-TRANSPORTS = ("shared", "collective", "disk", "delta")
+TRANSPORTS = ("shared", "collective", "relay", "disk", "delta")
 WITHOUT_BUCKETS = ("disk", "delta")
 PHASES = ("begin", "stage", "verify", "commit")
 SHARES = place_to_lend() is not None

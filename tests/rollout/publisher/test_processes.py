@@ -6,12 +6,16 @@ import json
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_engine import SHAPES
+from forked import workers_are_forked
 from matrix import thinned
 from serving import fake_process
 
@@ -20,7 +24,7 @@ from trueroll.weight_sync.payload.manifest import checksum
 from trueroll.weight_sync.payload.tensors import raw_bytes
 from trueroll.weight_sync.trainer import sender as sender_module
 
-TRANSPORTS = ("shared", "collective", "disk")
+TRANSPORTS = ("shared", "collective", "relay", "disk")
 SECONDS = 60
 BUCKET_BYTES = 256
 """Small buckets, so that a push takes several buckets."""
@@ -55,6 +59,36 @@ def test_workers_in_other_processes_serve_pushed_weights(
                 assert_serves(second, version)
 
 
+def test_workers_killed_during_a_relayed_push_are_left_out_and_the_rest_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """First the middle of a chain is killed, then the end of the chain."""
+    monkeypatch.setattr(sender_module, "BUCKET_BYTES", {"relay": BUCKET_BYTES})
+    with workers_are_forked(), ExitStack() as stack:
+        workers = [stack.enter_context(fake_process()) for _ in range(3)]
+
+        def killing(worker: WorkerProcess, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+            *first, last = trainer_tensors(seed).items()
+            yield from first
+            with RolloutClient(worker.address, timeout=SECONDS) as client:
+                while not ((push := client.health().push) and push.bytes_staged):
+                    time.sleep(0.01)
+            worker.kill()
+            yield last
+
+        with WeightPublisher("relay", timeout=SECONDS, on_lost="skip") as publisher:
+            publisher.connect([worker.address for worker in workers])
+            first, middle, last = workers
+            result = publisher.push(killing(middle, 1), 1)
+            assert result.left_out == [middle.address] and result.total_seconds < SECONDS / 2
+            for worker in (first, last):
+                assert_serves(worker, 1)
+            publisher.connect([first.address, last.address])
+            assert publisher.push(killing(last, 2), 2).left_out == [last.address]
+            assert_serves(first, 2)
+            assert publisher.stale_workers() == [last.address]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -70,7 +104,7 @@ from trueroll.errors import PushError
 from trueroll.rollout import WeightPublisher
 from trueroll.weight_sync.trainer import sender as sender_module
 
-sender_module.BUCKET_BYTES = dict(shared=256, collective=256)
+sender_module.BUCKET_BYTES = dict(shared=256, collective=256, relay=256)
 rank, port, transport, folder, address, shapes = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=2)
 mesh = init_device_mesh("cpu", (2,))

@@ -25,7 +25,14 @@ from serving import FaultyWorker, RawClient
 from weight_sync.transports.gloo_push import warm_up
 from weight_sync.transports.stand_ins import CudaLibrary, NcclGroup, gpu, host_tensor_at
 
-from trueroll.errors import ConfigError, ForbiddenError, IllegalStateError, PushError, VersionGapError
+from trueroll.errors import (
+    ConfigError,
+    ForbiddenError,
+    IllegalStateError,
+    PushError,
+    VersionGapError,
+    WorkerFailedError,
+)
 from trueroll.rollout import PushResult, WeightPublisher, protocol
 from trueroll.rollout.config import WorkerConfig
 from trueroll.rollout.network.router import Peer
@@ -37,13 +44,15 @@ from trueroll.weight_sync.trainer.transaction import Transaction
 from trueroll.weight_sync.transports import cuda_ipc as cuda_ipc_module
 from trueroll.weight_sync.transports import gpu as gpu_module
 from trueroll.weight_sync.transports import nccl as nccl_module
+from trueroll.weight_sync.transports.relay_reader import RelayReader
 from trueroll.weight_sync.transports.shared import SharedSlots
 
 SHAPES = {"embed.weight": (100, 8), "a.weight": (33, 40), "norm.weight": (40,), "conv.weight": (16, 2, 3)}
 TIED = {"head.weight": "embed.weight"}
-TRANSPORTS = ("shared", "collective", "disk")
+TRANSPORTS = ("shared", "collective", "relay", "disk")
 PHASES = ("weights", "begin_push", "stage_bucket", "verify_push", "commit_push")
 STEPS = [(way, phase) for way in TRANSPORTS for phase in PHASES if (way, phase) != ("disk", "stage_bucket")]
+INDEPENDENT_STEPS = [(way, phase) for way, phase in STEPS if way != "collective" and phase != "weights"]
 BUCKET_BYTES = 1024
 
 
@@ -163,7 +172,9 @@ def test_a_module_an_iterator_and_odd_strides_are_accepted(cluster: Cluster) -> 
         assert serves(worker, dict(module.state_dict()), publisher.push(module.named_parameters(), 4))
 
 
-@pytest.mark.parametrize("transport,is_sparse", [(way, False) for way in TRANSPORTS] + [("shared", True)])
+@pytest.mark.parametrize(
+    "transport,is_sparse", [(way, False) for way in TRANSPORTS] + [("shared", True), ("relay", True)]
+)
 def test_a_parameter_travels_in_its_own_dtype(cluster: Cluster, transport: str, is_sparse: bool) -> None:
     own = {"norm.weight": "float32", "a.weight": "float32"}
     worker = cluster.start(weights=FakeWeights(SHAPES, tied=TIED, dtypes=own))
@@ -481,7 +492,9 @@ def test_lent_memory_needs_whole_weights_and_the_same_kin(cluster: Cluster) -> N
 # Restarted workers.
 
 
-@pytest.mark.parametrize(("transport", "sparse"), [("shared", True), ("collective", True), ("disk", False)])
+@pytest.mark.parametrize(
+    ("transport", "sparse"), [("shared", True), ("collective", True), ("relay", True), ("disk", False)]
+)
 def test_a_restarted_worker_gets_the_next_push_whole_and_is_logged(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, transport: str, sparse: bool
 ) -> None:
@@ -669,10 +682,10 @@ def test_losing_all_workers_is_an_error(cluster: Cluster) -> None:
             publisher.push(trainer_tensors(2), 2)
 
 
-def test_a_worker_lost_during_a_push_fails_only_that_push(cluster: Cluster) -> None:
+def test_a_worker_lost_during_a_collective_push_fails_only_that_push(cluster: Cluster) -> None:
     dying, living = cluster.start(), cluster.start()
     tensors = trainer_tensors(1)
-    with cluster.publisher(on_lost="skip", timeout=2.0) as publisher:
+    with cluster.publisher("collective", on_lost="skip", timeout=2.0) as publisher:
         first = publisher.push(tensors, 1)
         dying.mute = {"verify_push"}
         with pytest.raises(PushError, match=f"at verify, worker {dying.address} failed"):
@@ -681,6 +694,57 @@ def test_a_worker_lost_during_a_push_fails_only_that_push(cluster: Cluster) -> N
         lose(cluster, publisher, dying)
         result = publisher.push(trainer_tensors(2), 2)
         assert result.left_out == [dying.address] and serves(living, trainer_tensors(2), result)
+
+
+@pytest.mark.parametrize(("transport", "phase"), INDEPENDENT_STEPS)
+def test_a_push_continues_without_a_lost_worker(cluster: Cluster, transport: str, phase: str) -> None:
+    workers = [cluster.start() for _ in range(3)]
+    tensors = trainer_tensors(1)
+    pairs = iter(tensors.items())  # can be read only once, so the push cannot be repeated
+    with cluster.publisher(transport, on_lost="skip", timeout=4.0) as publisher:  # a relay's silence takes a part of it
+        workers[1].refuse[phase] = WorkerFailedError("worker: gone")
+        result = publisher.push(pairs, 1)
+        assert result.left_out == publisher.stale_workers() == [workers[1].address]
+        assert workers[1].engine.weight_version == 0 and phase in workers[1].calls
+        assert all(serves(worker, tensors, result) for worker in (workers[0], workers[2]))
+        result = publisher.push(tensors, 2)
+        assert result.left_out == [] and all(serves(worker, tensors, result) for worker in workers)
+        for worker in workers:
+            worker.refuse[phase] = WorkerFailedError("worker: gone")
+        with pytest.raises(PushError, match="worker: gone"):
+            publisher.push(tensors, 3)
+
+
+@pytest.mark.parametrize("on_lost", ["skip", "raise"])
+def test_a_worker_that_gets_no_bytes_is_lost(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, on_lost: str) -> None:
+    follow = RelayReader._follow
+
+    def follow_unless_cut_off(self: RelayReader, member: Any, *args: Any) -> None:
+        if self._source.position == 1:
+            raise OSError("no route to host")
+        follow(self, member, *args)
+
+    monkeypatch.setattr(RelayReader, "_follow", follow_unless_cut_off)
+    workers, tensors = [cluster.start() for _ in range(3)], trainer_tensors(1)
+    with cluster.publisher("relay", on_lost=on_lost, timeout=4.0) as publisher:
+        if on_lost == "raise":
+            with pytest.raises(
+                PushError, match=f"worker {workers[1].address} failed: relay: cannot receive .*no route"
+            ):
+                publisher.push(tensors, 1)
+            return
+        result = publisher.push(tensors, 1)
+        assert result.left_out == [workers[1].address]
+        assert all(serves(worker, tensors, result) for worker in (workers[0], workers[2]))
+
+
+@pytest.mark.parametrize("transport", ["shared", "relay"])
+def test_a_lost_worker_does_not_hide_a_fault_of_the_push(cluster: Cluster, transport: str) -> None:
+    workers = [cluster.start() for _ in range(2)]
+    with cluster.publisher(transport, on_lost="skip", timeout=4.0) as publisher:
+        workers[0].refuse["stage_bucket"] = WorkerFailedError("worker: gone")
+        with pytest.raises(PushError, match=f"worker {workers[1].address} failed: .*expected finite values"):
+            publisher.push(trainer_tensors() | {"a.weight": torch.full((33, 40), torch.nan)}, 1)
 
 
 def test_a_worker_that_computes_for_long_or_is_stopped_for_a_moment_is_not_lost(cluster: Cluster) -> None:
