@@ -87,7 +87,7 @@ class Control:
         """Stop generating until `/continue_generation`."""
         own = checked(PauseFields, given(read_json(request), set(), {}))
         if own.mode == "in_place":
-            expected = "'abort' or 'retract', because requests never continue with the KV cache of earlier weights"
+            expected = "'abort' or 'retract'; to keep the KV of running requests, set in_flight in /update_weights"
             raise unsupported("mode", expected, own.mode)
         await self._client.pause()
         if own.mode == "abort":

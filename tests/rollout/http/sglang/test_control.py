@@ -125,7 +125,7 @@ def test_a_pause_ends_or_keeps_running_requests(front: Front, fake: FakeEngine, 
     assert front.post("/continue_generation", {}).status_code == 200
     assert kept.result().json()["output_ids"] == TOKENS
     refused = front.post("/pause_generation", {"mode": "in_place"})
-    assert refused.status_code == 400 and "never continue with the KV cache" in error_of(refused)["message"]
+    assert refused.status_code == 400 and "set in_flight in /update_weights" in error_of(refused)["message"]
     assert front.get("/is_paused").json() == {"is_paused": False}
 
 
