@@ -44,7 +44,7 @@ class Conversation(vf.Env[vf.SingleAgentEnvConfig]):
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
-    """A harness that runs in this process and sends one request per turn."""
+    """A harness that runs in this process and sends one request per turn. `trace.info["answers"]` has the answers."""
 
     SUPPORTS_RESUME = True
     EXECUTES_CODE = False
@@ -62,6 +62,7 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     ) -> ProgramResult:
         prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else data.prompt or []
         messages: list[Any] = [message_to_wire(message) for message in prompt]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            await client.chat.completions.create(model=ctx.model, messages=messages)
+        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=2) as client:
+            answer = await client.chat.completions.create(model=ctx.model, messages=messages)
+        trace.info.setdefault("answers", []).append(answer)
         return ProgramResult(0, "", "")

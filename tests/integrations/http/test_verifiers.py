@@ -1,4 +1,6 @@
-"""verifiers' own rollouts with its training client, which requests `/inference/v1/generate`."""
+"""verifiers' own rollouts: with its training client, which requests `/inference/v1/generate`, and with its client for
+evaluation in sessions.
+"""
 
 # pyright: reportMissingImports=false
 
@@ -9,10 +11,15 @@ import importlib
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
+import openai
 import pytest
+import requests
 import verifiers.v1 as vf
+from cutting_proxy import cutting_proxy
+from exported_samples import assert_continued, assert_same_bits, assert_scored
 from http_fronts import Front
 from renderers import Qwen3RendererConfig
 from verifiers.v1.runtimes import subprocess
@@ -21,6 +28,8 @@ from verifiers_env import QUESTIONS, REPLIES, Conversation
 from trueroll.rollout import RolloutClient, SamplingParams, WorkerProcess
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
+GUIDE = Path(__file__).parents[3] / "docs" / "agents.md"
+GUIDE_REASON = '<!--- skip: next "make test-clients runs this block with verifiers" -->'
 STOPS = [301, 302]
 """`<|im_end|>` and `<|endoftext|>`, at which verifiers ends an answer."""
 SAMPLING: dict[str, Any] = dict(temperature=1.0, max_tokens=48)
@@ -34,10 +43,14 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "CACHE_DIR", tmp_path)
 
 
+def make_env(kind: type[vf.Env[Any]]) -> vf.Env[Any]:
+    seat: Any = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}
+    return kind(vf.SingleAgentEnvConfig(taskset={"id": "verifiers_env"}, agent=seat))  # type: ignore[arg-type]
+
+
 def run_episode(kind: type[vf.Env[Any]], front: Front, model: Path) -> vf.Branch:
     """Run one episode of the environment on its first question, and return its branch."""
-    seat: Any = {"harness": {"id": "verifiers_env"}, "runtime": {"type": "subprocess"}}
-    env = kind(vf.SingleAgentEnvConfig(taskset={"id": "verifiers_env"}, agent=seat))  # type: ignore[arg-type]
+    env = make_env(kind)
     client = vf.TrainClientConfig(
         base_url=f"{front.url}/v1",
         api_key_var="NO_KEY",
@@ -72,7 +85,7 @@ def turns_of(branch: vf.Branch) -> list[tuple[list[int], list[int], list[float]]
     return turns
 
 
-def assert_same_bits(turns: list[tuple[list[int], list[int], list[float]]], client: RolloutClient) -> None:
+def assert_clients_bits(turns: list[tuple[list[int], list[int], list[float]]], client: RolloutClient) -> None:
     params = SamplingParams(**SAMPLING, stop_token_ids=tuple(STOPS), top_logprobs=1)
     for prompt, completion, logprobs in turns:
         [group] = client.generate([prompt], params, seed=SEED)
@@ -87,7 +100,7 @@ def test_a_question_gets_the_tokens_and_log_probs_of_the_client(
 ) -> None:
     turns = turns_of(run_episode(vf.SingleAgentEnv, front, chat_model))
     assert len(turns) == 1 and len(turns[0][1]) > 1
-    assert_same_bits(turns, client)
+    assert_clients_bits(turns, client)
 
 
 def test_a_conversation_continues_with_the_sampled_tokens_and_hits_the_cache(
@@ -104,7 +117,7 @@ def test_a_conversation_continues_with_the_sampled_tokens_and_hits_the_cache(
         assert later[: len(prompt) + len(completion)] == prompt + completion
     # Only whole blocks are cached. The last token of an answer was never an input, so that token is not cached.
     assert hits == sum((len(prompt) + len(completion) - 1) // BLOCK * BLOCK for prompt, completion, _ in turns[:-1])
-    assert_same_bits(turns, client)
+    assert_clients_bits(turns, client)
 
 
 def test_the_guides_program_trains_on_episodes_with_the_bits_of_the_worker(
@@ -123,3 +136,62 @@ def test_the_guides_program_trains_on_episodes_with_the_bits_of_the_worker(
     assert [(step, worst) for step, _, _, worst in steps] == [("0", "0.0"), ("1", "0.0")]
     assert all(0 < float(reward) < 1 and float(norm) > 0 for _, reward, norm, _ in steps), "premise: it trains"
     assert before is not None and client.health().weight_version == before + 2
+
+
+def begin(front: Front) -> str:
+    """Begin a session, and return its path."""
+    answer = front.post("/sessions", dict(seed=SEED, sampling_params=dict(temperature=1.0)))
+    assert answer.status_code == 200, answer.text
+    return f"/sessions/{answer.json()['session_id']}"
+
+
+def samples_of(front: Front, session: str) -> list[dict[str, Any]]:
+    return front.get(f"{session}/samples").json()["samples"]
+
+
+def texts_of(trace: vf.Trace) -> list[Any]:
+    [branch] = trace.branches
+    return [message.content for message in branch.messages]
+
+
+def test_a_group_in_one_session_is_a_sample_for_each_episode(front: Front, client: RolloutClient) -> None:
+    env, session = make_env(Conversation), begin(front)
+    config = vf.EvalClientConfig(base_url=f"{front.url}{session}/v1", api_key_var="NO_KEY")
+    sampling: dict[str, Any] = dict(max_tokens=16, logprobs=True, return_token_ids=True)
+    context = vf.ModelContext("any", config, vf.SamplingConfig(**sampling))
+
+    async def run() -> list[vf.Episode]:
+        async with env.serving():
+            slots = env.slots(next(iter(env.taskset)), 3)
+            return await asyncio.gather(*(env.run_slot(slot, context) for slot in slots))
+
+    episodes = asyncio.run(run())
+    assert [(episode.errors, [trace.errors for trace in episode.traces]) for episode in episodes] == [([], [[]])] * 3
+    samples, traces = samples_of(front, session), [trace for episode in episodes for trace in episode.traces]
+    assert len(samples) == len(traces)
+    by_texts = {tuple(message["content"] for message in sample["messages"]): sample for sample in samples}
+    assert len(by_texts) == len(samples), "premise: the model drew different answers"
+    for trace in traces:
+        sample = by_texts[tuple(texts_of(trace))]
+        assert_continued(sample, trace.info["answers"])
+        assert_scored(sample, client)
+
+
+def test_the_block_of_the_agents_guide_keeps_its_tokens_if_connections_break(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.0)
+    [program] = re.findall(rf"{re.escape(GUIDE_REASON)}\n\n```python\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
+    found: dict[str, Any] = {"requests": requests}
+    exec(compile(program, str(GUIDE), "exec", dont_inherit=True), found)
+    env, sessions = make_env(Conversation), [begin(front) for _ in range(2)]
+    address = urlsplit(front.url)
+    assert address.hostname is not None and address.port is not None
+    with cutting_proxy((address.hostname, address.port)) as proxy:
+        urls = [front.url + sessions[0], f"http://127.0.0.1:{proxy.port}{sessions[1]}"]
+        asyncio.run(found["run_episodes"](env, next(iter(env.taskset)), urls))
+    assert proxy.num_cut == 1 + len(REPLIES)
+    [sample], [cut] = (samples_of(front, session) for session in sessions)
+    assert len(sample["turns"]) == 1 + len(REPLIES) and 0 < sample["reward"] <= 1
+    assert cut["reward"] == sample["reward"]
+    assert_same_bits(cut, sample)

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
+from cutting_proxy import cutting_proxy
+from exported_samples import assert_same_bits, assert_scored
 from http_fronts import Front
 
 from trueroll.rollout import RolloutClient
 
-from .cutting_proxy import cutting_proxy
+from .counting_env import serve_counting
 from .programs import AGENTS, TEXTS, Agent, Tool, quick_retries
 
 PAGE = Path(__file__).parents[3] / "docs" / "agents.md"
+REASON = "make test-agents runs the blocks of this page with the packages"
+"""Why tests/test_snippets.py does not run the blocks that these tests run."""
 SEED = 8
 """With this seed the tool succeeds and fails in all agents."""
 LONG, SHORT = 12_000, 32
@@ -48,28 +51,6 @@ def talk(agent: Agent, front: Front, url: str, streams: bool = False) -> tuple[d
     return sample, tool
 
 
-def assert_same_bits(sample: dict[str, Any], other: dict[str, Any]) -> None:
-    assert sample["token_ids"] == other["token_ids"] and sample["mask"] == other["mask"]
-    assert bits(sample["logprobs"]) == bits(other["logprobs"])
-
-
-def bits(logprobs: list[float]) -> bytes:
-    return np.array(logprobs, np.float64).tobytes()
-
-
-def assert_scored(sample: dict[str, Any], client: RolloutClient) -> None:
-    """The worker computes the same log-probs for the tokens of the sample as one sequence."""
-    [score] = client.score([sample["token_ids"]], 1.0)
-    mask = np.array(sample["mask"]) == 1
-    expected = np.concatenate((np.zeros(1, np.float32), score.logprobs)).astype(np.float64)
-    assert bits(sample["logprobs"]) == np.where(mask, expected, 0.0).tobytes()
-    assert len(sample["turns"]) > len(TEXTS), "premise: the agent gave results of tools"
-    drawn = np.zeros_like(mask)
-    for turn in sample["turns"]:
-        drawn[turn["start"] : turn["end"]] = True
-    assert (drawn == mask).all()
-
-
 @pytest.fixture(scope="module")
 def undisturbed(front: Front) -> Callable[[str], tuple[dict[str, Any], Tool]]:
     """Return a function that returns the sample and the tool of an agent that nothing disturbs."""
@@ -82,6 +63,7 @@ def test_an_agent_keeps_its_tokens(name: str, undisturbed: Any, front: Front, cl
     assert {True, False} == set(tool.outcomes), "premise: the tool succeeds and fails"
     results = [message["content"] for message in sample["messages"] if message["role"] == "tool"]
     assert [result.isdecimal() for result in results] == tool.outcomes
+    assert len(sample["turns"]) > len(TEXTS), "premise: the agent gave results of tools"
     assert_scored(sample, client)
     streamed, _ = talk(AGENTS[name], front, front.url, streams=True)
     assert_same_bits(streamed, sample)
@@ -113,13 +95,15 @@ def test_a_cancelled_stream_leaves_nothing(name: str, front: Front) -> None:
 
 
 def test_the_programs_of_the_guide_run(front: Front, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    blocks = re.findall(rf"^<!--- skip: next \"{REASON}\" -->\n\n```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     found: dict[str, Any] = {"__name__": "guide"}
-    for block in blocks:
-        program = block.replace("http://127.0.0.1:8000", front.url)
-        exec(compile(program, str(PAGE), "exec", dont_inherit=True), found)
+    with serve_counting() as env_url:
+        for block in blocks:
+            program = block.replace("http://127.0.0.1:8000", front.url).replace("http://127.0.0.1:8001", env_url)
+            exec(compile(program, str(PAGE), "exec", dont_inherit=True), found)
     printed = capsys.readouterr().out
-    assert len(blocks) == 5
+    assert len(blocks) == 6
+    assert found["result"].done and found["result"].reward > 0
     [sample] = found["samples"]
     assert sample["reward"] == 1.0 and len(sample["turns"]) > 1, "premise: the model called the tool"
     assert printed.endswith(f"\n{len(sample['token_ids'])} {sum(sample['mask'])} 1.0\n")
