@@ -184,7 +184,7 @@ def audit_folder(
     aligned.
     """
     dtype = dtype_named(str((client.health().engine or {}).get("dtype")))
-    loaded = _load(resolve_model(model), dtype)
+    loaded = load_trainer(resolve_model(model), dtype)
     most = loaded.config.get_text_config().vocab_size
     prompts = prompts or [[i % most for i in range(3, 3 + length)] for length in (4, 16, 64)]
     align(loaded, pieces=(client.health().engine or {}).get("pieces"))
@@ -195,7 +195,7 @@ def audit_folder(
     return audits
 
 
-def _load(folder: Path, dtype: torch.dtype) -> Any:
+def load_trainer(folder: Path, dtype: torch.dtype) -> Any:
     """Load a checkpoint as a model of transformers in `dtype`. Tensors that a worker always holds in float32, such as a
     router's correction bias, stay float32. For some model families, transformers alone would round these tensors.
     """

@@ -198,6 +198,7 @@ WEIGHT_SYNC = {
 ROLLOUT = {
     "__init__": {"protocol", "images", "client", "fleet", "publisher", "auditing", "sessions", "text"},
     "auditing": {"protocol", "client"},
+    "foreign": {"auditing", "foreign"},
     "config": set(),
     "logs": set(),
     "protocol": {"protocol"},
@@ -232,6 +233,7 @@ ROLLOUT = {
     | {"images", "tracing"},
     "tools": {
         "auditing",
+        "foreign",
         "config",
         "logs",
         "protocol",

@@ -339,12 +339,35 @@ def top(
         watch(client, interval, Console())
 
 
+def _is_http(address: str) -> bool:
+    return address.startswith(("http://", "https://"))
+
+
+def _check_audited(address: str) -> str:
+    return address if _is_http(address) else check_worker(address)
+
+
+def _audit_engine(model: str, url: str, plot: Path | None) -> None:
+    from ..foreign.audit import audit_engine
+    from .pictures import plot_conditions
+
+    found = audit_engine(model, url)
+    if plot is not None:
+        plot_conditions(found, f"{found.server}, trainer in {found.dtype}", plot)
+    typer.echo(printable(str(found), kept=LINES))
+    _exit_unless(not found.causes)
+
+
 @app.command()
 def audit(
     model: Model,
     address: Annotated[
         str,
-        typer.Argument(metavar="ADDRESS", help="A worker's ipc://... or tcp://...", callback=check_worker),
+        typer.Argument(
+            metavar="ADDRESS",
+            help="A worker's ipc://... or tcp://..., or the http://HOST:PORT of vLLM, SGLang or `trueroll http`.",
+            callback=_check_audited,
+        ),
     ],
     plot: Annotated[
         Path | None,
@@ -360,13 +383,17 @@ def audit(
     """Load MODEL on this machine as an aligned trainer, compare the trainer's log-probs with a worker's log-probs, and
     explain differences.
 
-    Exits with 1 if any bit differs.
+    For a worker, exits with 1 if any bit differs. The engine of an HTTP server is audited on cache misses and hits,
+    alone and in company of other requests, and the command exits with 1 if it finds a cause of differences.
     """
     from ..client.client import RolloutClient
     from .pictures import check_can_plot, describe_worker, plot_differences
 
     if plot is not None:
         check_can_plot()
+    if _is_http(address):
+        _audit_engine(model, address, plot)
+        return
     contact(address, WORKER_SECONDS)
     from ..auditing import audit_folder
 

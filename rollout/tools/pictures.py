@@ -14,6 +14,7 @@ from trueroll.errors import ConfigError
 if TYPE_CHECKING:  # these modules import torch
     from ..auditing import Audit
     from ..client.client import RolloutClient
+    from ..foreign.audit import EngineAudit
 
 TITLE_WIDTH = 80
 """Characters of a line of a title."""
@@ -49,6 +50,30 @@ def plot_differences(audits: Sequence[Audit], title: str, file: Path) -> None:
     axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
     axes.set_xlabel("token of the sample")
     axes.set_ylabel("trainer's log-prob - worker's (nats)")
+    figure.legend(loc="outside lower center")
+    figure.savefig(file, format="png")
+
+
+def plot_conditions(audit: EngineAudit, title: str, file: Path) -> None:
+    """Write a PNG with one dot for each token of an audit of any engine, in one column per condition. The dot shows the
+    token's position in the sample, and the trainer's log-prob minus the engine's log-prob, in nats.
+
+    Infinite differences are left out.
+    """
+    figure, axes = _figure(10, 4)
+    for trainer, color, order in (("plain", "C1", 2), ("aligned", "C0", 3)):
+        distances = [getattr(each, trainer) for each in audit.conditions]
+        places, values = list[float](), list[float]()
+        for column, distance in enumerate(distances):
+            for sample in distance.values:
+                places += [column + 0.8 * i / len(sample) for i in range(len(sample))]
+                values += sample.tolist()
+        name = {"plain": "transformers", "aligned": "aligned trainer"}[trainer]
+        label = f"{name}: {sum(each.num_different for each in distances)} of {len(values)} differ"
+        axes.scatter(places, values, s=6, color=color, label=label, zorder=order)
+    axes.set_title(textwrap.fill(title, TITLE_WIDTH), fontsize="medium")
+    axes.set_xticks([i + 0.4 for i in range(len(audit.conditions))], [each.name for each in audit.conditions])
+    axes.set_ylabel("trainer's log-prob - engine's (nats)")
     figure.legend(loc="outside lower center")
     figure.savefig(file, format="png")
 

@@ -1,0 +1,214 @@
+"""`trueroll audit MODEL URL`: how far an engine behind an HTTP server is from a trainer, token by token, and why.
+
+The same requests are sent under five conditions: as misses of the prefix cache and alone, once more so, as hits alone,
+as misses in company of other requests, and as hits in company. Every prompt is sampled greedily and at a temperature.
+A miss is the same prompt with a new cache salt. So an audit flushes nothing, and other users of the server keep their
+cache. The log-probs of each condition are compared with the trainer's, and greedy samples with those of the first
+condition.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from trueroll.errors import ConfigError
+
+from .causes import Cause, Change, compare, find_causes, judge
+from .engines import Ask, Drawn, Engine, find_engine
+from .trainer import DTYPES, DistributionName, Sampled, Trainer
+from .wire import Wire
+
+MAX_TOKENS = 24
+TEMPERATURE, TOP_K = 0.7, 5
+"""So few tokens that the filter clearly changes log-probs."""
+PROMPT_LENGTHS = (40, 150, 280)
+"""Two are longer than a block of the engines' caches (16 tokens in vLLM, 128 in its CPU build), so that hits occur."""
+NUM_OTHERS = 8
+"""Number of further requests that keep the audited requests company."""
+MISS, AGAIN, HIT = "miss, alone", "miss, alone, again", "hit, alone"
+MISS_IN_COMPANY, HIT_IN_COMPANY = "miss, in company", "hit, in company"
+_TOLD: dict[DistributionName, str] = {
+    "raw": "at temperature 1, whatever the request's",
+    "temperature": "at the request's temperature",
+    "processed": "at the request's temperature, after its filters",
+}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Differences between a trainer's log-probs and the engine's. `values`: trainer - engine for each sample, float32
+    [tokens]; NaN is replaced with infinity.
+    """
+
+    values: tuple[np.ndarray, ...] = field(repr=False)
+
+    @property
+    def num_different(self) -> int:
+        return int(np.count_nonzero(np.concatenate(self.values)))
+
+    def __str__(self) -> str:
+        sizes = np.abs(np.concatenate(self.values))
+        return f"{self.num_different} of {len(sizes)} differ (largest {sizes.max():.3g}, mean {sizes.mean():.3g})"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The requests under one condition. `num_cached`: number of prompt tokens that came from the prefix cache; None if
+    the engine does not tell. `change`: the difference of greedy samples from the condition `MISS`.
+    """
+
+    name: str
+    aligned: Distance
+    plain: Distance
+    num_cached: int | None
+    change: Change
+
+
+@dataclass(frozen=True)
+class EngineAudit:
+    """The result of `audit_engine`.
+
+    `server`: the engine and its model. `dtype`: the dtype of the trainer in `conditions`: the engine's dtype as far as
+    the differences tell, otherwise the checkpoint's. `distribution`: that of the engine's log-probs.
+    """
+
+    server: str
+    dtype: str
+    distribution: DistributionName
+    conditions: tuple[Condition, ...]
+    causes: tuple[Cause, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.server}: log-probs {_TOLD[self.distribution]}; trainer in {self.dtype}"]
+        for each in self.conditions:
+            cached = "" if each.num_cached is None else f"; {each.num_cached} cached prompt tokens"
+            change = "" if each.name == MISS else f"; against {MISS}: {each.change}"
+            lines.append(f"{each.name}: aligned {each.aligned}, transformers {each.plain}{cached}{change}")
+        told = [f"- {cause.name}: {cause.text}" for cause in self.causes]
+        return "\n".join([*lines, *(told or ["No cause of differences was found."])])
+
+
+def audit_engine(
+    model: str, url: str, prompts: Sequence[Sequence[int]] | None = None, max_tokens: int = MAX_TOKENS
+) -> EngineAudit:
+    """Compare the engine behind `url` with the checkpoint `model`, as a trainer loads it on this machine.
+
+    `prompts`: by default, prompts of consecutive low token ids of the lengths `PROMPT_LENGTHS`. Raise ConfigError for a
+    URL or a server that is not supported, and if the engine ignores salts, so that misses are hits. Raise
+    UnavailableError or ProtocolError if the server does not answer as its documentation says, ModelError or
+    AlignmentError for a checkpoint that cannot be loaded or aligned.
+    """
+    engine, trainer = find_engine(Wire(url)), Trainer(model)
+    asks = _asks(prompts or _prompts(engine, trainer, max_tokens), max_tokens)
+    found = _sample_all(engine, asks, trainer.vocab_size)
+    if any(drawn.num_cached for name in (MISS, AGAIN, MISS_IN_COMPANY) for drawn in found[name]):
+        raise ConfigError(
+            f"address: the {engine.kind} server at {url} has cache hits for requests with new salts; a release that "
+            "knows cache_salt (vLLM) or extra_key (SGLang) is needed to tell hits from misses"
+        )
+    return _compare(f"{engine.kind} ({engine.model})", trainer, asks, found)
+
+
+def _prompts(engine: Engine, trainer: Trainer, max_tokens: int) -> list[list[int]]:
+    longest = min(engine.max_model_len or trainer.max_len, trainer.max_len) - max_tokens
+    if longest < 1:
+        raise ConfigError(f"the engine's longest sequence is too short for {max_tokens} new tokens; serve a longer one")
+    lengths = [min(length, longest) for length in PROMPT_LENGTHS]
+    return [[(start + i) % trainer.vocab_size for i in range(length)] for start, length in enumerate(lengths, 3)]
+
+
+def _asks(prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Ask]:
+    """Return a greedy request and a request at `TEMPERATURE` for each prompt, without salts."""
+    kinds = (0.0, -1), (TEMPERATURE, TOP_K)
+    return [
+        Ask(tuple(prompt), max_tokens, temperature, top_k, "", seed)
+        for seed, prompt in enumerate(prompts)
+        for temperature, top_k in kinds
+    ]
+
+
+def _sample_all(engine: Engine, asks: Sequence[Ask], vocab_size: int) -> dict[str, list[Drawn]]:
+    """Send the requests under each condition, and return their samples. Hits follow the misses with the same salts."""
+
+    def alone(salted: Sequence[Ask]) -> list[Drawn]:
+        return [engine.sample(ask) for ask in salted]
+
+    def in_company(salted: Sequence[Ask]) -> list[Drawn]:
+        others = _salted([_other(asks, seed, vocab_size) for seed in range(NUM_OTHERS)])
+        with ThreadPoolExecutor(len(salted) + len(others)) as pool:
+            return [*pool.map(engine.sample, [*salted, *others])][: len(salted)]
+
+    first, second, third = _salted(asks), _salted(asks), _salted(asks)
+    found = {MISS: alone(first), AGAIN: alone(second), HIT: alone(first)}
+    return found | {MISS_IN_COMPANY: in_company(third), HIT_IN_COMPANY: in_company(third)}
+
+
+def _salted(asks: Sequence[Ask]) -> list[Ask]:
+    return [replace(ask, salt=f"trueroll-audit-{secrets.token_hex(16)}") for ask in asks]
+
+
+def _other(asks: Sequence[Ask], seed: int, vocab_size: int) -> Ask:
+    """Return a request with random tokens, as long as one of the requests."""
+    chance, like = random.Random(seed), asks[seed % len(asks)]
+    prompt = tuple(chance.randrange(vocab_size) for _ in like.prompt)
+    return Ask(prompt, like.max_tokens, 1.0, -1, "", seed)
+
+
+def _compare(server: str, trainer: Trainer, asks: Sequence[Ask], found: Mapping[str, list[Drawn]]) -> EngineAudit:
+    distinct: list[Sampled] = [
+        *dict.fromkeys((ask, drawn.token_ids) for each in found.values() for ask, drawn in zip(asks, each, strict=True))
+    ]
+    plain = {dtype: trainer.plain(distinct, dtype) for dtype in DTYPES}
+    first = [distinct.index((ask, drawn.token_ids)) for ask, drawn in zip(asks, found[MISS], strict=True)]
+    by_dtype = {
+        dtype: {name: np.concatenate([rows[i] for i in first]) for name, rows in by_name.items()}
+        for dtype, by_name in plain.items()
+    }
+    greedy = np.concatenate(
+        [np.full(len(drawn.token_ids), not ask.temperature) for ask, drawn in zip(asks, found[MISS], strict=True)]
+    )
+    verdict = judge(np.concatenate([drawn.logprobs for drawn in found[MISS]]), greedy, by_dtype)
+    dtype = verdict.dtype or trainer.dtype
+    own = dict(zip(distinct, plain[dtype][verdict.distribution], strict=True))
+    aligned = dict(zip(distinct, trainer.aligned(distinct, dtype, verdict.distribution), strict=True))
+    conditions = tuple(_condition(name, asks, found, aligned, own) for name in found)
+    changes = {each.name: each.change for each in conditions}
+    pairs = {"again": changes[AGAIN], "cache": changes[HIT], "batch": changes[MISS_IN_COMPANY]}
+    is_exact = dtype == trainer.dtype and not (
+        conditions[0].aligned.num_different and conditions[0].plain.num_different
+    )
+    causes = find_causes(verdict, trainer.dtype, pairs, is_exact, TEMPERATURE)
+    return EngineAudit(server, dtype, verdict.distribution, conditions, causes)
+
+
+def _condition(
+    name: str,
+    asks: Sequence[Ask],
+    found: Mapping[str, list[Drawn]],
+    aligned: Mapping[Sampled, np.ndarray],
+    plain: Mapping[Sampled, np.ndarray],
+) -> Condition:
+    samples = found[name]
+    keys = [(ask, drawn.token_ids) for ask, drawn in zip(asks, samples, strict=True)]
+    cached = [drawn.num_cached for drawn in samples if drawn.num_cached is not None]
+    greedy = [i for i, ask in enumerate(asks) if not ask.temperature]
+    before, after = ([(each[i].token_ids, each[i].logprobs) for i in greedy] for each in (found[MISS], samples))
+    return Condition(
+        name,
+        _distance([aligned[key] for key in keys], samples),
+        _distance([plain[key] for key in keys], samples),
+        sum(cached) if cached else None,
+        compare(before, after),
+    )
+
+
+def _distance(own: Sequence[np.ndarray], samples: Sequence[Drawn]) -> Distance:
+    with np.errstate(invalid="ignore"):
+        rows = [mine - drawn.logprobs for mine, drawn in zip(own, samples, strict=True)]
+    return Distance(tuple(np.where(np.isnan(row), np.float32(np.inf), row) for row in rows))
