@@ -10,6 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from trueroll.rollout import Audit
+from trueroll.rollout.foreign.audit import Condition, Distance, EngineAudit
+from trueroll.rollout.foreign.causes import Change
 from trueroll.rollout.tools import pictures
 
 
@@ -44,6 +46,21 @@ def test_each_token_of_each_audit_is_a_dot(axes: list[Any], tmp_path: Path) -> N
     assert plain.get_label() == "without alignment: 2 of 3 differ, by 0.5 at most"
     assert (aligned.get_facecolor() != plain.get_facecolor()).any()
     assert axes[0].get_title() == "a model, a machine" and "nats" in axes[0].get_ylabel()
+
+
+def test_each_token_of_each_condition_is_a_dot(axes: list[Any], tmp_path: Path) -> None:
+    same, other = (Distance((np.array(row, np.float32),)) for row in ([0.0, 0.0], [0.25, -0.5]))
+    conditions = tuple(Condition(name, same, other, None, Change(2, 0, 0)) for name in ("miss", "hit"))
+    audit = EngineAudit("an engine", "bfloat16", "raw", conditions, ())
+    pictures.plot_conditions(audit, "a title", tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    plain, aligned = axes[0].collections
+    assert plain.get_offsets().tolist() == [[0, 0.25], [0.4, -0.5], [1, 0.25], [1.4, -0.5]]
+    assert aligned.get_offsets()[:, 1].tolist() == [0] * 4
+    assert (
+        plain.get_label() == "transformers: 4 of 4 differ" and aligned.get_label() == "aligned trainer: 0 of 4 differ"
+    )
+    assert [label.get_text() for label in axes[0].get_xticklabels()] == ["miss", "hit"]
 
 
 def test_bars_are_medians_with_the_range_of_all_runs(axes: list[Any], tmp_path: Path) -> None:
