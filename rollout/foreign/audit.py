@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from trueroll.errors import ConfigError
+from trueroll.errors import ConfigError, printable
 
 from .causes import Cause, Change, compare, find_causes, judge
 from .engines import Ask, Drawn, Engine, find_engine
@@ -112,7 +112,7 @@ def audit_engine(
             f"address: the {engine.kind} server at {url} has cache hits for requests with new salts; a release that "
             "knows cache_salt (vLLM) or extra_key (SGLang) is needed to tell hits from misses"
         )
-    return _compare(f"{engine.kind} ({engine.model})", trainer, asks, found)
+    return _compare(f"{engine.kind} ({printable(engine.model)})", trainer, asks, found)
 
 
 def _prompts(engine: Engine, trainer: Trainer, max_tokens: int) -> list[list[int]]:
