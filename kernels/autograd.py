@@ -486,7 +486,7 @@ class _LatentAttention(Function):
         inputs, heads = [q, *(x.detach().to(q.dtype) for x in expanded)], spec.num_heads
         plain = AttentionSpec(heads, heads, spec.query_dim, spec.scale)
         grad_q, *others, _ = _packed_gradients(inputs, None, grad.unflatten(1, (heads, -1)), ctx.packed, plain)
-        grads = [found.to(x.dtype) for found, x in zip(others, expanded, strict=True)]
+        grads = [found.to(expanded[0].dtype) for found in others if found is not None]
         return None, grad_q, *torch.autograd.grad(expanded, saved, grads), None, None
 
 

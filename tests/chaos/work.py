@@ -197,9 +197,9 @@ def _calls_told(at: Callable[[str], None]) -> Iterator[None]:
             if moment is not None:
                 at(moment)
 
-    def told_ask(workers: WorkerClients, what: str, calls: Any, timeout: float) -> Any:
+    def told_ask(workers: WorkerClients, what: str, calls: Any, timeout: float, lost: Any) -> Any:
         tell(calls)
-        return ask(workers, what, calls, timeout)
+        return ask(workers, what, calls, timeout, lost)
 
     def told_ask_all(workers: WorkerClients, call: Any, timeout: float) -> Any:
         tell(call)

@@ -78,7 +78,7 @@ def test_an_infinite_temperature_is_refused_with_bans(ban: dict[str, Any]) -> No
     with pytest.raises(InvalidRequestError, check=about("temperature", value=1e308, limit=largest)):
         SamplingParams(temperature=1e308, **ban)
     assert SamplingParams(temperature=largest, **ban).temperature == largest
-    assert SamplingParams(temperature=1e308, logit_bias={1: -100.0}, frequency_penalty=2.0).temperature == 1e308
+    assert SamplingParams(temperature=1e308, logit_bias=((1, -100.0),), frequency_penalty=2.0).temperature == 1e308
 
 
 def test_a_grammar_is_stored_as_text_and_compared_by_it() -> None:

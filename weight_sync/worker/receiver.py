@@ -433,7 +433,7 @@ class Receiver(threading.Thread):
 
 def _open_source(
     begin: BeginPush,
-    source: CollectiveSource | SharedSource | CudaIpcSource | DiskSource,
+    source: CollectiveSource | RelaySource | SharedSource | CudaIpcSource | DiskSource,
     wanted: Parameters,
     device: torch.device,
     policy: PushPolicy,
