@@ -166,7 +166,7 @@ def _compare(server: str, trainer: Trainer, asks: Sequence[Ask], found: Mapping[
     ]
     plain = {dtype: trainer.plain(distinct, dtype) for dtype in DTYPES}
     first = [distinct.index((ask, drawn.token_ids)) for ask, drawn in zip(asks, found[MISS], strict=True)]
-    by_dtype = {
+    by_dtype: dict[str, dict[DistributionName, np.ndarray]] = {
         dtype: {name: np.concatenate([rows[i] for i in first]) for name, rows in by_name.items()}
         for dtype, by_name in plain.items()
     }

@@ -67,6 +67,7 @@ def play(env_url: str, session: str) -> Episode:
             message = turn.choices[0].message
             messages.append(message)
             for call in message.tool_calls or []:
+                assert call.type == "function"
                 try:
                     result = env.step(json.loads(call.function.arguments))
                     content = result.observation["text"]

@@ -85,7 +85,7 @@ def test_another_dtype_is_named(folder: Path, dtype: str) -> None:
 
 
 def test_other_weights_are_named(folder: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.up_proj.weight.mul_(1.5)
