@@ -85,6 +85,9 @@ class Sample:
     left: int
     draw: DrawRecord = _DRAW
 
+    def renew_kv(self) -> None:
+        """Do nothing: the weights never change."""
+
 
 @dataclass(frozen=True)
 class Result:

@@ -166,6 +166,9 @@ class Sample:
     left: int
     draw: DrawRecord = _DRAW
 
+    def renew_kv(self) -> None:
+        """Do nothing: the weights never change."""
+
 
 @dataclass
 class Counts:
