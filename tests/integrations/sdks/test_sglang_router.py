@@ -38,7 +38,7 @@ options = dict(host="127.0.0.1", prometheus_host="127.0.0.1", policy="round_robi
 Router.from_args(RouterArgs(port=port, prometheus_port=metrics_port, **options)).start()
 """
 PROMPTS = [[*range(40, 80)], [*range(90, 120)]]
-NUM_STEPS, GROUP, MAX_TOKENS = 20, 4, 12
+GROUP, MAX_TOKENS = 4, 12
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +118,14 @@ def test_the_router_changes_no_bit(fronts: list[Front]) -> None:
         assert answer.status_code == 400 and "lora_path: 'a' is not supported" in answer.text
 
 
-@pytest.mark.parametrize("pushes", ["full", "delta"])
-def test_slimes_loop_has_no_mismatch(pushes: str, fronts: list[Front], model: Path, tmp_path: Path) -> None:
-    """20 steps of GRPO with slime's calls: rollouts through the router (`sglang_rollout.py`, `generate_rollout_async`),
-    and pushes from a shared folder: checkpoints (`actor_group.py`, `_reload_rollout_weights_from_disk`) or deltas
-    (`update_weight_from_disk_delta.py`). The trainer is aligned, so
-    its log-probs are the rollouts' log-probs, bit for bit.
+@pytest.mark.parametrize("pushes,num_steps", [("delta", 20), ("full", 3)])
+def test_slimes_loop_has_no_mismatch(
+    pushes: str, num_steps: int, fronts: list[Front], model: Path, tmp_path: Path
+) -> None:
+    """GRPO with slime's calls: rollouts through the router (`sglang_rollout.py`, `generate_rollout_async`), and pushes
+    from a shared folder: 20 steps with deltas (`update_weight_from_disk_delta.py`), and 3 with checkpoints
+    (`actor_group.py`, `_reload_rollout_weights_from_disk`). The trainer is aligned, so its log-probs are the rollouts'
+    log-probs, bit for bit.
     """
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     align(policy)
@@ -134,7 +136,7 @@ def test_slimes_loop_has_no_mismatch(pushes: str, fronts: list[Front], model: Pa
         if pushes == "delta":
             for engine in engines:
                 engine.pull(0)
-        for step in range(NUM_STEPS):
+        for step in range(num_steps):
             asked = [(engines[0], prompt, step, index) for prompt in PROMPTS for index in range(GROUP)]
             samples = list(threads.map(lambda each: sample(*each), asked))
             assert {each["weight_version"] for each in samples} == {str(step)}
