@@ -1,7 +1,8 @@
 """The shortest way through a chain: from the served version, or from a full checkpoint, to a version. Pure functions.
 
 A worker goes back from the wanted version, from delta to base, until it finds its own version or a full checkpoint.
-Each base is older than its delta, so the way ends.
+Each base is older than its delta, so the way ends. If the folders have ids of pushes, each base must be the very push
+that its delta changes, because the checksums of a delta do not cover the tensors that the delta leaves out.
 """
 
 from __future__ import annotations
@@ -24,19 +25,23 @@ class Served(NamedTuple):
     push_id: str | None
 
 
-def find_way(read: Callable[[int], Index], version: int, served: Served | None) -> list[Index]:
+def find_way(
+    read: Callable[[int], Index], version: int, served: Served | None, push_id: str | None = None
+) -> list[Index]:
     """Return the folders that lead to `version`, the oldest first. The first folder is a full checkpoint, or a delta to
     the served weights.
 
     `read`: reads the index of a version; raises PushError if the folder is missing or incomplete. `served`: None if the
-    worker has no complete weights. Raise PushError if the chain does not lead to `version`.
+    worker has no complete weights. `push_id`: id of the push of `version`; None if any push is right. Raise PushError
+    if the chain does not lead to `version`, or if a folder holds another push.
     """
     found: list[Index] = []
     while len(found) < MOST_FOLDERS:
         found.append(index := _read(read, found, version, served))
+        _check_push(index, push_id)
         if index.delta is None or is_base(index.delta, served):
             return found[::-1]
-        version = index.delta.base_version
+        version, push_id = index.delta.base_version, index.delta.base_push_id
     raise PushError(
         f"chain: {MOST_FOLDERS} deltas lead to version {found[0].version}, without a full checkpoint among them (limit "
         f"{MOST_FOLDERS}); write full checkpoints more often (full_every)"
@@ -50,6 +55,14 @@ def is_base(delta: Delta, served: Served | None) -> bool:
     if served is None or (delta.base_push_id is not None and delta.base_push_id != served.push_id):
         return False
     return delta.base_version == served.version
+
+
+def _check_push(index: Index, push_id: str | None) -> None:
+    if None not in (index.push_id, push_id) and index.push_id != push_id:
+        raise PushError(
+            f"chain: {folder_name(index.version)} holds push {index.push_id}, but push {push_id} is needed, so the "
+            "folder was replaced; write a full checkpoint, or push the whole weights once"
+        )
 
 
 def _read(read: Callable[[int], Index], later: list[Index], version: int, served: Served | None) -> Index:

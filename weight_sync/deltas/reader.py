@@ -67,12 +67,18 @@ class ChainReader:
     """Reads version `version` of the chain in `place`.
 
     `served`: the weights that the worker serves; None if they are not complete. `base`: returns a copy of the bytes of
-    a served parameter, or of a part of one: uint8 [n]. Raise PushError if the chain does not lead to `version`, or if
-    one of its files is missing, incomplete or of another model.
+    a served parameter, or of a part of one: uint8 [n]. `push_id`: see `find_way`. Raise PushError if the chain does not
+    lead to `version`, if one of its files is missing, incomplete or of another model, or if a folder was replaced.
     """
 
     def __init__(
-        self, place: Place, version: int, wanted: Wanted, served: Served | None, base: Callable[[str], np.ndarray]
+        self,
+        place: Place,
+        version: int,
+        wanted: Wanted,
+        served: Served | None,
+        base: Callable[[str], np.ndarray],
+        push_id: str | None = None,
     ) -> None:
         self._place, self._wanted, self._base = place, wanted, base
         self._spellings, self._dtypes = spellings_of(wanted), own_dtypes(wanted)
@@ -81,7 +87,7 @@ class ChainReader:
         self._steps: dict[str, list[_Step]] = {}
         self._num_files = 0
         with ExitStack() as opened:
-            way = find_way(lambda each: read_index(place, each, self._most_bytes), version, served)
+            way = find_way(self._read_index, version, served, push_id)
             for index in way:
                 self._open_folder(index, opened)
             self._starts_from_served = way[0].delta is not None
@@ -117,6 +123,9 @@ class ChainReader:
     def close(self) -> None:
         self._opened.close()
 
+    def _read_index(self, version: int) -> Index:
+        return read_index(self._place, version, self._most_bytes)
+
     def _open_folder(self, index: Index, opened: ExitStack) -> None:
         seen: set[str] = set()
         for file_name in index.file_names:
@@ -135,6 +144,8 @@ class ChainReader:
                 self._add(_Step(index, tensors, entry, tensors.metadata.get(entry.name)))
         if missing := sorted((index.files or {}).keys() - seen):
             raise PushError(f"chain: {folder_name(index.version)} lacks {missing[0]:.80}, which {INDEX_FILE} lists")
+        if self._read_index(index.version) != index:
+            raise PushError(f"chain: {folder_name(index.version)} was replaced while it was opened; push again")
 
     def _own_name(self, name: str) -> str | None:
         """Return the worker's name for a tensor of the chain; None if the worker does not use the tensor."""

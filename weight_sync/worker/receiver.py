@@ -320,7 +320,8 @@ class Receiver(threading.Thread):
         device, writing = self._writing.device, self._writing
         if isinstance(source, ChainSource):
             place = place_for_worker(source.place, self._policy)
-            reader: Reader = ChainReader(place, begin.weight_version, self._weights, self._served, self._served_bytes)
+            told = begin.weight_version, self._weights, self._served, self._served_bytes, begin.push_id
+            reader: Reader = ChainReader(place, *told)
         else:
             reader = _open_source(begin, source, wanted, device, self._policy, lambda: writing.is_closed)
         lendable: LendableStagingArea | None = None

@@ -85,13 +85,13 @@ def read(
     return found
 
 
-def opened(place: Path, version: int) -> ChainReader:
+def opened(place: Path, version: int, push_id: str | None = None) -> ChainReader:
     """Open a chain for a worker that serves no complete weights."""
 
     def base(name: str) -> np.ndarray:
         raise AssertionError(f"{name} has no base")
 
-    return ChainReader(LocalPlace(str(place), PushPolicy()), version, wanted(), None, base)
+    return ChainReader(LocalPlace(str(place), PushPolicy()), version, wanted(), None, base, push_id)
 
 
 def assert_same(found: State, expected: State) -> None:
@@ -244,6 +244,52 @@ def test_only_the_very_push_is_the_base_of_our_deltas(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "weight_v000001")
     assert_same(read(tmp_path, 3, history[2], Served(2, f"{2:032x}")), history[3])
     refuse(tmp_path, "weight_v000001 cannot be used", history[2], Served(2, "f" * 32), 3)
+
+
+def test_a_delta_is_not_applied_to_another_push_of_its_base(tmp_path: Path) -> None:
+    """After a restart, a trainer writes version 1 again, but ends before it removes the later versions. The delta names
+    only the tensors that differ between the first version 1 and version 2, so checksums do not tell the difference.
+    """
+    history = states(count=3)
+    write_own(tmp_path, history, {1})
+    changed = {name for name in SHAPES if not torch.equal(history[1][name], history[2][name])}
+    other = {name: t if name in changed else torch.zeros_like(t) for name, t in history[1].items()}
+    with closing(CheckpointWriter(tmp_path, "e" * 32, 1, wanted())) as checkpoint:
+        for name, tensor in other.items():
+            checkpoint.append(name, raw_bytes(tensor.contiguous()))
+        checkpoint.finish()
+    assert_same(read(tmp_path, 1, None, None), other)
+    refuse(tmp_path, f"weight_v000001 holds push {'e' * 32}, but push {1:032x} is needed", version=2)
+    assert_same(read(tmp_path, 2, history[1], Served(1, f"{1:032x}")), history[2])
+
+
+def test_only_the_announced_push_is_read(tmp_path: Path) -> None:
+    history = states(count=3)
+    write_own(tmp_path, history, {1})
+    with pytest.raises(PushError, match=f"weight_v000002 holds push {2:032x}, but push {'e' * 32} is needed"):
+        opened(tmp_path, 2, "e" * 32)
+    opened(tmp_path, 2, f"{2:032x}").close()
+
+
+def test_a_folder_that_is_replaced_while_it_is_opened_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = states(count=2)
+    write_own(tmp_path, [first], {0})
+    (tmp_path / "new").mkdir()
+    with closing(CheckpointWriter(tmp_path / "new", "e" * 32, 0, wanted())) as checkpoint:
+        for name, tensor in second.items():
+            checkpoint.append(name, raw_bytes(tensor.contiguous()))
+        folder, open_files = checkpoint.finish(), PushPolicy.open_files
+
+    def replacing(policy: PushPolicy, *args: Any) -> Any:
+        if folder.exists():  # after the index of the old folder was read
+            shutil.rmtree(tmp_path / folder.name)
+            folder.rename(tmp_path / folder.name)
+        return open_files(policy, *args)
+
+    monkeypatch.setattr(PushPolicy, "open_files", replacing)
+    refuse(tmp_path, "weight_v000000 was replaced while it was opened", version=0)
 
 
 @pytest.mark.parametrize("share", [1e-4, 0.02, 0.6])
