@@ -103,6 +103,8 @@ class GenerateForm:
         spans = sample.weight_versions or (() if score is None else score.weight_versions)
         told["meta_info"] |= {"finish_reason": _finish_reason(sample), "cached_tokens": sample.num_cached_tokens}
         told["meta_info"] |= _told_versions(spans)
+        if sample.old_kv:
+            told["meta_info"]["old_kv"] = named_spans(sample.old_kv)
         if (routed := sample.routed_experts) is not None:
             told["meta_info"]["routed_experts"] = _int32(routed[self.experts_start :])
             told["meta_info"]["routed_experts_start_len"] = self.experts_start

@@ -7,7 +7,8 @@ version. If a pull or a commit fails, nothing is staged any more, and the worker
 A version that is not committed within `STAGED_SECONDS` is dropped, and its commit is then refused.
 
 slime copies a version into the folder `local_checkpoint_dir` of each machine, and names this folder in the second call.
-Here the folder only identifies the pull, and nothing is written to it.
+Here the folder only identifies the pull. Nothing is written to it, and nothing is read from it: if its version is not
+staged any more, the commit is refused, because the folder may hold the checkpoint from which slime began.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ OFF: dict[str, tuple[Any, ...]] = {
 class PullFields(Fields):
     """Fields of `/pull_weights`.
 
-    `source_dir`: the folder in which the trainer writes a folder `weight_v000123` for each version. `target_version`:
-    the version to stage. `local_checkpoint_dir`: identifies the pull in `/update_weights_from_disk`.
+    `source_dir`: the folder in which the trainer writes a folder `weight_v000123` for each version. A URL is refused,
+    because this front end, which has no list of allowed URLs, would open it. `target_version`: the version to stage. `local_checkpoint_dir`: identifies the pull in `/update_weights_from_disk`.
     """
 
     local_checkpoint_dir: str
@@ -78,6 +79,7 @@ class _Pulled:
     """A pulled version. `publisher`, `staged`: what stages it; None if the worker serves the version."""
 
     local_dir: str
+    source_dir: str
     version: int
     publisher: WeightPublisher | None = None
     staged: Staged | None = None
@@ -106,19 +108,25 @@ class Weights:
         self.watch = lifecycle.watch
         self._lifecycle = lifecycle
         self._pulled: _Pulled | None = None
+        self._local_dir: str | None = None
+        """The folder `local_checkpoint_dir` of the last pull."""
 
     @changing
     @_telling
     async def pull(self, request: Request) -> str:
         """Stage a version while the worker generates."""
         own = checked(PullFields, given(read_json(request), set(), {}))
+        if "://" in own.source_dir:
+            text = "source_dir: must be a folder, not a URL; mount or copy the chain to a folder"
+            raise InvalidRequestError(text, field="source_dir")
         async with self._lifecycle.push_lock:
+            self._local_dir = own.local_checkpoint_dir
             if (await self._lifecycle.report()).weight_version == own.target_version:
                 await self._drop()
-                self._pulled = _Pulled(own.local_checkpoint_dir, own.target_version)
+                self._pulled = _Pulled(own.local_checkpoint_dir, own.source_dir, own.target_version)
                 return f"weight version {own.target_version} is served already"
-            found = self._pulled
-            if found is None or (found.local_dir, found.version) != (own.local_checkpoint_dir, own.target_version):
+            found, wanted = self._pulled, (own.local_checkpoint_dir, own.source_dir, own.target_version)
+            if found is None or (found.local_dir, found.source_dir, found.version) != wanted:
                 await self._drop()
                 self._pulled = await asyncio.to_thread(self._stage, own)
         return f"weight version {own.target_version} is staged"
@@ -135,6 +143,9 @@ class Weights:
                 await self._lifecycle.client.abort_all()
             if pulled is not None and pulled.local_dir == own.model_path:
                 await self._commit(pulled, version)
+            elif own.model_path == self._local_dir:
+                text = f"model_path: no version is staged for {brief(own.model_path)} any more; pull the version again"
+                raise PushError(text, field="model_path")
             else:
                 await self._drop()
                 await self._lifecycle.push(UpdateFields(weight_dir=own.model_path, weight_version=version))
@@ -153,7 +164,7 @@ class Weights:
         except BaseException:
             publisher.close()
             raise
-        return _Pulled(own.local_checkpoint_dir, own.target_version, publisher, staged)
+        return _Pulled(own.local_checkpoint_dir, own.source_dir, own.target_version, publisher, staged)
 
     async def _commit(self, pulled: _Pulled, version: int | None) -> None:
         if version not in (None, pulled.version):
@@ -169,7 +180,7 @@ class Weights:
             await asyncio.to_thread(pulled.staged.commit)
         finally:
             await asyncio.to_thread(_publisher_of(pulled).close)
-        self._pulled = _Pulled(pulled.local_dir, pulled.version)
+        self._pulled = _Pulled(pulled.local_dir, pulled.source_dir, pulled.version)
 
     async def _check_serves(self, version: int) -> None:
         """Raise PushError unless the worker serves a version, which an earlier call committed."""

@@ -140,8 +140,49 @@ def test_a_refused_pull_or_commit_leaves_the_old_weights(slime: SlimeClient, fak
     assert "a worker is gone" in _post(slime, "update_weights_from_disk", dict(model_path=LOCAL))["message"]
     assert stage.calls == [("pull", SOURCE, 4), ("close",), ("pull", SOURCE, 4), ("commit", 4), ("close",)]
     again = _post(slime, "update_weights_from_disk", dict(model_path=LOCAL))
-    assert "has no weights that this server can read" in again["message"], "nothing is staged any more"
+    assert f"no version is staged for '{LOCAL}' any more" in again["message"]
     assert slime.version() == "3" and served(fake) == {0.0}
+
+
+def test_the_local_folder_of_a_failed_pull_is_never_served(
+    slime: SlimeClient, fake: FakeEngine, stage: Stage, tmp_path: Path
+) -> None:
+    """slime's local folder may hold the checkpoint from which slime began."""
+    with serving(FakeEngine()) as other, WeightPublisher("disk", folder=tmp_path) as publisher:
+        publisher.connect([other.address])
+        publisher.push({name: torch.ones(shape) for name, shape in SHAPES.items()}, 9)
+    slime.local, stage.refuses = str(next(tmp_path.iterdir())), True
+    _post(slime, "pull_weights", dict(local_checkpoint_dir=slime.local, source_dir=SOURCE, target_version=9))
+    told = _post(slime, "update_weights_from_disk", dict(model_path=slime.local))
+    assert told["success"] is False and "pull the version again" in told["message"]
+    assert slime.version() == "3" and served(fake) == {0.0}
+
+
+def test_a_pull_of_the_same_version_from_another_chain_replaces_the_first(slime: SlimeClient, stage: Stage) -> None:
+    slime.pull(4)
+    slime.source = "/shared/other"
+    slime.pull(4)
+    assert stage.calls == [("pull", SOURCE, 4), ("abort", 4), ("close",), ("pull", "/shared/other", 4)]
+
+
+@pytest.mark.parametrize("source", ["http://169.254.169.254/x", "simplecache::s3://key:secret@bucket/run"])
+def test_the_front_end_opens_no_url(slime: SlimeClient, stage: Stage, source: str) -> None:
+    fields = dict(local_checkpoint_dir=LOCAL, source_dir=source, target_version=4)
+    told = _post(slime, "pull_weights", fields)
+    assert told["success"] is False and "source_dir: must be a folder, not a URL" in told["message"]
+    assert stage.calls == [] and "secret" not in str(told)
+
+
+def test_an_answer_marks_tokens_over_old_kv(slime: SlimeClient, running: WorkerOnThread, fake: FakeEngine) -> None:
+    stop_after_a_step(fake)
+    with ThreadPoolExecutor(1) as threads, WeightPublisher("shared", in_flight="keep") as publisher:
+        asked = threads.submit(slime.generate, [1], dict(max_new_tokens=2))
+        wait_until(lambda: not fake.flow.is_set())
+        publisher.connect([running.address])
+        publisher.push({name: torch.ones(shape) for name, shape in SHAPES.items()}, 4)
+        fake.flow.set()
+        meta = asked.result()["meta"]
+    assert meta["old_kv"] == [{"version": "3", "start": 1, "end": 2}] and meta["weight_version"] == "4"
 
 
 @pytest.mark.parametrize(
