@@ -168,6 +168,7 @@ class TruerollServer:
         [sample] = group.samples
         if sample.finish_reason == "error":
             raise TruerollError(f"sample: generation failed: {sample.error}; see the worker's log")
+        sample.check_exact()
         count = len(sample.token_ids)
         if count and sample.token_ids[-1] in self._placeholders:
             count -= 1

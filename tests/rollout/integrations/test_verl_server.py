@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from vision_processors import make_chat_model, photo, processor_of
 
 from tiny import make_tiny_model
 from trueroll.engine.media import ImageInput
+from trueroll.engine.request import WeightSpan
 from trueroll.errors import InvalidRequestError
 from trueroll.rollout import AsyncRolloutClient, RolloutClient, SamplingParams
 
@@ -92,6 +94,22 @@ async def make_server(server_class: Any, model: Path, processor: Any, **more: An
     PROCESSORS[str(model)] = processor
     model_config = SimpleNamespace(path=str(model), get=lambda name, default: default)
     return server_class(config, model_config, "cpu", False)
+
+
+def test_tokens_over_old_kv_are_refused(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(server: Any) -> None:
+        generate = server._client.generate
+
+        async def keeping(*args: Any, **options: Any) -> list[Any]:
+            [group] = await generate(*args, **options)
+            span = WeightSpan(0, 0, len(group.samples[0].token_ids))
+            return [SimpleNamespace(samples=[replace(group.samples[0], old_kv=(span,))])]
+
+        monkeypatch.setattr(server._client, "generate", keeping)
+        await server.generate("kept", [1, 2], dict(GREEDY, max_tokens=2))
+
+    with pytest.raises(InvalidRequestError, match="drawn over KV of version 0"):
+        run(work)
 
 
 def placed(server: Any, *images: Any) -> list[ImageInput]:
