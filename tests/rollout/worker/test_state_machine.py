@@ -535,8 +535,6 @@ class ServedEngine(RuleBasedStateMachine):
             happened["aborted while waiting" if asked.in_engine is False else "aborted while running"] += 1
         else:
             assert reply["code"] == "unknown_request" and (not ended or self.is_free), (reply, ended)
-        if asked.is_open:
-            asked.in_engine = True
 
     def carry(self, load: Load | None) -> None:
         """Start requests, and a score request that is computed half-way if there is room for it."""
@@ -1042,6 +1040,12 @@ SCRIPTS: dict[str, list[Callable[[Any], None]]] = {
         lambda m: m.abort(0, 1),
         lambda m: m.abort_push(0),
         lambda m: m.abort(0, None),
+    ],
+    "a drain after an abort of a sample that waits": [
+        lambda m: m.call_simply("pause"),
+        lambda m: m.generate(_TRUNK[:4], 2, 3, dict(temperature=1.0), 1),
+        lambda m: m.abort(0, 0),
+        lambda m: m.drain(),
     ],
     "requests that came just before a drain": [
         lambda m: m.call_simply("pause"),
