@@ -138,14 +138,7 @@ class Operations:
         Raise IllegalStateError for a drain that would never end because the engine does not step. Raise PushError if
         the operation keeps old KV while a request with `one_version` is unfinished.
         """
-        if operation.in_flight == "keep" and (count := self._host.num_one_version):
-            raise PushError(
-                f"{operation.call.type}: in_flight keep would draw samples of {count} unfinished requests that set "
-                "one_version with two versions; push again when they have finished, or set in_flight to recompute, "
-                "drain or abort",
-                field="in_flight",
-                value="keep",
-            )
+        self.check_keeping(operation.call, operation.in_flight)
         if operation.in_flight == "drain" and self._lifecycle.standing.is_held:
             if count := self._host.num_unfinished:
                 way_out = "" if operation.call.type == "drain" else ", or set in_flight to recompute or abort"
@@ -158,6 +151,16 @@ class Operations:
         self.current = operation
         self._lifecycle.begin(operation.busy)
         self.follow()
+
+    def check_keeping(self, call: protocol.LifecycleCall | protocol.PushCall, in_flight: InFlight) -> None:
+        """Raise PushError if `in_flight` keeps old KV while a request with `one_version` is unfinished."""
+        if in_flight == "keep" and (count := self._host.num_one_version):
+            raise PushError(
+                f"{call.type}: in_flight keep would draw samples of {count} unfinished requests that set one_version "
+                "with two versions; push again when they have finished, or set in_flight to recompute, drain or abort",
+                field="in_flight",
+                value="keep",
+            )
 
     def follow(self) -> None:
         """Send the current operation to the engine if the engine may run the operation now.
@@ -414,6 +417,9 @@ class Pushes:
         push = self._find(call.push_id)
         if push.is_committing:
             raise PushError(f"{call.type}: the push is already being committed; wait for the reply to commit_push")
+        if isinstance(call, protocol.VerifyPush):
+            # A refusal of the commit would come after other workers have committed.
+            self._operations.check_keeping(call, push.begin.in_flight)
         push.expect(call.id, push.begin.timeout)
         push.receiver.take(call)
 

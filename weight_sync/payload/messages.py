@@ -41,7 +41,8 @@ class BeginPush(Message):
     - `in_place`: write into the live weights, for workers without memory for a second set. From the time when the
       worker opens the push's source until the commit, the worker generates no tokens.
     - `in_flight`: with `in_place`, what happens to running requests when the push begins. With `drain`, the drain may
-      take up to `drain_timeout` seconds.
+      take up to `drain_timeout` seconds. With `keep`, `verify_push` is refused while a request with `one_version` is
+      unfinished, so that the push fails before any worker commits.
     - `lends`: put the weights into memory that other workers with the same `kin` can map.
     - `timeout`: limit in seconds on each wait in this push, except drains of running requests.
     """

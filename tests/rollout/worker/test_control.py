@@ -647,6 +647,20 @@ def test_a_push_that_keeps_old_kv_is_refused_while_a_request_wants_one_version(
             assert push.commit(in_flight="keep")["phase"] == "committed", "the push was only postponed"
 
 
+def test_a_push_that_keeps_old_kv_is_refused_before_any_worker_commits(raw: RawClient, engine: FakeEngine) -> None:
+    engine.flow.clear()
+    raw.generate("a", one_version=True)
+    wait_until(lambda: len(engine.requests) == 1)
+    with HandPush(raw, NEW) as push:
+        push.begin(in_flight="keep")
+        push.stage()
+        error = push.verify()
+        assert error["code"] == "push_failed" and error["message"].startswith("verify_push: in_flight keep would")
+        engine.flow.set()
+        assert raw.receive_until("done")
+        assert push.verify()["phase"] == "verified" and push.commit(in_flight="keep")["phase"] == "committed"
+
+
 def test_a_sleep_cannot_keep_the_kv(raw: RawClient, engine: FakeEngine) -> None:
     error = ask(raw, "sleep", in_flight="keep")
     assert error["code"] == "invalid_message" and error["field"] == "in_flight" and engine.actions == []
