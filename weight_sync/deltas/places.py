@@ -47,8 +47,19 @@ def place_for_worker(place: str, policy: PushPolicy) -> Place:
     """Return the place of a chain that another process names. Raise PushError if `policy` forbids the URL."""
     if not is_url(place):
         return LocalPlace(place, policy)
+    _check_no_password(place)
     policy.check_url(place)
     return RemotePlace(place)
+
+
+def _check_no_password(url: str) -> None:
+    """Raise PushError if the URL has a password. The error does not show the URL, but other errors and the log do."""
+    user = url.partition("://")[2].partition("/")[0].rpartition("@")[0]
+    if ":" in user:
+        raise PushError(
+            "chain: the URL has a password, which errors and the log would show; leave it out, and give fsspec the "
+            "credentials in its environment"
+        )
 
 
 class LocalPlace:
@@ -88,9 +99,12 @@ class OwnPlace:
 
 
 class RemotePlace:
-    """A URL. Raise PushError if fsspec or the package for this kind of URL is not installed."""
+    """A URL. Raise PushError if the URL has a password, or if fsspec or the package for this kind of URL is not
+    installed.
+    """
 
     def __init__(self, url: str) -> None:
+        _check_no_password(url)
         self._url = url.rstrip("/")
         try:
             from fsspec.core import url_to_fs

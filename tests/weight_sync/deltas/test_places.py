@@ -96,6 +96,15 @@ def test_a_worker_refuses_other_urls(allowed: tuple[str, ...], url: str) -> None
         place_for_worker(url, PushPolicy(urls=allowed))
 
 
+@pytest.mark.parametrize("url", ["ftp://me:secret@host/run", "simplecache::http://me:secret@host/run"])
+def test_a_password_is_refused_and_not_shown(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    for place in (lambda: place_for_worker(url, PushPolicy(urls=("ftp://me:secret@host",))), lambda: RemotePlace(url)):
+        with pytest.raises(PushError, match="the URL has a password") as refused:
+            place()
+        assert "secret" not in str(refused.value) + caplog.text
+    PushPolicy(urls=("abfs://box@account",)).check_url("abfs://box@account/run")
+
+
 @pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/", "s3://bucket/a/b.c"])
 @pytest.mark.parametrize("allowed", ["s3://bucket", "s3://bucket/"])
 def test_a_url_may_be_below_an_allowed_url(allowed: str, url: str) -> None:
