@@ -2,7 +2,9 @@
 that no worker needs.
 
 A folder is written under a name that ends in `.tmp`, and renamed once it is complete and synced to disk. A folder
-without the suffix `.tmp` is therefore complete. Only one publisher may use a chain's folder at a time.
+without the suffix `.tmp` is therefore complete. If a push replaces the folder of an earlier push, the earlier folder is
+kept under a name that ends in `.old.tmp` until the push is committed. Only one publisher may use a chain's folder at a
+time.
 
 Memory of a delta: the XOR of one tensor, its compressed forms, and the list of its changed bytes, which takes five
 bytes for each.
@@ -41,7 +43,7 @@ from .encoding import CHECKSUM, ENCODINGS, MOST_OVERWRITTEN, Encoding, compress,
 from .index import INDEX_FILE, Delta, Index, folder_name
 
 DELTA_FILE = "model-00000-of-00001.safetensors"
-_FOLDER_NAME = re.compile(r"weight_v([0-9]{6,})(-[0-9a-f]{8}\.tmp)?")
+_FOLDER_NAME = re.compile(r"weight_v([0-9]{6,})(-[0-9a-f]{8}(\.old)?\.tmp)?")
 _NO_DIGEST = "0" * 32
 
 
@@ -64,8 +66,8 @@ class _Folder:
         with explained(self._final):
             write_text(self.path / INDEX_FILE, index.to_json())
             sync(self.path)
-            if self._final.exists():  # of a trainer that ended before the version was committed
-                shutil.rmtree(self._final)
+            if self._final.exists():  # of an earlier push of the version, which may be served
+                self._final.rename(_replaced(self._final, index.push_id))
             self.path.rename(self._final)
             sync(self._final.parent)
         return self._final
@@ -158,6 +160,19 @@ class DeltaWriter:
             shutil.copyfileobj(spool, file, 2**20)
             file.flush()
             os.fsync(file.fileno())
+
+
+def take_back(folder: Path, push_id: str) -> None:
+    """Remove the folder of a push that was not committed, and put back the folder that it replaced."""
+    shutil.rmtree(folder)
+    if (replaced := _replaced(folder, push_id)).exists():
+        replaced.rename(folder)
+
+
+def _replaced(folder: Path, push_id: str | None) -> Path:
+    """Return the path of the folder that the folder of a push replaces, until the push is committed."""
+    assert push_id is not None
+    return folder.with_name(f"{folder.name}-{push_id[:8]}.old.tmp")
 
 
 def folder_bytes(folder: Path) -> int:

@@ -18,7 +18,7 @@ import torch
 
 from trueroll.errors import PushError
 
-from ..deltas.writer import CheckpointWriter, DeltaWriter, remove_old
+from ..deltas.writer import CheckpointWriter, DeltaWriter, remove_old, take_back
 from ..payload.manifest import Parameters
 from ..payload.tensors import dtypes_of, host_chunks, raw_bytes
 from .served_copy import ServedCopy
@@ -62,6 +62,10 @@ class FolderChain:
         """Make a folder the base of the next delta, and remove the folders that no worker needs any more."""
         self._last, self._num_deltas = link, 0 if link.is_full else self._num_deltas + 1
         remove_old(self.parent, link.version)
+
+    def take_back(self, link: Link) -> None:
+        """Remove a folder that no worker has committed, and put back the folder that it replaced."""
+        take_back(link.path, link.push_id)
 
     def forget(self) -> None:
         """Free the copy of the weights. The next push writes a full checkpoint."""

@@ -489,7 +489,7 @@ class WeightSender:
         try:
             _verify(transaction, load.wanted.dtype, ChainSource(place=str(chain.parent)))
         except BaseException:
-            shutil.rmtree(link.path)
+            chain.take_back(link)
             raise
         num_bytes, pause = folder_bytes(link.path), transaction.commit()
         chain.commit(link)

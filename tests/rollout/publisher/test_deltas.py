@@ -91,6 +91,23 @@ def test_a_push_brings_new_and_late_workers_to_its_version(workers: Cluster) -> 
         assert result.is_sparse and all(serves(worker, states[5], result) for worker in (first, late, new))
 
 
+def test_a_refused_push_of_a_served_version_leaves_its_folder(workers: Cluster) -> None:
+    first, states = workers.start(), history(3)
+    folder = workers.folder / "chain"
+    with workers.publisher("delta", folder=folder) as publisher:
+        publisher.push(states[1], 1)
+        served = publisher.push(states[2], 2)
+        with pytest.raises(PushError, match="version 2 is not newer than the served version 2"):
+            publisher.push(states[3], 2)
+        assert names(workers) == [1, 2] and serves(first, states[2], served)
+        new = workers.start()
+        publisher.connect([new.address])
+        with publisher.pull(folder, 2) as staged:
+            assert serves(new, states[2], staged.commit())
+        result = publisher.push(states[3], 2, allow_older=True)
+        assert names(workers) == [1, 2] and serves(new, states[3], result)
+
+
 def test_a_worker_20_versions_behind_catches_up_without_the_trainer(workers: Cluster) -> None:
     """One worker serves version 1 of the chain, one serves its own checkpoint, and one serves the wanted version."""
     states, other = history(21), workers.start()
