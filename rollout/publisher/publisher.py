@@ -443,7 +443,7 @@ class WeightPublisher:
         instead). Raise PushError for the same
         reasons as `push`.
         """
-        rule = "used with shared or collective; for disk, call push_folder; for delta, call pull"
+        rule = "used with shared, collective or relay; for disk, call push_folder; for delta, call pull"
         _check(self._transport not in ("disk", "delta"), "restore", rule, self._transport)
         return self._push_on_all_ranks(tensors, False, self._restore)
 

@@ -90,8 +90,9 @@ class RelaySlots:
             first = number - number % MOST_IN_CHAIN
             with suppress(OSError):  # the worker is lost
                 connection.sendall(packed_members(addresses[first:number][::-1]))
-        positions = dict(zip(connections, order, strict=True))
-        _start(threading.Thread(target=self._watch, args=[positions], name="relay-watch", daemon=True).start)
+        # Here, because `close` may come before the thread runs, and a closed socket has no descriptor.
+        watched = {each.fileno(): (each, position) for each, position in zip(connections, order, strict=True)}
+        _start(threading.Thread(target=self._watch, args=[watched], name="relay-watch", daemon=True).start)
 
     def send(self, slot: int, num_bytes: int) -> None:
         """Offer the bytes of the slot to the workers. The bytes are sent by other threads."""
@@ -121,18 +122,19 @@ class RelaySlots:
         connection.sendall(WELCOME)
         return True
 
-    def _watch(self, positions: dict[socket.socket, int]) -> None:
-        """Report each worker whose connection ends without `DONE`."""
+    def _watch(self, watched: dict[int, tuple[socket.socket, int]]) -> None:
+        """Report each worker whose connection ends without `DONE`. `watched`: the connection and the position of each
+        worker, by the connection's descriptor.
+        """
         poll = select.poll()
-        watched = {connection.fileno(): connection for connection in positions}
         for number in watched:
             poll.register(number, select.POLLIN)
         while watched and not self._store.is_closed:
             for number, _ in poll.poll(WATCH_SECONDS * 1000):
                 poll.unregister(number)
-                connection = watched.pop(number)
+                connection, position = watched.pop(number)
                 if _is_lost(connection) and not self._store.is_closed:  # `close` also ends the connections
-                    self._lost(positions[connection])
+                    self._lost(position)
 
 
 def packed_members(members: list[tuple[str, int]]) -> bytes:

@@ -205,6 +205,22 @@ def test_a_worker_with_a_fault_is_replaced_as_a_source(new_push: Callable[..., P
         push.run(reader)
 
 
+def test_a_push_that_is_closed_before_its_watch_runs_ends_quietly(
+    new_push: Callable[..., Push], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, faults = list[threading.Thread](), list[Any]()
+    monkeypatch.setattr(relay_module.threading, "excepthook", faults.append)
+    push = new_push(1)
+    assert push.hand_made(0, 1000).recv(1) == WELCOME
+    monkeypatch.setattr(relay_module, "_start", lambda start: started.append(start.__self__))
+    push.slots.opened()
+    push.slots.close()
+    [watch] = started
+    watch.start()
+    watch.join(SECONDS)
+    assert not watch.is_alive() and not faults and not push.lost
+
+
 def test_a_lost_worker_is_reported_and_one_that_leaves_in_order_is_not(new_push: Callable[..., Push]) -> None:
     push = new_push(3)
     killed, leaving, reader = push.hand_made(2, 1000), push.hand_made(1, 1001), push.reader(0)
