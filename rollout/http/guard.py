@@ -120,7 +120,7 @@ class Guard:
     async def _pass(self, request: Request, path: str, receive: Receive, send: Send) -> None:
         is_work = path in self._work_paths
         try:
-            self._check_origin(request)
+            self._check_origin(request, path)
             self._check_key(request, path)
             self._check_slots(is_work)
             if path not in OPEN_PATHS:
@@ -158,9 +158,11 @@ class Guard:
             check_role(client, path)
         note_client(request.scope, client)
 
-    def _check_origin(self, request: Request) -> None:
+    def _check_origin(self, request: Request, path: str) -> None:
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        # A browser sends no `Origin` with a GET for an image, and SGLang's /flush_cache is a GET.
+        is_foreign = path not in OPEN_PATHS and request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site")
+        if is_foreign or (origin is not None and origin.partition("://")[2] != host):
             raise HttpError(
                 403, "Origin: requests from web pages of other origins are refused; send the request from a program"
             )

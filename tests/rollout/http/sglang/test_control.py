@@ -129,6 +129,17 @@ def test_a_pause_ends_or_keeps_running_requests(front: Front, fake: FakeEngine, 
     assert front.get("/is_paused").json() == {"is_paused": False}
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_an_image_in_a_web_page_of_another_origin_flushes_nothing(front: Front, fake: FakeEngine, site: str) -> None:
+    """A browser sends such a GET without `Origin`."""
+    refused = front.get("/flush_cache", **{"Sec-Fetch-Site": site, "Sec-Fetch-Mode": "no-cors"})
+    assert refused.status_code == 403 and "web pages of other origins" in error_of(refused)["message"]
+    assert front.get("/ui", **{"Sec-Fetch-Site": site}).status_code == 200, "a link to the page works"
+    assert ("invalidate",) not in fake.actions
+    assert front.get("/flush_cache", **{"Sec-Fetch-Site": "none"}).status_code == 200
+    assert fake.actions[-1] == ("invalidate",)
+
+
 def test_memory_is_released_and_allocated(front: Front, fake: FakeEngine) -> None:
     assert front.post("/release_memory_occupation", {}).json()["state"] == "asleep"
     front.post("/resume_memory_occupation", {"tags": ["weights"]})
