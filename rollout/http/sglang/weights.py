@@ -53,7 +53,8 @@ class PullFields(Fields):
     """Fields of `/pull_weights`.
 
     `source_dir`: the folder in which the trainer writes a folder `weight_v000123` for each version. A URL is refused,
-    because this front end, which has no list of allowed URLs, would open it. `target_version`: the version to stage. `local_checkpoint_dir`: identifies the pull in `/update_weights_from_disk`.
+    because this front end, which has no list of allowed URLs, would open it. `target_version`: the version to stage.
+    `local_checkpoint_dir`: identifies the pull in `/update_weights_from_disk`.
     """
 
     local_checkpoint_dir: str
