@@ -1,7 +1,8 @@
 """A worker with a real engine, driven through its socket by random calls, and compared with a second implementation of
 the rules. The machine models the worker's state, the current push and every request, and checks each reply against this
 model. The engine runs only steps that the test allows (`GatedEngine`), so that requests are running when a call
-arrives. Every received token is computed again by a fresh engine with the weights of the version in the sample's spans.
+arrives. Every received token is computed again by a fresh engine with the weights of the version in the sample's spans,
+except the tokens that were drawn over old KV.
 """
 
 from __future__ import annotations
@@ -68,9 +69,18 @@ IN_RANDOM_ORDER = [
     "ended early",
 ]
 """Events that must occur in `test_any_order_of_calls`."""
+WITH_OLD_KV = [
+    "commit_push keep with running requests",
+    "begin_push keep with running requests",
+    "samples with tokens over old KV",
+    "samples with tokens after old KV",
+]
+"""Events that must occur in `test_any_order_of_calls_with_old_kv`."""
 IN_SCRIPTS = [
     *(f"{call} drain with running requests" for call in ("begin_push", "sleep")),
-    "begin_push recompute with running requests",
+    *(f"begin_push {policy} with running requests" for policy in ("recompute", "keep")),
+    "commit_push keep with running requests",
+    "samples with tokens over old KV",
     *(f"{call} abort ended requests" for call in ("begin_push", "commit_push", "sleep")),
     *(f"{why} pushes{place}" for why in ("corrupted", "incomplete") for place in ("", " in place")),
     *(f"{call}: refused to drain while held" for call in ("begin_push", "commit_push", "sleep")),
@@ -296,6 +306,7 @@ TAGS = st.sampled_from([["weights", "kv_cache"], ["kv_cache"], ["weights"]])
 PLACES = st.integers(0, 59)
 IN_PLACE = st.sampled_from([False, False, True])
 POLICIES = st.sampled_from(["recompute", "abort", "drain"])
+PUSH_POLICIES = st.runner().flatmap(lambda machine: st.sampled_from(machine.policies))
 LEVELS = st.sampled_from([1, 1, 2])
 FAULTS = st.sampled_from([None, None, None, "corrupted", "incomplete"])
 UNAWAITED = st.one_of(
@@ -311,10 +322,13 @@ UNAWAITED = st.one_of(
 
 
 class ServedEngine(RuleBasedStateMachine):
-    """One Hypothesis example with one worker. Subclasses set `references`: the weights of the pushes."""
+    """One Hypothesis example with one worker. Subclasses set `references`: the weights of the pushes. `policies`: what
+    random pushes do with running requests.
+    """
 
     references: ClassVar[list[Reference]]
     config: ClassVar[EngineConfig]
+    policies: ClassVar[list[str]] = ["recompute", "abort", "drain"]
 
     def __init__(self) -> None:
         super().__init__()
@@ -624,7 +638,7 @@ class ServedEngine(RuleBasedStateMachine):
 
     # Pushes.
 
-    @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=POLICIES)
+    @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=PUSH_POLICIES)
     def begin_push(self, weights: int, in_place: bool, policy: str) -> None:
         version = max(self.weights) + 1
         self.weights[version] = weights
@@ -634,7 +648,7 @@ class ServedEngine(RuleBasedStateMachine):
         fields |= dict(in_flight=policy, timeout=60.0, source=hand.memory.source(0).model_dump())
         self.operate("begin_push", fields, Push(hand, in_place))
 
-    @rule(fault=FAULTS, policy=POLICIES)
+    @rule(fault=FAULTS, policy=PUSH_POLICIES)
     def advance_push(self, fault: str | None, policy: str) -> None:
         self.sync()
         push = self.told.push
@@ -679,7 +693,7 @@ class ServedEngine(RuleBasedStateMachine):
             self.told.push = None
         self.old_pushes.append(push)
 
-    @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=POLICIES, fault=FAULTS, load=LOADS)
+    @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=PUSH_POLICIES, fault=FAULTS, load=LOADS)
     def push(self, weights: int, in_place: bool, policy: str, fault: str | None, load: Load | None) -> None:
         self.carry(load)
         self.begin_push(weights, in_place, policy)
@@ -691,7 +705,7 @@ class ServedEngine(RuleBasedStateMachine):
             self.advance_push(None, policy)
             happened["pushes in place that met requests"] += in_place and before > 0
 
-    @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=POLICIES, load=SOME_LOAD)
+    @rule(weights=st.integers(0, 3), in_place=IN_PLACE, policy=PUSH_POLICIES, load=SOME_LOAD)
     def push_into_running(self, weights: int, in_place: bool, policy: str, load: Load) -> None:
         """Push from any state, so that requests are running at the commit."""
         self.recover(weights)
@@ -881,7 +895,7 @@ class Judge:
         keys: list[list[Any]] = [[] for _ in self.references]
         for asked in requests:
             for sample, _, _ in asked.samples:
-                for version, start, end in sample["weight_versions"]:
+                for version, start, end in exact_parts(sample):
                     keys[self.weights[version]].append(_key(asked, sample, start, end))
         for reference, its_keys in zip(self.references, keys, strict=True):
             reference.learn(its_keys)
@@ -904,16 +918,18 @@ class Judge:
         reason, spans = sample["finish_reason"], sample["weight_versions"]
         assert reason in ("stop", "length") or (reason == "abort" and asked.may_abort), sample
         self.check_spans(received, len(tokens))
-        for number, (version, start, end) in enumerate(spans):
+        self.check_old_kv(received, len(tokens))
+        parts = exact_parts(sample)
+        for version, start, end in parts:
             expected = self.references[self.weights[version]][_key(asked, sample, start, end)]
             assert np.array_equal(expected.token_ids, tokens[start:end]), (version, start, end)
             assert np.array_equal(expected.logprobs, logprobs[start:end]), (version, start, end)
-            is_last = number == len(spans) - 1
+            is_last = end == len(tokens)
             assert expected.finish_reason == (reason if is_last and reason == "stop" else "length")
         assert reason != "length" or len(tokens) == params.max_tokens
         happened[f"samples of {len(spans)} versions"] += 1
         if len(spans) > 1 and params.temperature == 1.0:
-            self.check_scores(asked, spans, tokens, logprobs)
+            self.check_scores(asked, parts, tokens, logprobs)
 
     def check_spans(self, received: Received, num_tokens: int) -> None:
         """Check that spans are contiguous, cover all tokens, follow the commits, and name versions served while the
@@ -925,6 +941,20 @@ class Judge:
         positions = [self.history.index(version) for version, _, _ in spans]
         assert positions == sorted(set(positions)), (spans, self.history)
         assert all(received.first <= position <= received.last for position in positions), (received, self.history)
+
+    def check_old_kv(self, received: Received, num_tokens: int) -> None:
+        """Check that the spans over old KV are sorted and disjoint, and begin where a newer version drew its first
+        tokens.
+        """
+        spans, old_kv = received.message["weight_versions"], received.message["old_kv"]
+        ends = [0]
+        for version, start, end in old_kv:
+            assert ends[-1] <= start < end <= num_tokens, (spans, old_kv)
+            [drew] = [drew for drew, first, _ in spans if first == start]
+            assert self.history.index(version) < self.history.index(drew), (spans, old_kv)
+            ends.append(end)
+        happened["samples with tokens over old KV"] += len(old_kv) > 0
+        happened["samples with tokens after old KV"] += 0 < ends[-1] < num_tokens
 
     def check_scores(self, asked: Asked, spans: list[list[int]], tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Check the log-probs of tokens that a version drew: the version gives the same log-probs when it alone scores
@@ -949,6 +979,18 @@ class Judge:
         version = reply["weight_versions"][0][0]
         assert np.array_equal(self.references[self.weights[version]][asked.prompt, params].logprobs, logprobs)
         happened["scores that met a commit" if last > asked.served else "scores"] += 1
+
+
+def exact_parts(sample: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Return the version, start and end of the parts of a sample that were not drawn over old KV."""
+    old = {token for _, start, end in sample["old_kv"] for token in range(start, end)}
+    parts = []
+    for version, start, end in sample["weight_versions"]:
+        places = [token for token in range(start, end) if token not in old]
+        firsts = [token for token in places if token == start or token - 1 in old]
+        lasts = [token for token in places if token + 1 == end or token + 1 in old]
+        parts += [(version, first, last + 1) for first, last in zip(firsts, lasts, strict=True)]
+    return parts
 
 
 def _key(asked: Asked, sample: dict[str, Any], start: int, end: int) -> tuple[Prompt, SamplingParams]:
@@ -987,7 +1029,7 @@ SCRIPTS: dict[str, list[Callable[[Any], None]]] = {
             lambda m: m.take_many_steps(),
             lambda m: m.recover(2),
         ]
-        for policy in ("recompute", "abort", "drain")
+        for policy in ("recompute", "abort", "drain", "keep")
         for in_place in (False, True)
         for fault in (None, "corrupted", "incomplete")
     },
@@ -1078,4 +1120,12 @@ def play(example: ServedEngine, script: list[Callable[[Any], None]], ends_early:
 def test_any_order_of_calls(machine: type[ServedEngine]) -> None:
     run_state_machine_as_test(machine, settings=PROFILE)
     missing = [premise for premise in IN_RANDOM_ORDER if not happened[premise]]
+    assert not missing, (missing, happened)
+
+
+@pytest.mark.exhaustive
+def test_any_order_of_calls_with_old_kv(machine: type[ServedEngine]) -> None:
+    machine.policies = [*machine.policies, "keep", "keep"]
+    run_state_machine_as_test(machine, settings=PROFILE)
+    missing = [premise for premise in WITH_OLD_KV if not happened[premise]]
     assert not missing, (missing, happened)
